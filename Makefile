@@ -1,0 +1,51 @@
+# make train   four ranks train on this machine; needs nothing but Python >= 3.10
+# make test    every check that can run here
+PYTHON ?= python3
+NP ?= 4
+ARGS ?=
+BIN := .venv/bin
+SETUP := PYTHON='$(PYTHON)' tools/setup-venv.sh
+
+# Open MPI on a small machine: more ranks than cores, which yield when idle and move freely.
+export OMP_NUM_THREADS ?= 1
+export OMPI_MCA_mpi_yield_when_idle ?= 1
+export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
+export PRTE_MCA_hwloc_default_binding_policy ?= none
+ifeq ($(shell id -u),0)
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+endif
+
+.PHONY: help train test lint format clean clean-venv
+
+help:
+	@echo 'make train [NP=4] [ARGS="--algorithm bsp"]   train on this machine (rank 0 is the server)'
+	@echo 'make test [ARGS="-k packaging"]              lint, type check and run the tests'
+	@echo 'make lint | format                           only the checks | put the code in order'
+	@echo 'make clean | clean-venv                      remove caches | also the environment, .venv'
+	@echo 'PYTHON=python3.12 chooses the interpreter.'
+
+train:
+	@$(SETUP) run
+	$(BIN)/mpirun -np $(NP) $(BIN)/python -m aladdin_mpi.train $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest -rs $(ARGS)
+
+lint:
+	@$(SETUP) test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format:
+	@$(SETUP) test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+clean-venv: clean
+	rm -rf .venv

@@ -1,0 +1,1 @@
+"""The training algorithms, one file each, and what they share."""

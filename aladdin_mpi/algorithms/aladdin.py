@@ -1,0 +1,207 @@
+"""ALADDIN: asymmetric centralised training (Ko, Choi, Jei, Lee, Kim; CIKM 2021).
+
+The worker is the paper's Algorithm 1, the server its Algorithm 2, run for each
+bucket as for a shard of its own. Numbers in brackets are the paper's lines;
+``docs/aladdin.md`` says where the paper contradicts itself and what is done about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+from torch import Tensor
+
+from aladdin_mpi.algorithms.base import Server, TrainingWorker
+from aladdin_mpi.algorithms.gradient_sum import GradientSum
+from aladdin_mpi.algorithms.inbox import ModelInbox
+from aladdin_mpi.algorithms.options import AladdinOptions
+from aladdin_mpi.algorithms.outbox import Outbox
+from aladdin_mpi.algorithms.server import Arrival, ParameterServer
+from aladdin_mpi.algorithms.worker import Worker
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.layout import Bucket
+from aladdin_mpi.optimizer import MomentumSGD
+
+
+class AladdinWorker(TrainingWorker):
+    """Algorithm 1: compute, update oneself, send, and never wait."""
+
+    def __init__(
+        self, worker: Worker, optimizer: MomentumSGD, wire: DenseWire, options: AladdinOptions
+    ) -> None:
+        self.worker = worker
+        self.optimizer = optimizer
+        self.sends_steps = options.momentum == "worker"
+        layout, transport = worker.layout, worker.transport
+        new_vector = worker.replica.new_vector
+        self.outbox = Outbox(transport, layout, wire, new_vector, options.ring)
+        self.inbox = ModelInbox(transport, layout, wire)
+
+    def run(self) -> None:
+        """Train until the segment's samples are used up."""
+        worker, x = self.worker, self.worker.parameters
+        self.inbox.open()
+        for batch in worker.batches():
+            g = self.outbox.begin(batch.start)
+            worker.gradient(g, self._send(g))  # [3] and, bucket by bucket, [5]
+            if self.sends_steps:
+                x.add_(g, alpha=-worker.lr)  # [4]
+            else:
+                self.optimizer.step(x, g, worker.lr)  # [4]
+            self.outbox.end()
+            self.inbox.blend_into(x)  # [6, 7]
+        self.outbox.flush()
+        self.inbox.drain_into(x)
+
+    def _send(self, g: Tensor) -> Callable[[Bucket], None]:
+        def on_bucket(bucket: Bucket) -> None:
+            if self.sends_steps:
+                self.optimizer.correct(bucket.part, g[bucket.part], self.worker.parameters)
+            self.outbox.put(bucket)
+
+        return on_bucket
+
+    def counts(self) -> dict[str, int]:
+        """Gradients computed and coalesced so far."""
+        return {"computed": self.worker.computed, "coalesced": self.outbox.coalesced}
+
+    def state_dict(self) -> dict[str, object]:
+        """Everything that the next segment depends on."""
+        return {
+            "worker": self.worker.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "parameters": self.worker.parameters,
+            "coalesced": self.outbox.coalesced,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        self.worker.load_state_dict(state["worker"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.worker.parameters.copy_(state["parameters"])
+        self.outbox.coalesced = state["coalesced"]
+
+
+class _Shard:
+    """A bucket's ``g~``, ``c~`` and every worker's ``c_i``, with totals for alpha and accounts."""
+
+    def __init__(self, bucket: Bucket, largest: int, workers: int, like: Tensor) -> None:
+        self.bucket = bucket
+        self.sum = GradientSum(bucket.numel, largest, like)
+        self.c = [0] * workers
+        self.total = 0
+        self.total_at_send = [0] * workers
+        self.applied = 0
+        self.dropped = 0
+
+
+class AladdinServer(Server):
+    """Algorithm 2: accumulate, update lazily, send when a worker is due."""
+
+    def __init__(
+        self, server: ParameterServer, optimizer: MomentumSGD, options: AladdinOptions
+    ) -> None:
+        self.server = server
+        self.options = options
+        self.optimizer = optimizer if options.momentum == "split" else None
+        self.n = server.worker_count
+        self.shards = {
+            bucket.index: _Shard(bucket, server.layout.largest, self.n, server.values[bucket.index])
+            for bucket in server.buckets
+        }
+
+    def run(self) -> None:
+        """Serve until every worker has ended the segment."""
+        for arrival in self.server.gradients():  # [3]
+            shard = self.shards[arrival.bucket.index]
+            worker = arrival.worker
+            shard.total += arrival.count
+            shard.c[worker] += arrival.count  # [4]
+            due = shard.c[worker] >= self.options.pi  # [5, 7]
+            self._accumulate(shard, arrival, due)  # [6]
+            if due:
+                alpha = self._alpha(shard, worker)  # [9]
+                self._update(shard)  # [8, 11]
+                self.server.send_model(worker, arrival.bucket, alpha)  # [10]
+                shard.c[worker] = 0  # [11]
+                shard.total_at_send[worker] = shard.total
+
+    def _accumulate(self, shard: _Shard, arrival: Arrival, due: bool) -> None:
+        if due and self.options.trigger == "drop":
+            # As printed: the gradient is counted but never added.
+            shard.dropped += arrival.count
+            return
+        shard.sum.add(arrival)
+
+    def _update(self, shard: _Shard) -> None:
+        """Lazy global update: ``x~ <- x~ - lr g~ / norm``, then ``g~ <- 0, c~ <- 0``."""
+        if shard.sum.count == 0:
+            return
+        norms = {"count": shard.sum.count, "workers": self.n, "none": 1}
+        step = shard.sum.values
+        x = self.server.values[shard.bucket.index]
+        if self.optimizer is not None:
+            step.div_(norms[self.options.normalize])
+            self.optimizer.correct(shard.bucket.part, step, x)
+            x.add_(step, alpha=-self.server.lr)
+        else:
+            x.add_(step, alpha=-self.server.lr / norms[self.options.normalize])
+        shard.applied += shard.sum.count
+        shard.sum.clear()
+
+    def _alpha(self, shard: _Shard, worker: int) -> float:
+        """How far a worker is drawn to the global model."""
+        rule = self.options.alpha
+        if rule == "theory":
+            return 1 - 1 / sqrt(self.n * self.options.pi)
+        if rule == "since-last":
+            return 1 - 1 / sqrt(shard.total - shard.total_at_send[worker])
+        if rule == "literal":
+            return 1 - 1 / sqrt(max(shard.sum.count, 1))
+        return float(rule)
+
+    def finish(self) -> None:
+        """The end of the run: apply what no worker has triggered yet."""
+        for shard in self.shards.values():
+            self._update(shard)
+
+    def counts(self) -> dict[str, int]:
+        """Gradients applied and dropped so far, which must be alike on all shards."""
+        applied = {shard.applied for shard in self.shards.values()}
+        if len(applied) > 1:
+            raise AssertionError(f"gradients applied differ between shards: {sorted(applied)}")
+        dropped = max((shard.dropped for shard in self.shards.values()), default=0)
+        return {"applied": applied.pop() if applied else 0, "dropped": dropped}
+
+    def state_dict(self) -> dict[str, object]:
+        """Everything that the next segment depends on."""
+        shards = {
+            index: {
+                "sum": shard.sum.values if shard.sum.count else None,
+                "count": shard.sum.count,
+                "c": shard.c,
+                "total": shard.total,
+                "total_at_send": shard.total_at_send,
+                "applied": shard.applied,
+                "dropped": shard.dropped,
+            }
+            for index, shard in self.shards.items()
+        }
+        optimizer = self.optimizer.state_dict() if self.optimizer else None
+        return {"server": self.server.state_dict(), "shards": shards, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        self.server.load_state_dict(state["server"])
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+        for index, saved in state["shards"].items():
+            shard = self.shards[index]
+            if saved["sum"] is not None:
+                shard.sum.values.copy_(saved["sum"])
+            shard.sum.count = saved["count"]
+            shard.c, shard.total = saved["c"], saved["total"]
+            shard.total_at_send = saved["total_at_send"]
+            shard.applied, shard.dropped = saved["applied"], saved["dropped"]

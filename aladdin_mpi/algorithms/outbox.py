@@ -1,0 +1,132 @@
+"""A worker's way out: it never waits, and no gradient is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from aladdin_mpi.algorithms.frames import Header, Kind
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.layout import Bucket, Layout
+from aladdin_mpi.tags import Tag
+from aladdin_mpi.transport.base import Request, Transport
+
+
+class _Slot:
+    """One flat gradient and what is on its way of it."""
+
+    def __init__(self, vector: Tensor, wire: Tensor) -> None:
+        self.vector = vector
+        self.wire = wire
+        self.count = 0
+        self.samples = 0
+        self.requests: list[Request] = []
+
+
+class Outbox:
+    """A ring of gradients in flight to the servers.
+
+    A gradient leaves bucket by bucket while backward goes on, as long as fewer than
+    ``ring`` are on the wire. Otherwise it is added to the one that waits for its
+    turn, which then counts for that many. Autograd writes straight into the
+    buffers that are sent: with fp32 on a CPU nothing is copied.
+
+    ``coalesced`` counts the gradients that were added to another one.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        layout: Layout,
+        wire: DenseWire,
+        new_vector: Callable[[], Tensor],
+        ring: int,
+    ) -> None:
+        self._transport = transport
+        self._layout = layout
+        self._wire = wire
+        self._ring = ring
+        vectors = [new_vector() for _ in range(ring + 2)]
+        self._free = [_Slot(vector, wire.buffer_for(vector)) for vector in vectors]
+        self._in_flight: list[_Slot] = []
+        self._waiting: _Slot | None = None
+        self._current: _Slot | None = None
+        self._live = False
+        self.coalesced = 0
+
+    def begin(self, samples: int) -> Tensor:
+        """A zeroed vector for the next gradient, whose samples start at ``samples``."""
+        self._reclaim()
+        slot = self._current = self._free.pop()
+        slot.vector.zero_()
+        slot.count, slot.samples = 1, samples
+        self._live = self._waiting is None and len(self._in_flight) < self._ring
+        if self._live:
+            self._announce(slot)
+        return slot.vector
+
+    def put(self, bucket: Bucket) -> None:
+        """The bucket of the current gradient is complete: send it, if its turn has come."""
+        assert self._current is not None
+        if self._live:
+            self._send(self._current, bucket)
+        else:
+            self._advance()
+
+    def end(self) -> None:
+        """The current gradient is complete."""
+        slot, self._current = self._current, None
+        assert slot is not None
+        if self._live:
+            self._in_flight.append(slot)
+        elif self._waiting is None:
+            self._waiting = slot
+        else:
+            self._waiting.vector.add_(slot.vector)
+            self._waiting.count += 1
+            self.coalesced += 1
+            self._free.append(slot)
+        self._advance()
+
+    def flush(self) -> None:
+        """Wait until everything is delivered, then tell the servers that this was all."""
+        while self._in_flight:
+            self._transport.wait_all(self._in_flight[0].requests)
+            self._advance()
+        for server in range(self._layout.servers):
+            self._transport.wait(self._header(server, Header(Kind.END)))
+
+    def _advance(self) -> None:
+        """Send the one that waits, if there is room on the wire now."""
+        self._reclaim()
+        # One waits only while none is being sent bucket by bucket: none can cut in.
+        if self._waiting is not None and len(self._in_flight) < self._ring:
+            slot, self._waiting = self._waiting, None
+            self._announce(slot)
+            for bucket in self._layout.buckets:
+                self._send(slot, bucket)
+            self._in_flight.append(slot)
+
+    def _reclaim(self) -> None:
+        still: list[_Slot] = []
+        for slot in self._in_flight:
+            if all(self._transport.test(request) for request in slot.requests):
+                slot.requests = []
+                self._free.append(slot)
+            else:
+                still.append(slot)
+        self._in_flight = still
+
+    def _announce(self, slot: _Slot) -> None:
+        header = Header(Kind.BUCKETS, gradients=slot.count, samples=slot.samples)
+        for server in range(self._layout.servers):
+            slot.requests.append(self._header(server, header))
+
+    def _header(self, server: int, header: Header) -> Request:
+        return self._transport.isend(header.pack(), server, Tag.GRADIENT)
+
+    def _send(self, slot: _Slot, bucket: Bucket) -> None:
+        wire = slot.wire[bucket.part]
+        event = self._wire.encode(slot.vector[bucket.part], wire)
+        slot.requests.append(self._transport.isend(wire, bucket.server, Tag.GRADIENT, after=event))

@@ -1,0 +1,282 @@
+"""What an algorithm's server stands on: gradients in their order of arrival, models sent out.
+
+Nothing here waits for one particular worker: receives are always posted for each,
+messages are taken as they come, and a worker that is slow to take a model holds up
+nobody.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from aladdin_mpi.algorithms.frames import Header, Kind, new_header
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.layout import Bucket, Layout
+from aladdin_mpi.tags import Tag
+from aladdin_mpi.transport.base import Request, Transport
+
+RECEIVES_AHEAD = 4
+"""Messages of each worker for which a receive is posted."""
+
+
+@dataclass
+class Arrival:
+    """One bucket of a worker's gradient.
+
+    ``values`` has the bucket's length; it may be kept until the next arrival is
+    asked for, or for good by :meth:`exchange`. ``count`` gradients are summed in it.
+    ``worker`` counts from 0.
+    """
+
+    worker: int
+    bucket: Bucket
+    count: int
+    storage: Tensor
+
+    @property
+    def values(self) -> Tensor:
+        """The gradient, in the dtype of the wire."""
+        return self.storage[: self.bucket.numel]
+
+    def exchange(self, storage: Tensor) -> Tensor:
+        """Keep the received storage and give another for later receives: no copy."""
+        self.storage, mine = storage, self.storage
+        return mine
+
+
+class _Intake:
+    """The gradients of one worker: receives posted in the order in which it sends.
+
+    That order is known, header then this server's buckets, so every receive is
+    posted for one certain message.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        source: int,
+        buckets: tuple[Bucket, ...],
+        new_storage: Callable[[], Tensor],
+    ) -> None:
+        self._transport = transport
+        self._source = source
+        self._buckets = buckets
+        self._storages = [new_storage() for _ in range(RECEIVES_AHEAD)]
+        self._posted: deque[tuple[Request, Tensor | None]] = deque()
+        self._post_next = 0
+        self._take_next = 0
+        self.header = Header(Kind.END)
+
+    def open(self) -> None:
+        self._post_next = self._take_next = 0
+        for _ in range(RECEIVES_AHEAD):
+            self._post()
+
+    @property
+    def head(self) -> Request:
+        """The receive of the message that has to be taken next."""
+        return self._posted[0][0]
+
+    def _post(self) -> None:
+        turn = self._post_next % (1 + len(self._buckets))
+        self._post_next += 1
+        if turn == 0:
+            buffer, storage = new_header(), None
+        else:
+            storage = self._storages.pop()
+            buffer = storage[: self._buckets[turn - 1].numel]
+        request = self._transport.irecv(buffer, self._source, Tag.GRADIENT)
+        self._posted.append((request, storage))
+
+    def take(self, worker: int) -> Arrival | None:
+        """The message at the head: a bucket, or None for a header."""
+        request, storage = self._posted.popleft()
+        turn = self._take_next % (1 + len(self._buckets))
+        self._take_next += 1
+        if storage is None:
+            assert request.buffer is not None
+            self.header = Header.unpack(request.buffer)
+            if self.header.kind == Kind.BUCKETS:
+                self._post()
+            return None
+        return Arrival(worker, self._buckets[turn - 1], self.header.gradients, storage)
+
+    def give_back(self, arrival: Arrival) -> None:
+        self._storages.append(arrival.storage)
+        self._post()
+
+    def close(self) -> None:
+        """Take back the receives behind the worker's last message."""
+        for request, storage in self._posted:
+            self._transport.cancel(request)
+            if storage is not None:
+                self._storages.append(storage)
+        self._posted.clear()
+
+
+class _ModelSender:
+    """Models on their way to the workers, each a copy from the moment of sending.
+
+    At most one of a bucket is under way to a worker; a newer one waits and
+    replaces those that waited before it.
+    """
+
+    def __init__(self, transport: Transport, wire: DenseWire, largest: int) -> None:
+        self._transport = transport
+        self._wire = wire
+        self._largest = largest
+        self._free: list[Tensor] = []
+        self._in_flight: dict[tuple[int, int], tuple[Request, Tensor]] = {}
+        self._newer: dict[tuple[int, int], tuple[Bucket, Tensor, float]] = {}
+
+    def send(self, rank: int, bucket: Bucket, values: Tensor, alpha: float) -> None:
+        key = (rank, bucket.index)
+        if key in self._in_flight and not self._reclaim(key):
+            self._newer[key] = (bucket, values, alpha)
+            return
+        wire = self._free.pop() if self._free else self._wire.buffer(self._largest)
+        event = self._wire.encode(values, wire[: bucket.numel])
+        header = Header(Kind.BUCKETS, bucket=bucket.index, alpha=alpha)
+        self._transport.isend(header.pack(), rank, Tag.MODEL)
+        request = self._transport.isend(wire[: bucket.numel], rank, Tag.MODEL, after=event)
+        self._in_flight[key] = (request, wire)
+
+    def _reclaim(self, key: tuple[int, int]) -> bool:
+        request, wire = self._in_flight[key]
+        if not self._transport.test(request):
+            return False
+        del self._in_flight[key]
+        self._free.append(wire)
+        return True
+
+    def advance(self) -> None:
+        """Send what waited and can go now."""
+        for key in [key for key in self._newer if self._reclaim(key)]:
+            bucket, values, alpha = self._newer.pop(key)
+            self.send(key[0], bucket, values, alpha)
+
+    def end(self, rank: int) -> None:
+        """Tell a worker that this was all, after what still waits for it."""
+        for key in [key for key in self._newer if key[0] == rank]:
+            self._transport.wait(self._in_flight[key][0])
+        self.advance()
+        self._transport.isend(Header(Kind.END).pack(), rank, Tag.MODEL)
+
+    def flush(self) -> None:
+        """Wait until all is delivered."""
+        for key in list(self._in_flight):
+            self._transport.wait(self._in_flight[key][0])
+            self._reclaim(key)
+
+
+class ParameterServer:
+    """One server: its buckets of the global model, and its talk with the workers.
+
+    Args:
+        parameters: the whole initial model; the server copies its own buckets.
+        schedule: learning rate as a function of the samples drawn by all workers.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        layout: Layout,
+        parameters: Tensor,
+        wire: DenseWire,
+        schedule: Callable[[int], float],
+    ) -> None:
+        self.transport = transport
+        self.layout = layout
+        self.buckets = layout.owned_by(transport.rank)
+        self.worker_count = transport.size - layout.servers
+        self.values = {b.index: parameters[b.part].clone() for b in self.buckets}
+        self.samples = 0
+        self.received = 0
+        self.staleness = 0.0
+        self._seen = [0] * self.worker_count
+        self._schedule = schedule
+        self._sender = _ModelSender(transport, wire, layout.largest)
+        self._intakes = [
+            _Intake(transport, layout.servers + w, self.buckets, self._new_storage(wire))
+            for w in range(self.worker_count)
+        ]
+
+    def _new_storage(self, wire: DenseWire) -> Callable[[], Tensor]:
+        return lambda: wire.buffer(self.layout.largest)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate at the newest sample that a gradient was computed from."""
+        return self._schedule(self.samples)
+
+    def gradients(self) -> Iterator[Arrival]:
+        """Buckets of gradients in their order of arrival, until every worker has ended."""
+        open_workers = list(range(self.worker_count))
+        for worker in open_workers:
+            self._intakes[worker].open()
+        while open_workers:
+            heads = [self._intakes[worker].head for worker in open_workers]
+            self.transport.wait_any(heads)
+            arrived = [
+                (head.order, worker)
+                for head, worker in zip(heads, open_workers, strict=True)
+                if head.done
+            ]
+            for _, worker in sorted(arrived):
+                yield from self._take(worker)
+                if self._intakes[worker].header.kind == Kind.END:
+                    open_workers.remove(worker)
+                    self._intakes[worker].close()
+                    self._sender.end(self.layout.servers + worker)
+            self._sender.advance()
+        self._sender.flush()
+
+    def _take(self, worker: int) -> Iterator[Arrival]:
+        intake = self._intakes[worker]
+        arrival = intake.take(worker)
+        if arrival is None:
+            self._count(worker, intake.header)
+        else:
+            yield arrival
+            intake.give_back(arrival)
+
+    def _count(self, worker: int, header: Header) -> None:
+        if header.kind == Kind.BUCKETS:
+            self.samples = max(self.samples, header.samples)
+            stale = self.received - self._seen[worker]
+            self.staleness += 0.02 * (stale - self.staleness)
+            self.received += header.gradients
+
+    def send_model(self, worker: int, bucket: Bucket, alpha: float = 1.0) -> None:
+        """Send the bucket's present values to a worker, which blends them in by ``alpha``."""
+        if bucket is self.buckets[0]:
+            self._seen[worker] = self.received
+        values = self.values[bucket.index]
+        self._sender.send(self.layout.servers + worker, bucket, values, alpha)
+
+    def state_dict(self) -> dict[str, object]:
+        """The server's part of the model and its counters."""
+        return {
+            "values": self.values,
+            "samples": self.samples,
+            "received": self.received,
+            "staleness": self.staleness,
+            "seen": self._seen,
+        }
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        values = state["values"]
+        assert isinstance(values, dict)
+        for index, tensor in values.items():
+            self.values[index].copy_(tensor)
+        self.samples = int(str(state["samples"]))
+        self.received = int(str(state["received"]))
+        self.staleness = float(str(state["staleness"]))
+        seen = state["seen"]
+        assert isinstance(seen, list)
+        self._seen = seen

@@ -1,0 +1,180 @@
+"""What an algorithm's worker stands on: its batches, its gradients, its learning rate."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from aladdin_mpi.budget import Draws, Report, Ticket
+from aladdin_mpi.layout import Bucket, Layout
+from aladdin_mpi.replica import BucketWatch, PhantomReplica, Replica
+from aladdin_mpi.transport.base import Transport
+
+FORWARD_SHARE = 1 / 3
+"""Share of a step's computing that is the forward pass, in modelled time."""
+
+OnBucket = Callable[[Bucket], None]
+
+
+@dataclass
+class Pace:
+    """How long a step's computing takes.
+
+    Args:
+        seconds: of one step on a worker that is not slowed down; None: as long as
+            it really takes.
+        slowdown: this worker's factor, >= 1.
+        jitter: relative standard deviation of the time of one step, lognormal.
+        seed: of the jitter; give each worker its own.
+    """
+
+    seconds: float | None = None
+    slowdown: float = 1.0
+    jitter: float = 0.0
+    seed: int = 0
+    random: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+
+    def duration(self) -> float:
+        """Modelled seconds of the next step."""
+        assert self.seconds is not None
+        factor = self.random.lognormvariate(0.0, self.jitter) if self.jitter else 1.0
+        return self.seconds * self.slowdown * factor
+
+
+class Worker:
+    """One worker's replica and its supply of batches and gradients.
+
+    ``index`` counts the workers from 0, ``count`` is their number and ``servers``
+    that of the servers, which are ranks 0 to ``servers`` - 1.
+
+    Args:
+        compute: does forward and backward of the current batch into the bound
+            gradients and returns the loss.
+        batch_size: samples of one step.
+        schedule: learning rate as a function of the samples drawn by all workers.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        layout: Layout,
+        replica: Replica | PhantomReplica,
+        compute: Callable[[Ticket], float],
+        pace: Pace,
+        batch_size: int,
+        schedule: Callable[[int], float],
+    ) -> None:
+        self.transport = transport
+        self.layout = layout
+        self.replica = replica
+        self.parameters: Tensor = replica.parameters
+        self.servers = layout.servers
+        self.index = transport.rank - layout.servers
+        self.count = transport.size - layout.servers
+        self.pace = pace
+        self.ticket = Ticket(0, 0)
+        self.samples = 0
+        self.computed = 0
+        self._compute = compute
+        self._batch_size = batch_size
+        self._schedule = schedule
+        self._draws = Draws(transport)
+        self._report = Report()
+        self._on_bucket: OnBucket = _ignore
+        self.watch: BucketWatch | None = None
+        if pace.seconds is None:
+            assert isinstance(replica, Replica)
+            self.watch = replica.watch(layout, self._completed)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the current batch."""
+        return self._schedule(self.ticket.start)
+
+    def batches(self) -> Iterator[Ticket]:
+        """This worker's batches until the segment's samples are used up.
+
+        The next one is drawn while the current one is computed, so that drawing
+        costs no waiting.
+        """
+        self._draws.request(self._batch_size, self._take_report())
+        while True:
+            self.ticket = self._draws.take()
+            if self.ticket.size == 0:
+                break
+            self._draws.request(self._batch_size, self._take_report())
+            yield self.ticket
+        self._draws.report(self._take_report())
+
+    def _take_report(self) -> Report:
+        traffic = self.transport.traffic
+        report = self._report._replace(
+            waiting=traffic.waiting, sent=traffic.bytes_sent, steps=self.computed
+        )
+        self._report = Report()
+        return report
+
+    def stop(self) -> None:
+        """Ask for the end of the run."""
+        self._draws.stop()
+
+    def gradient(self, vector: Tensor, on_bucket: OnBucket) -> None:
+        """Compute the current batch's gradient into the zeroed flat ``vector``.
+
+        ``on_bucket`` is called for every bucket, in order, as soon as it is complete:
+        during backward, or spread over the modelled one.
+        """
+        self._on_bucket = on_bucket
+        self.replica.bind_gradients(vector)
+        start = self.transport.now()
+        if self.watch is not None:
+            self.watch.start()
+        loss = self._compute(self.ticket)
+        if self.watch is not None:
+            self.watch.finish()
+            if self.pace.slowdown > 1:
+                elapsed = self.transport.now() - start
+                self.transport.sleep((self.pace.slowdown - 1) * elapsed)
+        else:
+            self._model_time(start)
+        self.computed += 1
+        self.samples += self.ticket.size
+        self._report = Report(samples=self.ticket.size, loss=loss)
+
+    def _completed(self, index: int) -> None:
+        self._on_bucket(self.layout.buckets[index])
+
+    def _model_time(self, start: float) -> None:
+        """Let the step's time pass; buckets are complete in proportion to backward."""
+        duration = self.pace.duration()
+        for bucket in self.layout.buckets:
+            done = bucket.stop / self.layout.numel
+            moment = start + duration * (FORWARD_SHARE + (1 - FORWARD_SHARE) * done)
+            self.transport.sleep_until(moment)
+            self._on_bucket(bucket)
+
+    def state_dict(self) -> dict[str, object]:
+        """Counters and random state, for a checkpoint between segments."""
+        return {
+            "samples": self.samples,
+            "computed": self.computed,
+            "pace": self.pace.random.getstate(),
+        }
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        self.samples = int(str(state["samples"]))
+        self.computed = int(str(state["computed"]))
+        pace = state["pace"]
+        assert isinstance(pace, tuple)
+        self.pace.random.setstate(pace)
+
+
+def _ignore(bucket: Bucket) -> None:
+    """Before the first step there is nobody to tell."""

@@ -1,0 +1,48 @@
+"""What goes on the wire when nothing is left out: fp32, or bf16 at half the bytes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.transport.base import Event
+
+
+class DenseWire:
+    """Moves flat vectors between their device and the buffers that are sent.
+
+    On the CPU in fp32 the vector itself is sent and nothing is copied. From a GPU,
+    values are copied to pinned memory on a side stream, in the wire's dtype.
+
+    Args:
+        dtype: of the values on the wire: torch.float32 or torch.bfloat16.
+        device: where the vectors live.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def buffer(self, numel: int) -> Tensor:
+        """A new buffer for ``numel`` values, in memory that the transport can use."""
+        pinned = self._stream is not None
+        device = "meta" if self.device.type == "meta" else "cpu"
+        return torch.empty(numel, dtype=self.dtype, device=device, pin_memory=pinned)
+
+    def buffer_for(self, vector: Tensor) -> Tensor:
+        """A buffer as long as ``vector``: ``vector`` itself where it can be sent as it is."""
+        if vector.dtype == self.dtype and vector.device.type != "cuda":
+            return vector
+        return self.buffer(vector.numel())
+
+    def encode(self, values: Tensor, wire: Tensor) -> Event | None:
+        """Put ``values`` into ``wire``; returns the event to send after, if any."""
+        if self._stream is None:
+            if wire.data_ptr() != values.data_ptr() or wire.dtype != values.dtype:
+                wire.copy_(values)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            wire.copy_(values, non_blocking=True)
+            return self._stream.record_event()

@@ -1,0 +1,56 @@
+"""Momentum SGD on flat vectors, bucket by bucket."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class MomentumSGD:
+    """``v <- m v + (g + d x)``, ``x <- x - lr v``, as torch.optim.SGD computes it.
+
+    It works on parts of the flat vector, so that a part can be sent as soon as
+    backward has completed it.
+
+    Args:
+        like: the flat vector of parameters.
+        momentum: m, in [0, 1).
+        weight_decay: d; added to the gradient.
+        nesterov: step along ``g + m v`` instead of ``v``.
+    """
+
+    def __init__(
+        self, like: Tensor, momentum: float, weight_decay: float, nesterov: bool = False
+    ) -> None:
+        self.momentum = momentum
+        self.weight_decay = weight_decay
+        self.nesterov = nesterov
+        self.velocity = torch.zeros_like(like) if momentum else None
+
+    def correct(self, part: slice, gradient: Tensor, x: Tensor) -> None:
+        """Turn ``gradient`` of ``x[part]`` into the step's direction, in place."""
+        if self.weight_decay:
+            gradient.add_(x[part], alpha=self.weight_decay)
+        if self.velocity is None:
+            return
+        velocity = self.velocity[part].mul_(self.momentum).add_(gradient)
+        if self.nesterov:
+            gradient.add_(velocity, alpha=self.momentum)
+        else:
+            gradient.copy_(velocity)
+
+    def step(self, x: Tensor, gradient: Tensor, lr: float) -> None:
+        """One whole step on ``x``; ``gradient`` is left as it is."""
+        everything = slice(0, x.numel())
+        direction = gradient.clone()
+        self.correct(everything, direction, x)
+        x.add_(direction, alpha=-lr)
+
+    def state_dict(self) -> dict[str, Tensor | None]:
+        """The velocity, for a checkpoint."""
+        return {"velocity": self.velocity}
+
+    def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
+        """Take a velocity from a checkpoint."""
+        if self.velocity is not None and state["velocity"] is not None:
+            self.velocity.copy_(state["velocity"])

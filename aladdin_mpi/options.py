@@ -1,0 +1,383 @@
+"""Every option of the commands, each with its type, range, unit and default."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from aladdin_mpi import cli
+from aladdin_mpi.agreement import agreed, differences, fingerprint
+from aladdin_mpi.algorithms.options import AladdinOptions
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.fields import nested, option, shown
+from aladdin_mpi.intervals import CheckpointInterval, Interval
+from aladdin_mpi.resume import CONFIG_NAME, RESUME_FIELDS, resumed_options
+from aladdin_mpi.settings import build, to_toml
+from aladdin_mpi.transport.cluster import Cluster
+
+__all__ = [
+    "CONFIG_NAME",
+    "RESUME_FIELDS",
+    "CheckpointInterval",
+    "RunOptions",
+    "SimulateOptions",
+    "TrainOptions",
+    "agreed",
+    "check_ranks",
+    "check_workers",
+    "differences",
+    "fingerprint",
+    "parse",
+    "resumed_options",
+    "to_toml",
+]
+
+DEFAULT_EPOCHS = 30.0
+"""The length of a run when neither epochs nor samples are given."""
+
+Precision = Literal["fp32", "bf16"]
+Worker = Annotated[int, Field(ge=0)]
+Factor = Annotated[float, Field(ge=1)]
+
+
+class RunOptions(BaseModel):
+    """What training and simulating have in common."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    ALTERNATIVES: ClassVar = (("epochs", "samples"),)
+
+    # -- run
+    algorithm: str = option("aladdin", "name of the algorithm", group="run")
+    model: str = option("digits", "name of the model, or package.module:function", group="run")
+    epochs: float | None = option(
+        None,
+        "length of the run in passes over the training data, all workers together",
+        unit="EPOCHS",
+        group="run",
+        default_text=f"{DEFAULT_EPOCHS:g}, unless --samples is given",
+        gt=0,
+    )
+    samples: int | None = option(
+        None,
+        "length of the run in samples, all workers together, instead of --epochs",
+        unit="SAMPLES",
+        group="run",
+        gt=0,
+    )
+    servers: int = option(
+        1, "parameter servers, for algorithms that have one", unit="RANKS", group="run", ge=1
+    )
+    seed: int = option(0, "seed of everything that is drawn by chance", group="run", ge=0)
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "where workers compute; auto: on a GPU if there is one", group="run"
+    )
+    timeout: float = option(
+        1800.0, "longest wait for another rank", unit="SECONDS", group="run", gt=0
+    )
+
+    # -- data
+    dataset: str = option(
+        "digits", "name of the data set, or package.module:function", group="data"
+    )
+    data_dir: Path | None = option(
+        None, "folder of the data set, for those that need one", unit="FOLDER", group="data"
+    )
+    download: bool = option(False, "fetch the data set if it is not there", group="data")
+    loader_workers: int = option(
+        0,
+        "processes that load data, for each worker; 0: the worker itself",
+        unit="PROCESSES",
+        group="data",
+        ge=0,
+    )
+    cache: Literal["auto", "on", "off"] = option(
+        "auto", "keep decoded data in memory; auto: if it fits", group="data"
+    )
+
+    # -- optimisation
+    batch_size: int = option(
+        32, "batch of one worker's step", unit="SAMPLES", group="optimisation", ge=1
+    )
+    lr: float = option(
+        0.05,
+        "learning rate for the batch of one worker, before --lr-scaling",
+        unit="RATE",
+        group="optimisation",
+        gt=0,
+    )
+    lr_scaling: Literal["linear", "sqrt", "none"] = option(
+        "linear",
+        "multiply the learning rate by the number of workers, its square root, or nothing",
+        group="optimisation",
+    )
+    lr_schedule: Literal["constant", "step", "cosine"] = option(
+        "cosine", "how the learning rate goes on after the warm-up", group="optimisation"
+    )
+    warmup_epochs: float = option(
+        1.0, "linear rise of the learning rate", unit="EPOCHS", group="optimisation", ge=0
+    )
+    lr_steps: tuple[Annotated[float, Field(gt=0)], ...] = option(
+        (),
+        "with --lr-schedule step: when the learning rate is multiplied by --lr-decay; several, "
+        "apart by commas or spaces",
+        unit="EPOCHS",
+        group="optimisation",
+    )
+    lr_decay: float = option(
+        0.1, "factor at each of --lr-steps", unit="FACTOR", group="optimisation", gt=0
+    )
+    momentum: float = option(
+        0.9, "momentum of SGD", unit="FACTOR", group="optimisation", ge=0, lt=1
+    )
+    nesterov: bool = option(False, "Nesterov's form of the momentum", group="optimisation")
+    weight_decay: float = option(
+        1e-4, "weight decay (L2)", unit="FACTOR", group="optimisation", ge=0
+    )
+    precision: Precision = option(
+        "fp32", "of the forward and backward pass; bf16: autocast", group="optimisation"
+    )
+    channels_last: bool = option(False, "store images channels-last", group="optimisation")
+    bn_batches: int = option(
+        100,
+        "training batches that re-estimate the batch-norm statistics before an evaluation",
+        unit="BATCHES",
+        group="optimisation",
+        ge=0,
+    )
+
+    # -- communication
+    bucket_mb: float = option(
+        4.0, "largest message, in MB of 10^6 bytes", unit="MB", group="communication", gt=0
+    )
+    shard_mb: float = option(
+        16.0,
+        "largest piece of the parameters given to one server, in MB of 10^6 bytes",
+        unit="MB",
+        group="communication",
+        gt=0,
+    )
+    wire: Precision = option("fp32", "number format of what is sent", group="communication")
+
+    # -- computing
+    compute: Literal["real", "timed"] = option(
+        "real",
+        "timed: time passes and messages of the right size are sent, but nothing is calculated",
+        group="computing",
+    )
+    compute_time: float | None = option(
+        None,
+        "time of one step of a worker, for --compute timed",
+        unit="SECONDS",
+        group="computing",
+        gt=0,
+    )
+    jitter: float = option(
+        0.0,
+        "relative standard deviation of the time of a step (log-normal)",
+        unit="FRACTION",
+        group="computing",
+        ge=0,
+    )
+    slowdown: dict[Worker, Factor] = option(
+        {},
+        "make workers, counted from 0, slower by a factor of 1 or more; several, apart by commas "
+        "or spaces",
+        unit="WORKER=FACTOR",
+        group="computing",
+    )
+
+    # -- output
+    run_dir: Path | None = option(
+        None,
+        "folder for the results",
+        unit="FOLDER",
+        group="output",
+        default_text="runs/ALGORITHM-MODEL-DATASET-TIME",
+    )
+    overwrite: bool = option(False, "replace the results in an existing --run-dir", group="output")
+    resume: Path | None = option(
+        None,
+        "go on with the run in this folder from its last checkpoint",
+        unit="FOLDER",
+        group="output",
+    )
+    checkpoint_every: Interval = option(
+        None,
+        "time between checkpoints: N or Nsamples, Nepochs, Nmin, Ns; there is always one at the "
+        "end",
+        unit="INTERVAL",
+        group="output",
+    )
+    eval_every: float = option(
+        1.0, "time between evaluations; 0: only at the end", unit="EPOCHS", group="output", ge=0
+    )
+    log_every: int | None = option(
+        None,
+        "samples between two lines of metrics",
+        unit="SAMPLES",
+        group="output",
+        default_text="once an epoch",
+        gt=0,
+    )
+    quiet: bool = option(False, "print no progress", group="output")
+
+    # -- algorithms with options of their own: one line each
+    aladdin: AladdinOptions = nested(AladdinOptions)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_length(cls, values: Any) -> Any:
+        if isinstance(values, dict) and not any(
+            values.get(name) is not None for name in ("epochs", "samples")
+        ):
+            return {**values, "epochs": DEFAULT_EPOCHS}
+        return values
+
+    @model_validator(mode="after")
+    def _check_together(self) -> RunOptions:
+        for wrong, message in (
+            (
+                self.epochs is not None and self.samples is not None,
+                "--epochs and --samples exclude each other; give one of them",
+            ),
+            (
+                self.lr_schedule == "step" and not self.lr_steps,
+                "--lr-schedule step: expected the epochs of the steps too, got none; "
+                "add for example --lr-steps 15,25",
+            ),
+            (
+                self.lr_schedule != "step" and bool(self.lr_steps),
+                f"--lr-steps: expected only with the schedule step, got the schedule "
+                f"{self.lr_schedule}; add --lr-schedule step",
+            ),
+            (
+                list(self.lr_steps) != sorted(set(self.lr_steps)),
+                f"--lr-steps: expected epochs in rising order, got {shown(self.lr_steps)}; "
+                "sort them",
+            ),
+            (
+                self.nesterov and self.momentum == 0,
+                "--nesterov: expected a momentum above 0, got 0; add --momentum 0.9",
+            ),
+        ):
+            if wrong:
+                raise ValueError(message)
+        return self
+
+
+class TrainOptions(RunOptions):
+    """The options of training over MPI."""
+
+    @model_validator(mode="after")
+    def _check_compute_time(self) -> TrainOptions:
+        if self.compute == "timed" and self.compute_time is None:
+            raise ValueError(
+                "--compute timed: expected the time of a step too, got none; "
+                "add for example --compute-time 0.1"
+            )
+        if self.compute == "real" and self.compute_time is not None:
+            raise ValueError(
+                "--compute-time: expected only with timed computing, got real computing; "
+                "add --compute timed"
+            )
+        return self
+
+
+class SimulateOptions(RunOptions):
+    """The options of running in virtual time."""
+
+    compute_time: float = option(
+        0.1, "virtual time of one step of a worker", unit="SECONDS", group="computing", gt=0
+    )
+    workers: int = option(
+        8, "workers to simulate; servers come on top", unit="RANKS", group="run", ge=1
+    )
+    cluster: Cluster = nested(Cluster, prefix=False, file=True)
+    ranks_per_host: int | None = option(
+        None,
+        "room for ranks on each host; places them in blocks (--placement block), evenly",
+        unit="RANKS",
+        group="cluster",
+        ge=1,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _place_in_blocks(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("ranks_per_host") is not None:
+            cluster = values.get("cluster", {})
+            if isinstance(cluster, dict):
+                return {**values, "cluster": {"placement": "block", **cluster}}
+        return values
+
+    @model_validator(mode="after")
+    def _check_simulation(self) -> SimulateOptions:
+        if self.ranks_per_host is not None and self.cluster.placement != "block":
+            raise ValueError(
+                f"--ranks-per-host: expected with --placement block, got "
+                f"{self.cluster.placement}; leave out --placement or --ranks-per-host"
+            )
+        try:
+            check_workers(self, self.workers)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+
+Options = TypeVar("Options", bound=BaseModel)
+
+
+def parse(model: type[Options], argv: Sequence[str] | None, prog: str, description: str) -> Options:
+    """Return the options that a command line asks for; ``--resume`` is followed.
+
+    ``argv`` is the command line without the program's name; ``None`` takes the
+    process's own. ``--help`` and ``--version`` print and raise ``SystemExit(0)``.
+
+    Raises:
+        UserError: an option or a key of a TOML file is unknown or its value bad.
+    """
+    given = cli.read(model, argv, prog, description)
+    resume = given.get(("resume",))
+    if resume is not None and resume.value is not None:
+        given = resumed_options(model, given, Path(resume.value))
+    return build(model, given)
+
+
+def check_workers(options: RunOptions, workers: int) -> None:
+    """Check the options that speak of single workers, now that their number is known.
+
+    Raises:
+        UserError: an option names a worker that does not exist.
+    """
+    for worker in options.slowdown:
+        if worker >= workers:
+            raise UserError(
+                f"--slowdown: expected workers from 0 to {workers - 1}, got worker {worker}; "
+                "name another or start more workers"
+            )
+
+
+def check_ranks(options: SimulateOptions, ranks: int) -> None:
+    """Check that ``ranks``, workers and servers together, suit the simulated cluster.
+
+    Raises:
+        UserError: they do not fit the hosts, or an option names one that does not exist.
+    """
+    cluster, room = options.cluster, options.ranks_per_host
+    if room is not None and cluster.hosts * room < ranks:
+        raise UserError(
+            f"--ranks-per-host: expected room for {ranks} ranks, got {cluster.hosts} hosts for "
+            f"{room} each; add --ranks-per-host {-(-ranks // cluster.hosts)} or "
+            f"--hosts {-(-ranks // room)}"
+        )
+    named = {"--deaths": list(cluster.deaths), "--pauses": [pause[0] for pause in cluster.pauses]}
+    for flag, those in named.items():
+        for rank in those:
+            if rank >= ranks:
+                raise UserError(
+                    f"{flag}: expected ranks from 0 to {ranks - 1}, got rank {rank}; "
+                    "name another or simulate more workers"
+                )

@@ -1,0 +1,49 @@
+"""The configuration of a run that goes on from its last checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from aladdin_mpi.agreement import LOCAL_FIELDS
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.fields import kebab
+from aladdin_mpi.settings import Setting, Settings, overlay, read_toml
+
+CONFIG_NAME = "config.toml"
+"""The file in a run folder that holds the run's complete configuration."""
+
+RESUME_FIELDS = (LOCAL_FIELDS - {"run_dir", "overwrite"}) | {
+    "checkpoint_every",
+    "log_every",
+    "epochs",
+    "samples",
+}
+"""What may be given beside ``--resume``."""
+
+
+def resumed_options(model: type[BaseModel], given: Settings, run_dir: Path) -> Settings:
+    """Return the configuration stored in ``run_dir`` with ``given`` over it.
+
+    Raises:
+        UserError: ``run_dir`` holds no configuration, or ``given`` has an option
+            that a resumed run cannot change.
+    """
+    refused = [s.origin for path, s in given.items() if path[0] not in RESUME_FIELDS]
+    if refused:
+        allowed = ", ".join(f"--{kebab(name)}" for name in sorted(RESUME_FIELDS - {"resume"}))
+        raise UserError(
+            f"{', '.join(refused)}: cannot be given together with --resume, which takes the "
+            f"configuration of the run in {run_dir}; leave it out, or start a new run. "
+            f"Beside --resume are possible: {allowed}"
+        )
+    if not (run_dir / CONFIG_NAME).is_file():
+        raise UserError(
+            f"--resume: expected the folder of a run, got {str(run_dir)!r}, which holds no "
+            f"{CONFIG_NAME}; check the path"
+        )
+    stored = read_toml(model, run_dir / CONFIG_NAME, "--resume")
+    kept = {path: s for path, s in stored.items() if path not in (("overwrite",), ("run_dir",))}
+    place = Setting(run_dir, "--resume")
+    return overlay(model, kept, given | {("run_dir",): place})

@@ -1,0 +1,32 @@
+"""``python -m aladdin_mpi.simulate``: the same training in virtual time, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aladdin_mpi.guard import run_guarded
+
+DESCRIPTION = (
+    "Train, or only time, a model with data parallelism on a modelled cluster in virtual time. "
+    "All figures of time are virtual; the same seed gives the same bytes."
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    return run_guarded(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    from aladdin_mpi.options import SimulateOptions, parse
+
+    options = parse(SimulateOptions, argv, "aladdin_mpi.simulate", DESCRIPTION)
+
+    from aladdin_mpi.training.simulator import simulate
+
+    simulate(options)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

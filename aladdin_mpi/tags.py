@@ -1,0 +1,26 @@
+"""The tags of all messages above the transport, in one place so that none is used twice."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Tag(IntEnum):
+    """What a message is about."""
+
+    GRADIENT = 1
+    """Worker to server: a header, then buckets."""
+    MODEL = 2
+    """Server to worker: a header, then a bucket."""
+    DRAW = 3
+    """To the keeper of the budget."""
+    GRANT = 4
+    """Its answer."""
+    SNAPSHOT = 5
+    """From rank 0: send me your part of the model."""
+    SHARD = 6
+    """The answer: one bucket in a frame."""
+    SETUP = 7
+    """Before training: what all ranks must agree on."""
+    REPORT = 8
+    """After training: totals for the summary."""

@@ -1,0 +1,1 @@
+"""The run: data, schedule, evaluation, checkpoints, metrics, report."""

@@ -1,0 +1,157 @@
+"""Checkpoints: whole or not at all.
+
+Every rank writes its own part into a folder with a temporary name; rank 0 then adds
+a manifest with all sizes and digests and gives the folder its name. A folder that
+bears the name is therefore complete, whenever the job was killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aladdin_mpi.errors import UserError
+
+FORMAT = "aladdin_mpi checkpoint 1"
+MANIFEST = "manifest.json"
+FOLDER = "checkpoint"
+
+
+class CheckpointStore:
+    """The checkpoints of a run, of which the last is kept.
+
+    Args:
+        run_dir: the run's folder, seen by all ranks.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.folder = run_dir / FOLDER
+
+    def _temporary(self, samples: int) -> Path:
+        return self.folder / f"writing-{samples:012d}"
+
+    def _final(self, samples: int) -> Path:
+        return self.folder / f"samples-{samples:012d}"
+
+    def begin(self, samples: int) -> None:
+        """At rank 0, before any rank writes: make room, remove what an earlier death left."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.glob("writing-*"):
+            shutil.rmtree(leftover)
+        self._temporary(samples).mkdir()
+
+    def write(self, samples: int, rank: int, state: dict[str, Any]) -> dict[str, Any]:
+        """Write one rank's part; returns its entry for the manifest."""
+        path = self._temporary(samples) / f"rank-{rank}.pt"
+        with path.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        return {"file": path.name, "bytes": path.stat().st_size, "sha256": _digest(path)}
+
+    def commit(self, samples: int, entries: list[dict[str, Any]], about: dict[str, Any]) -> None:
+        """At rank 0, after all have written: make the checkpoint valid, drop older ones."""
+        temporary, final = self._temporary(samples), self._final(samples)
+        manifest = {"format": FORMAT, "samples": samples, "parts": entries, **about}
+        with (temporary / MANIFEST).open("w") as file:
+            json.dump(manifest, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _sync_folder(self.folder)
+        for older in self.folder.glob("samples-*"):
+            if older != final:
+                shutil.rmtree(older)
+
+    def load(self, rank: int, about: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of the last checkpoint.
+
+        Args:
+            rank: whose part.
+            about: what must be as in the manifest, such as the number of ranks.
+
+        Raises:
+            UserError: there is none, it is damaged, or it belongs to another run.
+        """
+        folder = self._last()
+        manifest = _read_manifest(folder)
+        for name, here in about.items():
+            if manifest.get(name) != here:
+                raise UserError(
+                    f"--resume: the checkpoint {folder} was written with {name} "
+                    f"{manifest.get(name)}, this run has {here}; start it as it was started"
+                )
+        entry = manifest["parts"][rank]
+        path = folder / entry["file"]
+        if not path.is_file():
+            raise UserError(f"--resume: {path} is missing; take another copy of the run folder")
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            raise UserError(
+                f"--resume: {path} is truncated or has been changed: expected {entry['bytes']} "
+                f"bytes, got {size}; take another copy of the run folder"
+            )
+        if _digest(path) != entry["sha256"]:
+            raise UserError(
+                f"--resume: {path} is damaged: its SHA-256 is not that of the manifest; take "
+                "another copy of the run folder"
+            )
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        return state
+
+    def _last(self) -> Path:
+        found = sorted(self.folder.glob("samples-*"))
+        if not found:
+            raise UserError(
+                f"--resume: expected a checkpoint in {self.folder}, found none; the run ended "
+                "before its first one: start it again with --overwrite"
+            )
+        return found[-1]
+
+
+def resumed_moment(run_dir: Path) -> float:
+    """The virtual time of a run's last checkpoint. Raises UserError as ``load`` does."""
+    store = CheckpointStore(run_dir)
+    return float(_read_manifest(store._last())["moment"])
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+        found = manifest["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"--resume: {folder} is not a checkpoint of aladdin_mpi: {path.name} cannot be read "
+            f"({error!r}); give the folder of a run"
+        ) from error
+    if found != FORMAT:
+        raise UserError(
+            f"--resume: {folder} has the format {found!r}, expected {FORMAT!r}; resume with the "
+            "version of aladdin_mpi that wrote it"
+        )
+    return manifest
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

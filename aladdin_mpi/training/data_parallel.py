@@ -1,0 +1,218 @@
+"""The public interface: one's own training loop, in parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.budget import Ticket
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.options import RunOptions
+from aladdin_mpi.settings import Setting, Settings, build
+from aladdin_mpi.training.device import choose_device
+from aladdin_mpi.training.evaluation import Evaluate
+from aladdin_mpi.training.exchange import agree
+from aladdin_mpi.training.loading import BatchSource
+from aladdin_mpi.training.rank import Rank
+from aladdin_mpi.training.sampler import ShardedStream
+from aladdin_mpi.transport.base import Transport
+
+
+class DataParallel:
+    """Trains a module with one of the algorithms, inside the user's own loop.
+
+    Every rank runs the same script::
+
+        run = DataParallel(model, algorithm="aladdin", epochs=5, batch_size=32, lr=0.05)
+        for images, labels in run.batches(train_set):
+            loss = loss_function(model(images), labels)
+            loss.backward()
+            run.step(loss)
+
+    The loop turns on workers; a server serves inside :meth:`batches`, which gives it
+    no batch. After the loop every rank's ``model`` is the trained global model and
+    ``summary`` has the run's figures at rank 0. The optimizer is momentum SGD, and
+    part of the algorithm.
+
+    Args:
+        module: moved to this rank's ``device``; of one dtype.
+        options: as the commands have them; or give them by name as ``settings``.
+        transport: MPI over all ranks by default.
+        evaluate: measures a module at rank 0, beside training; returns figures such
+            as ``test_accuracy``.
+        settings: fields of :class:`aladdin_mpi.options.RunOptions`.
+
+    Raises:
+        UserError: bad settings, too few ranks, ranks that disagree, a folder in use.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        options: RunOptions | None = None,
+        *,
+        transport: Transport | None = None,
+        evaluate: Evaluate | None = None,
+        **settings: Any,
+    ) -> None:
+        if transport is None:
+            transport = _over_mpi(float(settings.get("timeout", 1800.0)))
+        self.transport = transport
+        self.options = agree(transport, lambda: _options(options, settings))
+        self.algorithm = agree(transport, self._check)
+        servers = self.options.servers if self.algorithm.server else 0
+        self.is_server = transport.rank < servers
+        self.device = agree(
+            transport, lambda: choose_device(self.options.device, transport, servers)
+        )
+        self.module = module.to(self.device)
+        self._evaluate = evaluate
+        self._servers = servers
+        self._rank: Rank | None = None
+        self._algorithm_side: greenlet | None = None
+        self._loop_side: greenlet | None = None
+        self._ticket: Ticket | None = None
+        self._stepped = False
+        self.run_dir: Path | None = None
+        self.summary: dict[str, Any] = {}
+
+    def _check(self) -> registry.Algorithm:
+        algorithm = registry.find(self.options.algorithm)
+        registry.check_ranks(algorithm, self.transport.size, self.options.servers)
+        return algorithm
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the current step; for display."""
+        return self._ready().worker.lr
+
+    def batches(self, dataset: Any) -> Iterator[Any]:
+        """This worker's batches until the budget is used up, on ``device``.
+
+        Shards of one epoch do not overlap; the last batch of the run may be shorter.
+
+        Args:
+            dataset: map-style, items as a DataLoader collates them. With timed
+                computing only its length is used, and an int will do; batches are
+                then None.
+        """
+        length = len(dataset) if isinstance(dataset, Sized) else int(dataset)
+        self._rank = rank = Rank(
+            self.transport,
+            self.options,
+            self.algorithm,
+            self.module,
+            length,
+            self._compute,
+            self._evaluate,
+        )
+        self.run_dir = rank.run_dir
+        if self.is_server:
+            rank.segments.run()
+        else:
+            yield from self._worker_batches(rank, dataset, length)
+        self.summary = rank.finish()
+
+    def _worker_batches(self, rank: Rank, dataset: Any, length: int) -> Iterator[Any]:
+        source = self._source(rank, dataset, length)
+        self._loop_side = getcurrent()
+        self._algorithm_side = algorithm = greenlet(rank.segments.run)
+        self._ticket = algorithm.switch()
+        while not algorithm.dead:
+            assert self._ticket is not None
+            self._stepped = False
+            if source is None:
+                yield None
+            else:
+                yield tree_map(self._to_device, source.next_batch(self._ticket.size))
+            if not self._stepped:
+                raise UserError(
+                    "training loop: expected one call of step() for each batch, got none; call "
+                    "run.step(loss) after loss.backward()"
+                )
+
+    def _source(self, rank: Rank, dataset: Any, length: int) -> BatchSource | None:
+        if self.options.compute == "timed":
+            return None
+        options = self.options
+        stream = ShardedStream(length, rank.worker.index, rank.worker.count, options.seed)
+        stream.position = rank.worker.samples
+        return BatchSource(dataset, stream, options.batch_size, options.loader_workers)
+
+    def _to_device(self, item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        if self.options.channels_last and item.dim() == 4:
+            item = item.contiguous(memory_format=torch.channels_last)
+        return item.to(self.device, non_blocking=True)
+
+    def step(self, loss: Tensor | float = float("nan")) -> None:
+        """The gradients of a batch are there: hand them to the algorithm.
+
+        The parameters change here, and gradients are cleared.
+
+        Args:
+            loss: of the batch, for the metrics.
+        """
+        if self._algorithm_side is None or self._stepped:
+            raise UserError(
+                "training loop: expected step() once for each batch of run.batches(); got a call "
+                "without a batch"
+            )
+        self._stepped = True
+        value = loss.item() if isinstance(loss, Tensor) else loss
+        self._loop_side = getcurrent()
+        # The algorithm goes on, until it wants the gradient of the next batch.
+        self._algorithm_side.parent = self._loop_side
+        self._ticket = self._algorithm_side.switch(value)
+
+    def _compute(self, ticket: Ticket) -> float:
+        """On the algorithm's side: let the user's loop compute a batch, to its step()."""
+        assert self._loop_side is not None
+        loss: float = self._loop_side.switch(ticket)
+        return loss
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward passes in here add to the gradient, and nothing is sent yet."""
+        watch = self._ready().worker.watch
+        if watch is None:
+            yield
+            return
+        watch.enabled = False
+        yield
+        watch.enabled = True
+
+    def stop(self) -> None:
+        """End the run early: no more samples are granted to any worker."""
+        self._ready().worker.stop()
+
+    def _ready(self) -> Rank:
+        if self._rank is None:
+            raise UserError("training loop: call run.batches(dataset) first")
+        return self._rank
+
+
+def _options(options: RunOptions | None, settings: dict[str, Any]) -> RunOptions:
+    if options is None:
+        given: Settings = {(name,): Setting(value, name) for name, value in settings.items()}
+        return build(RunOptions, given)
+    if settings:
+        raise UserError(f"options: expected no settings beside them, got {', '.join(settings)}")
+    return options
+
+
+def _over_mpi(timeout: float) -> Transport:
+    from aladdin_mpi import guard
+    from aladdin_mpi.transport.mpi import MpiTransport
+
+    guard.install()
+    return MpiTransport(timeout=timeout)

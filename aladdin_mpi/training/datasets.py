@@ -1,0 +1,175 @@
+"""Data sets by name: ``load_dataset`` and what it returns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.training import builtin_sets, imagefolder
+from aladdin_mpi.training.user_code import call_with_accepted, import_function
+
+NAMES = ("digits", *builtin_sets.VISION_SETS, "imagefolder", "synthetic")
+CACHE_CHOICES = ("auto", "on", "off")
+
+
+class MapDataset(Protocol):
+    """A map-style data set: ``dataset[i]`` is (input, label).
+
+    A data set with random augmentation draws from the global generator of torch, Python
+    or numpy, which are seeded for each (run seed, epoch, sample); or it offers
+    ``augmented(index, key)``, the training view of a sample as decided by a 64-bit ``key``.
+    """
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Return sample ``index``."""
+        ...
+
+
+@dataclass(frozen=True)
+class DatasetPair:
+    """Training and test data.
+
+    ``image_size`` is the height in pixels. It and ``in_channels`` are 0 where the inputs
+    are not images.
+    """
+
+    train: MapDataset
+    test: MapDataset
+    num_classes: int
+    in_channels: int
+    image_size: int
+    name: str
+
+
+def load_dataset(
+    name: str,
+    data_dir: Path | None = None,
+    download: bool = False,
+    image_size: int | None = None,
+    cache: str = "auto",
+) -> DatasetPair:
+    """Return the data set called ``name``; the ranks of one process share it.
+
+    Args:
+        name: ``digits``, ``mnist``, ``fashion-mnist``, ``cifar10``, ``cifar100``,
+            ``imagefolder``, ``synthetic``, ``synthetic:CxHxW:CLASSES:COUNT``, or
+            ``package.module:function``. A function is given those of ``data_dir``,
+            ``download``, ``image_size`` that it has parameters for, and returns a
+            :class:`DatasetPair` or (train, test).
+        data_dir: where the data lie; by default below the cache folder.
+        download: whether to download what is missing.
+        image_size: side in pixels to scale images to. None: as they are, or 224 for
+            folders of large images.
+        cache: for folders of small images: ``on`` decodes them once into memory and
+            into the cache folder, ``off`` decodes as needed, ``auto`` is ``on`` for up to
+            2 GiB decoded. Sets of large images are always decoded as needed.
+
+    Small images (all of one size, at most 64 pixels) are cropped after padding by an
+    eighth of their height and mirrored for training; larger ones get ImageNet's recipe.
+
+    Raises:
+        UserError: unknown name, missing or wrong data, wrong option.
+    """
+    if image_size is not None and image_size < 1:
+        raise UserError(f"--image-size: expected at least 1 pixel, got {image_size}")
+    if cache not in CACHE_CHOICES:
+        raise UserError(f"--cache: expected one of {', '.join(CACHE_CHOICES)}, got {cache!r}")
+    with _LOADING:
+        return _load(name, data_dir, download, image_size, cache)
+
+
+_LOADING = threading.Lock()
+
+
+@lru_cache(maxsize=4)
+def _load(
+    name: str, data_dir: Path | None, download: bool, image_size: int | None, cache: str
+) -> DatasetPair:
+    if name == "digits":
+        return _pair(name, builtin_sets.load_digits_set(image_size), 10)
+    if name.split(":")[0] == "synthetic":
+        splits = builtin_sets.load_synthetic(name, image_size)
+        return _pair(name, splits, builtin_sets.parse_synthetic(name)[1])
+    if name in builtin_sets.VISION_SETS:
+        splits = builtin_sets.load_vision_set(name, data_dir, download, image_size)
+        return _pair(name, splits, builtin_sets.VISION_SETS[name].num_classes)
+    if name == "imagefolder":
+        return _load_imagefolder(data_dir, image_size, cache)
+    if ":" in name:
+        function = import_function("--dataset", name)
+        arguments = {"data_dir": data_dir, "download": download, "image_size": image_size}
+        return _checked(name, function, call_with_accepted(function, arguments))
+    close = get_close_matches(name, NAMES)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    raise UserError(
+        f"--dataset: unknown data set {name!r}; {hint}known are {', '.join(NAMES)}, "
+        "and package.module:function"
+    )
+
+
+def _load_imagefolder(data_dir: Path | None, image_size: int | None, cache: str) -> DatasetPair:
+    train, test = imagefolder.find_splits(data_dir)
+    classes = imagefolder.class_names(train)
+    listings = [imagefolder.list_images(split, classes) for split in (train, test)]
+    size = imagefolder.common_small_size(listings)
+    recipe = imagefolder.choose_recipe(size, image_size)
+    splits = tuple(imagefolder.load_split(each, recipe, size, cache) for each in listings)
+    return _pair("imagefolder", splits, len(classes))
+
+
+def _pair(name: str, splits: tuple[Any, ...], num_classes: int) -> DatasetPair:
+    train, test = splits
+    channels, height = _image_shape(train)
+    return DatasetPair(train, test, num_classes, channels, height, name)
+
+
+def _image_shape(dataset: MapDataset) -> tuple[int, int]:
+    """Return channels and height of the first sample; (0, 0) if it is no image."""
+    first = dataset[0][0]
+    is_image = isinstance(first, Tensor) and first.dim() == 3
+    return (first.shape[0], first.shape[1]) if is_image else (0, 0)
+
+
+def _checked(name: str, function: Callable[..., Any], result: Any) -> DatasetPair:
+    """Return what a user's function gave as a pair.
+
+    Raises:
+        UserError: if it is something else.
+    """
+    if isinstance(result, DatasetPair):
+        return result
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if not is_pair or not all(
+        hasattr(each, "__len__") and hasattr(each, "__getitem__") for each in result
+    ):
+        raise UserError(
+            f"--dataset {name}: {function.__name__} must return a DatasetPair or (train, test), "
+            f"two map-style data sets; it returned {type(result).__name__}"
+        )
+    return _pair(name, result, _count_classes(name, result[0]))
+
+
+def _count_classes(name: str, dataset: Any) -> int:
+    if hasattr(dataset, "classes"):
+        return len(dataset.classes)
+    if hasattr(dataset, "targets"):
+        return int(torch.as_tensor(dataset.targets).max()) + 1
+    if isinstance(dataset, torch.utils.data.TensorDataset):
+        return int(dataset.tensors[1].max()) + 1
+    raise UserError(
+        f"--dataset {name}: cannot tell the number of classes: the training set has neither "
+        "classes nor targets; return a DatasetPair, which states it"
+    )

@@ -1,0 +1,54 @@
+"""Before training: ranks that disagree never start."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+
+import aladdin_mpi
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.options import RunOptions, agreed, differences
+from aladdin_mpi.training.exchange import agree, broadcast
+from aladdin_mpi.transport.base import Transport
+
+
+def check_agreement(
+    transport: Transport, options: RunOptions, shapes: list[tuple[int, ...]]
+) -> None:
+    """Check that every rank has rank 0's options, parameter shapes and versions.
+
+    Raises:
+        UserError: at rank 0, with what differs on which rank.
+        RefusedError: at the others.
+    """
+    mine: dict[str, Any] = {
+        "option": agreed(options),
+        "parameter": {str(i): list(shape) for i, shape in enumerate(shapes)},
+        "version": {
+            "aladdin_mpi": aladdin_mpi.__version__,
+            "torch": torch.__version__,
+            "python": ".".join(platform.python_version_tuple()[:2]),
+        },
+    }
+    first = broadcast(transport, mine)
+    agree(transport, lambda: _compare(first, mine))
+
+
+def _compare(first: dict[str, Any], mine: dict[str, Any]) -> None:
+    found = differences(first, _plain(mine))
+    if found:
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        raise UserError(
+            f"differs from rank 0 (rank 0's value first): {'; '.join(found[:5])}{more}; start "
+            "every rank with the same options, code and environment"
+        )
+
+
+def _plain(facts: dict[str, Any]) -> dict[str, Any]:
+    """As JSON would give it back, to compare like with like."""
+    import json
+
+    plain: dict[str, Any] = json.loads(json.dumps(facts))
+    return plain

@@ -1,0 +1,81 @@
+"""Work that one rank of a host does for all of them.
+
+The first to take a lock file decodes or downloads; the others wait and then find it
+done. The locks are the operating system's, so they go when their owner dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from filelock import FileLock
+
+UInt8Array = npt.NDArray[np.uint8]
+
+_log = logging.getLogger(__name__)
+
+
+def cache_dir() -> Path:
+    """Return ``$ALADDIN_MPI_CACHE``, or ``~/.cache/aladdin_mpi``.
+
+    Whatever lies there can be deleted while no run uses it; it is made anew.
+    """
+    chosen = os.environ.get("ALADDIN_MPI_CACHE")
+    return Path(chosen) if chosen else Path.home() / ".cache" / "aladdin_mpi"
+
+
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Let one process at a time into the block, for the given ``path``.
+
+    Raises:
+        OSError: if no lock file can be made in its folder.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(f".{path.name}.lock")).acquire(poll_interval=0.2):
+        yield
+
+
+def cached_array(key: str, build: Callable[[], UInt8Array]) -> UInt8Array:
+    """Return what ``build`` makes, from the cache if it is there.
+
+    The array is mapped from the file, so that the ranks of a host share its memory. If
+    the cache cannot be used, a warning says so and the array is built for this process
+    alone.
+    """
+    path = cache_dir() / f"{key}.npy"
+    try:
+        if not path.exists():
+            with one_at_a_time(path):
+                if not path.exists():
+                    _save_whole(path, build())
+        # "c" is copy-on-write: nobody writes, and torch wants no read-only memory.
+        return np.load(path, mmap_mode="c")
+    except (OSError, NotImplementedError) as error:
+        warnings.warn(
+            f"cannot use the cache {path.parent} ({error}): every rank decodes for itself. "
+            "Set ALADDIN_MPI_CACHE to a folder that can be written",
+            stacklevel=2,
+        )
+        return build()
+
+
+def _save_whole(path: Path, array: UInt8Array) -> None:
+    """Write the file under another name first, so that it is never seen half written."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            np.save(file, array)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    _log.info("wrote %s (%.0f MB)", path, array.nbytes / 1e6)

@@ -1,0 +1,206 @@
+"""Rank 0's other duty: the budget, the metrics and the evaluations of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from aladdin_mpi.algorithms.server import ParameterServer
+from aladdin_mpi.budget import Budget, Report
+from aladdin_mpi.training.evaluation import Evaluator, Snapshots
+from aladdin_mpi.training.recorder import Metrics, Progress
+from aladdin_mpi.transport.base import Transport
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The run in samples: its length, an epoch, and how often something happens."""
+
+    total: int
+    epoch: int
+    log_every: int
+    eval_every: int
+    """0: only at the end."""
+    checkpoint_every: int
+    """0: only at the end, or by time."""
+    checkpoint_seconds: float
+    """0: not by time."""
+
+
+class Keeper:
+    """Grants samples, counts time, and writes down what workers report.
+
+    It acts only when a message of a worker arrives, so that it works beside whatever
+    rank 0 does for the algorithm.
+
+    Args:
+        lr: learning rate as a function of samples.
+        workers: their number.
+        server: rank 0's server, whose gradients and staleness are shown, if it has one.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        plan: Plan,
+        lr: Callable[[int], float],
+        workers: int,
+        server: ParameterServer | None,
+    ) -> None:
+        self._transport = transport
+        self.plan = plan
+        self._lr = lr
+        self._workers = workers
+        self._server = server
+        self.budget = Budget(transport, plan.total, self._report)
+        self.metrics: Metrics | None = None
+        self.progress: Progress | None = None
+        self.evaluator: Evaluator | None = None
+        self.snapshots: Snapshots | None = None
+        self._seconds = 0.0
+        self._opened: float | None = None
+        self._waiting: dict[int, float] = {}
+        self._sent: dict[int, int] = {}
+        self._steps: dict[int, int] = {}
+        self._loss_sum = 0.0
+        self._loss_samples = 0
+        self._last_log = (0, 0.0)
+        self._next_log = plan.log_every
+        self._next_eval = plan.eval_every
+        self._moment: dict[str, Any] = {}
+
+    @property
+    def seconds(self) -> float:
+        """Training time: without evaluations, checkpoints and set-up."""
+        if self._opened is None:
+            return self._seconds
+        return self._seconds + self._transport.now() - self._opened
+
+    @property
+    def wait_fraction(self) -> float:
+        """Share of the training time that workers have spent waiting."""
+        whole = self.seconds * self._workers
+        return sum(self._waiting.values()) / whole if whole else 0.0
+
+    @property
+    def bytes_sent_per_step(self) -> float:
+        """Mean bytes that a worker has sent for a step."""
+        steps = sum(self._steps.values())
+        return sum(self._sent.values()) / steps if steps else 0.0
+
+    # -- segments -------------------------------------------------------------
+    def open(self) -> None:
+        """Begin a segment: grant samples up to the next checkpoint."""
+        every, drawn = self.plan.checkpoint_every, self.budget.drawn
+        self.budget.open((drawn // every + 1) * every if every else self.plan.total)
+        self._opened = self._transport.now()
+
+    def close(self) -> None:
+        """End a segment: time stands still."""
+        self._seconds, self._opened = self.seconds, None
+
+    # -- reports ----------------------------------------------------------------
+    def _report(self, rank: int, report: Report) -> None:
+        self._waiting[rank] = report.waiting
+        self._sent[rank] = report.sent
+        self._steps[rank] = report.steps
+        if report.samples:
+            self._loss_sum += report.loss * report.samples
+            self._loss_samples += report.samples
+        self._stop_in_time()
+        drawn = self.budget.drawn
+        if self._next_log <= drawn and self._loss_samples:
+            self._next_log = (drawn // self.plan.log_every + 1) * self.plan.log_every
+            self._log(drawn)
+        if self.plan.eval_every and self._next_eval <= drawn < self.plan.total:
+            self._next_eval = (drawn // self.plan.eval_every + 1) * self.plan.eval_every
+            self._evaluate()
+
+    def _stop_in_time(self) -> None:
+        limit, opened = self.plan.checkpoint_seconds, self._opened
+        if limit and opened is not None and self._transport.now() - opened >= limit:
+            self.budget.stop()
+
+    def _log(self, drawn: int) -> None:
+        if self.metrics is None:
+            return
+        seconds = self.seconds
+        samples_before, seconds_before = self._last_log
+        values = {
+            **self.moment(),
+            "loss": self._loss_sum / self._loss_samples,
+            "lr": self._lr(drawn),
+            "samples_per_second": (drawn - samples_before) / max(seconds - seconds_before, 1e-9),
+            "wait_fraction": self.wait_fraction,
+            "bytes_sent_per_step": self.bytes_sent_per_step,
+        }
+        if self._server is not None:
+            values["staleness"] = self._server.staleness
+            values["gradients"] = self._server.received
+        self._last_log = (drawn, seconds)
+        self._loss_sum, self._loss_samples = 0.0, 0
+        self.metrics.append("train", values)
+        self._show(drawn, values, seconds)
+
+    def _show(self, drawn: int, values: Mapping[str, Any], seconds: float) -> None:
+        if self.progress is None:
+            return
+        shown = ["epoch", "loss", "samples_per_second", "staleness"]
+        facts = {name: values[name] for name in shown if name in values}
+        left = seconds * (self.plan.total - drawn) / drawn if drawn else None
+        self.progress.show(drawn, facts, left)
+
+    def moment(self) -> dict[str, Any]:
+        """Where the run is: samples drawn, epochs, seconds."""
+        drawn = self.budget.drawn
+        return {"samples": drawn, "epoch": drawn / self.plan.epoch, "seconds": self.seconds}
+
+    # -- evaluation ---------------------------------------------------------------
+    def _evaluate(self) -> None:
+        if self.evaluator is None or self.snapshots is None:
+            return
+        if not (self.evaluator.busy or self.snapshots.busy):
+            self._moment = self.moment()
+            self._moment["gradients"] = self._server.received if self._server else 0
+            self.snapshots.take()
+
+    def evaluate_copy(self, vector: Tensor) -> None:
+        """A copy of the model, asked for when an evaluation was due, has come."""
+        assert self.evaluator is not None
+        self.evaluator.submit(vector, self._moment)
+
+    def evaluated(self, moment: dict[str, Any], measured: Mapping[str, float]) -> None:
+        """An evaluation of the model at ``moment`` is done."""
+        assert self.metrics is not None
+        gradients = self._server.received if self._server else 0
+        before = moment.pop("gradients", gradients)
+        self.metrics.append(
+            "eval", {**moment, **measured, "gradients_meanwhile": gradients - before}
+        )
+
+    # -- checkpoint ---------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """The state between two segments."""
+        return {
+            "drawn": self.budget.drawn,
+            "seconds": self._seconds,
+            "waiting": self._waiting,
+            "sent": self._sent,
+            "steps": self._steps,
+            "loss": (self._loss_sum, self._loss_samples),
+            "last_log": self._last_log,
+            "next": (self._next_log, self._next_eval),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        self.budget.drawn = state["drawn"]
+        self._seconds = state["seconds"]
+        self._waiting, self._sent = state["waiting"], state["sent"]
+        self._steps = state["steps"]
+        self._loss_sum, self._loss_samples = state["loss"]
+        self._last_log = state["last_log"]
+        self._next_log, self._next_eval = state["next"]

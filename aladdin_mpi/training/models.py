@@ -1,0 +1,118 @@
+"""Models by name: the small ones, torchvision's, and the user's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+import torch
+import torchvision.models
+from torch import Tensor, nn
+
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.training import models_small
+from aladdin_mpi.training.user_code import call_with_accepted, import_function
+
+SMALL_MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
+    "digits": models_small.digits,
+    "mlp": models_small.mlp,
+    "resnet20": models_small.resnet20,
+    "resnet56": models_small.resnet56,
+    "vgg8_cifar": models_small.vgg8_cifar,
+    "vgg16_bn_cifar": models_small.vgg16_bn_cifar,
+}
+
+
+def list_models() -> list[str]:
+    """Return the names that :func:`build_model` knows: the small ones, then torchvision's."""
+    return [*SMALL_MODELS, *torchvision.models.list_models(module=torchvision.models)]
+
+
+def build_model(
+    name: str, num_classes: int, in_channels: int = 3, image_size: int = 32
+) -> nn.Module:
+    """Return a new model with random weights, drawn from torch's global generator.
+
+    Args:
+        name: one of :func:`list_models`, or ``package.module:function``. A function is
+            given those of ``num_classes``, ``in_channels``, ``image_size`` that it has
+            parameters for, and returns a module.
+        num_classes: number of outputs.
+        in_channels: channels of the images. torchvision's models take three; one channel
+            is repeated three times at their entry, and their weights stay as they are.
+        image_size: side of the images in pixels.
+
+    Raises:
+        UserError: unknown name, or a model that cannot take such images.
+    """
+    if ":" in name:
+        return _build_users(name, num_classes, in_channels, image_size)
+    if name not in list_models():
+        close = get_close_matches(name, list_models())
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise UserError(
+            f"--model: unknown model {name!r}; {hint}Expected package.module:function or one of "
+            "those that aladdin_mpi.training.models.list_models() returns"
+        )
+    if name not in SMALL_MODELS and in_channels not in (1, 3):
+        raise UserError(
+            f"--model {name}: takes images of 3 channels (or 1, repeated), the data set has "
+            f"{in_channels}; use one of {', '.join(SMALL_MODELS)}"
+        )
+    build = SMALL_MODELS.get(name, partial(_build_torchvision, name))
+    try:
+        model = build(num_classes, in_channels, image_size)
+        _try_without_data(model, in_channels, image_size)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise UserError(
+            f"--model {name}: cannot take images of {image_size}x{image_size} pixels ({error}); "
+            "use another --model, or --image-size to scale the images (224 fits most)"
+        ) from error
+    return model
+
+
+def _build_torchvision(name: str, num_classes: int, in_channels: int, size: int) -> nn.Module:
+    builder = torchvision.models.get_model_builder(name)
+    options: dict[str, Any] = {"weights": None, "num_classes": num_classes}
+    if name in ("googlenet", "inception_v3"):
+        # Their auxiliary classifiers would make the output a tuple in training only.
+        options |= {"aux_logits": False, "init_weights": True}
+    if name.startswith("vit_"):
+        options["image_size"] = size
+    if name.startswith("maxvit_"):
+        options["input_size"] = (size, size)
+    model = builder(**options)
+    if in_channels == 1:
+        model.register_forward_pre_hook(_repeat_channel)
+    return model
+
+
+def _repeat_channel(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Turn the one channel of (N, 1, H, W) into three equal ones."""
+    return (inputs[0].expand(-1, 3, -1, -1), *inputs[1:])
+
+
+def _try_without_data(model: nn.Module, in_channels: int, image_size: int) -> None:
+    """Pass shapes, and no data, through the model, so that a wrong size is found at once."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes = {name: tensor.detach().to("meta") for name, tensor in state.items()}
+    image = torch.empty(1, in_channels, image_size, image_size, device="meta")
+    with torch.no_grad():
+        # Not in training mode, in which batch norm refuses a single value per channel.
+        torch.func.functional_call(model.eval(), shapes, image)
+    model.train()
+
+
+def _build_users(name: str, num_classes: int, in_channels: int, image_size: int) -> nn.Module:
+    function = import_function("--model", name)
+    arguments = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
+    model = call_with_accepted(function, arguments, always=frozenset({"num_classes"}))
+    if not isinstance(model, nn.Module):
+        hint = " (did you forget to call it?)" if inspect.isclass(model) else ""
+        raise UserError(
+            f"--model {name}: must return a torch.nn.Module, not {type(model).__name__}{hint}"
+        )
+    return model

@@ -1,0 +1,245 @@
+"""One rank of a run, put together from its options."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aladdin_mpi.algorithms.base import Role, Server
+from aladdin_mpi.algorithms.registry import Algorithm
+from aladdin_mpi.algorithms.server import ParameterServer
+from aladdin_mpi.algorithms.worker import Pace, Worker
+from aladdin_mpi.budget import Ticket
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.layout import cut
+from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.options import RESUME_FIELDS, RunOptions, agreed, check_workers
+from aladdin_mpi.replica import PhantomReplica, Replica
+from aladdin_mpi.training import run_folder
+from aladdin_mpi.training.checkpoint import CheckpointStore
+from aladdin_mpi.training.evaluation import Evaluate, Evaluator, Snapshots
+from aladdin_mpi.training.exchange import agree, broadcast
+from aladdin_mpi.training.handshake import check_agreement
+from aladdin_mpi.training.keeper import Keeper, Plan
+from aladdin_mpi.training.recorder import Metrics, Progress
+from aladdin_mpi.training.schedule import LearningRate
+from aladdin_mpi.training.segments import Segments
+from aladdin_mpi.training.summary import summarise
+from aladdin_mpi.transport.base import Transport
+
+WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Rank:
+    """Worker or server, with its replica, its segments and, at rank 0, the keeper.
+
+    Args:
+        module: on its device.
+        epoch: samples of one epoch.
+        compute: see :class:`Worker`.
+        evaluate: see :class:`Evaluator`; None: no evaluations.
+
+    Raises:
+        UserError, RefusedError: ranks disagree, or a folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        options: RunOptions,
+        algorithm: Algorithm,
+        module: nn.Module,
+        epoch: int,
+        compute: Callable[[Ticket], float],
+        evaluate: Evaluate | None,
+    ) -> None:
+        self.transport = transport
+        self.options = options
+        self.evaluate = evaluate if options.compute == "real" else None
+        self.module = module
+        servers = options.servers if algorithm.server else 0
+        self.replica = agree(transport, self._replica)
+        self.layout = cut(self.replica.numel, servers, options.bucket_mb, options.shard_mb)
+        agree(transport, self._check)
+        check_agreement(transport, options, self.replica.shapes)
+        self.worker_count = transport.size - servers
+        self.plan = _plan(options, epoch)
+        self.lr = LearningRate(options, self.worker_count, epoch, self.plan.total)
+        self.run_dir = self._folder()
+        self._share_model()
+        self.role = self._role(algorithm, compute)
+        self.keeper = self._keeper() if transport.rank == 0 else None
+        part = self.server.values if self.server else {}
+        done = self.keeper.evaluate_copy if self.keeper else _nobody
+        self.snapshots = Snapshots(transport, self.layout, part, done)
+        if self.keeper is not None:
+            self.keeper.snapshots = self.snapshots
+        self._start()
+
+    # -- parts ----------------------------------------------------------------
+    def _replica(self) -> Replica | PhantomReplica:
+        if self.options.compute == "real":
+            return Replica(self.module)
+        numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        return PhantomReplica(numel, "meta" if self.transport.engine == "virtual" else "cpu")
+
+    def _check(self) -> None:
+        servers = self.layout.servers
+        check_workers(self.options, self.transport.size - servers)
+        owners = {bucket.server for bucket in self.layout.buckets}
+        if servers and len(owners) < servers:
+            raise UserError(
+                f"--servers: expected at most {len(owners)} for a model of "
+                f"{self.replica.numel} parameters, got {servers}; use fewer"
+            )
+
+    def _folder(self) -> Path:
+        options = self.options
+        name = str(options.run_dir or Path("runs") / run_folder.default_name(options))
+        folder = Path(broadcast(self.transport, name))
+        if options.resume is None:
+            agree(self.transport, lambda: self._prepare(folder))
+        agree(self.transport, lambda: run_folder.check_seen(folder))
+        return folder
+
+    def _prepare(self, folder: Path) -> None:
+        if self.transport.rank == 0:
+            run_folder.prepare(folder, self.options)
+
+    def _identity(self) -> str:
+        """What a checkpoint must have in common with the run that resumes it."""
+        facts = agreed(self.options)
+        kept = {name: facts[name] for name in facts if name not in RESUME_FIELDS}
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+    def _share_model(self) -> None:
+        """Everyone begins with rank 0's parameters and buffers."""
+        if self.options.compute != "real" or self.options.resume is not None:
+            return
+        for tensor in [self.replica.parameters, *self.replica.buffers()]:
+            self._broadcast(tensor.view(-1) if tensor.dim() == 0 else tensor)
+
+    def _broadcast(self, tensor: Tensor, root: int = 0) -> None:
+        staged = tensor.detach().cpu().contiguous()
+        self.transport.wait(self.transport.ibroadcast(staged, root))
+        if staged.data_ptr() != tensor.data_ptr():
+            tensor.copy_(staged)
+
+    def _role(self, algorithm: Algorithm, compute: Callable[[Ticket], float]) -> Role:
+        options, x = self.options, self.replica.parameters
+        sgd = MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov)
+        wire = DenseWire(WIRE_DTYPES[options.wire], x.device)
+        self.server: ParameterServer | None = None
+        if self.transport.rank < self.layout.servers:
+            assert algorithm.server is not None
+            self.server = ParameterServer(self.transport, self.layout, x, wire, self.lr)
+            return algorithm.server(self.server, sgd, options)
+        self.worker = Worker(
+            self.transport,
+            self.layout,
+            self.replica,
+            compute if self.transport.engine == "mpi" else self._with_own_chance(compute),
+            self._pace(),
+            options.batch_size,
+            self.lr,
+        )
+        return algorithm.worker(self.worker, sgd, wire, options)
+
+    def _pace(self) -> Pace:
+        options = self.options
+        index = self.transport.rank - self.layout.servers
+        modelled = options.compute == "timed" or self.transport.engine == "virtual"
+        return Pace(
+            options.compute_time if modelled else None,
+            options.slowdown.get(index, 1.0),
+            options.jitter,
+            seed=options.seed * 1_000_003 + index,
+        )
+
+    def _with_own_chance(self, compute: Callable[[Ticket], float]) -> Callable[[Ticket], float]:
+        """In virtual time ranks share a process: each computes with its own random state."""
+        self._chance = torch.get_rng_state()
+
+        def compute_so(ticket: Ticket) -> float:
+            kept = torch.get_rng_state()
+            torch.set_rng_state(self._chance)
+            loss = compute(ticket)
+            self._chance = torch.get_rng_state()
+            torch.set_rng_state(kept)
+            return loss
+
+        return compute_so
+
+    def _keeper(self) -> Keeper:
+        return Keeper(self.transport, self.plan, self.lr, self.worker_count, self.server)
+
+    # -- start and end -----------------------------------------------------------
+    def _start(self) -> None:
+        """Seed, restore, and open the books."""
+        torch.manual_seed(self.options.seed * 1_000_003 + self.transport.rank + 1)
+        self._chance = torch.get_rng_state()
+        self.segments = Segments(
+            self.transport, self.role, self.keeper, CheckpointStore(self.run_dir), self._identity()
+        )
+        if self.options.resume is not None:
+            state = agree(self.transport, self.segments.load)
+            self.segments.restore(state)
+        if self.keeper is not None:
+            self._open_books(self.keeper)
+
+    def _open_books(self, keeper: Keeper) -> None:
+        drawn = keeper.budget.drawn
+        keeper.metrics = Metrics(self.run_dir, drawn)
+        keeper.progress = Progress(self.plan.total, drawn, self.options.quiet)
+        if self.evaluate is not None:
+            keeper.evaluator = Evaluator(
+                self.module, self.evaluate, keeper.evaluated, self.transport.engine == "mpi"
+            )
+
+    def finish(self) -> dict[str, Any]:
+        """Complete the model everywhere, measure it, write the books; the summary at rank 0."""
+        if isinstance(self.role, Server):
+            self.role.finish()
+        model = self._final_model()
+        return summarise(self, model)
+
+    def _final_model(self) -> Tensor | None:
+        """The global model, flat, at every rank; also put into the replica."""
+        if self.options.compute != "real":
+            return None
+        vector = torch.empty(self.replica.numel)
+        for bucket in self.layout.buckets:
+            mine = vector[bucket.part]
+            if self.server is not None and bucket.index in self.server.values:
+                mine.copy_(self.server.values[bucket.index])
+            self._broadcast(mine, bucket.server)
+        self.replica.parameters.copy_(vector)
+        return vector
+
+
+def _plan(options: RunOptions, epoch: int) -> Plan:
+    total = options.samples or max(1, round((options.epochs or 0) * epoch))
+    every = options.checkpoint_every
+    by_samples = by_seconds = 0.0
+    if every is not None:
+        by_samples = every.samples or (every.epochs or 0) * epoch
+        by_seconds = every.seconds or 0.0
+    return Plan(
+        total=total,
+        epoch=epoch,
+        log_every=options.log_every or epoch,
+        eval_every=round(options.eval_every * epoch),
+        checkpoint_every=round(by_samples),
+        checkpoint_seconds=by_seconds,
+    )
+
+
+def _nobody(vector: Tensor) -> None:
+    """Only rank 0 asks for copies."""

@@ -1,0 +1,127 @@
+"""What rank 0 writes down while training goes on: metrics.jsonl, TensorBoard, progress."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
+LINE_SECONDS = 10.0
+"""Without a terminal, a line of progress is printed this often at least, ..."""
+LINE_SHARE = 0.1
+"""... and whenever this share of the run has passed."""
+
+
+class Metrics:
+    """A run's lines of metrics, in a file that several threads append to.
+
+    Args:
+        folder: the run's folder.
+        samples: drop what an interrupted run wrote behind this many samples.
+    """
+
+    def __init__(self, folder: Path, samples: int) -> None:
+        # Slow to import, and only rank 0 needs it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.path = folder / METRICS
+        self._lock = threading.Lock()
+        self.lines = [line for line in read_metrics(folder) if line["samples"] <= samples]
+        self._rewrite()
+        self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=samples)
+
+    def _rewrite(self) -> None:
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+        temporary.replace(self.path)
+
+    def append(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Add a line of ``kind``; ``values`` has ``samples``."""
+        line = {"kind": kind, **values}
+        with self._lock:
+            self.lines.append(line)
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            for name, value in values.items():
+                if isinstance(value, (int, float)) and name != "samples":
+                    self._board.add_scalar(f"{kind}/{name}", value, values["samples"])
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        self._board.close()
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics; a last line cut off by a crash is left out."""
+    path = folder / METRICS
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break
+    return lines
+
+
+class Progress:
+    """A bar on a terminal; elsewhere, as in a batch job's log, a line now and then."""
+
+    def __init__(self, total: int, done: int, quiet: bool, stream: TextIO = sys.stderr) -> None:
+        self._total = total
+        self._stream = stream
+        self._quiet = quiet
+        self._printed_at = time.monotonic()
+        self._printed = done
+        self._bar: tqdm[Any] | None = None
+        if not quiet and stream.isatty():
+            columns = None if "COLUMNS" not in os.environ else int(os.environ["COLUMNS"])
+            self._bar = tqdm(
+                total=total, initial=done, unit=" samples", unit_scale=True, ncols=columns
+            )
+
+    def show(self, samples: int, values: Mapping[str, Any], left: float | None) -> None:
+        """Show where the run is; ``left`` are the seconds to go, if known."""
+        if self._bar is not None:
+            self._bar.set_postfix({k: _short(v) for k, v in values.items()}, refresh=False)
+            self._bar.update(samples - self._bar.n)
+            return
+        now = time.monotonic()
+        share = (samples - self._printed) / self._total
+        due = share >= LINE_SHARE or now - self._printed_at >= LINE_SECONDS
+        if self._quiet or not (due or samples >= self._total > self._printed):
+            return
+        self._printed, self._printed_at = samples, now
+        facts = "  ".join(f"{name} {_short(value)}" for name, value in values.items())
+        rest = "" if left is None else f"  {_clock(left)} left"
+        percent = 100 * samples / self._total
+        print(
+            f"{percent:5.1f}%  {samples}/{self._total} samples  {facts}{rest}",
+            file=self._stream,
+            flush=True,
+        )
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

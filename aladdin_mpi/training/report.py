@@ -1,0 +1,73 @@
+"""What a run leaves for the eye: curves and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+CURVES = "curves.png"
+
+
+def draw_curves(lines: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Draw loss and accuracy against samples, and accuracy against time, into a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    train = [line for line in lines if line["kind"] == "train"]
+    measured = [line for line in lines if line["kind"] == "eval" and "test_accuracy" in line]
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
+    _curve(axes[0], train, "epoch", "loss", "epochs", "training loss")
+    _curve(axes[1], measured, "epoch", "test_accuracy", "epochs", "test accuracy")
+    _curve(axes[2], measured, "seconds", "test_accuracy", "training time, s", "test accuracy")
+    figure.suptitle(title)
+    temporary = path.with_name("curves.tmp.png")
+    figure.savefig(temporary, dpi=110)
+    pyplot.close(figure)
+    temporary.replace(path)
+
+
+def _curve(
+    axis: Any, lines: list[dict[str, Any]], x: str, y: str, x_label: str, y_label: str
+) -> None:
+    marker = "o" if len(lines) < 60 else None
+    axis.plot([line[x] for line in lines], [line[y] for line in lines], marker=marker, ms=3)
+    axis.set_xlabel(x_label)
+    axis.set_ylabel(y_label)
+    axis.grid(alpha=0.3)
+
+
+ROWS = (
+    ("algorithm", "algorithm", ""),
+    ("engine", "engine", ""),
+    ("workers", "workers", ""),
+    ("servers", "servers", ""),
+    ("model", "model", ""),
+    ("dataset", "data set", ""),
+    ("samples", "samples", ""),
+    ("seconds", "training time, without evaluations and checkpoints", "s"),
+    ("samples_per_second", "throughput of all workers", "samples/s"),
+    ("test_accuracy", "test accuracy", ""),
+    ("test_loss", "test loss", ""),
+    ("gradients_computed", "gradients computed", ""),
+    ("gradients_applied", "gradients applied", ""),
+    ("wait_fraction", "share of their time that workers waited", ""),
+    ("bytes_sent_per_step", "sent by a worker for a step", "bytes"),
+)
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """The summary as a table of plain text."""
+    rows = []
+    for key, label, unit in ROWS:
+        value = summary.get(key)
+        if value is None:
+            continue
+        text = f"{value:,.4g}" if isinstance(value, float) and value < 1e4 else f"{value}"
+        if isinstance(value, (int, float)) and value >= 1e4:
+            text = f"{value:,.0f}"
+        rows.append((label, f"{text} {unit}".rstrip()))
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"  {label:<{width}}  {value}" for label, value in rows)

@@ -1,0 +1,71 @@
+"""The folder of a run: made by rank 0, seen by all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.options import CONFIG_NAME, RunOptions, to_toml
+from aladdin_mpi.training.recorder import METRICS
+
+SUMMARY = "summary.json"
+
+
+def default_name(options: RunOptions) -> str:
+    """``ALGORITHM-MODEL-DATASET-TIME``, fit for a file system."""
+    parts = (options.algorithm, options.model, options.dataset, time.strftime("%Y%m%d-%H%M%S"))
+    return "-".join(parts).replace("/", "_").replace(":", "_")
+
+
+def prepare(folder: Path, options: RunOptions) -> None:
+    """Make the folder and write the configuration into it.
+
+    Raises:
+        UserError: it holds a run already, or cannot be written.
+    """
+    used = [name for name in (CONFIG_NAME, METRICS, SUMMARY) if (folder / name).exists()]
+    if used and not options.overwrite:
+        raise UserError(
+            f"--run-dir: expected a new folder, got {str(folder)!r}, which holds a run already "
+            f"({', '.join(used)}); give another, add --overwrite to replace it, or go on with it "
+            f"by --resume {folder}"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in used:
+            (folder / name).unlink()
+        for old in (folder / "tensorboard").glob("events.*"):
+            old.unlink()
+        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        write_text(folder / CONFIG_NAME, f"# {command}\n{to_toml(options)}")
+    except OSError as error:
+        raise UserError(
+            f"--run-dir: cannot write into {str(folder)!r}: {error.strerror}; give another folder"
+        ) from error
+
+
+def check_seen(folder: Path) -> None:
+    """Raise UserError if this rank's host does not see the folder that rank 0 made."""
+    if not (folder / CONFIG_NAME).is_file():
+        raise UserError(
+            f"--run-dir: {str(folder)!r} was made by rank 0 and is not seen here; give a folder "
+            "on a file system that all hosts share"
+        )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def write_summary(folder: Path, summary: dict[str, Any]) -> None:
+    """Write ``summary.json``."""
+    write_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")

@@ -1,0 +1,129 @@
+"""A run as a row of segments, between which nothing is in flight and state can be saved.
+
+The algorithm's code knows nothing of checkpoints: it trains until no more samples
+are granted and leaves nothing in flight. What follows a checkpoint therefore
+depends on the saved state alone, and a resumed run goes on as the uninterrupted one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from aladdin_mpi.algorithms.base import Role
+from aladdin_mpi.training.checkpoint import CheckpointStore
+from aladdin_mpi.training.exchange import broadcast, gather
+from aladdin_mpi.training.keeper import Keeper
+from aladdin_mpi.transport.base import Transport
+
+SETTLE_SECONDS = 1.0
+"""Virtual time for the messages around a checkpoint, and for a resumed run's set-up."""
+STAGGER_SECONDS = 1e-6
+"""Virtual time between two ranks' starts: their order must not be left to chance."""
+
+
+class Segments:
+    """Runs a rank's role from checkpoint to checkpoint.
+
+    Args:
+        keeper: at rank 0.
+        store: None: no checkpoints.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        role: Role,
+        keeper: Keeper | None,
+        store: CheckpointStore | None,
+        config: str,
+    ) -> None:
+        self._transport = transport
+        self._role = role
+        self._keeper = keeper
+        self._store = store
+        self._about = {"ranks": transport.size, "engine": transport.engine, "config": config}
+        self._drawn = 0
+        self._moment = 0.0
+
+    def run(self) -> None:
+        """Train until the budget is used up."""
+        while True:
+            self._start_together()
+            if self._keeper is not None:
+                self._keeper.open()
+            self._role.run()
+            if self._keeper is not None:
+                self._keeper.close()
+            with self._uncounted():
+                if self._end():
+                    return
+
+    def _end(self) -> bool:
+        """Agree on where the run is, save it; whether it is over."""
+        self._transport.wait(self._transport.ibarrier())
+        fact: Any = None
+        if self._keeper is not None:
+            budget = self._keeper.budget
+            fact = (budget.drawn, budget.used_up, self._transport.now() + SETTLE_SECONDS)
+        self._drawn, used_up, self._moment = broadcast(self._transport, fact)
+        if self._store is not None:
+            self._save(self._store)
+        return used_up
+
+    def _start_together(self) -> None:
+        """In virtual time, start at times that a resumed run starts at as well."""
+        if self._transport.engine == "virtual":
+            transport = self._transport
+            transport.sleep_until(self._moment + SETTLE_SECONDS + STAGGER_SECONDS * transport.rank)
+            if transport.rank == 0:
+                transport.reseed(self._drawn)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """Waiting between segments is not waiting in training."""
+        before = self._transport.traffic.waiting
+        yield
+        self._transport.traffic.waiting = before
+
+    # -- checkpoints ------------------------------------------------------------
+    def _save(self, store: CheckpointStore) -> None:
+        rank = self._transport.rank
+        if rank == 0:
+            store.begin(self._drawn)
+        broadcast(self._transport, True)
+        entry = store.write(self._drawn, rank, self._state())
+        entries = gather(self._transport, entry)
+        if rank == 0:
+            store.commit(self._drawn, entries, {**self._about, "moment": self._moment})
+
+    def _state(self) -> dict[str, Any]:
+        traffic = self._transport.traffic
+        return {
+            "role": self._role.state_dict(),
+            "keeper": self._keeper.state_dict() if self._keeper else None,
+            "moment": self._moment,
+            "drawn": self._drawn,
+            "waiting": traffic.waiting,
+            "bytes_sent": traffic.bytes_sent,
+            "torch": torch.get_rng_state() if self._transport.engine == "mpi" else None,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up the state that a checkpoint holds for this rank."""
+        self._role.load_state_dict(state["role"])
+        if self._keeper is not None:
+            self._keeper.load_state_dict(state["keeper"])
+        self._moment, self._drawn = state["moment"], state["drawn"]
+        self._transport.traffic.waiting = state["waiting"]
+        self._transport.traffic.bytes_sent = state["bytes_sent"]
+        if state["torch"] is not None:
+            torch.set_rng_state(state["torch"])
+
+    def load(self) -> dict[str, Any]:
+        """Read and check this rank's part of the last checkpoint. Raises UserError."""
+        assert self._store is not None
+        return self._store.load(self._transport.rank, self._about)

@@ -1,0 +1,26 @@
+"""A whole run in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.options import SimulateOptions, check_ranks
+from aladdin_mpi.training.checkpoint import resumed_moment
+from aladdin_mpi.training.trainer import train
+from aladdin_mpi.transport.virtual import VirtualCluster
+
+
+def simulate(options: SimulateOptions) -> dict[str, Any]:
+    """Train on a modelled cluster; returns the summary.
+
+    Raises:
+        UserError: an unknown algorithm, or a cluster that does not hold the ranks.
+    """
+    algorithm = registry.find(options.algorithm)
+    size = options.workers + (options.servers if algorithm.server else 0)
+    check_ranks(options, size)
+    start = 0.0 if options.resume is None else resumed_moment(options.resume)
+    cluster = VirtualCluster(size, options.cluster, options.seed, start_time=start)
+    summaries = cluster.run(lambda transport: train(options, transport))
+    return summaries[0] or {}

@@ -1,0 +1,98 @@
+"""The end of a run: its accounts, summary.json, curves and table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import aladdin_mpi
+from aladdin_mpi.training.exchange import gather
+from aladdin_mpi.training.report import CURVES, draw_curves, table
+from aladdin_mpi.training.run_folder import write_summary
+
+if TYPE_CHECKING:
+    from aladdin_mpi.training.rank import Rank
+
+MODEL = "model.pt"
+
+
+class AccountsError(RuntimeError):
+    """Gradients computed and gradients applied do not agree."""
+
+
+def summarise(rank: Rank, model: Tensor | None) -> dict[str, Any]:
+    """Gather the accounts; at rank 0 evaluate, write and print. Returns the summary there."""
+    with_waiting = {**rank.role.counts(), "waiting": rank.transport.traffic.waiting}
+    totals = gather(rank.transport, with_waiting)
+    if rank.keeper is None:
+        return {}
+    keeper = rank.keeper
+    assert keeper.metrics is not None and keeper.progress is not None
+    keeper.progress.close()
+    summary = {**_about(rank), **_accounts(totals, rank.layout.servers)}
+    if keeper.evaluator is not None and model is not None:
+        keeper.evaluator.wait()
+        measured = dict(keeper.evaluator.measure(model))
+        keeper.evaluated(keeper.moment(), measured)
+        summary |= measured
+        state = keeper.evaluator.module.state_dict()
+        torch.save(state, rank.run_dir / MODEL)
+    keeper.metrics.close()
+    write_summary(rank.run_dir, summary)
+    title = "{algorithm}, {model} on {dataset}, {workers} workers".format(**summary)
+    draw_curves(keeper.metrics.lines, rank.run_dir / CURVES, title)
+    if not rank.options.quiet:
+        print(f"{table(summary)}\n  results in {rank.run_dir}", flush=True)
+    return summary
+
+
+def _about(rank: Rank) -> dict[str, Any]:
+    options, keeper = rank.options, rank.keeper
+    assert keeper is not None
+    seconds, samples = keeper.seconds, keeper.budget.drawn
+    return {
+        "algorithm": options.algorithm,
+        "engine": rank.transport.engine,
+        "workers": rank.worker_count,
+        "servers": rank.layout.servers,
+        "model": options.model,
+        "dataset": options.dataset,
+        "seed": options.seed,
+        "parameters": rank.replica.numel,
+        "samples": samples,
+        "epochs": samples / rank.plan.epoch,
+        "seconds": seconds,
+        "samples_per_second": samples / seconds if seconds else 0.0,
+        "test_accuracy": None,
+        "test_loss": None,
+        "wait_fraction": keeper.wait_fraction,
+        "bytes_sent_per_step": keeper.bytes_sent_per_step,
+        "failures": [],
+        "version": aladdin_mpi.__version__,
+    }
+
+
+def _accounts(totals: list[dict[str, Any]], servers: int) -> dict[str, int]:
+    """Gradients computed by all workers, and applied by every server alike.
+
+    Raises:
+        AccountsError: one was lost, or counted twice.
+    """
+    computed = sum(total.get("computed", 0) for total in totals)
+    accounts = {
+        "gradients_computed": computed,
+        "gradients_applied": computed,
+        "gradients_coalesced": sum(total.get("coalesced", 0) for total in totals),
+        "gradients_dropped": 0,
+    }
+    for rank in range(servers):
+        applied, dropped = totals[rank]["applied"], totals[rank]["dropped"]
+        if applied + dropped != computed:
+            raise AccountsError(
+                f"server {rank} applied {applied} gradients and dropped {dropped}, but "
+                f"{computed} were computed"
+            )
+        accounts["gradients_applied"], accounts["gradients_dropped"] = applied, dropped
+    return accounts

@@ -1,0 +1,1 @@
+"""How bytes move and time passes: one interface, two engines."""

@@ -1,0 +1,221 @@
+"""What every engine offers: how bytes move between ranks and how time passes.
+
+An algorithm is written once against :class:`Transport`, as plain blocking code,
+and runs over MPI (:mod:`aladdin_mpi.transport.mpi`) or in virtual time
+(:mod:`aladdin_mpi.transport.virtual`). The words are MPI's own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+ANY_SOURCE = -1
+"""Receive from whichever rank sends first with the given tag."""
+
+Handler = Callable[[int, Tensor], None]
+"""Called as ``handler(source, message)`` when a registered message arrives."""
+
+
+class TransportError(RuntimeError):
+    """Communication failed in a way that the program cannot mend."""
+
+
+class PeerFailedError(TransportError):
+    """The rank at the other end of an operation has died.
+
+    ``rank`` is the dead rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} has failed")
+        self.rank = rank
+
+
+class WaitTimeoutError(TransportError):
+    """A wait lasted longer than the transport's ``timeout``."""
+
+
+class Event(Protocol):
+    """Something that happens outside the transport, such as a CUDA event."""
+
+    def query(self) -> bool:
+        """Return whether it has happened."""
+        ...
+
+
+class Request:
+    """An operation under way.
+
+    ``done`` is set when it has ended; ``source`` and ``nbytes`` then describe a received
+    message, and ``order`` is a counter that grows with every completion on this
+    rank, so that messages can be taken in their order of arrival. ``failed`` is
+    the dead rank at the other end, if that is how the operation ended.
+    """
+
+    __slots__ = ("buffer", "done", "failed", "nbytes", "order", "source", "what")
+
+    def __init__(self, what: str, buffer: Tensor | None = None) -> None:
+        self.what = what
+        self.buffer = buffer
+        self.done = False
+        self.source = ANY_SOURCE
+        self.nbytes = 0
+        self.order = -1
+        self.failed: int | None = None
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else "pending"
+        return f"<{self.what}: {state}>"
+
+
+@dataclass
+class Traffic:
+    """Running totals of one rank. Times in seconds, sizes in bytes.
+
+    ``waiting`` is the time that this rank spent blocked in ``wait``,
+    ``wait_any`` and ``wait_all``.
+    """
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    waiting: float = 0.0
+
+
+class Transport(ABC):
+    """One rank's door to the others.
+
+    Buffers are contiguous CPU tensors of any dtype; they must be left alone from
+    the call that names them until the request is done. Messages between two
+    ranks with one tag arrive in the order in which they were sent. A receive
+    buffer may be larger than the message that it takes. Several receives may be
+    posted for one (source, tag); they are filled in the order of posting.
+    """
+
+    rank: int
+    size: int
+    traffic: Traffic
+    hosts: Sequence[int]
+    """For every rank the number of its host, counted from 0."""
+    engine: str
+    """``"mpi"`` or ``"virtual"``."""
+
+    @property
+    def host(self) -> int:
+        """The number of this rank's host."""
+        return self.hosts[self.rank]
+
+    # -- time ---------------------------------------------------------------
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds since the transport started: real, or virtual."""
+
+    @abstractmethod
+    def sleep(self, seconds: float) -> None:
+        """Let time pass as computing does: messages move on meanwhile."""
+
+    def sleep_until(self, moment: float) -> None:
+        """As :meth:`sleep`, until ``now()`` is ``moment``; in virtual time exactly so."""
+        self.sleep(max(0.0, moment - self.now()))
+
+    # -- point to point -----------------------------------------------------
+    @abstractmethod
+    def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
+        """Start to send all bytes of ``buffer``; with ``after``, once that has happened.
+
+        Never waits. Sends of one tag to one rank leave in the order of the calls.
+        """
+
+    @abstractmethod
+    def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
+        """Post a receive into ``buffer``. Never waits."""
+
+    @abstractmethod
+    def test(self, request: Request) -> bool:
+        """Return whether ``request`` is done.
+
+        Raises:
+            PeerFailedError: it ended because the rank at the other end died.
+        """
+
+    @abstractmethod
+    def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
+        """Wait until one is done; return the index of the one that was done first.
+
+        Requests that are done already count. ``timeout`` in seconds replaces the
+        transport's own; returns -1 when a ``timeout`` given here runs out.
+
+        Raises:
+            PeerFailedError: the first to end ended because its peer died.
+            WaitTimeoutError: nothing happened within the transport's timeout.
+        """
+
+    def wait(self, request: Request) -> None:
+        """Wait until ``request`` is done. Raises as :meth:`wait_any` does."""
+        self.wait_any([request])
+
+    def wait_all(self, requests: Sequence[Request]) -> None:
+        """Wait until all are done. Raises as :meth:`wait_any` does."""
+        for request in requests:
+            self.wait_any([request])
+
+    @abstractmethod
+    def cancel(self, request: Request) -> None:
+        """Give up a posted receive that no message has matched yet."""
+
+    # -- messages that interrupt --------------------------------------------
+    @abstractmethod
+    def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
+        """Have ``handler`` called for every message of ``tag``, even while computing.
+
+        Messages are at most ``nbytes`` long; the handler gets them as ``uint8``
+        tensors which are reused after it returns. Handlers of one rank run one at
+        a time, never inside :meth:`atomic` of another thread of the rank, and
+        must not wait; they may call :meth:`isend` and :meth:`now`.
+        """
+
+    @abstractmethod
+    def atomic(self) -> AbstractContextManager[None]:
+        """A section during which no handler of this rank runs."""
+
+    # -- collectives: every rank calls them in the same order ----------------
+    @abstractmethod
+    def ibarrier(self) -> Request:
+        """Done when every rank has called it."""
+
+    @abstractmethod
+    def ibroadcast(self, buffer: Tensor, root: int) -> Request:
+        """Copy ``buffer`` of ``root`` into everyone's."""
+
+    @abstractmethod
+    def iallreduce(self, buffer: Tensor) -> Request:
+        """Replace ``buffer`` by its sum over all ranks; fp32, fp64 or int64.
+
+        Raises:
+            TypeError: for half precision, which MPI does not add rightly.
+        """
+
+    @abstractmethod
+    def iallgather(self, buffer: Tensor, gathered: Tensor) -> Request:
+        """Collect everyone's ``buffer`` in rank order; ``gathered`` is ``size`` times as long."""
+
+    @abstractmethod
+    def ialltoall(self, buffer: Tensor, received: Tensor) -> Request:
+        """Send the i-th of ``size`` equal parts to rank i; receive likewise."""
+
+    # -- failure and end ------------------------------------------------------
+    @property
+    @abstractmethod
+    def failed(self) -> frozenset[int]:
+        """The ranks known to have died."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Complete or cancel what is under way and stop. To be called once, by every rank."""

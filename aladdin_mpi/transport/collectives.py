@@ -1,0 +1,252 @@
+"""The collectives of the virtual engine: MPI's usual algorithms over point to point.
+
+Each algorithm is a generator that starts sends and receives and yields those that
+must be done before it goes on, so that a collective moves on while its rank computes.
+Tensors of the device "meta" move as sizes: their parts are None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.transport.base import Request
+from aladdin_mpi.transport.matching import Operation, as_bytes
+
+SMALL = 64 * 1024
+"""Up to so many bytes an all-reduce uses a tree and an all-gather Bruck's algorithm,
+which take few messages; above, both use a ring, which moves the fewest bytes."""
+
+Steps = Iterator[Sequence[Operation]]
+Part = tuple[Tensor | None, int]
+"""A piece of a buffer, None if the buffer holds no data, and its bytes."""
+
+
+class Channel(Protocol):
+    """Point to point among the ranks of one collective."""
+
+    rank: int
+    size: int
+
+    def send(self, dest: int, part: Part) -> Operation:
+        """Start to send."""
+        ...
+
+    def receive(self, source: int, part: Part) -> Operation:
+        """Post a receive."""
+        ...
+
+
+class Collective(Request):
+    """The ``number``-th collective of one rank, under way.
+
+    ``resume`` is called to have the engine call :meth:`advance`, ``finish`` at the end.
+    """
+
+    __slots__ = ("_finish", "_missing", "_resume", "_steps", "number", "pending")
+
+    waiter = None
+
+    def __init__(
+        self,
+        what: str,
+        number: int,
+        steps: Steps,
+        resume: Callable[[Collective], None],
+        finish: Callable[[Collective], None],
+    ) -> None:
+        super().__init__(what)
+        self.number = number
+        self._steps = steps
+        self._resume = resume
+        self._finish = finish
+        self._missing = 0
+        self.pending: Sequence[Operation] = ()
+
+    def advance(self) -> None:
+        """Go on as far as no operation is awaited."""
+        if self.done:
+            return
+        for operations in self._steps:
+            pending = [operation for operation in operations if not operation.done]
+            if pending:
+                self.pending = pending
+                self._missing = len(pending)
+                for operation in pending:
+                    operation.waiter = self
+                return
+        self._finish(self)
+
+    def operation_done(self) -> None:
+        """Note that an operation that this collective waits for is done."""
+        self._missing -= 1
+        if not self._missing:
+            self._resume(self)
+
+    def abandon(self) -> None:
+        """Stop for good."""
+        self._steps = iter(())
+
+
+class _Buffer:
+    """A vector that can be cut into parts, with data or without."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.vector = None if tensor.is_meta else tensor.detach().view(-1)
+        self.item = tensor.element_size()
+        self.length = tensor.numel()
+
+    @classmethod
+    def of_bytes(cls, tensor: Tensor) -> _Buffer:
+        return cls(tensor if tensor.is_meta else as_bytes(tensor))
+
+    def part(self, start: int, end: int) -> Part:
+        data = None if self.vector is None else self.vector[start:end]
+        return data, (end - start) * self.item
+
+    def whole(self) -> Part:
+        return self.part(0, self.length)
+
+    def scratch(self, length: int) -> Part:
+        data = None if self.vector is None else torch.empty(length, dtype=self.vector.dtype)
+        return data, length * self.item
+
+    def blocks(self, count: int) -> list[Part]:
+        """Cut into ``count`` parts whose lengths differ by one item at most."""
+        cuts = [self.length * i // count for i in range(count + 1)]
+        return [self.part(start, end) for start, end in pairwise(cuts)]
+
+
+def _copy(target: Part, origin: Part) -> None:
+    if target[0] is not None and origin[0] is not None:
+        target[0].copy_(origin[0])
+
+
+def _add(target: Part, addend: Part) -> None:
+    if target[0] is not None and addend[0] is not None:
+        target[0].add_(addend[0][: target[0].numel()])
+
+
+def barrier(channel: Channel) -> Steps:
+    """Dissemination: after round k a rank has heard, directly or not, of 2^k others."""
+    rank, size = channel.rank, channel.size
+    distance = 1
+    while distance < size:
+        sent = channel.send((rank + distance) % size, (None, 0))
+        yield sent, channel.receive((rank - distance) % size, (None, 0))
+        distance *= 2
+
+
+def broadcast(channel: Channel, buffer: Tensor, root: int) -> Steps:
+    """Binomial tree."""
+    yield from _broadcast(channel, _Buffer(buffer).whole(), root)
+
+
+def _broadcast(channel: Channel, part: Part, root: int) -> Steps:
+    size = channel.size
+    place = (channel.rank - root) % size
+    mask = 1
+    while mask < size and not place & mask:
+        mask *= 2
+    if place:
+        yield (channel.receive((place - mask + root) % size, part),)
+    sends = []
+    while mask > 1:
+        mask //= 2
+        if place + mask < size:
+            sends.append(channel.send((place + mask + root) % size, part))
+    yield sends
+
+
+def allreduce(channel: Channel, buffer: Tensor) -> Steps:
+    """Binomial tree to rank 0 and back when small, ring otherwise.
+
+    Every sum is added up in one place and copied from there: all ranks get the same bits.
+    """
+    vector = _Buffer(buffer)
+    if vector.length * vector.item <= SMALL:
+        yield from _reduce(channel, vector)
+        yield from _broadcast(channel, vector.whole(), root=0)
+    else:
+        yield from _ring_allreduce(channel, vector)
+
+
+def _reduce(channel: Channel, vector: _Buffer) -> Steps:
+    rank, size = channel.rank, channel.size
+    total, addend = vector.whole(), vector.scratch(vector.length)
+    mask = 1
+    while mask < size:
+        if rank & mask:
+            yield (channel.send(rank - mask, total),)
+            return
+        if rank + mask < size:
+            yield (channel.receive(rank + mask, addend),)
+            _add(total, addend)
+        mask *= 2
+
+
+def _ring_allreduce(channel: Channel, vector: _Buffer) -> Steps:
+    """Reduce-scatter, then all-gather, each ``size - 1`` steps around the ring."""
+    rank, size = channel.rank, channel.size
+    following, previous = (rank + 1) % size, (rank - 1) % size
+    blocks = vector.blocks(size)
+    scratch, _ = vector.scratch(-(-vector.length // size))
+    for step in range(size - 1):
+        mine = blocks[(rank - step) % size]
+        target = blocks[(rank - step - 1) % size]
+        addend = (scratch, target[1])
+        yield channel.send(following, mine), channel.receive(previous, addend)
+        _add(target, addend)
+    for step in range(size - 1):
+        mine = blocks[(rank + 1 - step) % size]
+        yield channel.send(following, mine), channel.receive(previous, blocks[(rank - step) % size])
+
+
+def allgather(channel: Channel, buffer: Tensor, gathered: Tensor) -> Steps:
+    """Bruck's algorithm when small, ring otherwise."""
+    mine, every = _Buffer.of_bytes(buffer), _Buffer.of_bytes(gathered)
+    if gathered.nbytes <= SMALL:
+        yield from _bruck_allgather(channel, mine, every)
+        return
+    rank, size = channel.rank, channel.size
+    blocks = every.blocks(size)
+    _copy(blocks[rank], mine.whole())
+    for step in range(size - 1):
+        sent = channel.send((rank + 1) % size, blocks[(rank - step) % size])
+        yield sent, channel.receive((rank - 1) % size, blocks[(rank - step - 1) % size])
+
+
+def _bruck_allgather(channel: Channel, mine: _Buffer, every: _Buffer) -> Steps:
+    """Blocks are collected in the order rank, rank + 1, ..., and turned at the end."""
+    rank, size, length = channel.rank, channel.size, mine.length
+    collected, _ = every.scratch(every.length)
+
+    def span(first: int, last: int) -> Part:
+        data = None if collected is None else collected[first * length : last * length]
+        return data, (last - first) * length * every.item
+
+    _copy(span(0, 1), mine.whole())
+    have = 1
+    while have < size:
+        count = min(have, size - have)
+        sent = channel.send((rank - have) % size, span(0, count))
+        yield sent, channel.receive((rank + have) % size, span(have, have + count))
+        have += count
+    for i, block in enumerate(every.blocks(size)):
+        at = (i - rank) % size
+        _copy(block, span(at, at + 1))
+
+
+def alltoall(channel: Channel, buffer: Tensor, received: Tensor) -> Steps:
+    """Pairwise exchange, one partner after the other."""
+    rank, size = channel.rank, channel.size
+    outgoing = _Buffer.of_bytes(buffer).blocks(size)
+    incoming = _Buffer.of_bytes(received).blocks(size)
+    _copy(incoming[rank], outgoing[rank])
+    for step in range(1, size):
+        dest, source = (rank + step) % size, (rank - step) % size
+        yield channel.send(dest, outgoing[dest]), channel.receive(source, incoming[source])

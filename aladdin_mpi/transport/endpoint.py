@@ -1,0 +1,271 @@
+"""Where messages start and end in virtual time: one endpoint for each rank."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.transport.base import ANY_SOURCE, Event, Handler, Request, Traffic
+from aladdin_mpi.transport.clock import LATE, Clock
+from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.transport.collectives import Collective, Part, Steps
+from aladdin_mpi.transport.fiber import Fiber
+from aladdin_mpi.transport.matching import Mailbox, Operation, as_bytes, fill, too_long
+from aladdin_mpi.transport.network import Message, Network
+
+EAGER = 64 * 1024
+"""Messages up to so many bytes are copied at once and their send is done; a longer one
+is done when it has been received, as MPI's rendezvous."""
+EVENT_POLL = 10e-6
+"""Virtual seconds between two looks at the event that a send waits for."""
+
+
+class Fabric:
+    """All endpoints and the network between them."""
+
+    def __init__(self, cluster: Cluster, size: int, clock: Clock) -> None:
+        self.clock = clock
+        self.network = Network(cluster, size, clock, self._deliver)
+        self.dead: frozenset[int] = frozenset()
+        self.endpoints = [Endpoint(self, cluster, rank, size) for rank in range(size)]
+
+    def _deliver(self, message: Message) -> None:
+        if self.dead and (message.source in self.dead or message.dest in self.dead):
+            return
+        self.endpoints[message.dest].arrived(message)
+
+    def remove(self, rank: int) -> None:
+        """Let ``rank`` die: what it has sent and not delivered is lost, and all are told."""
+        self.dead |= {rank}
+        lost = self.network.drop(rank) + self.endpoints[rank].mailbox.unexpected()
+        self.endpoints[rank].fiber.kill()
+        for message in lost:
+            if message.request is not None and message.source != rank:
+                self.endpoints[message.source].fail(message.request, rank)
+        for endpoint in self.endpoints:
+            if endpoint.rank not in self.dead:
+                endpoint.peer_died(rank)
+
+
+class Endpoint:
+    """What one rank has posted, holds back and handles. Nothing here blocks."""
+
+    def __init__(self, fabric: Fabric, cluster: Cluster, rank: int, size: int) -> None:
+        self.fabric = fabric
+        self.rank = rank
+        self.size = size
+        self.traffic = Traffic()
+        self.mailbox = Mailbox()
+        self._pauses = cluster.pauses_of(rank)
+        self.fiber = Fiber(rank, fabric.clock, self._pauses, self.traffic)
+        self._handlers: dict[int, tuple[int, Handler]] = {}
+        self._held: dict[tuple[int, int], deque[tuple[Message, Event | None]]] = {}
+        self._collectives: dict[int, Collective] = {}
+        self._collective_calls = 0
+        self._completions = 0
+
+    # -- the end of a request ---------------------------------------------------
+    def complete(self, request: Operation | Collective) -> None:
+        """Mark ``request`` done, and wake who waits for it."""
+        request.done = True
+        self._completions += 1
+        request.order = self._completions
+        waiter = request.waiter
+        if waiter is not None:
+            waiter.operation_done()
+        else:
+            self.fiber.notify(request)
+
+    def fail(self, request: Operation | Collective, dead: int) -> None:
+        """End ``request`` because the rank ``dead`` has died."""
+        request.failed = dead
+        self.complete(request)
+
+    # -- sending ------------------------------------------------------------------
+    def send(
+        self, buffer: Tensor | None, nbytes: int, dest: int, tag: int, after: Event | None = None
+    ) -> Operation:
+        """Start to send; see :meth:`Transport.isend`. ``buffer`` None or "meta" is a bare size."""
+        request = Operation("send", buffer, dest, tag, nbytes)
+        data = None if buffer is None or buffer.is_meta or not nbytes else buffer
+        message = Message(self.rank, dest, tag, nbytes, data, request)
+        if after is None and not self._held:
+            self._launch(message, request)
+        else:
+            self._hold(message, request, after)
+        return request
+
+    def _launch(self, message: Message, request: Operation) -> None:
+        fabric, nbytes = self.fabric, message.nbytes
+        self.traffic.bytes_sent += nbytes
+        self.traffic.messages_sent += 1
+        if self.rank in fabric.dead or message.dest in fabric.dead:
+            self.fail(request, self.rank if self.rank in fabric.dead else message.dest)
+            return
+        if nbytes <= EAGER:
+            if message.payload is not None:
+                message.payload = as_bytes(message.payload).clone()
+            message.request = None
+            self.complete(request)
+        fabric.network.send(message)
+
+    def _hold(self, message: Message, request: Operation, after: Event | None) -> None:
+        """Send once ``after`` has happened and nothing is held with this tag for this rank."""
+        key = (message.dest, message.tag)
+        if key in self._held:
+            self._held[key].append((message, after))
+        elif after is None or after.query():
+            self._launch(message, request)
+        else:
+            self._held[key] = deque([(message, after)])
+            self.fabric.clock.at(self.fabric.clock.now + EVENT_POLL, self._release, key)
+
+    def _release(self, key: tuple[int, int]) -> None:
+        queue = self._held.get(key)
+        while queue:
+            message, after = queue[0]
+            if after is not None and not after.query():
+                self.fabric.clock.at(self.fabric.clock.now + EVENT_POLL, self._release, key)
+                return
+            queue.popleft()
+            assert message.request is not None
+            self._launch(message, message.request)
+        self._held.pop(key, None)
+
+    # -- receiving ----------------------------------------------------------------
+    def receive(self, buffer: Tensor | None, nbytes: int, source: int, tag: int) -> Operation:
+        """Post a receive; see :meth:`Transport.irecv`."""
+        receive = Operation("receive", buffer, source, tag, nbytes)
+        message = self.mailbox.take(source, tag)
+        if message is not None:
+            self._accept(receive, message)
+        elif source in self.fabric.dead:
+            self.fail(receive, source)
+        else:
+            self.mailbox.post(receive)
+        return receive
+
+    def arrived(self, message: Message) -> None:
+        """Take the last byte of ``message``."""
+        if message.tag in self._handlers:
+            self._handle(message)
+            return
+        receive = self.mailbox.match(message)
+        if receive is None:
+            self.mailbox.keep(message)
+        else:
+            self._accept(receive, message)
+
+    def _accept(self, receive: Operation, message: Message) -> None:
+        fill(receive, message)
+        self.complete(receive)
+        self._taken(message)
+
+    def _taken(self, message: Message) -> None:
+        """Count a message that has left the network, and end its send."""
+        self.traffic.bytes_received += message.nbytes
+        self.traffic.messages_received += 1
+        if message.request is not None:
+            self.fabric.endpoints[message.source].complete(message.request)
+
+    def cancel(self, receive: Operation) -> None:
+        """Take back ``receive`` if nothing has matched it."""
+        if self.mailbox.withdraw(receive):
+            self.complete(receive)
+
+    # -- handlers -----------------------------------------------------------------
+    def register(self, tag: int, nbytes: int, handler: Handler) -> None:
+        """Have ``handler`` called for the messages of ``tag``, those waiting included."""
+        self._handlers[tag] = (nbytes, handler)
+        while (message := self.mailbox.take(ANY_SOURCE, tag)) is not None:
+            self._handle(message)
+
+    def _handle(self, message: Message) -> None:
+        nbytes, handler = self._handlers[message.tag]
+        if message.nbytes > nbytes:
+            raise too_long(message, nbytes)
+        with self.fiber.handler():
+            handler(message.source, _handed(message))
+        self._taken(message)
+
+    # -- collectives --------------------------------------------------------------
+    def collective(self, what: str, algorithm: Callable[..., Steps], *arguments: object) -> Request:
+        """Start a collective; every rank of the job has to."""
+        number = self._collective_calls
+        self._collective_calls += 1
+        # Tags below 0 belong to the collectives, one each: they may overlap.
+        steps = algorithm(_Channel(self, -2 - number), *arguments)
+        collective = Collective(what, number, steps, self._resume, self._finish)
+        if self.fabric.dead:
+            self.fail(collective, min(self.fabric.dead))
+        else:
+            self._collectives[number] = collective
+            collective.advance()
+        return collective
+
+    def _resume(self, collective: Collective) -> None:
+        clock = self.fabric.clock
+        clock.at(self._pauses.resumed(clock.now), Collective.advance, collective, LATE)
+
+    def _finish(self, collective: Collective) -> None:
+        del self._collectives[collective.number]
+        self.complete(collective)
+
+    # -- failure and end ------------------------------------------------------------
+    def peer_died(self, dead: int) -> None:
+        """End what needs the rank ``dead``; collectives need every rank."""
+        self._keep_delivered(dead)
+        for collective in list(self._collectives.values()):
+            for operation in collective.pending:
+                self.mailbox.withdraw(operation)
+            collective.abandon()
+            del self._collectives[collective.number]
+            self.fail(collective, dead)
+        for receive in self.mailbox.withdraw_all(dead):
+            self.fail(receive, dead)
+        for key in [key for key in self._held if key[0] == dead]:
+            for message, _ in self._held.pop(key):
+                assert message.request is not None
+                self.fail(message.request, dead)
+
+    def _keep_delivered(self, dead: int) -> None:
+        """Copy what ``dead`` has sent in full: its buffers are no longer under its control."""
+        for message in self.mailbox.unexpected():
+            if message.source == dead and message.request is not None:
+                message.request = None
+                if message.payload is not None:
+                    message.payload = as_bytes(message.payload).clone()
+
+    def close(self) -> None:
+        """Cancel the posted receives and the handlers."""
+        self._handlers.clear()
+        for receive in self.mailbox.withdraw_all():
+            self.complete(receive)
+
+
+class _Channel:
+    """Point to point of one collective, under a tag of its own."""
+
+    def __init__(self, endpoint: Endpoint, tag: int) -> None:
+        self.rank = endpoint.rank
+        self.size = endpoint.size
+        self._endpoint = endpoint
+        self._tag = tag
+
+    def send(self, dest: int, part: Part) -> Operation:
+        return self._endpoint.send(*part, dest, self._tag)
+
+    def receive(self, source: int, part: Part) -> Operation:
+        return self._endpoint.receive(*part, source, self._tag)
+
+
+def _handed(message: Message) -> Tensor:
+    """Return a message as its handler gets it: bytes that nobody else uses."""
+    if message.payload is None:
+        device = "meta" if message.nbytes else "cpu"
+        return torch.empty(message.nbytes, dtype=torch.uint8, device=device)
+    payload = as_bytes(message.payload)
+    return payload if message.request is None else payload.clone()

@@ -1,0 +1,195 @@
+"""The thread of control of one rank in virtual time: it blocks, and is resumed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from aladdin_mpi.transport.base import Request, Traffic, TransportError
+from aladdin_mpi.transport.clock import LATE, Clock
+from aladdin_mpi.transport.cluster import Pauses
+
+
+class Fiber:
+    """A greenlet under the clock, child of the greenlet that creates it.
+
+    A rank may switch among greenlets of its own: it is resumed in the one in which
+    it blocked.
+    """
+
+    __slots__ = (
+        "_answer",
+        "_atomic_depth",
+        "_blocked",
+        "_clock",
+        "_grad_mode",
+        "_handling",
+        "_hub",
+        "_main",
+        "_pauses",
+        "_rank",
+        "_traffic",
+        "_waits",
+        "killed",
+        "waiting",
+    )
+
+    def __init__(self, rank: int, clock: Clock, pauses: Pauses, traffic: Traffic) -> None:
+        self._rank = rank
+        self._clock = clock
+        self._pauses = pauses
+        self._traffic = traffic
+        self._hub = getcurrent()
+        self._grad_mode = torch.is_grad_enabled()
+        self._atomic_depth = 0
+        self._handling = False
+        self._waits = 0
+        self._answer: Request | None = None
+        self._main: greenlet
+        self._blocked: greenlet
+        self.killed = False
+        self.waiting: Sequence[Request] | None = None
+        """What it waits for, while it does."""
+
+    def start(self, body: Callable[[], None]) -> None:
+        """Have ``body`` run from now on."""
+        self._main = self._blocked = greenlet(body)
+        self._wake()
+
+    @property
+    def ended(self) -> bool:
+        """Whether ``body`` has returned or was killed."""
+        return self._main.dead
+
+    # -- blocking -------------------------------------------------------------
+    def sleep(self, seconds: float) -> None:
+        """Block for ``seconds`` outside the rank's pauses."""
+        self._must_be_free("sleep")
+        end = self._pauses.stretched(self._clock.now, seconds)
+        self._clock.at(end, _resume, self, LATE)
+        self._switch()
+
+    def wait(self, requests: Sequence[Request], timeout: float | None) -> int:
+        """Block; return the index of the first of ``requests`` done, or -1 after ``timeout``."""
+        self._must_be_free("wait")
+        clock = self._clock
+        start = clock.now
+        self.waiting = requests
+        self._waits += 1
+        self._answer = None
+        if timeout is not None:
+            clock.at(start + max(timeout, 0.0), self._time_out, self._waits, LATE)
+        self._switch()
+        self._traffic.waiting += clock.now - start
+        return -1 if self._answer is None else requests.index(self._answer)
+
+    def notify(self, request: Request) -> None:
+        """Wake this rank if it waits for ``request``, which is done now."""
+        if self.waiting is not None and request in self.waiting:
+            self.waiting = None
+            self._answer = request
+            self._wake()
+
+    def _time_out(self, wait: int) -> None:
+        if self.waiting is not None and wait == self._waits:
+            self.waiting = None
+            self._wake()
+
+    def _wake(self) -> None:
+        """Have this rank resumed now, or after its pause."""
+        self._clock.at(self._pauses.resumed(self._clock.now), _resume, self, LATE)
+
+    def _switch(self) -> None:
+        """Let the others run until this rank is resumed, in the greenlet that called."""
+        self._blocked = getcurrent()
+        # Torch keeps one gradient mode for the thread, which is all ranks.
+        mode = torch.is_grad_enabled()
+        if mode == self._grad_mode:
+            self._hub.switch()
+            return
+        torch.set_grad_enabled(self._grad_mode)
+        try:
+            self._hub.switch()
+        finally:
+            torch.set_grad_enabled(mode)
+
+    def _must_be_free(self, what: str) -> None:
+        """Refuse to switch where another rank would meet this one's half-done work."""
+        if self.killed:
+            raise GreenletExit
+        place = ""
+        if self._handling:
+            place = "a message handler: handlers must not wait"
+        elif self._atomic_depth:
+            place = "atomic(): leave it first"
+        elif torch._C._current_graph_task_id() != -1:
+            place = "a backward pass, of which torch runs one at a time: let it end first"
+        elif torch.is_inference_mode_enabled():
+            place = "torch.inference_mode(), which all ranks share: use torch.no_grad()"
+        elif _in_autocast():
+            place = "torch.autocast, which all ranks share: leave it first"
+        if place:
+            raise TransportError(f"rank {self._rank}: {what} inside {place}")
+
+    # -- sections that do not block ---------------------------------------------
+    @contextlib.contextmanager
+    def atomic(self) -> Iterator[None]:
+        """Refuse to block inside."""
+        self._atomic_depth += 1
+        try:
+            yield
+        finally:
+            self._atomic_depth -= 1
+
+    @contextlib.contextmanager
+    def handler(self) -> Iterator[None]:
+        """Refuse to block inside, and name the rank in exceptions."""
+        outer, self._handling = self._handling, True
+        try:
+            yield
+        except Exception as error:
+            _note(error, self._rank)
+            raise
+        finally:
+            self._handling = outer
+
+    # -- end ----------------------------------------------------------------------
+    def kill(self) -> None:
+        """Unwind this rank; it can no longer block."""
+        self.killed = True
+        self.waiting = None
+        for part in (self._main, self._blocked):
+            if not part.dead:
+                # What a dead process would still have raised is not part of the model.
+                with contextlib.suppress(Exception):
+                    part.throw(GreenletExit)
+
+
+def _resume(fiber: Fiber) -> None:
+    """Let ``fiber`` run until it blocks again or ends."""
+    if fiber._main.dead:
+        return
+    try:
+        fiber._blocked.switch()
+    except Exception as error:
+        _note(error, fiber._rank)
+        raise
+
+
+def _in_autocast() -> bool:
+    try:
+        return torch.is_autocast_enabled("cpu")
+    except TypeError:  # torch before 2.4
+        return torch.is_autocast_cpu_enabled()
+
+
+def _note(error: Exception, rank: int) -> None:
+    """Add to an exception which rank it comes from."""
+    note = f"raised by rank {rank}"
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:  # Python 3.10
+        error.__notes__ = [*getattr(error, "__notes__", []), note]

@@ -1,0 +1,148 @@
+"""Which receive takes which message, by MPI's rules."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.transport.base import ANY_SOURCE, Request, TransportError
+from aladdin_mpi.transport.network import Message
+
+if TYPE_CHECKING:
+    from aladdin_mpi.transport.collectives import Collective
+
+
+class Operation(Request):
+    """A send or a receive of one rank; ``waiter`` is the collective that waits for it."""
+
+    __slots__ = ("capacity", "peer", "serial", "tag", "waiter")
+
+    def __init__(self, what: str, buffer: Tensor | None, peer: int, tag: int, nbytes: int) -> None:
+        self.what = what
+        self.buffer = buffer
+        self.done = False
+        self.source = ANY_SOURCE
+        self.nbytes = 0
+        self.order = -1
+        self.failed = None
+        self.peer = peer
+        self.tag = tag
+        self.capacity = nbytes
+        self.serial = 0
+        self.waiter: Collective | None = None
+
+    def __repr__(self) -> str:
+        peer = "any rank" if self.peer == ANY_SOURCE else f"rank {self.peer}"
+        side, size = ("to", "") if self.what == "send" else ("from", "up to ")
+        state = "done" if self.done else "pending"
+        return (
+            f"<{self.what} of {size}{self.capacity} bytes {side} {peer}, tag {self.tag}: {state}>"
+        )
+
+
+class Mailbox:
+    """The posted receives of one rank, and the messages that no receive has matched yet."""
+
+    __slots__ = ("_posted", "_serial", "_unexpected")
+
+    def __init__(self) -> None:
+        self._posted: dict[tuple[int, int], deque[Operation]] = {}
+        self._unexpected: dict[int, deque[Message]] = {}
+        self._serial = 0
+
+    def post(self, receive: Operation) -> None:
+        """Keep ``receive`` until a message matches it."""
+        self._serial += 1
+        receive.serial = self._serial
+        key = (receive.peer, receive.tag)
+        queue = self._posted.get(key)
+        if queue is None:
+            self._posted[key] = queue = deque()
+        queue.append(receive)
+
+    def match(self, message: Message) -> Operation | None:
+        """Take out the receive posted first of those that ``message`` fits."""
+        posted = self._posted
+        key = (message.source, message.tag)
+        queue = posted.get(key)
+        wild = posted.get((ANY_SOURCE, message.tag))
+        if wild is not None and (queue is None or wild[0].serial < queue[0].serial):
+            key, queue = (ANY_SOURCE, message.tag), wild
+        if queue is None:
+            return None
+        receive = queue.popleft()
+        if not queue:
+            del posted[key]
+        return receive
+
+    def withdraw(self, receive: Operation) -> bool:
+        """Take back a posted receive; return False if it is not posted."""
+        key = (receive.peer, receive.tag)
+        queue = self._posted.get(key)
+        if queue is None or receive not in queue:
+            return False
+        queue.remove(receive)
+        if not queue:
+            del self._posted[key]
+        return True
+
+    def withdraw_all(self, source: int | None = None) -> list[Operation]:
+        """Take back the receives that name ``source``, or all of them."""
+        keys = [key for key in self._posted if source is None or key[0] == source]
+        return [receive for key in keys for receive in self._posted.pop(key)]
+
+    def keep(self, message: Message) -> None:
+        """Keep an unexpected message."""
+        self._unexpected.setdefault(message.tag, deque()).append(message)
+
+    def take(self, source: int, tag: int) -> Message | None:
+        """Take out the unexpected message for a new receive that arrived first."""
+        queue = self._unexpected.get(tag)
+        if queue is None:
+            return None
+        for index, message in enumerate(queue):
+            if source in (ANY_SOURCE, message.source):
+                del queue[index]
+                if not queue:
+                    del self._unexpected[tag]
+                return message
+        return None
+
+    def unexpected(self) -> list[Message]:
+        """Return all unexpected messages."""
+        return [message for queue in self._unexpected.values() for message in queue]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor of any dtype as a vector of bytes."""
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)  # its strides may not allow the view
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def fill(receive: Operation, message: Message) -> None:
+    """Put ``message`` into the buffer of ``receive``.
+
+    Raises:
+        TransportError: the message is longer than the buffer.
+    """
+    nbytes = message.nbytes
+    if nbytes > receive.capacity:
+        raise too_long(message, receive.capacity)
+    buffer, payload = receive.buffer, message.payload
+    if payload is not None and buffer is not None and not buffer.is_meta:
+        as_bytes(buffer)[:nbytes].copy_(as_bytes(payload))
+    receive.source = message.source
+    receive.nbytes = nbytes
+
+
+def too_long(message: Message, capacity: int) -> TransportError:
+    """Return the error of a message that exceeds what its receiver has room for."""
+    return TransportError(
+        f"a message of {message.nbytes} bytes from rank {message.source} with tag {message.tag} "
+        f"does not fit the receive of {capacity} bytes on rank {message.dest}: "
+        "give both sides the same size"
+    )

@@ -1,0 +1,214 @@
+"""The time that messages take on the wire.
+
+Each host has one link out and one link in, and a faster path of its own for the
+messages inside it. A link out serves its flows (the messages of one rank to one
+other) in turn, a piece of at most :data:`QUANTUM` bytes at a time, and first in,
+first out within a flow. After the latency the piece goes through the receiver's
+link in, in the order in which the first bytes arrive, while its later bytes are still
+under way: an idle network takes ``overhead + latency + bytes / bandwidth`` for a
+message, not twice the bytes. All links of a kind are equally fast and the latency is
+one constant, so first bytes arrive in the order in which pieces start, and the time
+on the link in is known when a piece starts: two events a message are enough.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from aladdin_mpi.transport.clock import Clock
+from aladdin_mpi.transport.cluster import Cluster
+
+if TYPE_CHECKING:
+    from aladdin_mpi.transport.matching import Operation
+
+QUANTUM = 4 * 2**20
+"""Bytes of one flow that a link serves before it turns to the next."""
+
+
+class Message:
+    """One message under way; ``payload`` is None for sizes without data.
+
+    ``request`` is the send that is done once the message has been received, or
+    None if the sender no longer cares.
+    """
+
+    __slots__ = ("dest", "nbytes", "payload", "request", "source", "tag", "unsent")
+
+    def __init__(
+        self,
+        source: int,
+        dest: int,
+        tag: int,
+        nbytes: int,
+        payload: Tensor | None,
+        request: Operation | None,
+    ) -> None:
+        self.source = source
+        self.dest = dest
+        self.tag = tag
+        self.nbytes = nbytes
+        self.payload = payload
+        self.request = request
+        self.unsent = nbytes
+
+
+class _Link:
+    """A resource that serves one piece after the other."""
+
+    __slots__ = ("busy", "flows", "free", "latency", "seconds_per_byte")
+
+    def __init__(self, gbit: float, latency_us: float) -> None:
+        self.seconds_per_byte = 8e-9 / gbit
+        self.latency = latency_us * 1e-6
+        self.flows: deque[_Flow] = deque()
+        self.busy = False
+        self.free = 0.0
+
+
+class _Flow:
+    """The messages of one rank to one other; ``into`` is None inside a host."""
+
+    __slots__ = ("active", "arrived", "arriving", "into", "link", "queue", "source")
+
+    def __init__(self, source: int, link: _Link, into: _Link | None) -> None:
+        self.source = source
+        self.link = link
+        self.into = into
+        self.queue: deque[Message] = deque()
+        self.arriving: deque[Message] = deque()
+        self.arrived = 0.0
+        self.active = False
+
+
+class Network:
+    """Carries messages and calls ``deliver`` with each when its last byte has arrived."""
+
+    def __init__(
+        self, cluster: Cluster, size: int, clock: Clock, deliver: Callable[[Message], None]
+    ) -> None:
+        self._clock = clock
+        self._deliver = deliver
+        self._size = size
+        self._hosts = [cluster.host_of(rank, size) for rank in range(size)]
+        self._overhead = cluster.message_overhead_us * 1e-6
+        self._delay = cluster.delay_us * 1e-6
+        self._pauses = [cluster.pauses_of(r) for r in range(size)] if cluster.pauses else None
+        self._flows: dict[int, _Flow] = {}
+        self._out = self._links(cluster.hosts, cluster.bandwidth_gbit, cluster.latency_us)
+        self._in = self._links(cluster.hosts, cluster.bandwidth_gbit, cluster.latency_us)
+        self._local = self._links(
+            cluster.hosts, cluster.local_bandwidth_gbit, cluster.local_latency_us
+        )
+
+    @staticmethod
+    def _links(hosts: int, gbit: float, latency_us: float) -> list[_Link]:
+        return [_Link(gbit, latency_us) for _ in range(hosts)]
+
+    @property
+    def hosts(self) -> Sequence[int]:
+        """For every rank the number of its host."""
+        return self._hosts
+
+    def send(self, message: Message) -> None:
+        """Put ``message`` behind the earlier ones of its pair of ranks."""
+        flow = self._flows.get(message.source * self._size + message.dest)
+        if flow is None:
+            flow = self._open(message.source, message.dest)
+        flow.queue.append(message)
+        if not flow.active:
+            flow.active = True
+            self._enlist(flow)
+
+    def _open(self, source: int, dest: int) -> _Flow:
+        host, other = self._hosts[source], self._hosts[dest]
+        local = host == other
+        flow = _Flow(
+            source,
+            self._local[host] if local else self._out[host],
+            None if local else self._in[other],
+        )
+        self._flows[source * self._size + dest] = flow
+        return flow
+
+    def _enlist(self, flow: _Flow) -> None:
+        """Let ``flow`` queue for its link, after the pause of its sender if there is one."""
+        if self._pauses is not None:
+            now = self._clock.now
+            resumed = self._pauses[flow.source].resumed(now)
+            if resumed > now:
+                self._clock.at(resumed, self._enlist, flow)
+                return
+        flow.link.flows.append(flow)
+        if not flow.link.busy:
+            self._serve(flow.link)
+
+    def _serve(self, link: _Link) -> None:
+        """Start the next piece on ``link``, which is idle."""
+        while link.flows:
+            flow = link.flows.popleft()
+            if flow.queue:
+                link.busy = True
+                self._start_piece(flow, link)
+                return
+            flow.active = False
+
+    def _start_piece(self, flow: _Flow, link: _Link) -> None:
+        message = flow.queue[0]
+        piece = min(message.unsent, QUANTUM)
+        duration = piece * link.seconds_per_byte
+        if message.unsent == message.nbytes:
+            duration += self._overhead
+        now = self._clock.now
+        arrival = now + duration + link.latency
+        into = flow.into
+        if into is not None:
+            into.free = arrival = max(now + link.latency, into.free) + duration
+        message.unsent -= piece
+        if not message.unsent:
+            flow.arriving.append(flow.queue.popleft())
+            self._clock.at(self._arrival(flow, message, arrival), self._arrive, flow)
+        self._clock.at(now + duration, self._end_piece, flow)
+
+    def _arrival(self, flow: _Flow, message: Message, time: float) -> float:
+        """Return when a message arrives whose last byte is through at ``time``."""
+        if self._delay:
+            time += self._clock.random.expovariate(1.0 / self._delay)
+        if self._pauses is not None:
+            time = self._pauses[message.dest].resumed(time)
+        # Never before its predecessor of the same pair.
+        flow.arrived = time = max(time, flow.arrived)
+        return time
+
+    def _end_piece(self, flow: _Flow) -> None:
+        link = flow.link
+        link.busy = False
+        if flow.queue:
+            self._enlist(flow)
+        else:
+            flow.active = False
+        if not link.busy:
+            self._serve(link)
+
+    def _arrive(self, flow: _Flow) -> None:
+        # Events of equal time come in random order: take the flow's first message,
+        # whichever event this is.
+        self._deliver(flow.arriving.popleft())
+
+    def drop(self, rank: int) -> list[Message]:
+        """Forget what is queued from and to ``rank``; return all that is lost on its way to it.
+
+        Messages that have left the sender's link arrive nevertheless: ``deliver`` must
+        ignore them.
+        """
+        lost: list[Message] = []
+        for key, flow in self._flows.items():
+            if key % self._size == rank:
+                lost += [*flow.arriving, *flow.queue]
+            elif flow.source != rank:
+                continue
+            flow.queue.clear()
+        return lost

@@ -1,0 +1,298 @@
+"""The virtual engine: all ranks in one process, in turn, under one virtual clock.
+
+Every rank runs its own straight-line code in a greenlet. Only ``sleep`` and the waits
+switch to another rank; between two of them no virtual time passes, so that a loop
+around ``test`` alone never ends. The order of events of equal time is drawn from the
+seed: one seed is one interleaving, and it can be replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.transport import collectives
+from aladdin_mpi.transport.base import (
+    ANY_SOURCE,
+    Event,
+    Handler,
+    PeerFailedError,
+    Request,
+    Transport,
+    TransportError,
+)
+from aladdin_mpi.transport.clock import EARLY, Clock
+from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.transport.endpoint import Endpoint, Fabric
+from aladdin_mpi.transport.matching import Operation
+
+T = TypeVar("T")
+
+REDUCIBLE = (torch.float32, torch.float64, torch.int64)
+
+
+class DeadlockError(TransportError):
+    """Every rank waits, and nothing is under way that could end a wait."""
+
+
+class VirtualCluster:
+    """Ranks that run under one virtual clock.
+
+    Args:
+        size: number of ranks.
+        cluster: hosts, network and failures.
+        seed: decides the order of simultaneous events and the random delays.
+        start_time: virtual seconds at which the clock starts, for a run that goes
+            on from a checkpoint. Ranks whose death lies before it are dead.
+
+    Raises:
+        UserError: ``size`` is not positive, or the cluster names a rank beyond it.
+    """
+
+    def __init__(self, size: int, cluster: Cluster, seed: int = 0, start_time: float = 0.0) -> None:
+        if size < 1:
+            raise UserError(f"size: expected 1 rank or more, got {size}")
+        _check_ranks("deaths", list(cluster.deaths), size)
+        _check_ranks("pauses", [pause[0] for pause in cluster.pauses], size)
+        self.size = size
+        self.cluster = cluster
+        self.seed = seed
+        self.start_time = start_time
+
+    def run(self, main: Callable[[VirtualTransport], T]) -> list[T | None]:
+        """Run ``main(transport)`` on every rank; return the results by rank, None for the dead.
+
+        Raises:
+            DeadlockError: every rank that is left waits for ever.
+            Exception: the first that a rank did not catch; a note names the rank.
+        """
+        return _Run(self).run(main)
+
+
+class _Run:
+    """One run: the loop over the events."""
+
+    def __init__(self, setup: VirtualCluster) -> None:
+        self.clock = Clock(setup.seed, setup.start_time)
+        self.fabric = Fabric(setup.cluster, setup.size, self.clock)
+        self.deaths = setup.cluster.deaths
+        self.live = 0
+
+    def run(self, main: Callable[[VirtualTransport], T]) -> list[T | None]:
+        endpoints = self.fabric.endpoints
+        grad_mode = torch.is_grad_enabled()
+        results: list[T | None] = [None] * len(endpoints)
+        for endpoint in endpoints:
+            endpoint.fiber.start(self._body(endpoint, main, results))
+        for rank, time in sorted(self.deaths.items()):
+            self.clock.at(max(time, self.clock.now), self._die, endpoints[rank], EARLY)
+        self._count_live()
+        try:
+            while self.live:
+                if not self.clock.step():
+                    raise DeadlockError(self._deadlock())
+        finally:
+            for endpoint in endpoints:
+                endpoint.fiber.kill()
+            torch.set_grad_enabled(grad_mode)
+        return results
+
+    def _body(
+        self, endpoint: Endpoint, main: Callable[[VirtualTransport], T], results: list[T | None]
+    ) -> Callable[[], None]:
+        def body() -> None:
+            try:
+                result = main(VirtualTransport(endpoint))
+                if not endpoint.fiber.killed:
+                    results[endpoint.rank] = result
+            finally:
+                self.live -= 1
+
+        return body
+
+    def _count_live(self) -> None:
+        self.live = sum(not endpoint.fiber.ended for endpoint in self.fabric.endpoints)
+
+    def _die(self, endpoint: Endpoint) -> None:
+        if not endpoint.fiber.ended:
+            self.fabric.remove(endpoint.rank)
+            self._count_live()  # a rank killed before it began has counted nothing
+
+    def _deadlock(self) -> str:
+        title = f"deadlock at {self.clock.now:.6f} s: nothing is under way that could end a wait"
+        lines = [
+            f"  rank {endpoint.rank} waits for {_summary(endpoint.fiber.waiting or ())}"
+            for endpoint in self.fabric.endpoints
+            if not endpoint.fiber.ended
+        ]
+        return "\n".join([title, *lines])
+
+
+class VirtualTransport(Transport):
+    """One rank's door to the others in virtual time.
+
+    Tensors of the device "meta" move as sizes without data. A message of more than
+    64 KiB is read from its buffer when it is received; its send is done then.
+    """
+
+    engine = "virtual"
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.rank = endpoint.rank
+        self.size = endpoint.size
+        self.traffic = endpoint.traffic
+        self.hosts = endpoint.fabric.network.hosts
+        self._endpoint = endpoint
+        self._fabric = endpoint.fabric
+        self._clock = endpoint.fabric.clock
+        self._fiber = endpoint.fiber
+
+    # -- time ---------------------------------------------------------------
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self._clock.now
+
+    def sleep(self, seconds: float) -> None:
+        """Let virtual time pass for this rank; pauses make it longer."""
+        if not seconds >= 0:
+            raise ValueError(f"sleep: expected 0 seconds or more, got {seconds}")
+        self._fiber.sleep(seconds)
+
+    def reseed(self, *key: int) -> None:
+        """Start the random numbers of all ranks anew from the seed and ``key``.
+
+        A run that starts at this time and calls it with the same key goes on with the
+        same events. To be called when no message is under way; the last call wins.
+        """
+        self._clock.reseed(*key)
+
+    # -- point to point -----------------------------------------------------
+    def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
+        """See :meth:`Transport.isend`; ``after`` is looked at every 10 virtual microseconds."""
+        self._check(dest, tag)
+        return self._endpoint.send(buffer, _nbytes(buffer), dest, tag, after)
+
+    def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
+        """See :meth:`Transport.irecv`."""
+        self._check(0 if source == ANY_SOURCE else source, tag)
+        return self._endpoint.receive(buffer, _nbytes(buffer), source, tag)
+
+    def _check(self, peer: int, tag: int = 0) -> None:
+        if not 0 <= peer < self.size:
+            raise ValueError(f"expected a rank from 0 to {self.size - 1}, got {peer}")
+        if tag < 0:
+            raise ValueError(f"expected a tag of 0 or more, got {tag}")
+
+    def test(self, request: Request) -> bool:
+        """See :meth:`Transport.test`. No time passes: a loop around it alone never ends."""
+        if request.failed is not None:
+            raise PeerFailedError(request.failed)
+        return request.done
+
+    def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
+        """See :meth:`Transport.wait_any`. Without ``timeout`` only a deadlock ends the wait."""
+        if not requests:
+            raise ValueError("wait_any: expected one request or more, got none")
+        first = -1
+        for index, request in enumerate(requests):
+            if request.done and (first < 0 or request.order < requests[first].order):
+                first = index
+        if first < 0:
+            first = self._fiber.wait(requests, timeout)
+        if first >= 0 and requests[first].failed is not None:
+            self.test(requests[first])
+        return first
+
+    def cancel(self, request: Request) -> None:
+        """See :meth:`Transport.cancel`; the request is done then, with ``nbytes`` 0."""
+        if isinstance(request, Operation):
+            self._endpoint.cancel(request)
+
+    # -- messages that interrupt --------------------------------------------
+    def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
+        """See :meth:`Transport.on_message`. Handlers run before any rank goes on at that time."""
+        self._check(self.rank, tag)
+        self._endpoint.register(tag, nbytes, handler)
+
+    def atomic(self) -> AbstractContextManager[None]:
+        """See :meth:`Transport.atomic`. Nothing else runs until a wait, which is refused."""
+        return self._fiber.atomic()
+
+    # -- collectives: every rank calls them in the same order ----------------
+    def ibarrier(self) -> Request:
+        """Done when every rank has called it: dissemination."""
+        return self._endpoint.collective("barrier", collectives.barrier)
+
+    def ibroadcast(self, buffer: Tensor, root: int) -> Request:
+        """Copy ``buffer`` of ``root`` into everyone's: binomial tree."""
+        self._check(root)
+        _nbytes(buffer)
+        return self._endpoint.collective("broadcast", collectives.broadcast, buffer, root)
+
+    def iallreduce(self, buffer: Tensor) -> Request:
+        """Replace ``buffer`` by its sum over all ranks: tree when small, ring otherwise."""
+        _nbytes(buffer)
+        if buffer.dtype not in REDUCIBLE:
+            raise TypeError(
+                f"iallreduce adds {', '.join(map(str, REDUCIBLE))}, not {buffer.dtype}, "
+                "which MPI does not add rightly: convert it first"
+            )
+        return self._endpoint.collective("all-reduce", collectives.allreduce, buffer)
+
+    def iallgather(self, buffer: Tensor, gathered: Tensor) -> Request:
+        """Collect everyone's ``buffer``: Bruck's algorithm when small, ring otherwise."""
+        expected = _nbytes(buffer) * self.size
+        if _nbytes(gathered) != expected:
+            raise ValueError(
+                f"iallgather: expected gathered of {expected} bytes, got {gathered.nbytes}; "
+                f"make it {self.size} times as long as buffer"
+            )
+        return self._endpoint.collective("all-gather", collectives.allgather, buffer, gathered)
+
+    def ialltoall(self, buffer: Tensor, received: Tensor) -> Request:
+        """Send the i-th part to rank i: pairwise exchange."""
+        if _nbytes(received) != _nbytes(buffer) or buffer.nbytes % self.size:
+            raise ValueError(
+                f"ialltoall: expected two buffers of one length, a multiple of {self.size} bytes, "
+                f"got {buffer.nbytes} and {received.nbytes} bytes"
+            )
+        return self._endpoint.collective("all-to-all", collectives.alltoall, buffer, received)
+
+    # -- failure and end ------------------------------------------------------
+    @property
+    def failed(self) -> frozenset[int]:
+        """The ranks that have died; known to all at once."""
+        return self._fabric.dead
+
+    def close(self) -> None:
+        """Cancel the posted receives and the handlers; sends under way still arrive."""
+        self._endpoint.close()
+
+
+def _nbytes(buffer: Tensor) -> int:
+    """Return the bytes of a buffer that can be sent or received."""
+    if not (buffer.is_meta or buffer.is_cpu) or not buffer.is_contiguous():
+        raise ValueError(
+            f"expected a contiguous tensor on the CPU, got shape {tuple(buffer.shape)} with "
+            f"strides {buffer.stride()} on {buffer.device}; copy it first"
+        )
+    return buffer.nbytes
+
+
+def _check_ranks(name: str, ranks: list[int], size: int) -> None:
+    for rank in ranks:
+        if rank >= size:
+            raise UserError(
+                f"{name}: expected ranks from 0 to {size - 1}, got {rank}; "
+                "name another rank or run more"
+            )
+
+
+def _summary(requests: Sequence[Request]) -> str:
+    shown = ", ".join(map(repr, requests[:4]))
+    return shown + (f" and {len(requests) - 4} more" if len(requests) > 4 else "")

@@ -1,0 +1,1 @@
+"""Measurements of aladdin_mpi and what they need."""

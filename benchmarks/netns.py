@@ -1,0 +1,216 @@
+"""The machine's side of the network lab: namespaces, links, processes and what is left of them.
+
+A lab called NAME is the set of network namespaces NAME-switch, NAME-h0, NAME-h1 ... and the
+folder STATE/NAME, which is made first and removed last. Nothing is added to the machine's own
+network, so neither its firewall nor its addresses matter to a lab, nor the other way round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import shutil
+import signal
+import string
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from aladdin_mpi.errors import UserError
+
+STATE = Path("/run/aladdin-lab")
+NAMESPACES = Path("/run/netns")
+INTERFACE = "eth0"
+
+# In a mount namespace of its own, so that the trial leaves nothing behind.
+_TRIAL = f"""mkdir -p {NAMESPACES} && mount -t tmpfs none {NAMESPACES} && ip netns add trial &&
+ip link add v0 type veth peer name {INTERFACE} netns trial &&
+ip link add switch type bridge && ip link set v0 master switch &&
+tc qdisc replace dev v0 root tbf rate 1gbit burst 256kb latency 50ms"""
+
+
+@functools.cache
+def why_unavailable() -> str | None:
+    """Return why no lab can be built on this machine, or None where it can."""
+    if sys.platform != "linux":
+        return f"the network lab needs Linux, not {sys.platform}"
+    if os.geteuid() != 0:
+        return "the network lab needs root: network namespaces are made for it"
+    for tool in ("ip", "tc", "nsenter", "unshare", "hostname"):
+        if shutil.which(tool) is None:
+            remedy = "install iproute2 and util-linux, or add /usr/sbin to PATH"
+            return f"the network lab needs the command '{tool}': {remedy}"
+    trial = subprocess.run(
+        ["unshare", "--net", "--mount", "--uts", "sh", "-c", f"hostname trial && {_TRIAL}"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    if trial.returncode != 0:
+        return f"this machine does not allow a network lab: {trial.stderr.strip()}"
+    return None
+
+
+def run_tool(*command: str) -> None:
+    """Run `ip` or `tc`.
+
+    Raises:
+        UserError: the command failed; the message holds what it printed.
+    """
+    # In a session of its own: Ctrl-C on the terminal must not stop a removal half-way.
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    if done.returncode != 0:
+        raise UserError(f"network lab: '{' '.join(command)}' failed: {done.stderr.strip()}")
+
+
+def limit_rate(namespace: str, device: str, gbit: float) -> None:
+    """Let `device` of `namespace` send at most `gbit` Gbit/s."""
+    # 2 ms of traffic may leave at once (256 KB at 1 Gbit/s), so that short messages at low
+    # rates are slowed down as well. A full-sized packet must always fit.
+    burst = max(16_000, int(256_000 * gbit))
+    limit = ["rate", f"{int(gbit * 1e9)}bit", "burst", str(burst), "latency", "50ms"]
+    run_tool("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *limit)
+
+
+def add_switch(namespace: str, address: str) -> None:
+    """Make the namespace that holds the bridge 'switch', with `address` (as a.b.c.d/n) on it."""
+    run_tool("ip", "netns", "add", namespace)
+    run_tool("ip", "-n", namespace, "link", "set", "lo", "up")
+    run_tool("ip", "-n", namespace, "link", "add", "switch", "type", "bridge")
+    run_tool("ip", "-n", namespace, "addr", "add", address, "dev", "switch")
+    run_tool("ip", "-n", namespace, "link", "set", "switch", "up")
+
+
+def add_host(namespace: str, switch: str, port: str, address: str, gbit: float) -> None:
+    """Make a host and its link to `port` of the switch, `gbit` Gbit/s in each direction."""
+    run_tool("ip", "netns", "add", namespace)
+    run_tool("ip", "-n", namespace, "link", "set", "lo", "up")
+    peer = ["peer", "name", INTERFACE, "netns", namespace]
+    run_tool("ip", "-n", switch, "link", "add", port, "type", "veth", *peer)
+    run_tool("ip", "-n", switch, "link", "set", port, "master", "switch", "up")
+    run_tool("ip", "-n", namespace, "addr", "add", address, "dev", INTERFACE)
+    run_tool("ip", "-n", namespace, "link", "set", INTERFACE, "up")
+    limit_rate(namespace, INTERFACE, gbit)  # what the host sends
+    limit_rate(switch, port, gbit)  # what the host receives
+
+
+@contextlib.contextmanager
+def locked() -> Iterator[None]:
+    """Keep other processes from building or removing labs meanwhile."""
+    STATE.mkdir(mode=0o700, exist_ok=True)
+    with open(STATE / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def claim_name() -> str:
+    """Take a lab name that carries this process's id. The caller holds the lock."""
+    for letter in string.ascii_lowercase:
+        name = f"aladdin{os.getpid()}{letter}"
+        with contextlib.suppress(FileExistsError):
+            (STATE / name).mkdir(mode=0o700)
+            owner = f"{os.getpid()} {_start_time(os.getpid())}"
+            (STATE / name / "owner").write_text(owner, encoding="ascii")
+            return name
+    raise UserError("network lab: 26 labs are open in this process: close some first")
+
+
+def labs() -> dict[str, bool]:
+    """Every lab on this machine, and whether the process that built it lives."""
+    return {path.name: _owner_lives(path) for path in sorted(STATE.glob("*")) if path.is_dir()}
+
+
+def namespaces(lab: str) -> list[str]:
+    """The network namespaces of a lab, the switch's last."""
+    return sorted(path.name for path in NAMESPACES.glob(f"{lab}-*"))
+
+
+def processes(spaces: list[str]) -> list[int]:
+    """The ids of the processes that live in the given network namespaces."""
+    inodes = set()
+    for space in spaces:
+        with contextlib.suppress(OSError):
+            inodes.add(os.stat(NAMESPACES / space).st_ino)
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # the process has just ended
+            if entry.name.isdigit() and os.stat(entry / "ns" / "net").st_ino in inodes:
+                found.append(int(entry.name))
+    return found
+
+
+def stop_processes(lab: str) -> None:
+    """End every process of a lab, mpirun first because it puts its own things away.
+
+    Raises:
+        UserError: a process is still there after about ten seconds of SIGKILL.
+    """
+    spaces = namespaces(lab)
+    _signal_until_gone(signal.SIGTERM, lambda: processes([f"{lab}-switch"]), seconds=2.0)
+    _signal_until_gone(signal.SIGTERM, lambda: processes(spaces), seconds=2.0)
+    for _ in range(20):  # anew each time: a process may have made another meanwhile
+        if not processes(spaces):
+            return
+        _signal_until_gone(signal.SIGKILL, lambda: processes(spaces), seconds=0.5)
+    raise UserError(f"network lab {lab}: cannot end the processes {processes(spaces)}")
+
+
+def remove(lab: str) -> None:
+    """Remove a lab, its processes and its files; harmless where parts are missing.
+
+    Raises:
+        UserError: a process could not be ended, or a namespace not be removed.
+    """
+    stop_processes(lab)
+    for space in namespaces(lab):
+        run_tool("ip", "netns", "delete", space)
+    # What MPI processes leave when they are killed: their files carry the host's name.
+    for folder in ("/dev/shm", tempfile.gettempdir()):
+        for path in Path(folder).glob(f"*.{lab}-*"):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+    shutil.rmtree(STATE / lab, ignore_errors=True)
+
+
+def remove_stale() -> list[str]:
+    """Remove the labs whose process is dead; return their names. The caller holds the lock."""
+    stale = [lab for lab, alive in labs().items() if not alive]
+    for lab in stale:
+        remove(lab)
+    return stale
+
+
+def _signal_until_gone(signum: int, find: Callable[[], list[int]], seconds: float) -> None:
+    pids = find()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+    deadline = time.monotonic() + seconds
+    while pids and time.monotonic() < deadline:
+        time.sleep(0.02)
+        pids = find()
+
+
+def _owner_lives(folder: Path) -> bool:
+    try:
+        pid, started = (folder / "owner").read_text(encoding="ascii").split()
+    except (OSError, ValueError):  # killed between making the folder and writing the file
+        return False
+    return _start_time(int(pid)) == started  # not only the id, which may be used again
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process began, in clock ticks since the machine did; None if it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()  # the name before it may hold blanks
+    return None if fields[0] in "ZX" else fields[19]

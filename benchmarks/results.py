@@ -1,0 +1,98 @@
+"""Results as files: NAME.json for programs and NAME.md for people."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from aladdin_mpi.errors import UserError
+from benchmarks.machine import Machine, machine
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def write_result(
+    name: str,
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    command: str | Sequence[str],
+    notes: str = "",
+    facts: Machine | None = None,
+    folder: Path = RESULTS,
+) -> tuple[Path, Path]:
+    """Write NAME.json and NAME.md, each with the machine, the command and the date.
+
+    Args:
+        name: the files' name: small letters, digits and hyphens.
+        title: the heading.
+        rows: the table; the keys are the columns, in the order in which they first appear, and
+            should name the unit. JSON keeps the values in full, Markdown four digits.
+        command: what a reader types to get these results, as text or as arguments.
+        notes: what a reader must know to judge them, in Markdown.
+        facts: what `machine()` gave when the run began; asked for now if not given.
+        folder: where the files go.
+
+    Returns:
+        The paths of the JSON and of the Markdown file.
+
+    Raises:
+        UserError: the name has other characters, or there are no rows.
+    """
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
+        raise UserError(f"name: expected small letters, digits and hyphens, got {name!r}")
+    if not rows:
+        raise UserError("rows: expected at least one row, got none: nothing has been measured")
+    result = {
+        "name": name,
+        "title": title,
+        "command": command if isinstance(command, str) else _shell_line(command),
+        "machine": machine() if facts is None else facts,
+        "notes": notes,
+        "rows": [{key: _plain(value) for key, value in row.items()} for row in rows],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = folder / f"{name}.json", folder / f"{name}.md"
+    # Whole first: a value that JSON does not know must not cost the older result.
+    text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False)
+    paths[0].write_text(text + "\n", encoding="utf-8")
+    paths[1].write_text(_markdown(result), encoding="utf-8")
+    return paths
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as a Markdown table; a key that a row lacks is an empty cell."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [columns, ["---"] * len(columns)]
+    lines += [[_cell(row.get(column)) for column in columns] for row in rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _markdown(result: Mapping[str, Any]) -> str:
+    facts = [f"- {key}: {value}" for key, value in result["machine"].items() if value is not None]
+    parts = [f"# {result['title']}", table(result["rows"]), result["notes"]]
+    parts += [f"Command:\n\n    {result['command']}", "Machine:\n\n" + "\n".join(facts)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """The value, or its name where JSON has no number for it: nan, inf and -inf."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 10_000 else f"{value:.0f}"
+    return str(value).replace("|", "\\|")
+
+
+def _shell_line(command: Sequence[str]) -> str:
+    """Arguments as a shell line, in which this Python is called `python`."""
+    return shlex.join("python" if word == sys.executable else word for word in command)

@@ -1,0 +1,5 @@
+"""For tools that call setup.py; the metadata is in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

