@@ -56,7 +56,7 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 
 def _end(error: BaseException) -> None:
-    rank, size = _place()
+    rank, size = launched_place()
     status = 1
     if isinstance(error, SystemExit):
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -85,8 +85,8 @@ def _print_traceback(error: BaseException, rank: int, size: int) -> None:
     print("".join(mark + line for line in lines.splitlines(keepends=True)), file=sys.stderr)
 
 
-def _place() -> tuple[int, int]:
-    """Rank and size, without starting MPI for it."""
+def launched_place() -> tuple[int, int]:
+    """Rank and size, as the launcher tells them if MPI has not started; (0, 1) without one."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         return mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
@@ -122,11 +122,6 @@ def _leave(status: int) -> None:
     if mpi is not None and not mpi.Is_finalized():
         mpi.Finalize()
     os._exit(status)
-
-
-def launched_rank() -> int:
-    """This process's rank as its launcher tells it, before MPI starts; 0 without one."""
-    return _place()[0]
 
 
 @contextmanager

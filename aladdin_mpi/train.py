@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aladdin_mpi.guard import launched_rank, quiet_unless_first, run_guarded
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.guard import launched_place, quiet_unless_first, run_guarded
 
+AGREEMENT_SECONDS = 60.0
+"""Longest wait for the other ranks when this one has nothing but an error to tell."""
 DESCRIPTION = "Train a model with data parallelism over MPI."
 
 
@@ -18,18 +21,32 @@ def _main(argv: Sequence[str] | None) -> int:
     from aladdin_mpi.options import TrainOptions, parse
 
     # Options are read before MPI starts, so that --help works where MPI does not.
-    with quiet_unless_first(launched_rank()):
-        options = parse(TrainOptions, argv, "aladdin_mpi.train", DESCRIPTION)
+    rank, size = launched_place()
+    problem: UserError | None = None
+    try:
+        with quiet_unless_first(rank):
+            options = parse(TrainOptions, argv, "aladdin_mpi.train", DESCRIPTION)
+    except UserError as error:
+        if size == 1:
+            raise
+        problem = error
 
     from aladdin_mpi.transport.mpi import MpiTransport
 
     # isort: split
+    from aladdin_mpi.training.exchange import agree
     from aladdin_mpi.training.trainer import train
 
-    transport = MpiTransport(timeout=options.timeout)
+    transport = MpiTransport(timeout=AGREEMENT_SECONDS if problem else options.timeout)
+    agree(transport, lambda: _raise(problem))
     train(options, transport)
     transport.close()
     return 0
+
+
+def _raise(problem: UserError | None) -> None:
+    if problem is not None:
+        raise problem
 
 
 if __name__ == "__main__":

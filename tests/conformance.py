@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from aladdin_mpi.transport.base import ANY_SOURCE, Transport
-
-LARGE = 300_000
-"""Items of a message that no MPI sends eagerly."""
+from tests.conformance_collectives import COLLECTIVE_CHECKS, LARGE, full
 
 CHECKS: dict[str, Callable[[Transport], None]] = {}
 """The checks by name."""
@@ -33,10 +30,6 @@ def run_all(transport: Transport) -> None:
         check(transport)
 
 
-def _full(length: int, value: float) -> Tensor:
-    return torch.full((length,), float(value))
-
-
 def _tag(check: int, number: int = 0) -> int:
     return 1000 + 10 * check + number
 
@@ -47,13 +40,13 @@ def check_order_within_tag(transport: Transport) -> None:
     """Small and large messages with one tag arrive in the order of sending."""
     dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     lengths = [3, LARGE, 5, LARGE, 0, 7]
-    sends = [transport.isend(_full(length, i), dest, _tag(0)) for i, length in enumerate(lengths)]
+    sends = [transport.isend(full(length, i), dest, _tag(0)) for i, length in enumerate(lengths)]
     for i, length in enumerate(lengths):
         buffer = torch.empty(LARGE)
         request = transport.irecv(buffer, source, _tag(0))
         transport.wait(request)
         assert (request.source, request.nbytes) == (source, 4 * length)
-        assert torch.equal(buffer[:length], _full(length, i))
+        assert torch.equal(buffer[:length], full(length, i))
     transport.wait_all(sends)
 
 
@@ -61,11 +54,11 @@ def check_order_within_tag(transport: Transport) -> None:
 def check_tags_are_apart(transport: Transport) -> None:
     """A message is taken by the receive of its tag, whatever came before."""
     dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
-    sends = [transport.isend(_full(4, tag), dest, _tag(1, tag)) for tag in range(3)]
+    sends = [transport.isend(full(4, tag), dest, _tag(1, tag)) for tag in range(3)]
     for tag in (2, 0, 1):
         buffer = torch.empty(4)
         transport.wait(transport.irecv(buffer, source, _tag(1, tag)))
-        assert torch.equal(buffer, _full(4, tag))
+        assert torch.equal(buffer, full(4, tag))
     transport.wait_all(sends)
 
 
@@ -76,7 +69,7 @@ def check_posted_receives(transport: Transport) -> None:
     buffers = [torch.empty(LARGE) for _ in range(4)]
     receives = [transport.irecv(buffer, source, _tag(2)) for buffer in buffers]
     transport.wait(transport.ibarrier())
-    sends = [transport.isend(_full(LARGE, i), dest, _tag(2)) for i in range(4)]
+    sends = [transport.isend(full(LARGE, i), dest, _tag(2)) for i in range(4)]
     transport.wait_all(receives + sends)
     assert [buffer[-1].item() for buffer in buffers] == [0, 1, 2, 3]
     assert sorted(receives, key=lambda request: request.order) == receives
@@ -86,14 +79,14 @@ def check_posted_receives(transport: Transport) -> None:
 def check_any_source(transport: Transport) -> None:
     """ANY_SOURCE takes one message of every rank, and tells from whom."""
     if transport.rank:
-        transport.wait(transport.isend(_full(8, transport.rank), 0, _tag(3)))
+        transport.wait(transport.isend(full(8, transport.rank), 0, _tag(3)))
         return
     sources = []
     for _ in range(transport.size - 1):
         buffer = torch.empty(8)
         request = transport.irecv(buffer, ANY_SOURCE, _tag(3))
         transport.wait(request)
-        assert torch.equal(buffer, _full(8, request.source))
+        assert torch.equal(buffer, full(8, request.source))
         sources.append(request.source)
     assert sorted(sources) == list(range(1, transport.size))
 
@@ -105,9 +98,9 @@ def check_wait_any_order(transport: Transport) -> None:
         return
     go = torch.zeros(1)
     if transport.rank == 1:
-        transport.wait(transport.isend(_full(1, 1), 0, _tag(4, 1)))
+        transport.wait(transport.isend(full(1, 1), 0, _tag(4, 1)))
         transport.wait(transport.irecv(go, 0, _tag(4, 0)))
-        transport.wait(transport.isend(_full(1, 2), 0, _tag(4, 2)))
+        transport.wait(transport.isend(full(1, 2), 0, _tag(4, 2)))
         return
     early = transport.irecv(torch.empty(1), 1, _tag(4, 1))
     late = transport.irecv(torch.empty(1), 1, _tag(4, 2))
@@ -126,7 +119,7 @@ def check_wait_any_timeout(transport: Transport) -> None:
     request = transport.irecv(buffer, transport.rank, _tag(5))
     assert transport.wait_any([request], timeout=0.02) == -1
     assert not transport.test(request)
-    send = transport.isend(_full(1, 5), transport.rank, _tag(5))
+    send = transport.isend(full(1, 5), transport.rank, _tag(5))
     assert transport.wait_any([request], timeout=100.0) == 0
     assert buffer.item() == 5
     transport.wait(send)
@@ -136,9 +129,9 @@ def check_wait_any_timeout(transport: Transport) -> None:
 def check_larger_receive_buffer(transport: Transport) -> None:
     """A message may be shorter than its buffer, the rest of which stays as it was."""
     dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
-    buffer = _full(10, -1)
+    buffer = full(10, -1)
     request = transport.irecv(buffer, source, _tag(6))
-    transport.wait(transport.isend(_full(4, 9), dest, _tag(6)))
+    transport.wait(transport.isend(full(4, 9), dest, _tag(6)))
     transport.wait(request)
     assert request.nbytes == 16
     assert buffer.tolist() == [9] * 4 + [-1] * 6
@@ -160,10 +153,10 @@ def check_self_send(transport: Transport) -> None:
     for length in (2, LARGE):
         buffer = torch.empty(length)
         request = transport.irecv(buffer, transport.rank, _tag(8))
-        send = transport.isend(_full(length, 3), transport.rank, _tag(8))
+        send = transport.isend(full(length, 3), transport.rank, _tag(8))
         transport.wait_all([request, send])
         assert request.source == transport.rank
-        assert torch.equal(buffer, _full(length, 3))
+        assert torch.equal(buffer, full(length, 3))
 
 
 @_listed
@@ -174,7 +167,7 @@ def check_server_and_workers(transport: Transport) -> None:
         for turn in range(rounds):
             answer = torch.empty(LARGE)
             receive = transport.irecv(answer, 0, _tag(9, 1))
-            question = _full(LARGE, transport.rank + 10 * turn)
+            question = full(LARGE, transport.rank + 10 * turn)
             transport.wait_all([transport.isend(question, 0, _tag(9)), receive])
             assert answer[-1].item() == question[0].item() + 0.5
         return
@@ -199,11 +192,11 @@ def check_exchange_of_large(transport: Transport) -> None:
     others = [rank for rank in range(transport.size) if rank != transport.rank]
     buffers = {rank: torch.empty(LARGE) for rank in others}
     requests = [transport.irecv(buffers[rank], rank, _tag(10)) for rank in others]
-    mine = _full(LARGE, transport.rank)
+    mine = full(LARGE, transport.rank)
     requests += [transport.isend(mine, rank, _tag(10)) for rank in others]
     transport.wait_all(requests)
     for rank in others:
-        assert torch.equal(buffers[rank], _full(LARGE, rank))
+        assert torch.equal(buffers[rank], full(LARGE, rank))
 
 
 @_listed
@@ -232,14 +225,14 @@ def check_mixed_dtypes(transport: Transport) -> None:
 def check_cancel(transport: Transport) -> None:
     """A cancelled receive takes nothing: the message goes to the next one."""
     dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
-    given_up, kept = _full(4, -1), _full(4, -1)
+    given_up, kept = full(4, -1), full(4, -1)
     request = transport.irecv(given_up, source, _tag(13))
     transport.cancel(request)
     receive = transport.irecv(kept, source, _tag(13))
     transport.wait(transport.ibarrier())
-    transport.wait_all([transport.isend(_full(4, 6), dest, _tag(13)), receive])
-    assert torch.equal(kept, _full(4, 6))
-    assert torch.equal(given_up, _full(4, -1))
+    transport.wait_all([transport.isend(full(4, 6), dest, _tag(13)), receive])
+    assert torch.equal(kept, full(4, 6))
+    assert torch.equal(given_up, full(4, -1))
 
 
 @_listed
@@ -278,7 +271,7 @@ def check_send_after_event(transport: Transport) -> None:
     """A send waits for its event, reads its buffer after it, and keeps the order of its tag."""
     dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     for length in (4, LARGE):
-        event, buffer = _Switch(), _full(length, -1)
+        event, buffer = _Switch(), full(length, -1)
         first, second, other = torch.empty(length), torch.empty(length), torch.empty(1)
         receives = [
             transport.irecv(first, source, _tag(15)),
@@ -287,8 +280,8 @@ def check_send_after_event(transport: Transport) -> None:
         pass_by = transport.irecv(other, source, _tag(15, 1))
         sends = [
             transport.isend(buffer, dest, _tag(15), after=event),
-            transport.isend(_full(length, 2), dest, _tag(15)),
-            transport.isend(_full(1, 3), dest, _tag(15, 1)),
+            transport.isend(full(length, 2), dest, _tag(15)),
+            transport.isend(full(1, 3), dest, _tag(15, 1)),
         ]
         transport.wait(pass_by)
         assert not transport.test(sends[0])
@@ -296,8 +289,8 @@ def check_send_after_event(transport: Transport) -> None:
         buffer.fill_(1)
         event.on = True
         transport.wait_all(receives + sends)
-        assert torch.equal(first, _full(length, 1))
-        assert torch.equal(second, _full(length, 2))
+        assert torch.equal(first, full(length, 1))
+        assert torch.equal(second, full(length, 2))
 
 
 # -- messages that interrupt --------------------------------------------------------
@@ -374,119 +367,6 @@ def check_atomic(transport: Transport) -> None:
     assert equal == [True] * (count * len(others))
 
 
-# -- collectives ------------------------------------------------------------------
-def _values(rank: int, length: int) -> np.ndarray:
-    """Whole numbers, so that sums are exact in any order."""
-    return (np.arange(length) % 97 + 1.0) * (rank + 1)
-
-
-@_listed
-def check_barrier(transport: Transport) -> None:
-    """No rank passes before all have come."""
-    if transport.rank:
-        request = transport.ibarrier()
-        assert not transport.test(request)
-        transport.wait(transport.isend(torch.zeros(1), 0, _tag(20)))
-        transport.wait(request)
-        return
-    for rank in range(1, transport.size):
-        transport.wait(transport.irecv(torch.zeros(1), rank, _tag(20)))
-    transport.wait(transport.ibarrier())
-
-
-@_listed
-def check_broadcast(transport: Transport) -> None:
-    """From every root, small and large, of any dtype."""
-    for root in range(transport.size):
-        for length in (0, 1, 1000, LARGE):
-            expected = torch.empty(length, dtype=torch.bfloat16)
-            expected.copy_(torch.from_numpy(_values(root, length)))
-            buffer = expected.clone() if transport.rank == root else torch.zeros_like(expected)
-            transport.wait(transport.ibroadcast(buffer, root))
-            assert torch.equal(buffer, expected)
-
-
-@_listed
-def check_allreduce(transport: Transport) -> None:
-    """The sum over all ranks, small and large."""
-    for dtype in (torch.float32, torch.float64, torch.int64):
-        for length in (1, 1000, LARGE + 1):
-            buffer = torch.from_numpy(_values(transport.rank, length)).to(dtype)
-            transport.wait(transport.iallreduce(buffer))
-            total = sum(_values(rank, length) for rank in range(transport.size))
-            assert np.array_equal(buffer.double().numpy(), total)
-
-
-@_listed
-def check_allreduce_same_bits(transport: Transport) -> None:
-    """All ranks get the same bits, although floating-point addition is not associative."""
-    for length in (1000, LARGE):
-        generator = torch.Generator().manual_seed(transport.rank)
-        buffer = torch.randn(length, generator=generator)
-        transport.wait(transport.iallreduce(buffer))
-        first = buffer.clone()
-        transport.wait(transport.ibroadcast(first, 0))
-        assert torch.equal(buffer, first)
-
-
-@_listed
-def check_allreduce_refuses_half(transport: Transport) -> None:
-    """MPI would add bfloat16 wrongly without a word."""
-    for dtype in (torch.bfloat16, torch.float16):
-        try:
-            transport.iallreduce(torch.ones(4, dtype=dtype))
-        except TypeError as error:
-            assert str(dtype) in str(error)
-        else:
-            raise AssertionError(f"iallreduce took {dtype}")
-
-
-@_listed
-def check_allgather(transport: Transport) -> None:
-    """Everyone's buffer in rank order."""
-    for length in (1, 1000, LARGE):
-        mine = torch.from_numpy(_values(transport.rank, length)).float()
-        gathered = torch.zeros(transport.size, length)
-        transport.wait(transport.iallgather(mine, gathered))
-        expected = np.stack([_values(rank, length) for rank in range(transport.size)])
-        assert np.array_equal(gathered.numpy(), expected)
-
-
-@_listed
-def check_alltoall(transport: Transport) -> None:
-    """Part i goes to rank i."""
-    size = transport.size
-    for length in (1, 1000, LARGE // 4):
-        mine = torch.arange(size).repeat_interleave(length) + 100 * transport.rank
-        received = torch.zeros_like(mine)
-        transport.wait(transport.ialltoall(mine, received))
-        expected = (100 * torch.arange(size)).repeat_interleave(length) + transport.rank
-        assert torch.equal(received, expected)
-
-
-@_listed
-def check_overlapping_collectives(transport: Transport) -> None:
-    """Several collectives and messages are under way at once."""
-    rank, size = transport.rank, transport.size
-    total, root_value = _full(LARGE, rank), _full(1000, rank)
-    mine, gathered = _full(10, rank), torch.empty(10 * size)
-    message = torch.empty(LARGE)
-    receive = transport.irecv(message, (rank - 1) % size, _tag(27))
-    requests = [
-        transport.iallreduce(total),
-        transport.isend(_full(LARGE, rank), (rank + 1) % size, _tag(27)),
-        transport.ibarrier(),
-        transport.ibroadcast(root_value, size - 1),
-        transport.iallgather(mine, gathered),
-    ]
-    transport.sleep(0.01 * rank)
-    transport.wait_all([receive, *reversed(requests)])
-    assert torch.equal(total, _full(LARGE, sum(range(size))))
-    assert torch.equal(root_value, _full(1000, size - 1))
-    assert torch.equal(gathered, torch.arange(size).float().repeat_interleave(10))
-    assert torch.equal(message, _full(LARGE, (rank - 1) % size))
-
-
 # -- the rest -----------------------------------------------------------------------
 @_listed
 def check_time_goes_on(transport: Transport) -> None:
@@ -505,3 +385,7 @@ def check_description(transport: Transport) -> None:
     ranks = torch.empty(transport.size, dtype=torch.int64)
     transport.wait(transport.iallgather(torch.tensor([transport.rank]), ranks))
     assert ranks.tolist() == list(range(transport.size))
+
+
+for _check in COLLECTIVE_CHECKS:
+    _listed(_check)

@@ -8,27 +8,12 @@ from pydantic import ValidationError
 from aladdin_mpi.transport.clock import Clock
 from aladdin_mpi.transport.cluster import Cluster, Pauses
 from aladdin_mpi.transport.network import QUANTUM, Message, Network
-
-LATENCY, OVERHEAD = 100e-6, 10e-6
-PIECE = QUANTUM / 1e9
-"""Seconds of a full piece on a link of 1e9 bytes/s."""
+from tests.virtual_lab import LATENCY, OVERHEAD, PIECE, lab
 
 Send = tuple[float, int, int, int]
 """Time, source, dest, bytes."""
 Arrival = tuple[float, int, int, int]
 """Time, source, dest, bytes."""
-
-
-def lab(hosts: int, **changes: object) -> Cluster:
-    """Return hosts with links of 1e9 bytes/s and local paths of 1e10 bytes/s."""
-    settings = {
-        "bandwidth_gbit": 8,
-        "latency_us": 100,
-        "local_bandwidth_gbit": 80,
-        "local_latency_us": 1,
-        "message_overhead_us": 10,
-    }
-    return Cluster.model_validate({"hosts": hosts, **settings, **changes})
 
 
 def arrivals(cluster: Cluster, size: int, sends: list[Send], seed: int = 0) -> list[Arrival]:

@@ -1,30 +1,16 @@
-"""The virtual engine: its clock, its order of events, and what goes wrong on purpose."""
+"""The virtual engine: its clock, its order of events, and sizes without data."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from greenlet import getcurrent, greenlet
 
-from aladdin_mpi.errors import UserError
-from aladdin_mpi.transport.base import ANY_SOURCE, PeerFailedError, Request, TransportError
-from aladdin_mpi.transport.cluster import Cluster
-from aladdin_mpi.transport.virtual import DeadlockError, VirtualCluster, VirtualTransport
+from aladdin_mpi.transport.base import ANY_SOURCE
+from aladdin_mpi.transport.network import QUANTUM
+from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport
 from tests.conformance import CHECKS, run_all
-from tests.test_network import LATENCY, OVERHEAD, PIECE, QUANTUM, lab
-
-Main = Callable[[VirtualTransport], Any]
-
-
-def run(size: int, main: Main, cluster: Cluster | None = None, seed: int = 0) -> list[Any]:
-    return VirtualCluster(size, cluster or lab(2), seed).run(main)
-
-
-def meta(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+from tests.virtual_lab import LATENCY, OVERHEAD, PIECE, Main, lab, meta, run
 
 
 # -- conformance ------------------------------------------------------------------
@@ -205,18 +191,18 @@ def generator(seed: int) -> torch.Generator:
 def test_handler_runs_before_any_rank_goes_on_at_that_time() -> None:
     def main(t: VirtualTransport) -> list[str]:
         log: list[str] = []
-        t.on_message(1, 8, lambda source, _: log.append(f"from {source}"))
+        t.on_message(1, 8, lambda source, _: log.append(f"from {source} at {t.now()}"))
         if t.rank == 0:
             t.sleep(1.0)
-            log.append("woke")
+            log.append(f"woke at {t.now()}")
         else:
-            t.sleep(1.0 - OVERHEAD - LATENCY)
+            t.sleep(0.5)
             t.isend(torch.zeros(0), 0, 1)
         return log
 
-    free = lab(2, bandwidth_gbit=1e6)
+    half_a_second = lab(2, latency_us=500_000, message_overhead_us=0)
     for seed in range(10):
-        assert run(2, main, free, seed)[0] == ["from 1", "woke"]
+        assert run(2, main, half_a_second, seed)[0] == ["from 1 at 1.0", "woke at 1.0"]
 
 
 def test_flood_of_one_worker_does_not_starve_another() -> None:
@@ -237,149 +223,6 @@ def test_flood_of_one_worker_does_not_starve_another() -> None:
     end = run(4, main)
     assert end[3] < 22 * PIECE
     assert end[1] > 110 * PIECE
-
-
-# -- what ranks are told ------------------------------------------------------------
-def test_deadlock_names_every_rank_and_what_it_waits_for() -> None:
-    def main(t: VirtualTransport) -> None:
-        if t.rank == 0:
-            t.wait(t.irecv(torch.empty(10), 1, 7))
-        elif t.rank == 1:
-            t.wait_any([t.irecv(torch.empty(1), ANY_SOURCE, tag) for tag in range(20)])
-        elif t.rank == 2:
-            t.wait(t.ibarrier())
-
-    with pytest.raises(DeadlockError) as caught:
-        run(4, main)
-    text = str(caught.value)
-    assert "rank 0 waits for <receive of up to 40 bytes from rank 1, tag 7: pending>" in text
-    assert "rank 1 waits for <receive of up to 4 bytes from any rank, tag 0: pending>" in text
-    assert "and 16 more" in text
-    assert "rank 2 waits for <barrier: pending>" in text
-    assert "rank 3" not in text
-
-
-def test_unmatched_large_send_is_a_deadlock() -> None:
-    def main(t: VirtualTransport) -> None:
-        if t.rank == 0:
-            t.wait(t.isend(meta(100_000), 1, 3))
-
-    with pytest.raises(DeadlockError, match="send of 100000 bytes to rank 1, tag 3"):
-        run(2, main)
-
-
-def test_exception_of_one_rank_ends_the_run_and_unwinds_the_others() -> None:
-    unwound: list[int] = []
-
-    def main(t: VirtualTransport) -> None:
-        if t.rank == 2:
-            t.sleep(1.0)
-            raise KeyError("broken")
-        try:
-            t.wait(t.ibarrier())
-        finally:
-            unwound.append(t.rank)
-
-    with pytest.raises(KeyError, match="broken") as caught:
-        run(4, main)
-    assert caught.value.__notes__ == ["raised by rank 2"]
-    assert unwound == [0, 1, 3]
-
-
-def test_exception_of_a_handler_names_its_rank() -> None:
-    def main(t: VirtualTransport) -> None:
-        t.on_message(0, 8, lambda source, _: [][source])
-        if t.rank == 0:
-            t.isend(torch.zeros(1), 1, 0)
-        t.sleep(1.0)
-
-    with pytest.raises(IndexError) as caught:
-        run(2, main)
-    assert caught.value.__notes__ == ["raised by rank 1"]
-
-
-@pytest.mark.parametrize("handled", [False, True])
-def test_message_longer_than_its_receive(handled: bool) -> None:
-    def main(t: VirtualTransport) -> None:
-        if t.rank == 0:
-            t.isend(torch.zeros(5), 1, 4)
-        elif handled:
-            t.on_message(4, 12, lambda source, message: None)
-            t.sleep(1.0)
-        else:
-            t.wait(t.irecv(torch.zeros(3), 0, 4))
-
-    with pytest.raises(TransportError) as caught:
-        run(2, main)
-    assert "20 bytes from rank 0 with tag 4 does not fit the receive of 12 bytes on rank 1" in str(
-        caught.value
-    )
-
-
-def test_handlers_must_not_wait() -> None:
-    def main(t: VirtualTransport) -> None:
-        t.on_message(0, 8, lambda source, _: t.sleep(1.0))
-        t.isend(torch.zeros(1), t.rank, 0)
-        t.sleep(1.0)
-
-    with pytest.raises(TransportError, match="rank 0: sleep inside a message handler"):
-        run(1, main)
-
-
-def backward(t: VirtualTransport) -> None:
-    x = torch.ones(1, requires_grad=True)
-    x.register_hook(lambda gradient: t.sleep(1.0))
-    x.sum().backward()
-
-
-def inside(context: Callable[[VirtualTransport], Any]) -> Main:
-    def main(t: VirtualTransport) -> None:
-        with context(t):
-            t.wait(t.irecv(torch.empty(1), 0, 0))
-
-    return main
-
-
-@pytest.mark.parametrize(
-    ("main", "text"),
-    [
-        (inside(lambda t: t.atomic()), r"wait inside atomic\(\)"),
-        (inside(lambda t: torch.inference_mode()), "wait inside torch.inference_mode"),
-        (inside(lambda t: torch.autocast("cpu")), "wait inside torch.autocast"),
-        (backward, "sleep inside a backward pass"),
-    ],
-)
-def test_no_switch_inside_what_all_ranks_share(main: Main, text: str) -> None:
-    with pytest.raises(TransportError, match=f"rank 0: {text}"):
-        run(1, main)
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (lambda t: t.isend(torch.ones(1), 2, 0), "rank from 0 to 1, got 2"),
-        (lambda t: t.irecv(torch.ones(1), -2, 0), "rank from 0 to 1, got -2"),
-        (lambda t: t.isend(torch.ones(1), 1, -1), "tag of 0 or more, got -1"),
-        (lambda t: t.isend(torch.ones(4, 4).T[1:], 1, 0), "contiguous tensor"),
-        (lambda t: t.sleep(-1.0), "got -1.0"),
-        (lambda t: t.sleep(float("nan")), "got nan"),
-        (lambda t: t.wait_any([]), "one request or more"),
-        (lambda t: t.iallgather(torch.ones(2), torch.ones(3)), "expected gathered of 16 bytes"),
-        (lambda t: t.ialltoall(torch.ones(2), torch.ones(4)), "got 8 and 16 bytes"),
-    ],
-)
-def test_bad_arguments(call: Main, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        run(2, call)
-
-
-def test_bad_clusters() -> None:
-    with pytest.raises(UserError, match="size: expected 1 rank or more, got 0"):
-        VirtualCluster(0, Cluster())
-    with pytest.raises(UserError, match="deaths: expected ranks from 0 to 3, got 4"):
-        VirtualCluster(4, Cluster(deaths={4: 1.0}))
-    with pytest.raises(UserError, match="pauses: expected ranks from 0 to 3, got 9"):
-        VirtualCluster(4, Cluster(pauses=((9, 1.0, 1.0),)))
 
 
 # -- greenlets and torch ------------------------------------------------------------
@@ -406,30 +249,6 @@ def test_rank_is_resumed_in_the_greenlet_in_which_it_blocked() -> None:
     for rank, log in enumerate(results):
         step = 0.1 * (rank + 1)
         assert log == pytest.approx([step, 2 * step + 1, 3 * step + 2])
-
-
-def test_killing_a_rank_unwinds_its_nested_greenlets() -> None:
-    unwound: list[str] = []
-
-    def main(t: VirtualTransport) -> None:
-        if t.rank == 1:
-            t.sleep(5.0)
-            return
-
-        def inner() -> None:
-            try:
-                t.sleep(10.0)
-            finally:
-                unwound.append("inner")
-
-        try:
-            greenlet(inner).switch()
-        finally:
-            unwound.append("outer")
-            t.isend(torch.ones(1), 1, 0)
-
-    run(2, main, lab(2, deaths={0: 1.0}))
-    assert sorted(unwound) == ["inner", "outer"]
 
 
 def test_gradient_mode_belongs_to_the_rank() -> None:
@@ -498,178 +317,3 @@ def test_meta_and_real_ends_mix() -> None:
         return real.tolist()
 
     assert run(2, main) == [[1.0] * 4] * 2
-
-
-# -- death and pause ----------------------------------------------------------------
-def outcome(t: VirtualTransport, request: Request) -> str:
-    try:
-        t.wait(request)
-    except PeerFailedError as error:
-        with pytest.raises(PeerFailedError):
-            t.test(request)
-        assert request.failed == error.rank == 1
-        return f"failed at {t.now():g}"
-    return f"done at {t.now():g}"
-
-
-def test_death_ends_what_names_the_dead_and_spares_the_rest() -> None:
-    def main(t: VirtualTransport) -> list[str]:
-        if t.rank == 1:
-            t.isend(torch.full((4,), 8.0), 0, 0)
-            t.isend(torch.full((50_000,), 8.0), 0, 1)
-            t.sleep(10.0)
-        if t.rank == 2:
-            t.sleep(3.0)
-            t.isend(torch.ones(1), 0, 2)
-            return []
-        anyone = t.irecv(torch.empty(1), ANY_SOURCE, 2)
-        pending = [
-            t.irecv(torch.empty(1), 1, 5),
-            t.isend(meta(100_000), 1, 6),
-            t.ibarrier(),
-        ]
-        log = [outcome(t, request) for request in pending]
-        assert t.failed == {1}
-        small, large = torch.empty(4), torch.empty(50_000)
-        future = [
-            t.irecv(small, 1, 0),  # has arrived in full before the death
-            t.irecv(large, 1, 1),
-            t.irecv(torch.empty(1), 1, 5),
-            t.isend(torch.ones(1), 1, 6),
-            t.iallreduce(torch.ones(5)),
-        ]
-        log += [outcome(t, request) for request in future]
-        assert small[0] == 8 and large[-1] == 8
-        return [*log, outcome(t, anyone)]
-
-    results = run(3, main, lab(3, deaths={1: 2.0}))
-    assert results[1] is None
-    lost, done = "failed at 2", "done at 2"
-    assert results[0][:-1] == [lost] * 3 + [done] * 2 + [lost] * 3
-    assert results[0][-1] == "done at 3.00011"
-
-
-def test_message_cut_by_death_vanishes_and_frees_the_link() -> None:
-    """Rank 1 dies in the middle of its message; rank 3, beside it, has the link to itself."""
-
-    def main(t: VirtualTransport) -> tuple[str, float]:
-        if t.rank == 1:
-            t.wait(t.isend(meta(100 * QUANTUM), 0, 0))
-        if t.rank == 3:
-            t.wait(t.isend(meta(10 * QUANTUM), 0, 0))
-        if t.rank:
-            return "", 0.0
-        cut, whole = t.irecv(meta(100 * QUANTUM), 1, 0), t.irecv(meta(10 * QUANTUM), 3, 0)
-        text = outcome(t, cut)
-        t.wait(whole)
-        return text, t.now()
-
-    # Until the death at 3.5 pieces the two take turns, then there are eight or nine left.
-    text, end = run(4, main, lab(2, deaths={1: 3.5 * PIECE}))[0]
-    assert text == f"failed at {3.5 * PIECE:g}"
-    assert end == pytest.approx(12 * PIECE, rel=0.01)
-
-
-def test_death_of_a_finished_rank_changes_nothing() -> None:
-    def main(t: VirtualTransport) -> frozenset[int]:
-        if t.rank == 0:
-            t.sleep(2.0)
-        return t.failed
-
-    assert run(2, main, lab(2, deaths={1: 1.0})) == [frozenset(), frozenset()]
-
-
-def test_rank_that_died_before_the_start_stays_dead() -> None:
-    cluster = lab(2, deaths={1: 1.0})
-
-    def main(t: VirtualTransport) -> frozenset[int]:
-        t.sleep(0.1)
-        return t.failed
-
-    assert VirtualCluster(2, cluster, start_time=5.0).run(main) == [frozenset({1}), None]
-
-
-def test_death_does_not_depend_on_cooperation() -> None:
-    """A rank that catches everything is dead all the same."""
-
-    def main(t: VirtualTransport) -> str:
-        if t.rank == 0:
-            t.sleep(5.0)
-            return "alive"
-        try:
-            t.sleep(5.0)
-        except BaseException:
-            t.isend(torch.ones(1), 0, 0)
-        return "undead"
-
-    assert run(2, main, lab(2, deaths={1: 1.0})) == ["alive", None]
-
-
-def test_pause_stops_computing_and_collectives() -> None:
-    def main(t: VirtualTransport) -> tuple[float, float]:
-        t.sleep(0.5)
-        computed = t.now()
-        t.wait(t.ibarrier())
-        return computed, t.now()
-
-    results = run(3, main, lab(3, pauses=[(1, 0.2, 2.0)]))
-    assert [computed for computed, _ in results] == [0.5, 2.5, 0.5]
-    assert all(2.5 < end < 2.501 for _, end in results)
-
-
-def test_send_whose_event_comes_after_the_death_of_its_dest() -> None:
-    class Noon:
-        def __init__(self, t: VirtualTransport) -> None:
-            self.t = t
-
-        def query(self) -> bool:
-            return self.t.now() >= 1.5
-
-    def main(t: VirtualTransport) -> str:
-        if t.rank == 1:
-            t.sleep(9.0)
-        return outcome(t, t.isend(torch.ones(1), 1, 0, after=Noon(t)))
-
-    assert run(2, main, lab(2, deaths={1: 1.0})) == ["failed at 1", None]
-    assert run(2, main, lab(2, deaths={1: 2.0})) == ["done at 1.5", None]
-
-
-def test_server_goes_on_without_a_dead_worker() -> None:
-    rounds, size = 5, 5
-
-    def main(t: VirtualTransport) -> list[int]:
-        if t.rank:
-            for _ in range(rounds):
-                t.sleep(1.0)
-                t.wait(t.isend(meta(1000), 0, 0))
-            return []
-        counts = [0] * size
-        receives = {rank: t.irecv(meta(1000), rank, 0) for rank in range(1, size)}
-        while receives:
-            ranks = list(receives)
-            try:
-                rank = ranks[t.wait_any(list(receives.values()))]
-            except PeerFailedError as error:
-                del receives[error.rank]
-                continue
-            counts[rank] += 1
-            if counts[rank] == rounds:
-                del receives[rank]
-            else:
-                receives[rank] = t.irecv(meta(1000), rank, 0)
-        return counts
-
-    for seed in range(5):
-        assert run(size, main, lab(2, deaths={3: 2.5}), seed)[0] == [0, 5, 5, 2, 5]
-
-
-def test_close_cancels_what_is_posted() -> None:
-    def main(t: VirtualTransport) -> bool:
-        buffer = torch.zeros(1)
-        request = t.irecv(buffer, 1 - t.rank, 0)
-        t.close()
-        t.isend(torch.ones(1), 1 - t.rank, 0)
-        t.sleep(1.0)
-        return request.done and buffer.item() == 0
-
-    assert run(2, main) == [True, True]

@@ -1,0 +1,133 @@
+"""What the collectives of every engine have to do; part of ``conformance.py``."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aladdin_mpi.transport.base import Transport
+
+LARGE = 300_000
+"""Items of a message that no MPI sends eagerly."""
+TAG = 1200
+
+
+def full(length: int, value: float) -> Tensor:
+    return torch.full((length,), float(value))
+
+
+def _values(rank: int, length: int) -> np.ndarray:
+    """Whole numbers, so that sums are exact in any order."""
+    return (np.arange(length) % 97 + 1.0) * (rank + 1)
+
+
+def check_barrier(transport: Transport) -> None:
+    """No rank passes before all have come."""
+    if transport.rank:
+        request = transport.ibarrier()
+        assert not transport.test(request)
+        transport.wait(transport.isend(torch.zeros(1), 0, TAG))
+        transport.wait(request)
+        return
+    for rank in range(1, transport.size):
+        transport.wait(transport.irecv(torch.zeros(1), rank, TAG))
+    transport.wait(transport.ibarrier())
+
+
+def check_broadcast(transport: Transport) -> None:
+    """From every root, small and large, of any dtype."""
+    for root in range(transport.size):
+        for length in (0, 1, 1000, LARGE):
+            expected = torch.empty(length, dtype=torch.bfloat16)
+            expected.copy_(torch.from_numpy(_values(root, length)))
+            buffer = expected.clone() if transport.rank == root else torch.zeros_like(expected)
+            transport.wait(transport.ibroadcast(buffer, root))
+            assert torch.equal(buffer, expected)
+
+
+def check_allreduce(transport: Transport) -> None:
+    """The sum over all ranks, small and large."""
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        for length in (1, 1000, LARGE + 1):
+            buffer = torch.from_numpy(_values(transport.rank, length)).to(dtype)
+            transport.wait(transport.iallreduce(buffer))
+            total = sum(_values(rank, length) for rank in range(transport.size))
+            assert np.array_equal(buffer.double().numpy(), total)
+
+
+def check_allreduce_same_bits(transport: Transport) -> None:
+    """All ranks get the same bits, although floating-point addition is not associative."""
+    for length in (1000, LARGE):
+        generator = torch.Generator().manual_seed(transport.rank)
+        buffer = torch.randn(length, generator=generator)
+        transport.wait(transport.iallreduce(buffer))
+        first = buffer.clone()
+        transport.wait(transport.ibroadcast(first, 0))
+        assert torch.equal(buffer, first)
+
+
+def check_allreduce_refuses_half(transport: Transport) -> None:
+    """MPI would add bfloat16 wrongly without a word."""
+    for dtype in (torch.bfloat16, torch.float16):
+        try:
+            transport.iallreduce(torch.ones(4, dtype=dtype))
+        except TypeError as error:
+            assert str(dtype) in str(error)
+        else:
+            raise AssertionError(f"iallreduce took {dtype}")
+
+
+def check_allgather(transport: Transport) -> None:
+    """Everyone's buffer in rank order."""
+    for length in (1, 1000, LARGE):
+        mine = torch.from_numpy(_values(transport.rank, length)).float()
+        gathered = torch.zeros(transport.size, length)
+        transport.wait(transport.iallgather(mine, gathered))
+        expected = np.stack([_values(rank, length) for rank in range(transport.size)])
+        assert np.array_equal(gathered.numpy(), expected)
+
+
+def check_alltoall(transport: Transport) -> None:
+    """Part i goes to rank i."""
+    size = transport.size
+    for length in (1, 1000, LARGE // 4):
+        mine = torch.arange(size).repeat_interleave(length) + 100 * transport.rank
+        received = torch.zeros_like(mine)
+        transport.wait(transport.ialltoall(mine, received))
+        expected = (100 * torch.arange(size)).repeat_interleave(length) + transport.rank
+        assert torch.equal(received, expected)
+
+
+def check_overlapping_collectives(transport: Transport) -> None:
+    """Several collectives and messages are under way at once."""
+    rank, size = transport.rank, transport.size
+    total, root_value = full(LARGE, rank), full(1000, rank)
+    mine, gathered = full(10, rank), torch.empty(10 * size)
+    message = torch.empty(LARGE)
+    receive = transport.irecv(message, (rank - 1) % size, TAG + 1)
+    requests = [
+        transport.iallreduce(total),
+        transport.isend(full(LARGE, rank), (rank + 1) % size, TAG + 1),
+        transport.ibarrier(),
+        transport.ibroadcast(root_value, size - 1),
+        transport.iallgather(mine, gathered),
+    ]
+    transport.sleep(0.01 * rank)
+    transport.wait_all([receive, *reversed(requests)])
+    assert torch.equal(total, full(LARGE, sum(range(size))))
+    assert torch.equal(root_value, full(1000, size - 1))
+    assert torch.equal(gathered, torch.arange(size).float().repeat_interleave(10))
+    assert torch.equal(message, full(LARGE, (rank - 1) % size))
+
+
+COLLECTIVE_CHECKS = (
+    check_barrier,
+    check_broadcast,
+    check_allreduce,
+    check_allreduce_same_bits,
+    check_allreduce_refuses_half,
+    check_allgather,
+    check_alltoall,
+    check_overlapping_collectives,
+)
