@@ -7,6 +7,7 @@ a worker reports on its last step, which is all that metrics need to travel.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Request, Transport
 
+MOST_AHEAD = 32
+"""Largest number of tickets that a worker asks for ahead."""
 KEEPER = 0
 """The rank that keeps the budget."""
 
@@ -58,6 +61,8 @@ class Budget:
         self.total = total
         self.drawn = 0
         self.limit = 0
+        self._is_open = False
+        self._early: list[tuple[int, int]] = []
         nbytes = 8 * (1 + len(Report._fields))
         transport.on_message(Tag.DRAW, nbytes, self._draw)
 
@@ -66,15 +71,28 @@ class Budget:
         self._on_report(source, Report(int(samples), loss, waiting, int(sent), int(steps)))
         if want < 0:
             self.total = self.limit = self.drawn
-        if want > 0:
-            count = min(int(want), max(self.limit - self.drawn, 0))
-            grant = torch.tensor([self.drawn, count])
-            self.drawn += count
-            self._transport.isend(grant, source, Tag.GRANT)
+        if want > 0 and self._is_open:
+            self._grant(source, int(want))
+        elif want > 0:
+            self._early.append((source, int(want)))
+
+    def _grant(self, rank: int, want: int) -> None:
+        count = min(want, max(self.limit - self.drawn, 0))
+        grant = torch.tensor([self.drawn, count])
+        self.drawn += count
+        self._transport.isend(grant, rank, Tag.GRANT)
 
     def open(self, limit: int) -> None:
-        """Grant samples up to number ``limit`` of the run."""
-        self.limit = min(limit, self.total)
+        """Grant samples up to number ``limit`` of the run, first to those who came too early."""
+        with self._transport.atomic():
+            self.limit, self._is_open = min(limit, self.total), True
+            for rank, want in self._early:
+                self._grant(rank, want)
+            self._early.clear()
+
+    def close(self) -> None:
+        """The segment is over on every rank: who draws now means the next one."""
+        self._is_open = False
 
     def stop(self) -> None:
         """Grant nothing more: the segment ends when what was drawn is used."""
@@ -91,12 +109,32 @@ class Draws:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._grant = torch.zeros(2, dtype=torch.int64)
-        self._receive: Request | None = None
+        self._grants: deque[tuple[Request, Tensor]] = deque()
+        self._ahead = 1
+        self._computing = False
+
+    def open(self) -> None:
+        """Begin a segment."""
+        self._ahead = 1
+        self._computing = False
+
+    @property
+    def short(self) -> int:
+        """How many tickets should be asked for now.
+
+        One is asked for ahead; twice as many each time that one came too late.
+        """
+        return self._ahead - len(self._grants)
+
+    @property
+    def outstanding(self) -> int:
+        """How many tickets have been asked for and not been taken."""
+        return len(self._grants)
 
     def request(self, want: int, report: Report) -> None:
         """Ask for ``want`` samples, and report; :meth:`take` gets the answer."""
-        self._receive = self._transport.irecv(self._grant, KEEPER, Tag.GRANT)
+        grant = torch.zeros(2, dtype=torch.int64)
+        self._grants.append((self._transport.irecv(grant, KEEPER, Tag.GRANT), grant))
         self._send(want, report)
 
     def report(self, report: Report) -> None:
@@ -112,9 +150,13 @@ class Draws:
         self._transport.isend(message, KEEPER, Tag.DRAW)
 
     def take(self) -> Ticket:
-        """The ticket asked for; waits for it if it has not come."""
-        assert self._receive is not None, "take() without request()"
-        self._transport.wait(self._receive)
-        self._receive = None
-        start, count = self._grant.tolist()
+        """The first ticket asked for; waits for it if it has not come."""
+        receive, grant = self._grants.popleft()
+        if not self._transport.test(receive):
+            # A segment's first ticket cannot have come: that is no sign of a slow network.
+            if self._computing:
+                self._ahead = min(2 * self._ahead, MOST_AHEAD)
+            self._transport.wait(receive)
+        self._computing = True
+        start, count = grant.tolist()
         return Ticket(start, count)

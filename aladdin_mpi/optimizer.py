@@ -28,9 +28,17 @@ class MomentumSGD:
         self.velocity = torch.zeros_like(like) if momentum else None
 
     def correct(self, part: slice, gradient: Tensor, x: Tensor) -> None:
-        """Turn ``gradient`` of ``x[part]`` into the step's direction, in place."""
+        """Turn ``gradient`` into the step's direction, in place.
+
+        Args:
+            part: of the flat vector.
+            gradient: of that part.
+            x: the parameters of that part.
+        """
+        if gradient.is_meta:
+            return
         if self.weight_decay:
-            gradient.add_(x[part], alpha=self.weight_decay)
+            gradient.add_(x, alpha=self.weight_decay)
         if self.velocity is None:
             return
         velocity = self.velocity[part].mul_(self.momentum).add_(gradient)

@@ -102,7 +102,7 @@ class RunOptions(BaseModel):
         32, "batch of one worker's step", unit="SAMPLES", group="optimisation", ge=1
     )
     lr: float = option(
-        0.05,
+        0.01,
         "learning rate for the batch of one worker, before --lr-scaling",
         unit="RATE",
         group="optimisation",

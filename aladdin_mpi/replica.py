@@ -108,15 +108,15 @@ class Replica:
 class PhantomReplica:
     """Only the sizes of a model, for computing that is timed and not done.
 
-    Its vectors are ``meta`` tensors: operations on them cost nothing and store
-    nothing. Over MPI, where bytes must move, ``device`` is the CPU.
+    Its vectors are ``meta`` tensors, which store nothing; what the wire needs of real
+    memory belongs to :class:`~aladdin_mpi.compression.dense.DenseWire`.
     """
 
     module = None
 
-    def __init__(self, numel: int, device: str) -> None:
+    def __init__(self, numel: int) -> None:
         self.numel = numel
-        self.parameters = torch.zeros(numel, device=device)
+        self.parameters = torch.zeros(numel, device="meta")
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:

@@ -92,6 +92,21 @@ def check_any_source(transport: Transport) -> None:
 
 
 @_listed
+def check_any_source_among_others(transport: Transport) -> None:
+    """Of a receive from anyone and one from the sender, the one posted first is filled first."""
+    rank = transport.rank
+    for tag, sources in ((19, (ANY_SOURCE, rank)), (20, (rank, ANY_SOURCE))):
+        buffers = [torch.empty(1), torch.empty(1)]
+        receives = [
+            transport.irecv(buffer, source, _tag(tag))
+            for buffer, source in zip(buffers, sources, strict=True)
+        ]
+        sends = [transport.isend(full(1, i), rank, _tag(tag)) for i in range(2)]
+        transport.wait_all(receives + sends)
+        assert [buffer.item() for buffer in buffers] == [0, 1]
+
+
+@_listed
 def check_wait_any_order(transport: Transport) -> None:
     """Of several requests that are done, wait_any names the one that was done first."""
     if transport.size < 2 or transport.rank > 1:

@@ -10,7 +10,7 @@ from aladdin_mpi.transport.base import Transport
 
 LARGE = 300_000
 """Items of a message that no MPI sends eagerly."""
-TAG = 1200
+TAG = 2000
 
 
 def full(length: int, value: float) -> Tensor:

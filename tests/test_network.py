@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from pydantic import ValidationError
 
 from aladdin_mpi.transport.clock import Clock
 from aladdin_mpi.transport.cluster import Cluster, Pauses
-from aladdin_mpi.transport.network import QUANTUM, Message, Network
+from aladdin_mpi.transport.network import EXPRESS, QUANTUM, Message, Network
 from tests.virtual_lab import LATENCY, OVERHEAD, PIECE, lab
 
-Send = tuple[float, int, int, int]
-"""Time, source, dest, bytes."""
+Send = tuple[float, int, int, int] | tuple[float, int, int, int, int]
+"""Time, source, dest, bytes, and the tag if it is not 0."""
 Arrival = tuple[float, int, int, int]
 """Time, source, dest, bytes."""
 
 
-def arrivals(cluster: Cluster, size: int, sends: list[Send], seed: int = 0) -> list[Arrival]:
+def arrivals(cluster: Cluster, size: int, sends: Sequence[Send], seed: int = 0) -> list[Arrival]:
     """Return what arrives, in the order of arrival."""
     clock = Clock(seed, 0.0)
     found: list[Arrival] = []
@@ -26,8 +28,9 @@ def arrivals(cluster: Cluster, size: int, sends: list[Send], seed: int = 0) -> l
         clock,
         lambda m: found.append((clock.now, m.source, m.dest, m.nbytes)),
     )
-    for time, source, dest, nbytes in sends:
-        clock.at(time, network.send, Message(source, dest, 0, nbytes, None, None))
+    for time, source, dest, nbytes, *tag in sends:
+        message = Message(source, dest, tag[0] if tag else 0, nbytes, None, None)
+        clock.at(time, network.send, message)
     while clock.step():
         pass
     return found
@@ -74,23 +77,38 @@ def test_flows_out_of_one_host_share_its_link_out() -> None:
     assert found[3, 2] == pytest.approx(LATENCY + 2 * OVERHEAD + 6 * PIECE)
 
 
-def test_small_message_waits_for_one_piece_of_another_flow_only() -> None:
-    sends = [(0.0, 0, 1, 25 * QUANTUM), (1e-6, 2, 3, 1000)]
+def test_smaller_message_waits_for_one_piece_of_another_flow_only() -> None:
+    sends = [(0.0, 0, 1, 25 * QUANTUM), (1e-6, 2, 3, 10_000)]
     found = times(arrivals(lab(2), 4, sends))
-    assert found[2, 3] == pytest.approx(LATENCY + (PIECE + OVERHEAD) + (OVERHEAD + 1e-6))
-    assert found[0, 1] == pytest.approx(LATENCY + 2 * OVERHEAD + 1e-6 + 25 * PIECE)
+    assert found[2, 3] == pytest.approx(LATENCY + (PIECE + OVERHEAD) + (OVERHEAD + 1e-5))
+    assert found[0, 1] == pytest.approx(LATENCY + 2 * OVERHEAD + 1e-5 + 25 * PIECE)
+
+
+@pytest.mark.parametrize("pair", [(2, 3), (0, 1)])
+def test_short_message_of_another_tag_goes_past_bulk_data(pair: tuple[int, int]) -> None:
+    sends = [(0.0, 0, 1, 25 * QUANTUM, 0), (1e-3, *pair, EXPRESS, 1)]
+    found = arrivals(lab(2), 4, sends)
+    assert found[0][0] == pytest.approx(1e-3 + LATENCY + OVERHEAD + EXPRESS / 1e9)
+    assert found[1][0] == pytest.approx(LATENCY + OVERHEAD + 25 * PIECE)
+
+
+def test_short_message_of_the_same_tag_is_matched_after_those_before_it() -> None:
+    sends = [(0.0, 0, 1, 25 * QUANTUM, 0), (1e-3, 0, 1, 8, 0), (2e-3, 0, 1, 9, 0)]
+    found = arrivals(lab(2), 2, sends)
+    assert [nbytes for *_, nbytes in found] == [25 * QUANTUM, 8, 9]
+    assert found[2][0] == pytest.approx(LATENCY + OVERHEAD + 25 * PIECE)
 
 
 def test_within_a_flow_first_in_is_first_out() -> None:
-    sends = [(0.0, 0, 1, 25 * QUANTUM), (1e-6, 0, 1, 1000)]
+    sends = [(0.0, 0, 1, 25 * QUANTUM), (1e-6, 0, 1, 10_000)]
     found = arrivals(lab(2), 2, sends)
-    assert [nbytes for *_, nbytes in found] == [25 * QUANTUM, 1000]
-    assert found[1][0] == pytest.approx(LATENCY + 2 * OVERHEAD + 25 * PIECE + 1e-6)
+    assert [nbytes for *_, nbytes in found] == [25 * QUANTUM, 10_000]
+    assert found[1][0] == pytest.approx(LATENCY + 2 * OVERHEAD + 25 * PIECE + 1e-5)
 
 
 def test_link_is_never_idle_while_something_waits() -> None:
     """Messages of many sizes and pairs out of one host take the sum of their times."""
-    sends = [(0.0, 4 * (i % 5), 1 + i % 3, 1 + 700_001 * i * (i % 4)) for i in range(40)]
+    sends = [(0.0, 4 * (i % 5), 1 + i % 3, 5000 + 700_001 * i * (i % 4)) for i in range(40)]
     last = arrivals(lab(4), 20, sends)[-1][0]
     busy = sum(OVERHEAD + nbytes / 1e9 for *_, nbytes in sends)
     assert last == pytest.approx(LATENCY + busy)
@@ -131,14 +149,23 @@ def test_random_delay_reorders_pairs_but_not_within_one() -> None:
     assert found != arrivals(cluster, 8, sends, seed=1)
 
 
+def test_message_that_would_overtake_arrives_with_the_one_ahead() -> None:
+    cluster = lab(2, delay_us=5000)
+    together = 0
+    for seed in range(40):
+        (first, *_), (second, *_) = arrivals(cluster, 2, [(0.0, 0, 1, 1), (1e-6, 0, 1, 1)], seed)
+        together += first == second
+    assert 8 < together < 32
+
+
 def test_messages_from_and_to_a_pausing_rank_stand_still() -> None:
     cluster = lab(2, pauses=[(0, 0.001, 1.0)])
-    sends = [(0.002, 0, 1, 1000), (0.002, 1, 0, 1000), (0.002, 2, 3, 1000), (0.002, 0, 1, 2000)]
+    sends = [(0.002, 0, 1, 10**4), (0.002, 1, 0, 1000), (0.002, 2, 3, 1000), (0.002, 0, 1, 20_000)]
     found = arrivals(cluster, 4, sends)
-    idle = OVERHEAD + LATENCY + 1e-6
-    assert times(found)[2, 3] == pytest.approx(0.002 + idle)
+    idle = OVERHEAD + LATENCY
+    assert times(found)[2, 3] == pytest.approx(0.002 + idle + 1e-6)
     assert times(found)[1, 0] == pytest.approx(1.001)
-    assert times(found)[0, 1] == pytest.approx(1.001 + idle + OVERHEAD + 2e-6)
+    assert times(found)[0, 1] == pytest.approx(1.001 + idle + OVERHEAD + 3e-5)
     assert len(found) == 4
 
 
@@ -152,6 +179,7 @@ def test_pauses_stretch_computing() -> None:
     pauses = Pauses([(5.0, 6.0), (1.0, 2.0), (1.5, 3.0)])
     assert pauses.spans == [(1.0, 3.0), (5.0, 6.0)]
     assert pauses.stretched(0.0, 0.5) == 0.5
+    assert pauses.stretched(0.0, 1.0) == 3.0
     assert pauses.stretched(0.0, 1.5) == 3.5
     assert pauses.stretched(2.0, 1.0) == 4.0
     assert pauses.stretched(0.5, 3.0) == 6.5

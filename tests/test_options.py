@@ -237,7 +237,7 @@ def test_an_algorithm_brings_its_options_in_one_line(config: Path) -> None:
     [
         ("--batch-size 0", ["--batch-size: expected a whole number of 1 or more, got '0'", "32"]),
         ("--batch-size two", ["--batch-size: expected a whole number", "got 'two'"]),
-        ("--lr nan", ["--lr: expected a number of more than 0, got 'nan'", "default: 0.05"]),
+        ("--lr nan", ["--lr: expected a number of more than 0, got 'nan'", "default: 0.01"]),
         ("--momentum 1", ["--momentum: expected a number of 0 or more and below 1, got '1'"]),
         ("--wire fp23", ["--wire: expected fp32 or bf16, got 'fp23'; did you mean fp32?"]),
         ("--aladdin-alpha theorie", ["--aladdin-alpha: expected a number", "mean theory?"]),
@@ -396,7 +396,7 @@ def test_fingerprint_covers_what_ranks_must_share() -> None:
     assert re.fullmatch("[0-9a-f]{64}", base)
     local = "--device cpu --run-dir x --data-dir y --loader-workers 3 --timeout 5 --quiet"
     assert fingerprint(read(local)) == base
-    for other in ("--seed 1", "--lr 0.0500001", "--aladdin-pi 5", "--slowdown 0=2", "--samples 3"):
+    for other in ("--seed 1", "--lr 0.0100001", "--aladdin-pi 5", "--slowdown 0=2", "--samples 3"):
         assert fingerprint(read(other)) != base, other
 
 

@@ -114,6 +114,20 @@ def test_timeout_is_virtual_time() -> None:
     assert run(1, main) == [2.5]
 
 
+def test_timeout_of_an_earlier_wait_does_not_end_a_later_one() -> None:
+    def main(t: VirtualTransport) -> float:
+        if t.rank == 0:
+            assert t.wait_any([t.irecv(torch.empty(1), 1, 0)], timeout=2.0) == 0
+            t.wait(t.irecv(torch.empty(1), 1, 0))
+            return t.now()
+        for _ in range(2):
+            t.sleep(1.5)
+            t.isend(torch.ones(1), 0, 0)
+        return 0.0
+
+    assert 3.0 < run(2, main)[0] < 3.1
+
+
 def test_start_time_and_reseed_continue_a_run() -> None:
     """Rank 0 tells the others to go on; a run started at that point is the same from there."""
     cluster = lab(2, delay_us=200)

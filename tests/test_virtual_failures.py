@@ -176,8 +176,12 @@ def test_death_ends_what_names_the_dead_and_spares_the_rest() -> None:
     def main(t: VirtualTransport) -> list[str]:
         if t.rank == 1:
             t.isend(torch.full((4,), 8.0), 0, 0)
-            t.isend(torch.full((50_000,), 8.0), 0, 1)
-            t.sleep(10.0)
+            buffer = torch.full((50_000,), 8.0)
+            t.isend(buffer, 0, 1)
+            try:
+                t.sleep(10.0)
+            finally:
+                buffer.zero_()
         if t.rank == 2:
             t.sleep(3.0)
             t.isend(torch.ones(1), 0, 2)
@@ -207,6 +211,17 @@ def test_death_ends_what_names_the_dead_and_spares_the_rest() -> None:
     lost, done = "failed at 2", "done at 2"
     assert results[0][:-1] == [lost] * 3 + [done] * 2 + [lost] * 3
     assert results[0][-1] == "done at 3.00011"
+
+
+def test_death_in_the_middle_of_a_collective() -> None:
+    def main(t: VirtualTransport) -> list[str]:
+        requests = [t.ibroadcast(meta(100 * QUANTUM), 0), t.iallreduce(torch.ones(1_000_000))]
+        log = [outcome(t, request) for request in requests]
+        t.sleep(1.0)
+        return log
+
+    results = run(2, main, lab(2, deaths={1: 0.001}))
+    assert results == [["failed at 0.001"] * 2, None]
 
 
 def test_message_cut_by_death_vanishes_and_frees_the_link() -> None:

@@ -23,6 +23,7 @@ from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.vectors import add
 
 
 class AladdinWorker(TrainingWorker):
@@ -47,7 +48,7 @@ class AladdinWorker(TrainingWorker):
             g = self.outbox.begin(batch.start)
             worker.gradient(g, self._send(g))  # [3] and, bucket by bucket, [5]
             if self.sends_steps:
-                x.add_(g, alpha=-worker.lr)  # [4]
+                add(x, g, alpha=-worker.lr)  # [4]
             else:
                 self.optimizer.step(x, g, worker.lr)  # [4]
             self.outbox.end()
@@ -58,7 +59,8 @@ class AladdinWorker(TrainingWorker):
     def _send(self, g: Tensor) -> Callable[[Bucket], None]:
         def on_bucket(bucket: Bucket) -> None:
             if self.sends_steps:
-                self.optimizer.correct(bucket.part, g[bucket.part], self.worker.parameters)
+                part = bucket.part
+                self.optimizer.correct(part, g[part], self.worker.parameters[part])
             self.outbox.put(bucket)
 
         return on_bucket
@@ -85,11 +87,16 @@ class AladdinWorker(TrainingWorker):
 
 
 class _Shard:
-    """A bucket's ``g~``, ``c~`` and every worker's ``c_i``, with totals for alpha and accounts."""
+    """A bucket's ``g~`` (``sum``), ``c~`` (``counted``) and every worker's ``c_i`` (``c``).
+
+    ``c~`` differs from the number of gradients in ``g~`` where one is dropped. The
+    rest are totals for alpha and the accounts.
+    """
 
     def __init__(self, bucket: Bucket, largest: int, workers: int, like: Tensor) -> None:
         self.bucket = bucket
         self.sum = GradientSum(bucket.numel, largest, like)
+        self.counted = 0
         self.c = [0] * workers
         self.total = 0
         self.total_at_send = [0] * workers
@@ -118,6 +125,7 @@ class AladdinServer(Server):
             shard = self.shards[arrival.bucket.index]
             worker = arrival.worker
             shard.total += arrival.count
+            shard.counted += arrival.count  # [4]
             shard.c[worker] += arrival.count  # [4]
             due = shard.c[worker] >= self.options.pi  # [5, 7]
             self._accumulate(shard, arrival, due)  # [6]
@@ -137,17 +145,18 @@ class AladdinServer(Server):
 
     def _update(self, shard: _Shard) -> None:
         """Lazy global update: ``x~ <- x~ - lr g~ / norm``, then ``g~ <- 0, c~ <- 0``."""
+        norms = {"count": shard.counted, "workers": self.n, "none": 1}
+        shard.counted = 0
         if shard.sum.count == 0:
             return
-        norms = {"count": shard.sum.count, "workers": self.n, "none": 1}
         step = shard.sum.values
         x = self.server.values[shard.bucket.index]
         if self.optimizer is not None:
             step.div_(norms[self.options.normalize])
             self.optimizer.correct(shard.bucket.part, step, x)
-            x.add_(step, alpha=-self.server.lr)
+            add(x, step, alpha=-self.server.lr)
         else:
-            x.add_(step, alpha=-self.server.lr / norms[self.options.normalize])
+            add(x, step, alpha=-self.server.lr / norms[self.options.normalize])
         shard.applied += shard.sum.count
         shard.sum.clear()
 
@@ -159,7 +168,7 @@ class AladdinServer(Server):
         if rule == "since-last":
             return 1 - 1 / sqrt(shard.total - shard.total_at_send[worker])
         if rule == "literal":
-            return 1 - 1 / sqrt(max(shard.sum.count, 1))
+            return 1 - 1 / sqrt(shard.counted)
         return float(rule)
 
     def finish(self) -> None:
@@ -181,6 +190,7 @@ class AladdinServer(Server):
             index: {
                 "sum": shard.sum.values if shard.sum.count else None,
                 "count": shard.sum.count,
+                "counted": shard.counted,
                 "c": shard.c,
                 "total": shard.total,
                 "total_at_send": shard.total_at_send,
@@ -201,7 +211,7 @@ class AladdinServer(Server):
             shard = self.shards[index]
             if saved["sum"] is not None:
                 shard.sum.values.copy_(saved["sum"])
-            shard.sum.count = saved["count"]
+            shard.sum.count, shard.counted = saved["count"], saved["counted"]
             shard.c, shard.total = saved["c"], saved["total"]
             shard.total_at_send = saved["total_at_send"]
             shard.applied, shard.dropped = saved["applied"], saved["dropped"]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms.server import Arrival
+from aladdin_mpi.vectors import add
 
 
 class GradientSum:
@@ -27,8 +28,10 @@ class GradientSum:
 
     def add(self, arrival: Arrival) -> None:
         """Add an arrived bucket."""
-        if self.count:
-            self.values.add_(arrival.values)
+        if self._storage.is_meta:
+            pass
+        elif self.count:
+            add(self.values, arrival.values)
         elif arrival.values.dtype == torch.float32:
             self._storage = arrival.exchange(self._storage)
         else:

@@ -84,7 +84,12 @@ class _Line:
         if self.ended or not self._posted:
             return None
         announced, data = self._posted[0]
-        return data if announced.done else announced
+        if not announced.done:
+            return announced
+        assert announced.buffer is not None
+        # Nothing follows the end, which may have come since the last look.
+        ended = Header.unpack(announced.buffer).kind == Kind.END
+        return announced if ended else data
 
 
 class ModelInbox:
@@ -105,8 +110,9 @@ class ModelInbox:
             arrived = line.arrived()
             newest = {model.bucket.index: model for model in arrived}
             for bucket, values, alpha in newest.values():
-                mine = parameters[bucket.part]
-                mine.lerp_(values.to(mine.device, mine.dtype), alpha)
+                if not parameters.is_meta:
+                    mine = parameters[bucket.part]
+                    mine.lerp_(values.to(mine.device, mine.dtype), alpha)
             line.repost(len(arrived))
 
     def drain_into(self, parameters: Tensor) -> None:

@@ -30,7 +30,7 @@ class AladdinOptions(BaseModel):
         json_schema_extra={"unit": "WEIGHT"},
     )
     normalize: Literal["count", "workers", "none"] = Field(
-        "count",
+        "workers",
         description="what accumulated gradients are divided by: their count, the number of "
         "workers, or nothing",
     )

@@ -11,6 +11,7 @@ from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Request, Transport
+from aladdin_mpi.vectors import add
 
 
 class _Slot:
@@ -83,7 +84,7 @@ class Outbox:
         elif self._waiting is None:
             self._waiting = slot
         else:
-            self._waiting.vector.add_(slot.vector)
+            add(self._waiting.vector, slot.vector)
             self._waiting.count += 1
             self.coalesced += 1
             self._free.append(slot)

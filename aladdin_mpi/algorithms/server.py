@@ -70,9 +70,11 @@ class _Intake:
         self._post_next = 0
         self._take_next = 0
         self.header = Header(Kind.END)
+        self.ended = True
 
     def open(self) -> None:
         self._post_next = self._take_next = 0
+        self.ended = False
         for _ in range(RECEIVES_AHEAD):
             self._post()
 
@@ -100,7 +102,8 @@ class _Intake:
         if storage is None:
             assert request.buffer is not None
             self.header = Header.unpack(request.buffer)
-            if self.header.kind == Kind.BUCKETS:
+            self.ended = self.header.kind == Kind.END
+            if not self.ended:
                 self._post()
             return None
         return Arrival(worker, self._buckets[turn - 1], self.header.gradients, storage)
@@ -155,6 +158,8 @@ class _ModelSender:
 
     def advance(self) -> None:
         """Send what waited and can go now."""
+        if not self._newer:
+            return
         for key in [key for key in self._newer if self._reclaim(key)]:
             bucket, values, alpha = self._newer.pop(key)
             self.send(key[0], bucket, values, alpha)
@@ -218,20 +223,17 @@ class ParameterServer:
         open_workers = list(range(self.worker_count))
         for worker in open_workers:
             self._intakes[worker].open()
-        while open_workers:
-            heads = [self._intakes[worker].head for worker in open_workers]
-            self.transport.wait_any(heads)
-            arrived = [
-                (head.order, worker)
-                for head, worker in zip(heads, open_workers, strict=True)
-                if head.done
-            ]
-            for _, worker in sorted(arrived):
-                yield from self._take(worker)
-                if self._intakes[worker].header.kind == Kind.END:
-                    open_workers.remove(worker)
-                    self._intakes[worker].close()
-                    self._sender.end(self.layout.servers + worker)
+        heads = [intake.head for intake in self._intakes]
+        while heads:
+            turn = self.transport.wait_any(heads)
+            worker = open_workers[turn]
+            yield from self._take(worker)
+            if self._intakes[worker].ended:
+                del open_workers[turn], heads[turn]
+                self._intakes[worker].close()
+                self._sender.end(self.layout.servers + worker)
+            else:
+                heads[turn] = self._intakes[worker].head
             self._sender.advance()
         self._sender.flush()
 

@@ -100,17 +100,20 @@ class Worker:
     def batches(self) -> Iterator[Ticket]:
         """This worker's batches until the segment's samples are used up.
 
-        The next one is drawn while the current one is computed, so that drawing
-        costs no waiting.
+        The next one is drawn while the current one is computed, or several where the
+        network is slow, so that drawing costs no waiting.
         """
-        self._draws.request(self._batch_size, self._take_report())
-        while True:
-            self.ticket = self._draws.take()
+        draws = self._draws
+        draws.open()
+        draws.request(self._batch_size, self._take_report())
+        while draws.outstanding:
+            self.ticket = draws.take()
             if self.ticket.size == 0:
-                break
-            self._draws.request(self._batch_size, self._take_report())
+                continue  # so are those asked for after it
+            for _ in range(draws.short):
+                draws.request(self._batch_size, self._take_report())
             yield self.ticket
-        self._draws.report(self._take_report())
+        draws.report(self._take_report())
 
     def _take_report(self) -> Report:
         traffic = self.transport.traffic
@@ -156,7 +159,7 @@ class Worker:
         for bucket in self.layout.buckets:
             done = bucket.stop / self.layout.numel
             moment = start + duration * (FORWARD_SHARE + (1 - FORWARD_SHARE) * done)
-            self.transport.sleep_until(moment)
+            self.transport.sleep(max(0.0, moment - self.transport.now()))
             self._on_bucket(bucket)
 
     def state_dict(self) -> dict[str, object]:

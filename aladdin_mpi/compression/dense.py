@@ -16,28 +16,32 @@ class DenseWire:
 
     Args:
         dtype: of the values on the wire: torch.float32 or torch.bfloat16.
-        device: where the vectors live.
+        device: where the vectors live; "meta" with timed computing, when nothing is
+            copied.
+        moves_bytes: whether the transport needs real memory, as over MPI, or sizes do.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, moves_bytes: bool = True) -> None:
         self.dtype = dtype
         self.device = device
+        self._memory = "cpu" if moves_bytes or device.type != "meta" else "meta"
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def buffer(self, numel: int) -> Tensor:
         """A new buffer for ``numel`` values, in memory that the transport can use."""
         pinned = self._stream is not None
-        device = "meta" if self.device.type == "meta" else "cpu"
-        return torch.empty(numel, dtype=self.dtype, device=device, pin_memory=pinned)
+        return torch.empty(numel, dtype=self.dtype, device=self._memory, pin_memory=pinned)
 
     def buffer_for(self, vector: Tensor) -> Tensor:
         """A buffer as long as ``vector``: ``vector`` itself where it can be sent as it is."""
-        if vector.dtype == self.dtype and vector.device.type != "cuda":
+        if vector.dtype == self.dtype and vector.device.type == self._memory:
             return vector
         return self.buffer(vector.numel())
 
     def encode(self, values: Tensor, wire: Tensor) -> Event | None:
         """Put ``values`` into ``wire``; returns the event to send after, if any."""
+        if values.is_meta:
+            return None
         if self._stream is None:
             if wire.data_ptr() != values.data_ptr() or wire.dtype != values.dtype:
                 wire.copy_(values)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from aladdin_mpi.agreement import differences
 from aladdin_mpi.errors import UserError
 
 FORMAT = "aladdin_mpi checkpoint 1"
@@ -83,12 +84,13 @@ class CheckpointStore:
         """
         folder = self._last()
         manifest = _read_manifest(folder)
-        for name, here in about.items():
-            if manifest.get(name) != here:
-                raise UserError(
-                    f"--resume: the checkpoint {folder} was written with {name} "
-                    f"{manifest.get(name)}, this run has {here}; start it as it was started"
-                )
+        here = json.loads(json.dumps(about))
+        found = differences({name: manifest.get(name) for name in here}, here)
+        if found:
+            raise UserError(
+                f"--resume: the checkpoint {folder} belongs to another run than this (the "
+                f"checkpoint's value first): {'; '.join(found[:5])}; resume it as it was started"
+            )
         entry = manifest["parts"][rank]
         path = folder / entry["file"]
         if not path.is_file():

@@ -73,7 +73,8 @@ class DataParallel:
         self.device = agree(
             transport, lambda: choose_device(self.options.device, transport, servers)
         )
-        self.module = module.to(self.device)
+        # Timed computing needs no more than the parameters' sizes: they may be on "meta".
+        self.module = module if self.options.compute == "timed" else module.to(self.device)
         self._evaluate = evaluate
         self._servers = servers
         self._rank: Rank | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from torch import Tensor
@@ -99,8 +100,11 @@ class Keeper:
         self._opened = self._transport.now()
 
     def close(self) -> None:
-        """End a segment: time stands still."""
+        """End a segment: time stands still. Log what came behind the last line of metrics."""
         self._seconds, self._opened = self.seconds, None
+        drawn = self.budget.drawn
+        if self.budget.used_up and self._last_log[0] < drawn and self._loss_samples:
+            self._log(drawn)
 
     # -- reports ----------------------------------------------------------------
     def _report(self, rank: int, report: Report) -> None:
@@ -131,7 +135,7 @@ class Keeper:
         samples_before, seconds_before = self._last_log
         values = {
             **self.moment(),
-            "loss": self._loss_sum / self._loss_samples,
+            "loss": _number(self._loss_sum / self._loss_samples),
             "lr": self._lr(drawn),
             "samples_per_second": (drawn - samples_before) / max(seconds - seconds_before, 1e-9),
             "wait_fraction": self.wait_fraction,
@@ -149,7 +153,7 @@ class Keeper:
         if self.progress is None:
             return
         shown = ["epoch", "loss", "samples_per_second", "staleness"]
-        facts = {name: values[name] for name in shown if name in values}
+        facts = {name: values[name] for name in shown if values.get(name) is not None}
         left = seconds * (self.plan.total - drawn) / drawn if drawn else None
         self.progress.show(drawn, facts, left)
 
@@ -204,3 +208,8 @@ class Keeper:
         self._loss_sum, self._loss_samples = state["loss"]
         self._last_log = state["last_log"]
         self._next_log, self._next_eval = state["next"]
+
+
+def _number(value: float) -> float | None:
+    """JSON has no word for what is not finite; timed computing has no loss."""
+    return value if isfinite(value) else None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from aladdin_mpi.training.evaluation import Evaluate, Evaluator, Snapshots
 from aladdin_mpi.training.exchange import agree, broadcast
 from aladdin_mpi.training.handshake import check_agreement
 from aladdin_mpi.training.keeper import Keeper, Plan
+from aladdin_mpi.training.local_state import LocalState
 from aladdin_mpi.training.recorder import Metrics, Progress
 from aladdin_mpi.training.schedule import LearningRate
 from aladdin_mpi.training.segments import Segments
@@ -74,6 +73,7 @@ class Rank:
         self.lr = LearningRate(options, self.worker_count, epoch, self.plan.total)
         self.run_dir = self._folder()
         self._share_model()
+        self.local = LocalState(self.replica, shared=transport.engine == "virtual")
         self.role = self._role(algorithm, compute)
         self.keeper = self._keeper() if transport.rank == 0 else None
         part = self.server.values if self.server else {}
@@ -88,7 +88,7 @@ class Rank:
         if self.options.compute == "real":
             return Replica(self.module)
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
-        return PhantomReplica(numel, "meta" if self.transport.engine == "virtual" else "cpu")
+        return PhantomReplica(numel)
 
     def _check(self) -> None:
         servers = self.layout.servers
@@ -113,11 +113,10 @@ class Rank:
         if self.transport.rank == 0:
             run_folder.prepare(folder, self.options)
 
-    def _identity(self) -> str:
+    def _identity(self) -> dict[str, Any]:
         """What a checkpoint must have in common with the run that resumes it."""
         facts = agreed(self.options)
-        kept = {name: facts[name] for name in facts if name not in RESUME_FIELDS}
-        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+        return {name: facts[name] for name in facts if name not in RESUME_FIELDS}
 
     def _share_model(self) -> None:
         """Everyone begins with rank 0's parameters and buffers."""
@@ -135,7 +134,8 @@ class Rank:
     def _role(self, algorithm: Algorithm, compute: Callable[[Ticket], float]) -> Role:
         options, x = self.options, self.replica.parameters
         sgd = MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov)
-        wire = DenseWire(WIRE_DTYPES[options.wire], x.device)
+        moves_bytes = self.transport.engine == "mpi"
+        wire = DenseWire(WIRE_DTYPES[options.wire], x.device, moves_bytes)
         self.server: ParameterServer | None = None
         if self.transport.rank < self.layout.servers:
             assert algorithm.server is not None
@@ -145,7 +145,7 @@ class Rank:
             self.transport,
             self.layout,
             self.replica,
-            compute if self.transport.engine == "mpi" else self._with_own_chance(compute),
+            self.local.computing(compute),
             self._pace(),
             options.batch_size,
             self.lr,
@@ -163,30 +163,20 @@ class Rank:
             seed=options.seed * 1_000_003 + index,
         )
 
-    def _with_own_chance(self, compute: Callable[[Ticket], float]) -> Callable[[Ticket], float]:
-        """In virtual time ranks share a process: each computes with its own random state."""
-        self._chance = torch.get_rng_state()
-
-        def compute_so(ticket: Ticket) -> float:
-            kept = torch.get_rng_state()
-            torch.set_rng_state(self._chance)
-            loss = compute(ticket)
-            self._chance = torch.get_rng_state()
-            torch.set_rng_state(kept)
-            return loss
-
-        return compute_so
-
     def _keeper(self) -> Keeper:
         return Keeper(self.transport, self.plan, self.lr, self.worker_count, self.server)
 
     # -- start and end -----------------------------------------------------------
     def _start(self) -> None:
         """Seed, restore, and open the books."""
-        torch.manual_seed(self.options.seed * 1_000_003 + self.transport.rank + 1)
-        self._chance = torch.get_rng_state()
+        self.local.seed(self.options.seed * 1_000_003 + self.transport.rank + 1)
         self.segments = Segments(
-            self.transport, self.role, self.keeper, CheckpointStore(self.run_dir), self._identity()
+            self.transport,
+            self.role,
+            self.keeper,
+            self.local,
+            CheckpointStore(self.run_dir),
+            self._identity(),
         )
         if self.options.resume is not None:
             state = agree(self.transport, self.segments.load)

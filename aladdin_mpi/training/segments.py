@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from aladdin_mpi.algorithms.base import Role
 from aladdin_mpi.training.checkpoint import CheckpointStore
 from aladdin_mpi.training.exchange import broadcast, gather
 from aladdin_mpi.training.keeper import Keeper
+from aladdin_mpi.training.local_state import LocalState
 from aladdin_mpi.transport.base import Transport
 
 SETTLE_SECONDS = 1.0
@@ -31,6 +30,7 @@ class Segments:
     Args:
         keeper: at rank 0.
         store: None: no checkpoints.
+        config: the options that a run which resumes a checkpoint must share.
     """
 
     def __init__(
@@ -38,14 +38,17 @@ class Segments:
         transport: Transport,
         role: Role,
         keeper: Keeper | None,
+        local: LocalState,
         store: CheckpointStore | None,
-        config: str,
+        config: dict[str, Any],
     ) -> None:
         self._transport = transport
+        self._transport.traffic.waiting = 0.0  # that of the set-up is not waiting in training
         self._role = role
         self._keeper = keeper
+        self._local = local
         self._store = store
-        self._about = {"ranks": transport.size, "engine": transport.engine, "config": config}
+        self._about = {"ranks": transport.size, "engine": transport.engine, "option": config}
         self._drawn = 0
         self._moment = 0.0
 
@@ -68,6 +71,7 @@ class Segments:
         fact: Any = None
         if self._keeper is not None:
             budget = self._keeper.budget
+            budget.close()
             fact = (budget.drawn, budget.used_up, self._transport.now() + SETTLE_SECONDS)
         self._drawn, used_up, self._moment = broadcast(self._transport, fact)
         if self._store is not None:
@@ -75,12 +79,15 @@ class Segments:
         return used_up
 
     def _start_together(self) -> None:
-        """In virtual time, start at times that a resumed run starts at as well."""
-        if self._transport.engine == "virtual":
-            transport = self._transport
-            transport.sleep_until(self._moment + SETTLE_SECONDS + STAGGER_SECONDS * transport.rank)
-            if transport.rank == 0:
-                transport.reseed(self._drawn)  # type: ignore[attr-defined]
+        """Start when all are ready; in virtual time, when a resumed run starts as well."""
+        transport = self._transport
+        if transport.engine != "virtual":
+            with self._uncounted():
+                transport.wait(transport.ibarrier())
+            return
+        transport.sleep_until(self._moment + SETTLE_SECONDS + STAGGER_SECONDS * transport.rank)
+        if transport.rank == 0:
+            transport.reseed(self._drawn)  # type: ignore[attr-defined]
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
@@ -109,7 +116,7 @@ class Segments:
             "drawn": self._drawn,
             "waiting": traffic.waiting,
             "bytes_sent": traffic.bytes_sent,
-            "torch": torch.get_rng_state() if self._transport.engine == "mpi" else None,
+            "local": self._local.state_dict(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -120,8 +127,7 @@ class Segments:
         self._moment, self._drawn = state["moment"], state["drawn"]
         self._transport.traffic.waiting = state["waiting"]
         self._transport.traffic.bytes_sent = state["bytes_sent"]
-        if state["torch"] is not None:
-            torch.set_rng_state(state["torch"])
+        self._local.load_state_dict(state["local"])
 
     def load(self) -> dict[str, Any]:
         """Read and check this rank's part of the last checkpoint. Raises UserError."""

@@ -31,7 +31,12 @@ def summarise(rank: Rank, model: Tensor | None) -> dict[str, Any]:
     keeper = rank.keeper
     assert keeper.metrics is not None and keeper.progress is not None
     keeper.progress.close()
-    summary = {**_about(rank), **_accounts(totals, rank.layout.servers)}
+    servers = rank.layout.servers
+    summary = {**_about(rank), **_accounts(totals, servers)}
+    # What workers reported ends with their last draw; this has their last wait too.
+    waiting = sum(total["waiting"] for total in totals[servers:])
+    whole = keeper.seconds * rank.worker_count
+    summary["wait_fraction"] = waiting / whole if whole else 0.0
     if keeper.evaluator is not None and model is not None:
         keeper.evaluator.wait()
         measured = dict(keeper.evaluator.measure(model))
@@ -67,7 +72,6 @@ def _about(rank: Rank) -> dict[str, Any]:
         "samples_per_second": samples / seconds if seconds else 0.0,
         "test_accuracy": None,
         "test_loss": None,
-        "wait_fraction": keeper.wait_fraction,
         "bytes_sent_per_step": keeper.bytes_sent_per_step,
         "failures": [],
         "version": aladdin_mpi.__version__,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,6 +92,16 @@ def _rehearse(options: RunOptions, transport: Transport) -> dict[str, Any]:
     return run.summary
 
 
+@lru_cache(maxsize=1)
+def _sizes_of(
+    model: str, dataset: str, data_dir: Path | None, download: bool
+) -> tuple[nn.Module, int]:
+    data = load_dataset(dataset, data_dir, download, cache="off")
+    with torch.device("meta"):
+        module = build_model(model, data.num_classes, data.in_channels, data.image_size)
+    return module, len(data.train)
+
+
 def _sizes(options: RunOptions) -> tuple[nn.Module, int]:
     """A module with as many parameters as the model, and the length of an epoch."""
     if options.model.startswith(SIZE_PREFIX):
@@ -99,10 +111,8 @@ def _sizes(options: RunOptions) -> tuple[nn.Module, int]:
                 "data set; add --samples"
             )
         return _module_of_size(options.model), options.samples
-    data = load_dataset(options.dataset, options.data_dir, options.download, cache="off")
-    with torch.device("meta"):
-        module = build_model(options.model, data.num_classes, data.in_channels, data.image_size)
-    return module, len(data.train)
+    # All ranks of a simulation share what is only measured.
+    return _sizes_of(options.model, options.dataset, options.data_dir, options.download)
 
 
 def _module_of_size(name: str) -> nn.Module:

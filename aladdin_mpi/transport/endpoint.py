@@ -40,6 +40,8 @@ class Fabric:
     def remove(self, rank: int) -> None:
         """Let ``rank`` die: what it has sent and not delivered is lost, and all are told."""
         self.dead |= {rank}
+        for endpoint in self.endpoints:
+            endpoint.keep_delivered(rank)
         lost = self.network.drop(rank) + self.endpoints[rank].mailbox.unexpected()
         self.endpoints[rank].fiber.kill()
         for message in lost:
@@ -59,8 +61,7 @@ class Endpoint:
         self.size = size
         self.traffic = Traffic()
         self.mailbox = Mailbox()
-        self._pauses = cluster.pauses_of(rank)
-        self.fiber = Fiber(rank, fabric.clock, self._pauses, self.traffic)
+        self.fiber = Fiber(rank, fabric.clock, cluster.pauses_of(rank), self.traffic)
         self._handlers: dict[int, tuple[int, Handler]] = {}
         self._held: dict[tuple[int, int], deque[tuple[Message, Event | None]]] = {}
         self._collectives: dict[int, Collective] = {}
@@ -207,8 +208,9 @@ class Endpoint:
         return collective
 
     def _resume(self, collective: Collective) -> None:
-        clock = self.fabric.clock
-        clock.at(self._pauses.resumed(clock.now), Collective.advance, collective, LATE)
+        # As an event, so that one rank's step never runs inside another's. A pause
+        # stops it all the same: the network holds what it sends.
+        self.fabric.clock.at(self.fabric.clock.now, Collective.advance, collective, LATE)
 
     def _finish(self, collective: Collective) -> None:
         del self._collectives[collective.number]
@@ -217,7 +219,6 @@ class Endpoint:
     # -- failure and end ------------------------------------------------------------
     def peer_died(self, dead: int) -> None:
         """End what needs the rank ``dead``; collectives need every rank."""
-        self._keep_delivered(dead)
         for collective in list(self._collectives.values()):
             for operation in collective.pending:
                 self.mailbox.withdraw(operation)
@@ -231,8 +232,8 @@ class Endpoint:
                 assert message.request is not None
                 self.fail(message.request, dead)
 
-    def _keep_delivered(self, dead: int) -> None:
-        """Copy what ``dead`` has sent in full: its buffers are no longer under its control."""
+    def keep_delivered(self, dead: int) -> None:
+        """Copy what has arrived in full from ``dead``, whose end may change its buffers."""
         for message in self.mailbox.unexpected():
             if message.source == dead and message.request is not None:
                 message.request = None

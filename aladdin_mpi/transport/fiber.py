@@ -67,8 +67,12 @@ class Fiber:
     # -- blocking -------------------------------------------------------------
     def sleep(self, seconds: float) -> None:
         """Block for ``seconds`` outside the rank's pauses."""
+        self.sleep_until(self._pauses.stretched(self._clock.now, seconds))
+
+    def sleep_until(self, end: float) -> None:
+        """Block until ``end``, or the end of the pause that it falls into."""
         self._must_be_free("sleep")
-        end = self._pauses.stretched(self._clock.now, seconds)
+        end = self._pauses.resumed(end)
         self._clock.at(end, _resume, self, LATE)
         self._switch()
 

@@ -9,6 +9,10 @@ under way: an idle network takes ``overhead + latency + bytes / bandwidth`` for 
 message, not twice the bytes. All links of a kind are equally fast and the latency is
 one constant, so first bytes arrive in the order in which pieces start, and the time
 on the link in is known when a piece starts: two events a message are enough.
+
+Short messages (:data:`EXPRESS`) do not queue behind bulk data: a network that is fair
+to its flows gives a short one its share at once. They take the same latency and
+overhead, and matching still sees all messages of one (source, dest, tag) in order.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from aladdin_mpi.transport.cluster import Cluster
 if TYPE_CHECKING:
     from aladdin_mpi.transport.matching import Operation
 
+EXPRESS = 4096
+"""Bytes up to which a message goes past the bulk data that is queued."""
 QUANTUM = 4 * 2**20
 """Bytes of one flow that a link serves before it turns to the next."""
 
@@ -36,7 +42,7 @@ class Message:
     None if the sender no longer cares.
     """
 
-    __slots__ = ("dest", "nbytes", "payload", "request", "source", "tag", "unsent")
+    __slots__ = ("arrived", "dest", "nbytes", "payload", "request", "source", "tag", "unsent")
 
     def __init__(
         self,
@@ -54,6 +60,7 @@ class Message:
         self.payload = payload
         self.request = request
         self.unsent = nbytes
+        self.arrived = False
 
 
 class _Link:
@@ -72,14 +79,14 @@ class _Link:
 class _Flow:
     """The messages of one rank to one other; ``into`` is None inside a host."""
 
-    __slots__ = ("active", "arrived", "arriving", "into", "link", "queue", "source")
+    __slots__ = ("active", "arrived", "into", "link", "queue", "source", "undelivered")
 
     def __init__(self, source: int, link: _Link, into: _Link | None) -> None:
         self.source = source
         self.link = link
         self.into = into
         self.queue: deque[Message] = deque()
-        self.arriving: deque[Message] = deque()
+        self.undelivered: dict[int, deque[Message]] = {}
         self.arrived = 0.0
         self.active = False
 
@@ -118,10 +125,24 @@ class Network:
         flow = self._flows.get(message.source * self._size + message.dest)
         if flow is None:
             flow = self._open(message.source, message.dest)
+        flow.undelivered.setdefault(message.tag, deque()).append(message)
+        if message.nbytes <= EXPRESS:
+            self._send_express(flow, message)
+            return
         flow.queue.append(message)
         if not flow.active:
             flow.active = True
             self._enlist(flow)
+
+    def _send_express(self, flow: _Flow, message: Message) -> None:
+        start = self._clock.now
+        if self._pauses is not None:
+            start = self._pauses[flow.source].resumed(start)
+        link = flow.link
+        duration = self._overhead + message.nbytes * link.seconds_per_byte
+        message.unsent = 0
+        arrival = self._delayed(message, start + link.latency + duration)
+        self._clock.at(arrival, self._arrive, message)
 
     def _open(self, source: int, dest: int) -> _Flow:
         host, other = self._hosts[source], self._hosts[dest]
@@ -169,18 +190,18 @@ class Network:
             into.free = arrival = max(now + link.latency, into.free) + duration
         message.unsent -= piece
         if not message.unsent:
-            flow.arriving.append(flow.queue.popleft())
-            self._clock.at(self._arrival(flow, message, arrival), self._arrive, flow)
+            flow.queue.popleft()
+            # Never before its predecessor of the same pair.
+            flow.arrived = max(self._delayed(message, arrival), flow.arrived)
+            self._clock.at(flow.arrived, self._arrive, message)
         self._clock.at(now + duration, self._end_piece, flow)
 
-    def _arrival(self, flow: _Flow, message: Message, time: float) -> float:
+    def _delayed(self, message: Message, time: float) -> float:
         """Return when a message arrives whose last byte is through at ``time``."""
         if self._delay:
             time += self._clock.random.expovariate(1.0 / self._delay)
         if self._pauses is not None:
             time = self._pauses[message.dest].resumed(time)
-        # Never before its predecessor of the same pair.
-        flow.arrived = time = max(time, flow.arrived)
         return time
 
     def _end_piece(self, flow: _Flow) -> None:
@@ -193,10 +214,13 @@ class Network:
         if not link.busy:
             self._serve(link)
 
-    def _arrive(self, flow: _Flow) -> None:
-        # Events of equal time come in random order: take the flow's first message,
-        # whichever event this is.
-        self._deliver(flow.arriving.popleft())
+    def _arrive(self, message: Message) -> None:
+        """Deliver what may be matched now: messages of a tag in the order of sending."""
+        message.arrived = True
+        flow = self._flows[message.source * self._size + message.dest]
+        queue = flow.undelivered.get(message.tag)
+        while queue and queue[0].arrived:
+            self._deliver(queue.popleft())
 
     def drop(self, rank: int) -> list[Message]:
         """Forget what is queued from and to ``rank``; return all that is lost on its way to it.
@@ -207,8 +231,13 @@ class Network:
         lost: list[Message] = []
         for key, flow in self._flows.items():
             if key % self._size == rank:
-                lost += [*flow.arriving, *flow.queue]
+                for queue in flow.undelivered.values():
+                    lost += queue
+                flow.undelivered.clear()
             elif flow.source != rank:
                 continue
+            for message in flow.queue:
+                if (queue := flow.undelivered.get(message.tag)) is not None:
+                    queue.remove(message)
             flow.queue.clear()
         return lost

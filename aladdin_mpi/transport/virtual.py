@@ -163,6 +163,10 @@ class VirtualTransport(Transport):
             raise ValueError(f"sleep: expected 0 seconds or more, got {seconds}")
         self._fiber.sleep(seconds)
 
+    def sleep_until(self, moment: float) -> None:
+        """Let virtual time pass until ``moment`` exactly, or the end of a pause after it."""
+        self._fiber.sleep_until(max(moment, self._clock.now))
+
     def reseed(self, *key: int) -> None:
         """Start the random numbers of all ranks anew from the seed and ``key``.
 

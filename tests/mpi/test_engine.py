@@ -1,0 +1,123 @@
+"""The MPI engine: what every engine has to do, and what only this one has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from aladdin_mpi.transport.base import Transport, TransportError, WaitTimeoutError
+from aladdin_mpi.transport.mpi import MpiTransport
+from tests.conformance import CHECKS
+from tests.conformance_collectives import LARGE, full
+
+PATIENCE = 30.0
+"""Seconds within which something has to happen that takes milliseconds."""
+
+
+@pytest.fixture(scope="module")
+def transport() -> Iterator[MpiTransport]:
+    transport = MpiTransport(timeout=PATIENCE)
+    yield transport
+    transport.close()
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
+def test_conforms(transport: MpiTransport, check: Callable[[Transport], None]) -> None:
+    transport.wait(transport.ibarrier())
+    check(transport)
+
+
+def happens(condition: Callable[[], bool]) -> bool:
+    """Whether ``condition`` comes true while this rank leaves the transport alone."""
+    end = time.monotonic() + PATIENCE
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.001)
+    return condition()
+
+
+def test_large_messages_move_while_nobody_calls(transport: MpiTransport) -> None:
+    dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    message = torch.empty(4 * LARGE)
+    receive = transport.irecv(message, source, 2000)
+    send = transport.isend(full(4 * LARGE, transport.rank), dest, 2000)
+    # Neither test() nor wait(): only the progress thread enters MPI.
+    assert happens(lambda: receive.done and send.done)
+    assert torch.equal(message, full(4 * LARGE, source))
+    transport.wait(transport.ibarrier())
+
+
+def test_handlers_run_while_nobody_calls(transport: MpiTransport) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def take(source: int, message: Tensor) -> None:
+        seen.append((source, message.numel()))
+
+    transport.on_message(2001, 64, take)
+    transport.wait(transport.ibarrier())
+    dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    sends = [transport.isend(torch.zeros(n, dtype=torch.uint8), dest, 2001) for n in range(20)]
+    assert happens(lambda: len(seen) == 20)
+    assert seen == [(source, n) for n in range(20)]
+    transport.wait_all(sends)
+
+
+def test_without_a_progress_thread() -> None:
+    transport = MpiTransport(timeout=PATIENCE, progress=False)
+    CHECKS["exchange_of_large"](transport)
+    CHECKS["allreduce"](transport)
+    transport.close()
+
+
+def test_timeout_names_what_was_awaited() -> None:
+    transport = MpiTransport(timeout=0.2)
+    source = (transport.rank + 1) % transport.size
+    request = transport.irecv(torch.empty(4), source, 2002)
+    with pytest.raises(WaitTimeoutError, match=rf"waited 0.2 s for receive from rank {source}, "):
+        transport.wait(request)
+    transport.cancel(request)
+    # The others may be late, so this wait must not give up as early.
+    transport.timeout = PATIENCE
+    transport.wait(transport.ibarrier())
+    transport.close()
+
+
+def test_close_completes_sends_and_gives_up_receives() -> None:
+    transport = MpiTransport(timeout=PATIENCE)
+    dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    transport.irecv(torch.empty(4), source, 2003)
+    message = torch.empty(LARGE)
+    receive = transport.irecv(message, source, 2004)
+    transport.isend(full(LARGE, transport.rank), dest, 2004)
+    transport.wait(receive)
+    transport.close()
+    assert torch.equal(message, full(LARGE, source))
+
+
+def test_closing_drops_no_send_that_waits_for_its_event() -> None:
+    class Never:
+        def query(self) -> bool:
+            return False
+
+    transport = MpiTransport(timeout=PATIENCE)
+    transport.isend(full(4, 0), transport.rank, 2005, after=Never())
+    with pytest.raises(TransportError, match="event"):
+        transport.close()
+
+
+@pytest.mark.parametrize("direction", ["send", "receive"])
+def test_refuses_what_mpi_cannot_send(transport: MpiTransport, direction: str) -> None:
+    strided = torch.zeros(4, 4).t()
+    with pytest.raises(TransportError, match=r"contiguous CPU tensors; got shape \(4, 4\)"):
+        if direction == "send":
+            transport.isend(strided, transport.rank, 2006)
+        else:
+            transport.irecv(strided, transport.rank, 2006)
+
+
+def test_hosts_are_numbered_by_name(transport: MpiTransport) -> None:
+    assert len(transport.host_names) == len(set(transport.hosts))
+    assert max(transport.hosts) == len(transport.host_names) - 1

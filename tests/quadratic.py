@@ -1,0 +1,263 @@
+"""Small problems with a known minimum, and ALADDIN's ranks on them in virtual time.
+
+The ranks are put together by hand from the package's own parts, so that a test sees what
+the public interface hides: every worker's own model, and every shard of a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aladdin_mpi.algorithms.aladdin import AladdinServer, AladdinWorker
+from aladdin_mpi.algorithms.options import AladdinOptions
+from aladdin_mpi.algorithms.server import Arrival, ParameterServer
+from aladdin_mpi.algorithms.worker import Pace, Worker
+from aladdin_mpi.budget import Budget, Report, Ticket
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
+from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.replica import Replica
+from aladdin_mpi.transport.base import Traffic
+from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport
+
+
+def aladdin_options(**values: Any) -> AladdinOptions:
+    return AladdinOptions.model_validate(values)
+
+
+def network(**values: Any) -> Cluster:
+    return Cluster.model_validate(values)
+
+
+STAGGER = 1e-6
+"""Seconds between two ranks' starts: who is first must not be left to chance."""
+NO_DELAY = network(
+    latency_us=0,
+    local_latency_us=0,
+    message_overhead_us=0,
+    bandwidth_gbit=1e15,
+    local_bandwidth_gbit=1e15,
+)
+
+
+class Quadratic(nn.Module):
+    """``loss = 1/2 sum scale (x - optimum)^2``, with x in three parameters.
+
+    ``scale`` lies between 0.1 and 1: the condition number is 10.
+    """
+
+    scale: Tensor
+    optimum: Tensor
+
+    def __init__(self, numel: int, seed: int = 0) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(seed)
+        sizes = [numel // 3, numel // 2]
+        sizes.append(numel - sum(sizes))
+        self.parts = nn.ParameterList([torch.randn(n, generator=random) for n in sizes])
+        self.register_buffer("scale", torch.linspace(0.1, 1.0, numel))
+        self.register_buffer("optimum", torch.randn(numel, generator=random))
+
+    def forward(self, noise: Tensor | float = 0.0) -> Tensor:
+        """The loss; its gradient is ``scale (x - optimum) + noise``."""
+        x = torch.cat([part.view(-1) for part in list(self.parts)[::-1]])
+        return (0.5 * self.scale * (x - self.optimum) ** 2 + noise * x).sum()
+
+
+def noise_of(worker: int, step: int, numel: int, size: float) -> Tensor:
+    """The gradient noise of a worker's step: the same wherever and whenever it is asked for."""
+    random = torch.Generator().manual_seed(1_000_003 * (worker + 1) + step)
+    return size * torch.randn(numel, generator=random)
+
+
+@dataclass
+class Setup:
+    """A run. ``bucket`` and ``shard`` count values; times are virtual seconds."""
+
+    workers: int = 2
+    servers: int = 1
+    numel: int = 17
+    bucket: int = 1000
+    shard: int = 100_000
+    samples: int = 200
+    batch: int = 4
+    segments: int = 1
+    aladdin: AladdinOptions = field(default_factory=aladdin_options)
+    schedule: Callable[[int], float] = lambda samples: 0.05
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    noise: float = 0.3
+    seconds: float = 1.0
+    slowdown: tuple[float, ...] = ()
+    jitter: float = 0.0
+    server_seconds: float = 0.0
+    """What a server needs for each bucket."""
+    cluster: Cluster = NO_DELAY
+    wire: torch.dtype = torch.float32
+    seed: int = 0
+    start: Callable[[int], Tensor] | None = None
+    """A worker's own first model, where it is not everyone's."""
+
+    @property
+    def layout(self) -> Layout:
+        def megabytes(values: int) -> float:
+            # Half a value more: the cut rounds down.
+            return (values + 0.5) * BYTES_PER_VALUE / BYTES_PER_MB
+
+        return cut(self.numel, self.servers, megabytes(self.bucket), megabytes(self.shard))
+
+    def slowdown_of(self, worker: int) -> float:
+        return self.slowdown[worker] if self.slowdown else 1.0
+
+
+class SlowServer(ParameterServer):
+    """A server that takes its time over each bucket."""
+
+    seconds = 0.0
+
+    def gradients(self) -> Iterator[Arrival]:
+        for arrival in super().gradients():
+            if self.seconds:
+                self.transport.sleep(self.seconds)
+            yield arrival
+
+
+@dataclass
+class WorkerResult:
+    """How a worker ended. ``waited`` is the waiting so far at the start of each step."""
+
+    x: Tensor
+    role: AladdinWorker
+    traffic: Traffic
+    tickets: list[Ticket]
+    waited: list[float]
+
+
+@dataclass
+class ServerResult:
+    """How a server ended; ``budget`` is rank 0's."""
+
+    role: AladdinServer
+    traffic: Traffic
+    reports: list[tuple[int, Report]]
+    budget: Budget | None
+
+
+@dataclass
+class Outcome:
+    """What is left of a run."""
+
+    setup: Setup
+    first: Tensor
+    servers: list[ServerResult]
+    workers: list[WorkerResult]
+
+    @property
+    def model(self) -> Tensor:
+        """The global model, flat."""
+        values: dict[int, Tensor] = {}
+        for server in self.servers:
+            values |= server.role.server.values
+        return torch.cat([values[bucket.index] for bucket in self.setup.layout.buckets])
+
+    @property
+    def locals(self) -> Tensor:
+        """The workers' models, one a row."""
+        return torch.stack([worker.x for worker in self.workers])
+
+    def total(self, name: str) -> int:
+        """The workers' sum of a count."""
+        return sum(worker.role.counts()[name] for worker in self.workers)
+
+    def in_flight(self) -> tuple[int, int]:
+        """Messages and bytes that were sent and never taken."""
+        all_traffic = [server.traffic for server in self.servers]
+        all_traffic += [worker.traffic for worker in self.workers]
+        return (
+            sum(t.messages_sent - t.messages_received for t in all_traffic),
+            sum(t.bytes_sent - t.bytes_received for t in all_traffic),
+        )
+
+
+def run(setup: Setup) -> Outcome:
+    """Train to the end of the budget, in ``setup.segments`` segments."""
+    size = setup.servers + setup.workers
+    cluster = VirtualCluster(size, setup.cluster, setup.seed)
+    results: list[Any] = cluster.run(lambda transport: _rank(setup, transport))
+    first = Replica(Quadratic(setup.numel)).parameters
+    return Outcome(setup, first, results[: setup.servers], results[setup.servers :])
+
+
+def _rank(setup: Setup, transport: VirtualTransport) -> WorkerResult | ServerResult:
+    module = Quadratic(setup.numel)
+    replica = Replica(module)
+    x = replica.parameters
+    sgd = MomentumSGD(x, setup.momentum, setup.weight_decay, setup.nesterov)
+    if transport.rank < setup.servers:
+        return _serve(setup, transport, x, sgd)
+    return _work(setup, transport, module, replica, sgd)
+
+
+def _segments(setup: Setup, transport: VirtualTransport, begin: Callable[[int], None]) -> None:
+    """As the training does: a barrier between any two, and starts one after the other."""
+    for segment in range(setup.segments):
+        transport.sleep(STAGGER * (transport.rank + 1))
+        begin(setup.samples * (segment + 1) // setup.segments)
+        transport.wait(transport.ibarrier())
+
+
+def _serve(setup: Setup, transport: VirtualTransport, x: Tensor, sgd: MomentumSGD) -> ServerResult:
+    wire = DenseWire(setup.wire, x.device)
+    server = SlowServer(transport, setup.layout, x, wire, setup.schedule)
+    server.seconds = setup.server_seconds
+    role = AladdinServer(server, sgd, setup.aladdin)
+    reports: list[tuple[int, Report]] = []
+    budget = None
+    if transport.rank == 0:
+        budget = Budget(transport, setup.samples, lambda rank, r: reports.append((rank, r)))
+
+    def segment(limit: int) -> None:
+        if budget is not None:
+            budget.open(limit)
+        role.run()
+        if budget is not None:
+            budget.close()
+
+    _segments(setup, transport, segment)
+    role.finish()
+    return ServerResult(role, transport.traffic, reports, budget)
+
+
+def _work(
+    setup: Setup,
+    transport: VirtualTransport,
+    module: Quadratic,
+    replica: Replica,
+    sgd: MomentumSGD,
+) -> WorkerResult:
+    index = transport.rank - setup.servers
+    tickets: list[Ticket] = []
+    waited: list[float] = []
+
+    def compute(ticket: Ticket) -> float:
+        waited.append(transport.traffic.waiting)
+        tickets.append(ticket)
+        loss: Tensor = module(noise_of(index, len(tickets), setup.numel, setup.noise))
+        loss.backward()
+        return loss.item()
+
+    pace = Pace(setup.seconds, setup.slowdown_of(index), setup.jitter, setup.seed * 100 + index)
+    worker = Worker(transport, setup.layout, replica, compute, pace, setup.batch, setup.schedule)
+    if setup.start is not None:
+        replica.parameters.copy_(setup.start(index))
+    wire = DenseWire(setup.wire, replica.parameters.device)
+    role = AladdinWorker(worker, sgd, wire, setup.aladdin)
+    _segments(setup, transport, lambda limit: role.run())
+    return WorkerResult(replica.parameters, role, transport.traffic, tickets, waited)

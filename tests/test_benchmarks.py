@@ -1,0 +1,174 @@
+"""The benchmark scripts: tiny runs of each, and the arithmetic of their tables."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import intake, progress, throughput
+from benchmarks.busy import BusyCores
+from benchmarks.lab import Lab
+from tests.launch import ROOT, needs
+
+REASON = Lab.available()
+needs_lab = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+pytestmark = pytest.mark.timeout(280)
+
+
+def run_script(name: str, folder: Path, *args: str) -> dict[str, Any]:
+    """Run a script with --save and return what it saved; speeds are not judged."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--save", str(folder), *args]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=270)
+    assert done.returncode == 0, done.stdout + done.stderr
+    saved: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    assert saved["command"].startswith(f"python -m benchmarks.{name} ")
+    assert saved["machine"]["cpu"] in done.stdout
+    assert saved["title"] in done.stdout
+    return saved
+
+
+@pytest.mark.slow
+@needs_lab
+def test_progress_runs(tmp_path: Path) -> None:
+    sizes = ["--megabytes", "2", "--message-mb", "1", "--compute", "0.05", "--repeats", "1"]
+    rows = run_script("progress", tmp_path, *sizes)["rows"]
+    assert len(rows) == 3 * 2 * 2 * 2
+    assert {row["computing"] for row in rows} == {"sleep", "torch", "python"}
+    # 2 MB at 1 Gbit/s: the lab's limit holds, but for what its buckets and sockets take at once.
+    assert all(row["wire, s"] > 0.002 for row in rows)
+    assert all(row["wait, s"] >= 0 for row in rows)
+
+
+@pytest.mark.slow
+@needs("openmpi")
+def test_intake_runs(tmp_path: Path) -> None:
+    sizes = ["--megabytes", "4", "--bucket-mb", "1", "2", "--gradients", "5", "--repeats", "1"]
+    rows = run_script("intake", tmp_path, "--workers", "2", *sizes)["rows"]
+    assert [(row["bucket, MB"], row["server"]) for row in rows] == [
+        (1.0, "accumulate"),
+        (1.0, "pi 4"),
+        (2.0, "accumulate"),
+        (2.0, "pi 4"),
+    ]
+    assert all(row["ratio"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@needs_lab
+def test_throughput_runs(tmp_path: Path) -> None:
+    sizes = ["--hosts", "2", "--workers", "2", "--iterations", "4", "--workload", "resnet50"]
+    rows = run_script("throughput", tmp_path, *sizes, "--", "--wire", "bf16")["rows"]
+    assert len(rows) == 1
+    assert 0 < rows[0]["speed-up"] <= 2
+    assert 0 <= rows[0]["wait fraction"] < 1
+    # The option after "--" has come through: half the bytes of 9.4 MB.
+    assert rows[0]["sent by a step, MB"] == pytest.approx(4.7, rel=0.01)
+
+
+def times(waited: float, rounds: int = 0) -> dict[str, float]:
+    return {"computed": 0.5, "waited": waited, "rounds": rounds}
+
+
+def overlap_records(wait: float, both: bool) -> list[dict[str, Any]]:
+    """A sender that waits for ``wait`` s of 0.4 s on the wire, its receiver for 0.3 s."""
+    case = {"both": both, "progress": True}
+    alone, sent = {"message_mb": 0.0, "progress": False}, {"message_mb": 4.0}
+    return [
+        {**case, **alone, "computing": "torch", "ranks": [times(0.0, 100), times(0.0)]},
+        {**case, **sent, "computing": "none", "ranks": [times(0.4), times(0.4)]},
+        {**case, **sent, "computing": "torch", "ranks": [times(wait, 90), times(0.3)]},
+    ]
+
+
+def test_progress_is_judged_by_the_sender_unless_both_compute() -> None:
+    rows = progress.rows(overlap_records(0.004, both=False))
+    assert len(rows) == 1
+    assert rows[0]["wait / wire"] == pytest.approx(0.01)
+    assert rows[0]["computing speed"] == pytest.approx(0.9)
+    assert not progress.missed(rows)
+    rows = progress.rows(overlap_records(0.004, both=True))
+    assert rows[0]["wait / wire"] == pytest.approx(0.75)
+    assert "75.0%" in progress.missed(rows)[0]
+
+
+def test_progress_refuses_to_compute_too_little(capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks.harness import run_main
+
+    status = run_main(lambda: progress.main(["--megabytes", "50", "--compute", "0.4"]))
+    assert status == 2
+    assert "--compute: expected more than" in capsys.readouterr().err
+
+
+def test_intake_compares_medians() -> None:
+    seconds = {"bare": [1.0, 9.0, 2.0], "accumulate": [4.0, 1.0, 9.0], "pi 4": [5.0, 5.0, 5.0]}
+    records = [
+        {"bucket_mb": 4.0, "receiver": receiver, "seconds": value}
+        for receiver, values in seconds.items()
+        for value in values
+    ]
+    rows = intake.rows(records, workers=2, gigabytes=8.0)
+    assert [row["ratio"] for row in rows] == [0.5, 0.4]
+    assert rows[0]["intake, GB/s"] == 2.0
+    assert len(intake.missed(rows)) == 1, "the bar is for accumulating alone"
+
+
+def case(slowdown: float = 1.0) -> throughput.Case:
+    workload = throughput.Workload("half", 1.0, 0.5)
+    return throughput.Case(workload, "aladdin", slowdown, workers=8, servers=4, iterations=10)
+
+
+SUMMARY = {
+    "samples": 80,
+    "seconds": 10.0,
+    "samples_per_second": 8.0,
+    "wait_fraction": 0.03,
+    "gradients_coalesced": 20,
+    "gradients_computed": 80,
+    "bytes_sent_per_step": 9.4e6,
+}
+
+
+def metrics(*moments: tuple[int, float]) -> list[dict[str, Any]]:
+    return [{"kind": "train", "samples": s, "seconds": t} for s, t in moments]
+
+
+def test_throughput_of_the_whole_run_and_while_settled() -> None:
+    # All are drawn after 5 s; the last line is the end of the run.
+    lines = metrics((8, 2.0), (16, 3.0), (48, 4.0), (80, 5.0), (80, 10.0))
+    row = throughput.row(case(), SUMMARY, lines)
+    assert row["speed-up"] == pytest.approx(8.0 * 0.5)
+    assert row["settled speed-up"] == pytest.approx((80 - 16) / (5.0 - 3.0) * 0.5)
+    assert row["coalesced"] == 0.25
+    assert len(throughput.missed([row], workers=8)) == 2
+    assert not throughput.missed([{**row, "speed-up": 7.9, "wait fraction": 0.01}], workers=8)
+
+
+def test_a_line_of_metrics_falls_on_the_last_sample() -> None:
+    for slowdown in (1.0, 2.0, 10.0, 100.0):
+        words = case(slowdown).options(Path("run"), [])
+        samples, every = (int(words[words.index(o) + 1]) for o in ("--samples", "--log-every"))
+        assert samples % every == 0
+        assert samples == pytest.approx(10 * case(slowdown).ideal, abs=every / 2)
+
+
+def test_no_bar_with_a_straggler() -> None:
+    row = throughput.row(case(10.0), SUMMARY, metrics((16, 3.0), (80, 5.0)))
+    assert row["ideal"] == pytest.approx(7.1)
+    assert not throughput.missed([row], workers=8)
+
+
+def test_a_run_without_lines_has_no_settled_part() -> None:
+    assert throughput.settled_rate([], 80) == 0.0
+    assert throughput.settled_rate(metrics((80, 5.0)), 80) == 0.0
+
+
+def test_busy_cores_are_counted() -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(1.2)"]
+    with BusyCores() as busy:
+        subprocess.run(command, check=True, timeout=60)
+    assert busy.cores is None or busy.cores >= 0

@@ -1,0 +1,100 @@
+"""Momentum SGD on flat vectors equals torch.optim.SGD."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aladdin_mpi.layout import cut
+from aladdin_mpi.optimizer import MomentumSGD
+
+NUMEL, STEPS = 97, 40
+CASES: list[dict[str, Any]] = [
+    {"momentum": 0.0, "weight_decay": 0.0},
+    {"momentum": 0.0, "weight_decay": 0.1},
+    {"momentum": 0.9, "weight_decay": 0.0},
+    {"momentum": 0.9, "weight_decay": 0.1},
+    {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
+]
+
+
+def rate(step: int) -> float:
+    return 0.1 / (1 + step / 10)
+
+
+def gradient(step: int, x: Tensor) -> Tensor:
+    noise = torch.randn(NUMEL, generator=torch.Generator().manual_seed(step))
+    return torch.linspace(0.1, 1, NUMEL) * (x - 1) + 0.1 * noise
+
+
+def start() -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(99))
+
+
+def by_torch(case: dict[str, Any]) -> Tensor:
+    x = nn.Parameter(start())
+    sgd = torch.optim.SGD([x], lr=1.0, **case)
+    for step in range(STEPS):
+        sgd.param_groups[0]["lr"] = rate(step)
+        x.grad = gradient(step, x.detach())
+        sgd.step()
+    return x.detach()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_whole_steps_equal_torch(case: dict[str, Any]) -> None:
+    x = start()
+    sgd = MomentumSGD(x, **case)
+    for step in range(STEPS):
+        g = gradient(step, x)
+        kept = g.clone()
+        sgd.step(x, g, rate(step))
+        assert torch.equal(g, kept)
+    torch.testing.assert_close(x, by_torch(case))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bucket_by_bucket_equals_whole_to_the_bit(case: dict[str, Any]) -> None:
+    """As workers do it: directions bucket by bucket, then one step on everything."""
+    whole, x = start(), start()
+    one, other = MomentumSGD(whole, **case), MomentumSGD(x, **case)
+    buckets = cut(NUMEL, 1, bucket_mb=44e-6, shard_mb=1.0).buckets
+    assert len(buckets) > 5
+    for step in range(STEPS):
+        one.step(whole, gradient(step, whole), rate(step))
+        direction = gradient(step, x)
+        for bucket in buckets:
+            part = bucket.part
+            other.correct(part, direction[part], x[part])
+        x.add_(direction, alpha=-rate(step))
+        assert torch.equal(x, whole)
+
+
+def test_a_part_has_a_velocity_of_its_own() -> None:
+    """As servers do it, whose buckets become due at different times."""
+    x = start()
+    sgd = MomentumSGD(x, 0.5, 0.0)
+    late, early = slice(40, NUMEL), slice(0, 40)
+    for _ in range(3):
+        sgd.correct(early, torch.ones(40), x[early])
+    direction = torch.ones(NUMEL - 40)
+    sgd.correct(late, direction, x[late])
+    assert torch.equal(direction, torch.ones(NUMEL - 40))
+    assert sgd.velocity is not None
+    assert sgd.velocity[0] == 1.75
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_restored_optimizer_goes_on_alike(case: dict[str, Any]) -> None:
+    x = start()
+    sgd = MomentumSGD(x, **case)
+    for step in range(STEPS):
+        sgd.step(x, gradient(step, x), rate(step))
+        if step == STEPS // 2:
+            state = {name: None if v is None else v.clone() for name, v in sgd.state_dict().items()}
+            sgd = MomentumSGD(x, **case)
+            sgd.load_state_dict(state)
+    torch.testing.assert_close(x, by_torch(case))

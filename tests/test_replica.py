@@ -1,0 +1,270 @@
+"""A model as one flat vector, and the news of its buckets during backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.layout import Layout, cut
+from aladdin_mpi.replica import BucketWatch, Replica
+
+
+def perceptron() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 2))
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    """Last parameter first."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors[::-1]])
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    return [p.grad for p in module.parameters() if p.grad is not None]
+
+
+INPUTS = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+
+
+def backward(module: nn.Module) -> None:
+    module(INPUTS).square().sum().backward()
+
+
+# -- the flat vector ---------------------------------------------------------------------
+
+
+def test_the_flat_vector_holds_the_parameters_last_layer_first() -> None:
+    module = perceptron()
+    before = [p.detach().clone() for p in module.parameters()]
+    replica = Replica(module)
+    assert replica.numel == sum(p.numel() for p in before)
+    assert torch.equal(replica.parameters, flat(before))
+    assert replica.shapes == [tuple(p.shape) for p in before[::-1]]
+
+
+def test_parameters_are_views_both_ways() -> None:
+    module = perceptron()
+    outputs = module(INPUTS)
+    replica = Replica(module)
+    assert torch.equal(module(INPUTS), outputs)
+    replica.parameters.mul_(2)
+    assert torch.equal(replica.parameters, flat(list(module.parameters())))
+    with torch.no_grad():
+        next(module.parameters()).fill_(7)
+    assert (replica.parameters[-35:] == 7).all()
+
+
+def test_backward_writes_into_the_bound_vector() -> None:
+    plain = perceptron()
+    backward(plain)
+    module = perceptron()
+    replica = Replica(module)
+    first, second = replica.new_vector(), replica.new_vector()
+    for vector in (first, second, first):
+        vector.zero_()
+        replica.bind_gradients(vector)
+        backward(module)
+    assert torch.equal(first, flat(gradients(plain)))
+    assert torch.equal(second, first)
+    assert first.count_nonzero() > 50
+
+
+def test_a_second_backward_adds() -> None:
+    module = perceptron()
+    replica = Replica(module)
+    vector = replica.new_vector()
+    replica.bind_gradients(vector)
+    backward(module)
+    once = vector.clone()
+    backward(module)
+    torch.testing.assert_close(vector, 2 * once)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 4)
+        self.out = nn.Linear(4, 11, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.embed(tokens))
+
+
+def test_tied_weights_are_in_once_and_get_both_gradients() -> None:
+    module, plain = Tied(), Tied()
+    plain.load_state_dict(module.state_dict())
+    replica = Replica(module)
+    assert replica.numel == 44
+    assert module.out.weight is module.embed.weight
+    vector = replica.new_vector()
+    replica.bind_gradients(vector)
+    told: list[int] = []
+    watch = replica.watch(small_buckets(replica), told.append)
+    watch.start()
+    for each in (module, plain):
+        each(torch.tensor([1, 2, 2])).square().sum().backward()
+    watch.finish()
+    assert plain.embed.weight.grad is not None
+    torch.testing.assert_close(vector, plain.embed.weight.grad.view(-1))
+    assert told == list(range(len(told)))
+
+
+def test_frozen_parameters_stay_outside() -> None:
+    module = perceptron()
+    first = next(module.parameters())
+    first.requires_grad_(False)
+    kept = first.clone()
+    replica = Replica(module)
+    assert replica.numel == sum(p.numel() for p in module.parameters()) - first.numel()
+    assert any(buffer.data_ptr() == first.data_ptr() for buffer in replica.buffers())
+    replica.parameters.zero_()
+    assert torch.equal(first, kept)
+
+
+def test_buffers_are_the_modules() -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    names = [name for name, _ in module.named_buffers()]
+    assert len(Replica(module).buffers()) == len(names) == 3
+
+
+def test_channels_last_is_kept() -> None:
+    module = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
+    plain = nn.Conv2d(4, 6, 3)
+    plain.load_state_dict(module.state_dict())
+    replica = Replica(module)
+    assert module.weight.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(module.weight, plain.weight)
+    vector = replica.new_vector()
+    replica.bind_gradients(vector)
+    images = torch.randn(2, 4, 8, 8)
+    module(images.contiguous(memory_format=torch.channels_last)).square().sum().backward()
+    plain(images).square().sum().backward()
+    assert module.weight.grad is not None
+    assert plain.weight.grad is not None
+    assert module.weight.grad.stride() == module.weight.stride()
+    assert vector.data_ptr() <= module.weight.grad.data_ptr() < vector.data_ptr() + vector.nbytes
+    torch.testing.assert_close(module.weight.grad, plain.weight.grad, rtol=1e-4, atol=1e-4)
+    # One step on the flat vectors is a step on the weights.
+    replica.parameters.sub_(vector, alpha=0.1)
+    expected = plain.weight - 0.1 * plain.weight.grad
+    torch.testing.assert_close(module.weight, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    with pytest.raises(UserError, match="at least one parameter"):
+        Replica(nn.ReLU())
+
+
+def test_mixed_dtypes_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    with pytest.raises(UserError, match=r"float32.*float64"):
+        Replica(module)
+
+
+# -- buckets during backward ---------------------------------------------------------------
+
+
+def small_buckets(replica: Replica) -> Layout:
+    """Seven values a bucket: layers are split, and small ones share a bucket."""
+    return cut(replica.numel, 1, bucket_mb=28e-6, shard_mb=1.0)
+
+
+class Watched:
+    """A watched module; ``told`` are the buckets told of, ``seen`` their gradients then."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.replica = Replica(module)
+        self.layout = small_buckets(self.replica)
+        self.vector = self.replica.new_vector()
+        self.told: list[int] = []
+        self.seen = torch.full_like(self.vector, float("nan"))
+        self.watch: BucketWatch = self.replica.watch(self.layout, self.on_bucket)
+        self.replica.bind_gradients(self.vector)
+
+    def on_bucket(self, index: int) -> None:
+        self.told.append(index)
+        part = self.layout.buckets[index].part
+        self.seen[part] = self.vector[part]
+
+    @property
+    def all(self) -> list[int]:
+        return list(range(len(self.layout.buckets)))
+
+
+def test_buckets_are_told_in_order_and_complete_while_backward_goes_on() -> None:
+    watched = Watched(perceptron())
+    during: list[int] = []
+    watched.module[1].register_full_backward_hook(  # type: ignore[index]
+        lambda *_: during.append(len(watched.told))
+    )
+    for _ in range(3):
+        watched.told.clear()
+        watched.vector.zero_()
+        watched.watch.start()
+        backward(watched.module)
+        assert watched.told == watched.all
+        watched.watch.finish()
+        assert watched.told == watched.all
+        assert torch.equal(watched.seen, watched.vector)
+    assert 0 < during[0] < len(watched.all)
+
+
+class Branches(nn.Module):
+    """Only one of two branches takes part in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 4)])
+        self.out = nn.Linear(4, 2)
+        self.turn = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.out(self.branches[self.turn](inputs))
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_unused_parameters_count_as_zero(turn: int) -> None:
+    module = Branches()
+    module.turn = turn
+    watched = Watched(module)
+    watched.watch.start()
+    backward(module)
+    if turn == 0:  # the unused branch lies before the used one, and holds it up
+        assert len(watched.told) < len(watched.all)
+    watched.watch.finish()
+    assert watched.told == watched.all
+    unused = module.branches[1 - turn].weight.grad
+    assert isinstance(unused, Tensor)
+    assert unused.count_nonzero() == 0
+    assert torch.equal(watched.seen, watched.vector)
+
+
+def test_a_second_backward_in_a_step_is_refused() -> None:
+    watched = Watched(perceptron())
+    watched.watch.start()
+    backward(watched.module)
+    with pytest.raises(UserError, match="second backward"):
+        backward(watched.module)
+
+
+def test_accumulating_tells_of_buckets_in_the_last_backward_only() -> None:
+    watched = Watched(perceptron())
+    watched.watch.start()
+    watched.watch.enabled = False
+    backward(watched.module)
+    assert watched.told == []
+    once = watched.vector.clone()
+    watched.watch.enabled = True
+    backward(watched.module)
+    assert watched.told == watched.all
+    torch.testing.assert_close(watched.seen, 2 * once)
+
+
+def test_backward_outside_a_step_tells_nothing() -> None:
+    watched = Watched(perceptron())
+    backward(watched.module)
+    assert watched.told == []
