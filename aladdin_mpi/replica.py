@@ -40,6 +40,7 @@ class Replica:
         self.numel = sum(p.numel() for p in self._parameters)
         self.parameters = torch.empty(self.numel, dtype=first.dtype, device=first.device)
         self._views: dict[int, list[Tensor]] = {}
+        self._bound: list[Tensor] = []
         for parameter, view in zip(self._parameters, self._cut(self.parameters), strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
@@ -78,16 +79,18 @@ class Replica:
         views = self._views.get(vector.data_ptr())
         if views is None:
             views = self._views[vector.data_ptr()] = list(self._cut(vector))
+        self._bound = views
         for parameter, view in zip(self._parameters, views, strict=True):
             parameter.grad = view
 
     def check_bound(self) -> None:
         """Raise UserError if the training loop has unbound the gradients."""
-        if any(parameter.grad is None for parameter in self._parameters):
-            raise UserError(
-                "training loop: a parameter's .grad is None; do not call "
-                "optimizer.zero_grad() or model.zero_grad(): step() clears the gradients"
-            )
+        for parameter, view in zip(self._parameters, self._bound, strict=True):
+            if parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
+                raise UserError(
+                    "training loop: a parameter's .grad was replaced; do not call "
+                    "optimizer.zero_grad() or model.zero_grad(): step() clears the gradients"
+                )
 
     def watch(self, layout: Layout, on_bucket: OnBucket) -> BucketWatch:
         """Call ``on_bucket`` during backward, in order, as buckets are completed."""

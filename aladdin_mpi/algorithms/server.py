@@ -135,6 +135,7 @@ class _ModelSender:
         self._free: list[Tensor] = []
         self._in_flight: dict[tuple[int, int], tuple[Request, Tensor]] = {}
         self._newer: dict[tuple[int, int], tuple[Bucket, Tensor, float]] = {}
+        self._ending: list[int] = []
 
     def send(self, rank: int, bucket: Bucket, values: Tensor, alpha: float) -> None:
         key = (rank, bucket.index)
@@ -158,21 +159,31 @@ class _ModelSender:
 
     def advance(self) -> None:
         """Send what waited and can go now."""
-        if not self._newer:
-            return
         for key in [key for key in self._newer if self._reclaim(key)]:
             bucket, values, alpha = self._newer.pop(key)
             self.send(key[0], bucket, values, alpha)
+        for rank in [rank for rank in self._ending if not self._awaits(rank)]:
+            self._ending.remove(rank)
+            self._transport.isend(Header(Kind.END).pack(), rank, Tag.MODEL)
+
+    @property
+    def behind(self) -> bool:
+        """Whether something waits for its turn."""
+        return bool(self._newer or self._ending)
+
+    def _awaits(self, rank: int) -> bool:
+        return any(key[0] == rank for key in self._newer)
 
     def end(self, rank: int) -> None:
-        """Tell a worker that this was all, after what still waits for it."""
-        for key in [key for key in self._newer if key[0] == rank]:
-            self._transport.wait(self._in_flight[key][0])
-        self.advance()
-        self._transport.isend(Header(Kind.END).pack(), rank, Tag.MODEL)
+        """Tell a worker that this was all, once what still waits for it has gone."""
+        self._ending.append(rank)
 
     def flush(self) -> None:
         """Wait until all is delivered."""
+        self.advance()
+        while self._newer:
+            self._transport.wait_any([self._in_flight[key][0] for key in self._newer])
+            self.advance()
         for key in list(self._in_flight):
             self._transport.wait(self._in_flight[key][0])
             self._reclaim(key)
@@ -234,7 +245,8 @@ class ParameterServer:
                 self._sender.end(self.layout.servers + worker)
             else:
                 heads[turn] = self._intakes[worker].head
-            self._sender.advance()
+            if self._sender.behind:
+                self._sender.advance()
         self._sender.flush()
 
     def _take(self, worker: int) -> Iterator[Arrival]:

@@ -139,6 +139,8 @@ class Worker:
         if self.watch is not None:
             self.watch.start()
         loss = self._compute(self.ticket)
+        if isinstance(self.replica, Replica):
+            self.replica.check_bound()
         if self.watch is not None:
             self.watch.finish()
             if self.pace.slowdown > 1:

@@ -63,6 +63,7 @@ class DataParallel:
         evaluate: Evaluate | None = None,
         **settings: Any,
     ) -> None:
+        self._owns_transport = transport is None
         if transport is None:
             transport = _over_mpi(float(settings.get("timeout", 1800.0)))
         self.transport = transport
@@ -101,9 +102,9 @@ class DataParallel:
         Shards of one epoch do not overlap; the last batch of the run may be shorter.
 
         Args:
-            dataset: map-style, items as a DataLoader collates them. With timed
-                computing only its length is used, and an int will do; batches are
-                then None.
+            dataset: map-style, items (input, label) as a DataLoader collates them. With
+                timed computing only its length is used, and an int will do; batches
+                are then None.
         """
         length = len(dataset) if isinstance(dataset, Sized) else int(dataset)
         self._rank = rank = Rank(
@@ -121,6 +122,8 @@ class DataParallel:
         else:
             yield from self._worker_batches(rank, dataset, length)
         self.summary = rank.finish()
+        if self._owns_transport:
+            self.transport.close()
 
     def _worker_batches(self, rank: Rank, dataset: Any, length: int) -> Iterator[Any]:
         source = self._source(rank, dataset, length)

@@ -43,7 +43,9 @@ class Segments:
         config: dict[str, Any],
     ) -> None:
         self._transport = transport
-        self._transport.traffic.waiting = 0.0  # that of the set-up is not waiting in training
+        # That of the set-up is not waiting in training.
+        transport.traffic.waiting, transport.traffic.bytes_sent = 0.0, 0
+        self._counted = (0.0, 0)
         self._role = role
         self._keeper = keeper
         self._local = local
@@ -91,10 +93,11 @@ class Segments:
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
-        """Waiting between segments is not waiting in training."""
-        before = self._transport.traffic.waiting
+        """Waiting and sending between segments is not that of training."""
+        traffic = self._transport.traffic
+        self._counted = traffic.waiting, traffic.bytes_sent
         yield
-        self._transport.traffic.waiting = before
+        traffic.waiting, traffic.bytes_sent = self._counted
 
     # -- checkpoints ------------------------------------------------------------
     def _save(self, store: CheckpointStore) -> None:
@@ -108,14 +111,14 @@ class Segments:
             store.commit(self._drawn, entries, {**self._about, "moment": self._moment})
 
     def _state(self) -> dict[str, Any]:
-        traffic = self._transport.traffic
+        waiting, bytes_sent = self._counted
         return {
             "role": self._role.state_dict(),
             "keeper": self._keeper.state_dict() if self._keeper else None,
             "moment": self._moment,
             "drawn": self._drawn,
-            "waiting": traffic.waiting,
-            "bytes_sent": traffic.bytes_sent,
+            "waiting": waiting,
+            "bytes_sent": bytes_sent,
             "local": self._local.state_dict(),
         }
 

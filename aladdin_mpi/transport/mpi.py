@@ -318,6 +318,8 @@ class MpiTransport(Transport):
         return frozenset()
 
     def close(self) -> None:
+        if self._closed:
+            return
         self._stopping = True
         if self._progress_thread is not None:
             self._progress_thread.join()

@@ -237,7 +237,7 @@ class Network:
             elif flow.source != rank:
                 continue
             for message in flow.queue:
-                if (queue := flow.undelivered.get(message.tag)) is not None:
-                    queue.remove(message)
+                if message.tag in flow.undelivered:
+                    flow.undelivered[message.tag].remove(message)
             flow.queue.clear()
         return lost

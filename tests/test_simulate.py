@@ -1,0 +1,91 @@
+"""Virtual time as a user runs it: one seed, one result, on whatever machine and however busy."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from aladdin_mpi.options import SimulateOptions, parse
+from tests.commands import metrics, simulate, summary
+
+PLAN = ["--workers", 4, "--hosts", 2, "--samples", 1600, "--batch-size", 16, "--jitter", 0.2]
+PLAN += ["--delay-us", 300, "--log-every", 200, "--eval-every", 0.4]
+
+
+@contextmanager
+def a_busy_machine() -> Iterator[None]:
+    loads = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        yield
+    finally:
+        for load in loads:
+            load.kill()
+            load.wait()
+
+
+def results(run_dir: Path) -> list[bytes]:
+    names = ("metrics.jsonl", "model.pt", "summary.json")
+    return [(run_dir / name).read_bytes() for name in names]
+
+
+def test_one_seed_one_result(tmp_path: Path) -> None:
+    simulate(tmp_path / "a", *PLAN)
+    with a_busy_machine():
+        simulate(tmp_path / "b", *PLAN)
+    assert results(tmp_path / "a") == results(tmp_path / "b")
+    # Watching changes nothing.
+    simulate(tmp_path / "c", *PLAN, "--quiet", env={"PYTHONHASHSEED": "1"})
+    assert results(tmp_path / "a") == results(tmp_path / "c")
+    simulate(tmp_path / "d", *PLAN, "--seed", 1)
+    different = zip(results(tmp_path / "a"), results(tmp_path / "d"), strict=True)
+    assert all(one != other for one, other in different)
+
+
+def test_a_cluster_from_a_file_and_from_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text("hosts = 3\nbandwidth-gbit = 0.1\nlatency-us = 20\n")
+    (tmp_path / "run.toml").write_text(
+        "workers = 6\nmodel = 'size:4'\nsamples = 960\ncompute = 'timed'\ncompute-time = 0.05\n"
+        "servers = 2\n"
+    )
+    files = ["--config", tmp_path / "run.toml", "--cluster", tmp_path / "cluster.toml"]
+    simulate(tmp_path / "slow", *files)
+    simulate(tmp_path / "fast", *files, "--bandwidth-gbit", 10)
+    slow, fast = summary(tmp_path / "slow"), summary(tmp_path / "fast")
+    options = parse(SimulateOptions, ["--config", str(tmp_path / "fast/config.toml")], "test", "")
+    assert (options.cluster.hosts, options.cluster.bandwidth_gbit) == (3, 10)
+    assert (slow["workers"], slow["servers"], slow["samples"]) == (6, 2, 960)
+    # 30 steps of 0.05 s on 6 workers; the fast network adds next to nothing.
+    assert 0.25 <= fast["seconds"] < 0.3
+    assert slow["seconds"] > 2 * fast["seconds"]
+
+
+def test_throughput_alone(tmp_path: Path) -> None:
+    options = ["--model", "resnet50", "--compute", "timed", "--compute-time", 0.2]
+    options += ["--samples", 6400, "--workers", 64, "--servers", 8, "--hosts", 16]
+    options += ["--bandwidth-gbit", 100]
+    done = simulate(tmp_path / "run", *options, "--dataset", "synthetic:3x224x224:1000:6400")
+    found = summary(tmp_path / "run")
+    assert found["parameters"] == 25_557_032
+    assert found["test_accuracy"] is None
+    assert found["gradients_computed"] == found["gradients_applied"] == 200
+    assert found["bytes_sent_per_step"] == pytest.approx(4 * 25_557_032, rel=0.01)
+    assert not (tmp_path / "run" / "model.pt").exists()
+    assert metrics(tmp_path / "run", "eval") == []
+    assert "test accuracy" not in done.stdout
+
+
+def test_progress_and_table(tmp_path: Path) -> None:
+    done = simulate(tmp_path / "run", *PLAN, "--slowdown", "0=4", "1=2")
+    percents = [float(p) for p in re.findall(r"^ *([\d.]+)%", done.stderr, re.M)]
+    assert len(percents) >= 4
+    assert percents == sorted(percents)
+    assert percents[-1] == 100.0
+    assert str(tmp_path / "run") in done.stdout
+    assert re.search(r"engine +virtual\n", done.stdout)
+    assert not re.findall(r"[^\n\x20-\x7e]", done.stdout + done.stderr)
