@@ -19,7 +19,7 @@ endif
 .PHONY: help train test lint format clean clean-venv
 
 help:
-	@echo 'make train [NP=4] [ARGS="--algorithm bsp"]   train on this machine (rank 0 is the server)'
+	@echo 'make train [NP=4] [ARGS="--epochs 5"]   train on this machine (rank 0 is the server)'
 	@echo 'make test [ARGS="-k packaging"]              lint, type check and run the tests'
 	@echo 'make lint | format                           only the checks | put the code in order'
 	@echo 'make clean | clean-venv                      remove caches | also the environment, .venv'

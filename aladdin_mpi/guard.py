@@ -36,14 +36,14 @@ def run_guarded(main: Callable[[], int]) -> int:
     try:
         return main()
     except BaseException as error:
-        _end(error)
+        end_job(error)
         raise AssertionError("unreachable") from error
 
 
 def install() -> None:
     """Make every uncaught error of this process end the whole job."""
-    sys.excepthook = lambda kind, error, trace: _end(error)
-    threading.excepthook = lambda args: _end(args.exc_value or SystemExit(1))
+    sys.excepthook = lambda kind, error, trace: end_job(error)
+    threading.excepthook = lambda args: end_job(args.exc_value or SystemExit(1))
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
         signal.signal(signal.SIGINT, _terminate)
@@ -55,7 +55,8 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
     raise TerminatedError(signum)
 
 
-def _end(error: BaseException) -> None:
+def end_job(error: BaseException) -> None:
+    """Say what has happened and end the job on every rank; does not return."""
     rank, size = launched_place()
     status = 1
     if isinstance(error, SystemExit):

@@ -121,7 +121,7 @@ def test_missing_data_say_where_they_were_looked_for(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"image_size": 0}, "--image-size"), ({"cache": "yes"}, "--cache: expected one of auto")],
+    [({"image_size": 0}, "image_size"), ({"cache": "yes"}, "--cache: expected one of auto")],
 )
 def test_wrong_options_are_named(options: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):

@@ -19,7 +19,7 @@ from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Request, Transport
 
-RECEIVES_AHEAD = 4
+RECEIVES_AHEAD = 8
 """Messages of each worker for which a receive is posted."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from aladdin_mpi import guard
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.budget import Ticket
 from aladdin_mpi.errors import UserError
@@ -67,7 +69,7 @@ class DataParallel:
         if transport is None:
             transport = _over_mpi(float(settings.get("timeout", 1800.0)))
         self.transport = transport
-        self.options = agree(transport, lambda: _options(options, settings))
+        self.options = agree(transport, lambda: _options(options, settings, module))
         self.algorithm = agree(transport, self._check)
         servers = self.options.servers if self.algorithm.server else 0
         self.is_server = transport.rank < servers
@@ -79,12 +81,16 @@ class DataParallel:
         self._evaluate = evaluate
         self._servers = servers
         self._rank: Rank | None = None
+        self._loop: Iterator[Any] | None = None
+        self._ended = False
         self._algorithm_side: greenlet | None = None
         self._loop_side: greenlet | None = None
         self._ticket: Ticket | None = None
         self._stepped = False
         self.run_dir: Path | None = None
         self.summary: dict[str, Any] = {}
+        if self._owns_transport:
+            atexit.register(self._check_ended)
 
     def _check(self) -> registry.Algorithm:
         algorithm = registry.find(self.options.algorithm)
@@ -105,7 +111,20 @@ class DataParallel:
             dataset: map-style, items (input, label) as a DataLoader collates them. With
                 timed computing only its length is used, and an int will do; batches
                 are then None.
+
+        Raises:
+            UserError: a second call; or, in the loop, :meth:`step` was left out.
         """
+        if self._loop is not None:
+            raise UserError(
+                "training loop: expected one call of batches(), got a second; for another run "
+                "make another DataParallel"
+            )
+        # Kept here, so that a loop that is left early stays as it is until _check_ended.
+        self._loop = self._batches(dataset)
+        return self._loop
+
+    def _batches(self, dataset: Any) -> Iterator[Any]:
         length = len(dataset) if isinstance(dataset, Sized) else int(dataset)
         self._rank = rank = Rank(
             self.transport,
@@ -122,8 +141,20 @@ class DataParallel:
         else:
             yield from self._worker_batches(rank, dataset, length)
         self.summary = rank.finish()
+        self._ended = True
         if self._owns_transport:
             self.transport.close()
+
+    def _check_ended(self) -> None:
+        """At the end of the program: no rank goes while others wait for it."""
+        if not self._ended:
+            guard.end_job(
+                UserError(
+                    "training loop: the program has ended, or left the loop, before "
+                    "run.batches() did, and the other ranks wait; let the loop go on until it "
+                    "ends by itself, and end a run early by run.stop()"
+                )
+            )
 
     def _worker_batches(self, rank: Rank, dataset: Any, length: int) -> Iterator[Any]:
         source = self._source(rank, dataset, length)
@@ -165,6 +196,10 @@ class DataParallel:
 
         Args:
             loss: of the batch, for the metrics.
+
+        Raises:
+            UserError: called twice for a batch, or the gradients are not where backward
+                has to put them, as after ``zero_grad()``.
         """
         if self._algorithm_side is None or self._stepped:
             raise UserError(
@@ -192,11 +227,16 @@ class DataParallel:
             yield
             return
         watch.enabled = False
-        yield
-        watch.enabled = True
+        try:
+            yield
+        finally:
+            watch.enabled = True
 
     def stop(self) -> None:
-        """End the run early: no more samples are granted to any worker."""
+        """End the run early: no more samples are granted to any worker.
+
+        The loops go on with what has been granted, and then end by themselves.
+        """
         self._ready().worker.stop()
 
     def _ready(self) -> Rank:
@@ -205,9 +245,13 @@ class DataParallel:
         return self._rank
 
 
-def _options(options: RunOptions | None, settings: dict[str, Any]) -> RunOptions:
+def _options(
+    options: RunOptions | None, settings: dict[str, Any], module: nn.Module
+) -> RunOptions:
     if options is None:
-        given: Settings = {(name,): Setting(value, name) for name, value in settings.items()}
+        # The commands' defaults name the built-in model and data, which these are not.
+        named = {"model": type(module).__name__, "dataset": "own", **settings}
+        given: Settings = {(name,): Setting(value, name) for name, value in named.items()}
         return build(RunOptions, given)
     if settings:
         raise UserError(f"options: expected no settings beside them, got {', '.join(settings)}")
@@ -215,7 +259,6 @@ def _options(options: RunOptions | None, settings: dict[str, Any]) -> RunOptions
 
 
 def _over_mpi(timeout: float) -> Transport:
-    from aladdin_mpi import guard
     from aladdin_mpi.transport.mpi import MpiTransport
 
     guard.install()

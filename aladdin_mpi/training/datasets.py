@@ -84,14 +84,15 @@ def load_dataset(
         UserError: unknown name, missing or wrong data, wrong option.
     """
     if image_size is not None and image_size < 1:
-        raise UserError(f"--image-size: expected at least 1 pixel, got {image_size}")
+        raise UserError(f"image_size: expected at least 1 pixel, got {image_size}")
     if cache not in CACHE_CHOICES:
         raise UserError(f"--cache: expected one of {', '.join(CACHE_CHOICES)}, got {cache!r}")
     with _LOADING:
         return _load(name, data_dir, download, image_size, cache)
 
 
-_LOADING = threading.Lock()
+# A user's data function may load one of the built-in sets in its turn.
+_LOADING = threading.RLock()
 
 
 @lru_cache(maxsize=4)

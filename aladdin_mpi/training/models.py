@@ -69,7 +69,7 @@ def build_model(
     except (RuntimeError, ValueError, AssertionError) as error:
         raise UserError(
             f"--model {name}: cannot take images of {image_size}x{image_size} pixels ({error}); "
-            "use another --model, or --image-size to scale the images (224 fits most)"
+            "use another --model, or images of another size (224 fits most)"
         ) from error
     return model
 

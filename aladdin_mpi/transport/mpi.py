@@ -3,8 +3,11 @@
 Two facts about MPI shape this file. A non-blocking send moves nothing while the
 program computes, unless somebody enters the library: so a progress thread polls.
 And a rank that waits by spinning takes the core from its neighbours: so waits
-back off into short sleeps. All MPI calls are made under one lock, so that
-``MPI_THREAD_SERIALIZED`` is enough.
+back off into short sleeps.
+
+One thread at a time tests for completions, which is when MPI copies what has come;
+meanwhile, with ``MPI_THREAD_MULTIPLE``, another may post the next receives and work
+on what it has. With ``MPI_THREAD_SERIALIZED`` one lock covers every call.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from mpi4py import MPI  # before torch: Cray MPICH breaks the other way round
 
@@ -42,8 +46,10 @@ LIVELY = 0.02
 """Seconds after the last completion for which messages are taken to be moving."""
 HANDLER_DEPTH = 4
 """Receives posted ahead for every handler."""
-LONGEST_NAP = 0.0005
-"""Longest sleep, in seconds, between two looks of a waiting rank."""
+SHORT_NAP = 0.0001
+"""Longest sleep, in seconds, between two looks of a waiting rank while messages move, ..."""
+LONG_NAP = 0.0005
+"""... and when nothing has moved lately."""
 
 REDUCIBLE = {
     torch.float32: MPI.FLOAT,
@@ -94,7 +100,11 @@ class MpiTransport(Transport):
         self.hosts = [numbers[name] for name in names]
         self.host_names = list(numbers)
         self._start = time.perf_counter()
-        self._lock = threading.Lock()
+        self._polling = threading.Lock()
+        threads = MPI.Query_thread()
+        free = threads >= MPI.THREAD_MULTIPLE
+        self._posting: AbstractContextManager[Any] = nullcontext() if free else self._polling
+        self._fresh: deque[_MpiRequest] = deque()
         self._active: list[_MpiRequest] = []
         self._statuses: list[MPI.Status] = []
         self._completions = 0
@@ -106,7 +116,7 @@ class MpiTransport(Transport):
         self._progress_thread: threading.Thread | None = None
         self._stopping = self._closed = False
         self._spins = 50 if self.hosts.count(self.host) <= (os.cpu_count() or 1) else 0
-        if progress and MPI.Query_thread() >= MPI.THREAD_SERIALIZED:
+        if progress and threads >= MPI.THREAD_SERIALIZED:
             self._start_progress()
 
     def _start_progress(self) -> None:
@@ -130,7 +140,11 @@ class MpiTransport(Transport):
         request = _MpiRequest(f"send to rank {dest}, tag {tag}", buffer, receives=False)
         self.traffic.bytes_sent += buffer.nbytes
         self.traffic.messages_sent += 1
-        with self._lock:
+        if after is None and not self._held_back:
+            with self._posting:
+                self._send(request, dest, tag)
+            return request
+        with self._polling:
             queue = self._held_back.get((dest, tag))
             if queue or (after is not None and not after.query()):
                 self._held_back.setdefault((dest, tag), deque()).append((request, after))
@@ -141,15 +155,15 @@ class MpiTransport(Transport):
     def _send(self, request: _MpiRequest, dest: int, tag: int) -> None:
         assert request.buffer is not None
         request.handle = self._messages.Isend(_bytes(request.buffer), dest, tag)
-        self._active.append(request)
+        self._fresh.append(request)
 
     def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
         name = "any rank" if source == ANY_SOURCE else f"rank {source}"
         request = _MpiRequest(f"receive from {name}, tag {tag}", buffer, receives=True)
         mpi_source = MPI.ANY_SOURCE if source == ANY_SOURCE else source
-        with self._lock:
+        with self._posting:
             request.handle = self._messages.Irecv(_bytes(buffer), mpi_source, tag)
-            self._active.append(request)
+        self._fresh.append(request)
         return request
 
     def test(self, request: Request) -> bool:
@@ -183,7 +197,8 @@ class MpiTransport(Transport):
                 if limit is not None and time.perf_counter() - start > limit:
                     break
                 if turn >= self._spins:
-                    time.sleep(min(LONGEST_NAP, 0.00002 * (turn - self._spins)))
+                    longest = SHORT_NAP if self._lively else LONG_NAP
+                    time.sleep(min(longest, 0.00002 * (turn - self._spins)))
         finally:
             self._waiters -= 1
         if timeout is not None:
@@ -195,9 +210,10 @@ class MpiTransport(Transport):
 
     def cancel(self, request: Request) -> None:
         assert isinstance(request, _MpiRequest)
-        with self._lock:
+        with self._polling:
             if request.done:
                 return
+            self._take_fresh()
             request.handle.Cancel()
             status = MPI.Status()
             request.handle.Wait(status)
@@ -210,22 +226,36 @@ class MpiTransport(Transport):
     def _progress(self) -> None:
         """Enter MPI now and then, so that messages move while the rank computes."""
         while not self._stopping:
+            before = self._completions
             if self._waiters == 0:
                 self._poll()
-            lively = time.perf_counter() < self._lively_until
-            time.sleep(FAST_POLL if lively else SLOW_POLL)
+            if self._completions != before:
+                continue  # messages stream in: the next may be there already
+            time.sleep(FAST_POLL if self._lively else SLOW_POLL)
+
+    @property
+    def _lively(self) -> bool:
+        return time.perf_counter() < self._lively_until
 
     def _poll(self) -> None:
         """Complete what can be completed, then run the handlers of what has come."""
-        with self._lock:
+        before = self._completions
+        with self._polling:
             if self._closed:
                 return
-            if self._held_back:
-                self._release_held_back()
-            self._complete_some()
+            # If another thread has completed something meanwhile, that is looked at first.
+            if self._completions == before:
+                if self._held_back:
+                    self._release_held_back()
+                self._take_fresh()
+                self._complete_some()
         for inbox in self._inboxes:
             if inbox.posted and inbox.posted[0].done:
                 self._dispatch(inbox)
+
+    def _take_fresh(self) -> None:
+        while self._fresh:
+            self._active.append(self._fresh.popleft())
 
     def _complete_some(self) -> None:
         active = self._active
@@ -286,9 +316,9 @@ class MpiTransport(Transport):
     # -- collectives ----------------------------------------------------------
     def _collective(self, name: str, *arguments: object) -> Request:
         request = _MpiRequest(name, None, receives=False)
-        with self._lock:
+        with self._posting:
             request.handle = getattr(self._collectives, name)(*arguments)
-            self._active.append(request)
+        self._fresh.append(request)
         return request
 
     def ibarrier(self) -> Request:
@@ -323,6 +353,7 @@ class MpiTransport(Transport):
         self._stopping = True
         if self._progress_thread is not None:
             self._progress_thread.join()
+        self._take_fresh()
         pending: list[Request] = [request for request in self._active if not request.receives]
         self.wait_all(pending)
         for request in list(self._active):

@@ -1,0 +1,171 @@
+"""One's own training loop: what the docstring of DataParallel promises, and its mistakes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import metrics, rises, summary
+from tests.launch import ROOT, Completed, needs, run_ranks
+
+pytestmark = needs("openmpi")
+
+HERE = {"PYTHONPATH": str(ROOT), "ALADDIN_MPI_TEST": "own loop"}
+
+
+def run_script(tmp_path: Path, text: str, ranks: int = 3, **how: Any) -> Completed:
+    file = tmp_path / "script.py"
+    file.write_text(text)
+    return run_ranks(ranks, [str(file)], env=HERE, cwd=tmp_path, timeout=60, **how)
+
+
+# -- what is promised -----------------------------------------------------------------------
+def test_example(tmp_path: Path) -> None:
+    done = run_ranks(3, [str(ROOT / "examples" / "own_loop.py")], env=HERE, cwd=tmp_path)
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    found = summary(run_dir)
+    assert found["samples"] == 10 * 1437
+    assert found["gradients_applied"] == found["gradients_computed"]
+    assert found["test_accuracy"] is None
+    printed = re.findall(r"^accuracy ([\d.]+)$", done.stdout, re.M)
+    assert len(printed) == 1
+    assert float(printed[0]) > 0.9
+    assert rises(metrics(run_dir, "train"))
+
+
+def test_example_adds_few_lines() -> None:
+    lines = (ROOT / "examples" / "own_loop.py").read_text().splitlines()
+    added = [line for line in lines if "# +" in line and not line.startswith('"""')]
+    assert 3 <= len(added) <= 12
+    for word in ("DataParallel", "run."):
+        assert all("# +" in line for line in lines if word in line)
+
+
+SUMS = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from aladdin_mpi import DataParallel
+
+# The gradient of every sample is 1, whatever the parameters, and so is that of a batch.
+data = TensorDataset(torch.ones(64, 3), torch.zeros(64))
+model = nn.Linear(3, 1, bias=False)
+nn.init.zeros_(model.weight)
+run = DataParallel(
+    model, samples=240, batch_size=8, lr=1.0, lr_scaling="none", lr_schedule="constant",
+    warmup_epochs=0, momentum=0, weight_decay=0, aladdin={"normalize": "none"}, run_dir="run",
+    evaluate=lambda module: {"weight": module.weight.mean().item()}, quiet=True,
+)
+sizes = 0
+for inputs, _ in run.batches(data):
+    sizes += len(inputs)
+    with run.accumulate():
+        for part in inputs[:2], inputs[2:4]:
+            (model(part).sum() / len(inputs)).backward()
+    loss = model(inputs[4:]).sum() / len(inputs)
+    loss.backward()
+    run.step(loss)
+    if MOST and sizes >= MOST:
+        run.stop()
+rank = run.transport.rank
+print(f"rank {rank} {run.is_server} {sizes} {model.weight.tolist()}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("most", [0, 40], ids=["to the end", "stopped"])
+def test_every_gradient_counts_once(tmp_path: Path, most: int) -> None:
+    """Accumulated over parts of a batch; and also when the run is stopped early."""
+    done = run_script(tmp_path, SUMS.replace("MOST", str(most)))
+    found = summary(tmp_path / "run")
+    assert found["samples"] == 240 if not most else 40 <= found["samples"] < 240
+    steps = found["gradients_applied"]
+    assert steps == found["gradients_computed"] == found["samples"] / 8
+    assert found["weight"] == -steps
+    ranks = sorted(re.findall(r"^rank (\d) (\w+) (\d+) (.*)$", done.stdout, re.M))
+    assert [server for _, server, _, _ in ranks] == ["True", "False", "False"]
+    assert sum(int(sizes) for _, _, sizes, _ in ranks) == found["samples"]
+    # Every rank ends with the global model.
+    assert {weight for *_, weight in ranks} == {str([[-float(steps)] * 3])}
+
+
+TWO_RUNS = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from aladdin_mpi import DataParallel
+
+data = TensorDataset(torch.randn(64, 3), torch.zeros(64))
+for number in 1, 2:
+    model = nn.Linear(3, 1)
+    run = DataParallel(model, samples=100, batch_size=8, run_dir=f"run-{number}", quiet=True)
+    for inputs, _ in run.batches(data):
+        loss = model(inputs).square().mean()
+        loss.backward()
+        run.step(loss)
+"""
+
+
+def test_two_runs_in_one_program(tmp_path: Path) -> None:
+    run_script(tmp_path, TWO_RUNS)
+    assert [summary(tmp_path / f"run-{n}")["samples"] for n in (1, 2)] == [100, 100]
+
+
+# -- mistakes -------------------------------------------------------------------------------
+LOOP = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from aladdin_mpi import DataParallel
+
+data = TensorDataset(torch.randn(64, 3), torch.zeros(64))
+model = nn.Linear(3, 1)
+run = DataParallel(model, samples=100_000, batch_size=8, run_dir="run", quiet=True)
+rank = run.transport.rank
+count = 0
+for inputs, _ in run.batches(data):
+    count += 1
+    loss = model(inputs).square().mean()
+    BODY
+print("after the loop", flush=True)
+"""
+
+FORGOTTEN = "loss.backward()"
+TWICE = "loss.backward(); run.step(loss); run.step(loss)"
+UNBOUND = "model.zero_grad(); loss.backward(); run.step(loss)"
+BACKWARD_TWICE = "loss.backward(retain_graph=True); loss.backward(); run.step(loss)"
+STEP_AND = "loss.backward(); run.step(loss)\n    if rank == 2 and count == 5: "
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        pytest.param(FORGOTTEN, "expected one call of step() for each batch", id="no step"),
+        pytest.param(TWICE, "got a call without a batch", id="two steps"),
+        pytest.param(UNBOUND, "step() clears the gradients", id="zero_grad"),
+        pytest.param(BACKWARD_TWICE, "`with run.accumulate():`", id="two backward"),
+        pytest.param(STEP_AND + "break", "end a run early by run.stop()", id="break"),
+        pytest.param(STEP_AND + "raise SystemExit", "run.stop()", id="exit"),
+        pytest.param(STEP_AND + "run.batches(data)", "got a second", id="two loops"),
+    ],
+)
+def test_a_mistake_ends_the_job(tmp_path: Path, body: str, words: str) -> None:
+    done = run_script(tmp_path, LOOP.replace("BODY", body), check=False)
+    assert done.returncode != 0
+    found = re.findall(r"aladdin_mpi: error \(rank [12]\): training loop: (.*)", done.stderr)
+    assert 1 <= len(found) <= 2, done
+    assert all(words in line for line in found), done
+    assert "Traceback" not in done.stderr
+    # Only who has left the loop goes on behind it.
+    assert done.stdout.count("after the loop") == (body == STEP_AND + "break")
+
+
+def test_an_exception_in_the_loop_ends_the_job(tmp_path: Path) -> None:
+    done = run_script(tmp_path, LOOP.replace("BODY", STEP_AND + "1 / 0"), check=False)
+    assert done.returncode != 0
+    assert "[rank 2] ZeroDivisionError" in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert "run.stop()" not in done.stderr
