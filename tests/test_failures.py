@@ -146,8 +146,8 @@ def test_an_exception_ends_the_job(
 @needs("mpich")
 def test_an_exception_ends_the_job_under_mpich(tmp_path: Path, mark: dict[str, str]) -> None:
     options = ["--model", "bad:bad_step", "--epochs", 1000]
-    where = {"modules": modules(tmp_path), "env": mark, "mpi": "mpich"}
-    with training(3, tmp_path / "run", *options, **where) as job:
+    run = training(3, tmp_path / "run", *options, modules=modules(tmp_path), env=mark, mpi="mpich")
+    with run as job:
         check_traceback(ended(job, mark), 2, "in a step")
 
 

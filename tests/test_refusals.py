@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.commands import TRAIN, metrics, refusal, simulate, summary, train
-from tests.launch import Completed, needs, run_ranks
+from tests.launch import ROOT, Completed, needs, run_ranks
 
 pytestmark = needs("openmpi")
+
+PROJECT = {"PYTHONPATH": str(ROOT)}
+"""For runs outside the project's folder."""
 
 MPIRUN = [
     pytest.param(2, ["--learning-rate", 1], ["--learning-rate: no such option"], id="option"),
@@ -26,17 +29,12 @@ def test_refused_under_mpirun(
     tmp_path: Path, ranks: int, options: list[object], words: list[str]
 ) -> None:
     run_dir = None if "--resume" in options else tmp_path / "run"
-    done = train(ranks, run_dir, *options, check=False, timeout=60, cwd=tmp_path, **root())
+    done = train(ranks, run_dir, *options, check=False, timeout=60, cwd=tmp_path, env=PROJECT)
     line = refusal(done)
     assert all(word in line for word in words), line
     assert done.returncode == 2
     assert not (tmp_path / "run").exists()
     assert done.stdout == ""
-
-
-def root() -> dict[str, dict[str, str]]:
-    """For runs outside the project's folder."""
-    return {"env": {"PYTHONPATH": str(Path(__file__).parent.parent)}}
 
 
 ALONE = [

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.training.checkpoint import CheckpointStore
 from tests.commands import (
     EPOCH,
     checkpoint,
@@ -225,11 +227,6 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("harm", "words"),
     [
         (truncate, ["rank-2.pt", "is truncated", "expected", "bytes, got"]),
-        (lose_a_part, ["rank-1.pt is missing"]),
-        (lose_all, ["expected a checkpoint", "--overwrite"]),
-        (empty_the_manifest, ["is not a checkpoint of aladdin_mpi"]),
-        (put_another_file, ["is not a checkpoint of aladdin_mpi"]),
-        (come_from_another_version, ["'aladdin_mpi checkpoint 7'", "the version"]),
         (edit_the_configuration, ["option.batch-size: 32 and 16", "as it was started"]),
     ],
 )
@@ -240,6 +237,27 @@ def test_refused(
     harm(copy)
     line = refusal(simulate(None, "--resume", copy, "--samples", 960, check=False))
     assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lose_a_part, r"rank-1.pt is missing"),
+        (lose_all, r"expected a checkpoint in .*--overwrite"),
+        (empty_the_manifest, r"is not a checkpoint of aladdin_mpi"),
+        (put_another_file, r"is not a checkpoint of aladdin_mpi"),
+        (come_from_another_version, r"'aladdin_mpi checkpoint 7'.*the version"),
+    ],
+)
+def test_not_a_checkpoint(
+    tmp_path: Path, simulated: Path, harm: Callable[[Path], None], words: str
+) -> None:
+    copy = Path(shutil.copytree(simulated, tmp_path / "copy"))
+    store = CheckpointStore(copy)
+    assert store.load(1, {"ranks": 4})["drawn"] == 640
+    harm(copy)
+    with pytest.raises(UserError, match=words):
+        store.load(1, {"ranks": 4})
 
 
 def test_options_that_a_resumed_run_cannot_change(simulated: Path) -> None:

@@ -245,9 +245,7 @@ class DataParallel:
         return self._rank
 
 
-def _options(
-    options: RunOptions | None, settings: dict[str, Any], module: nn.Module
-) -> RunOptions:
+def _options(options: RunOptions | None, settings: dict[str, Any], module: nn.Module) -> RunOptions:
     if options is None:
         # The commands' defaults name the built-in model and data, which these are not.
         named = {"model": type(module).__name__, "dataset": "own", **settings}

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torchvision.models
 from torch import Tensor, nn
 
 from aladdin_mpi.errors import UserError
@@ -28,6 +27,8 @@ SMALL_MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
 
 def list_models() -> list[str]:
     """Return the names that :func:`build_model` knows: the small ones, then torchvision's."""
+    import torchvision.models  # as slow to import as torch, and most runs need none of it
+
     return [*SMALL_MODELS, *torchvision.models.list_models(module=torchvision.models)]
 
 
@@ -50,7 +51,7 @@ def build_model(
     """
     if ":" in name:
         return _build_users(name, num_classes, in_channels, image_size)
-    if name not in list_models():
+    if name not in SMALL_MODELS and name not in list_models():
         close = get_close_matches(name, list_models())
         hint = f"did you mean {' or '.join(close)}? " if close else ""
         raise UserError(
@@ -75,6 +76,8 @@ def build_model(
 
 
 def _build_torchvision(name: str, num_classes: int, in_channels: int, size: int) -> nn.Module:
+    import torchvision.models
+
     builder = torchvision.models.get_model_builder(name)
     options: dict[str, Any] = {"weights": None, "num_classes": num_classes}
     if name in ("googlenet", "inception_v3"):

@@ -59,11 +59,12 @@ REDUCIBLE = {
 
 
 class _MpiRequest(Request):
-    __slots__ = ("handle", "receives")
+    __slots__ = ("handle", "receives", "tag")
 
     def __init__(self, what: str, buffer: Tensor | None, receives: bool) -> None:
         super().__init__(what, buffer)
         self.receives = receives
+        self.tag = -1
         self.handle: MPI.Request = MPI.REQUEST_NULL
 
 
@@ -160,11 +161,16 @@ class MpiTransport(Transport):
     def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
         name = "any rank" if source == ANY_SOURCE else f"rank {source}"
         request = _MpiRequest(f"receive from {name}, tag {tag}", buffer, receives=True)
-        mpi_source = MPI.ANY_SOURCE if source == ANY_SOURCE else source
-        with self._posting:
-            request.handle = self._messages.Irecv(_bytes(buffer), mpi_source, tag)
+        request.source, request.tag = source, tag
+        # Posted by the next poll: MPI copies a message that has been announced already
+        # inside Irecv, which must not keep this thread from its work.
         self._fresh.append(request)
         return request
+
+    def _post_receive(self, request: _MpiRequest) -> None:
+        assert request.buffer is not None
+        source = MPI.ANY_SOURCE if request.source == ANY_SOURCE else request.source
+        request.handle = self._messages.Irecv(_bytes(request.buffer), source, request.tag)
 
     def test(self, request: Request) -> bool:
         if not request.done:
@@ -255,7 +261,10 @@ class MpiTransport(Transport):
 
     def _take_fresh(self) -> None:
         while self._fresh:
-            self._active.append(self._fresh.popleft())
+            request = self._fresh.popleft()
+            if request.receives:
+                self._post_receive(request)
+            self._active.append(request)
 
     def _complete_some(self) -> None:
         active = self._active
