@@ -107,7 +107,9 @@ def test_small_models_take_any_number_of_channels() -> None:
 
 
 def test_an_image_size_that_does_not_fit_is_named() -> None:
-    with pytest.raises(UserError, match=r"alexnet: cannot take images of 32x32 .*images of another size"):
+    with pytest.raises(
+        UserError, match=r"alexnet: cannot take images of 32x32 .*images of another size"
+    ):
         build_model("alexnet", 10, image_size=32)
     with pytest.raises(UserError, match=r"vgg16_bn_cifar: cannot take images of 8x8"):
         build_model("vgg16_bn_cifar", 10, image_size=8)

@@ -38,7 +38,7 @@ from aladdin_mpi.transport.base import (
     WaitTimeoutError,
 )
 
-FAST_POLL = 0.00025
+FAST_POLL = 0.0005
 """Seconds between two polls of the progress thread while messages move."""
 SLOW_POLL = 0.001
 """The same when nothing has moved lately."""
@@ -46,7 +46,7 @@ LIVELY = 0.02
 """Seconds after the last completion for which messages are taken to be moving."""
 HANDLER_DEPTH = 4
 """Receives posted ahead for every handler."""
-SHORT_NAP = 0.0001
+SHORT_NAP = 0.0002
 """Longest sleep, in seconds, between two looks of a waiting rank while messages move, ..."""
 LONG_NAP = 0.0005
 """... and when nothing has moved lately."""
