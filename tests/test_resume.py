@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options import SimulateOptions
 from aladdin_mpi.training.checkpoint import CheckpointStore
+from aladdin_mpi.training.run_folder import prepare
 from tests.commands import (
     EPOCH,
     checkpoint,
@@ -258,6 +260,13 @@ def test_not_a_checkpoint(
     harm(copy)
     with pytest.raises(UserError, match=words):
         store.load(1, {"ranks": 4})
+
+
+def test_overwriting_forgets_the_old_checkpoint(tmp_path: Path, simulated: Path) -> None:
+    copy = Path(shutil.copytree(simulated, tmp_path / "copy"))
+    prepare(copy, SimulateOptions(overwrite=True))
+    with pytest.raises(UserError, match="expected a checkpoint"):
+        CheckpointStore(copy).load(0, {})
 
 
 def test_options_that_a_resumed_run_cannot_change(simulated: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import CONFIG_NAME, RunOptions, to_toml
+from aladdin_mpi.training.checkpoint import FOLDER as CHECKPOINT
 from aladdin_mpi.training.recorder import METRICS
 
 SUMMARY = "summary.json"
@@ -42,6 +44,8 @@ def prepare(folder: Path, options: RunOptions) -> None:
             (folder / name).unlink()
         for old in (folder / "tensorboard").glob("events.*"):
             old.unlink()
+        if used:
+            shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         write_text(folder / CONFIG_NAME, f"# {command}\n{to_toml(options)}")
     except OSError as error:

@@ -159,6 +159,7 @@ class MpiTransport(Transport):
         self._fresh.append(request)
 
     def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
+        _check_buffer(buffer)
         name = "any rank" if source == ANY_SOURCE else f"rank {source}"
         request = _MpiRequest(f"receive from {name}, tag {tag}", buffer, receives=True)
         request.source, request.tag = source, tag
@@ -372,13 +373,17 @@ class MpiTransport(Transport):
             raise TransportError("closed while sends waited for their event")
 
 
-def _bytes(buffer: Tensor) -> list[object]:
-    """``buffer`` as MPI takes it: its own memory, counted in bytes."""
+def _check_buffer(buffer: Tensor) -> None:
     if not buffer.is_contiguous() or buffer.device.type != "cpu":
         raise TransportError(
             f"MPI sends contiguous CPU tensors; got shape {tuple(buffer.shape)} with strides "
             f"{buffer.stride()} on {buffer.device}"
         )
+
+
+def _bytes(buffer: Tensor) -> list[object]:
+    """``buffer`` as MPI takes it: its own memory, counted in bytes."""
+    _check_buffer(buffer)
     return [buffer.detach().reshape(-1).view(torch.uint8).numpy(), MPI.BYTE]
 
 
