@@ -5,9 +5,9 @@ program computes, unless somebody enters the library: so a progress thread polls
 And a rank that waits by spinning takes the core from its neighbours: so waits
 back off into short sleeps.
 
-One thread at a time tests for completions, which is when MPI copies what has come;
-meanwhile, with ``MPI_THREAD_MULTIPLE``, another may post the next receives and work
-on what it has. With ``MPI_THREAD_SERIALIZED`` one lock covers every call.
+One thread at a time posts receives and tests for completions, which is when MPI
+copies what has come; meanwhile another works on what it has and, with
+``MPI_THREAD_MULTIPLE``, sends. With ``MPI_THREAD_SERIALIZED`` one lock covers every call.
 """
 
 from __future__ import annotations
