@@ -59,7 +59,7 @@ def any_large(r: random.Random, seed: int) -> Setup:
         samples=15 * workers,
         batch=1,
         segments=r.choice([1, 1, 2]),
-        server_seconds=r.uniform(0.5, 3) * servers / numel * BUCKET,
+        server_seconds=r.uniform(1, 6) * servers / numel * BUCKET,
         cluster=any_cluster(r, servers + workers, numel),
         seed=seed,
     )

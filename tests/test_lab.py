@@ -48,11 +48,12 @@ MPI.COMM_WORLD.Barrier()
 time.sleep(100)
 """
 
-# A program that runs a lab, as a benchmark does. The handler is set because a test run in the
-# background of a shell hands on an ignored SIGINT.
+# A program that runs a lab, as a benchmark does. Handlers are set because a test run in the
+# background of a shell hands on an ignored SIGINT, and one under nohup an ignored SIGHUP.
 OWNER = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from benchmarks.lab import Lab
 with Lab(hosts=2) as lab:
     print(lab.name, flush=True)
