@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add(
         "--slowdown", type=float, nargs="+", default=[1.0], help="factors of one worker, a row each"
     )
-    add("--iterations", type=int, default=60, help="of each worker that is not slowed down")
+    add("--iterations", type=int, default=200, help="of each worker that is not slowed down")
     add("--workers", type=int, default=8, help="spread over the hosts")
     add("--hosts", type=int, default=4, help="each with a server, if the algorithm has any")
     add("--rate", type=float, default=1.0, help="each host's link, in Gbit/s")
