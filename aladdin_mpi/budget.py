@@ -24,10 +24,19 @@ KEEPER = 0
 
 
 class Ticket(NamedTuple):
-    """The right to ``size`` samples, number ``start`` of the run and following; 0: none left."""
+    """The right to ``size`` samples out of a round of ``whole``, number ``start`` and following.
+
+    Without rounds a ticket is a round of its own. ``whole`` is 0 when none are left;
+    ``size`` alone is 0 for a worker that gets nothing of a last, small round.
+    """
 
     start: int
     size: int
+    whole: int
+
+    def size_of(self, worker: int, workers: int) -> int:
+        """How many of the round's samples go to a worker."""
+        return self.whole * (worker + 1) // workers - self.whole * worker // workers
 
 
 class Report(NamedTuple):
@@ -51,10 +60,17 @@ class Budget:
     Args:
         total: samples of the whole run.
         on_report: called with (rank, report, samples drawn) for every draw.
+        lockstep: the number of workers that advance in rounds, each round dealt evenly
+            to all of them, so that every worker takes as many steps; 0: each draws
+            for itself.
     """
 
     def __init__(
-        self, transport: Transport, total: int, on_report: Callable[[int, Report], None]
+        self,
+        transport: Transport,
+        total: int,
+        on_report: Callable[[int, Report], None],
+        lockstep: int = 0,
     ) -> None:
         self._transport = transport
         self._on_report = on_report
@@ -63,6 +79,10 @@ class Budget:
         self.limit = 0
         self._is_open = False
         self._early: list[tuple[int, int]] = []
+        self._workers = lockstep
+        self._first_worker = transport.size - lockstep
+        self._rounds: list[Ticket] = []
+        self._turns = [0] * transport.size
         nbytes = 8 * (1 + len(Report._fields))
         transport.on_message(Tag.DRAW, nbytes, self._draw)
 
@@ -77,15 +97,29 @@ class Budget:
             self._early.append((source, int(want)))
 
     def _grant(self, rank: int, want: int) -> None:
+        ticket = self._part_of_round(rank, want) if self._workers else self._take(want)
+        self._transport.isend(torch.tensor(ticket), rank, Tag.GRANT)
+
+    def _take(self, want: int) -> Ticket:
         count = min(want, max(self.limit - self.drawn, 0))
-        grant = torch.tensor([self.drawn, count])
         self.drawn += count
-        self._transport.isend(grant, rank, Tag.GRANT)
+        return Ticket(self.drawn - count, count, count)
+
+    def _part_of_round(self, rank: int, want: int) -> Ticket:
+        """The worker's part of its next round, which is decided when the first one asks."""
+        turn = self._turns[rank]
+        self._turns[rank] += 1
+        if turn == len(self._rounds):
+            self._rounds.append(self._take(want * self._workers))
+        ticket = self._rounds[turn]
+        return ticket._replace(size=ticket.size_of(rank - self._first_worker, self._workers))
 
     def open(self, limit: int) -> None:
         """Grant samples up to number ``limit`` of the run, first to those who came too early."""
         with self._transport.atomic():
             self.limit, self._is_open = min(limit, self.total), True
+            self._rounds.clear()
+            self._turns = [0] * len(self._turns)
             for rank, want in self._early:
                 self._grant(rank, want)
             self._early.clear()
@@ -133,7 +167,7 @@ class Draws:
 
     def request(self, want: int, report: Report) -> None:
         """Ask for ``want`` samples, and report; :meth:`take` gets the answer."""
-        grant = torch.zeros(2, dtype=torch.int64)
+        grant = torch.zeros(len(Ticket._fields), dtype=torch.int64)
         self._grants.append((self._transport.irecv(grant, KEEPER, Tag.GRANT), grant))
         self._send(want, report)
 
@@ -158,5 +192,4 @@ class Draws:
                 self._ahead = min(2 * self._ahead, MOST_AHEAD)
             self._transport.wait(receive)
         self._computing = True
-        start, count = grant.tolist()
-        return Ticket(start, count)
+        return Ticket(*grant.tolist())

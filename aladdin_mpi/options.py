@@ -10,7 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from aladdin_mpi import cli
 from aladdin_mpi.agreement import agreed, differences, fingerprint
-from aladdin_mpi.algorithms.options import AladdinOptions
+from aladdin_mpi.algorithms.options import (
+    AladdinOptions,
+    AspOptions,
+    BspOptions,
+    EasgdOptions,
+    ShatOptions,
+    SspOptions,
+)
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.fields import nested, option, shown
 from aladdin_mpi.intervals import CheckpointInterval, Interval
@@ -159,6 +166,12 @@ class RunOptions(BaseModel):
         group="communication",
         gt=0,
     )
+    wait_free: bool = option(
+        True,
+        "send each part of a gradient as soon as backward has completed it (wait-free "
+        "backpropagation), not all when backward is over",
+        group="communication",
+    )
     wire: Precision = option("fp32", "number format of what is sent", group="communication")
 
     # -- computing
@@ -226,6 +239,11 @@ class RunOptions(BaseModel):
 
     # -- algorithms with options of their own: one line each
     aladdin: AladdinOptions = nested(AladdinOptions)
+    asp: AspOptions = nested(AspOptions)
+    bsp: BspOptions = nested(BspOptions)
+    easgd: EasgdOptions = nested(EasgdOptions)
+    shat: ShatOptions = nested(ShatOptions)
+    ssp: SspOptions = nested(SspOptions)
 
     @model_validator(mode="before")
     @classmethod

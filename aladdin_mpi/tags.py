@@ -20,6 +20,10 @@ class Tag(IntEnum):
     """From rank 0: send me your part of the model."""
     SHARD = 6
     """The answer: one bucket in a frame."""
+    LOCAL_GRADIENT = 9
+    """Worker to the leading worker of its host: a bucket."""
+    LOCAL_MODEL = 10
+    """The other way."""
     SETUP = 7
     """Before training: what all ranks must agree on."""
     REPORT = 8

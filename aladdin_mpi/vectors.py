@@ -14,3 +14,21 @@ def add(x: Tensor, y: Tensor, alpha: float = 1.0) -> None:
     """``x <- x + alpha y``, in place."""
     if not x.is_meta:
         x.add_(y, alpha=alpha)
+
+
+def copy(x: Tensor, y: Tensor) -> None:
+    """``x <- y``."""
+    if not x.is_meta:
+        x.copy_(y)
+
+
+def scale(x: Tensor, factor: float) -> None:
+    """``x <- factor x``, in place."""
+    if not x.is_meta:
+        x.mul_(factor)
+
+
+def lerp(x: Tensor, y: Tensor, weight: float) -> None:
+    """``x <- (1 - weight) x + weight y``, in place; ``y`` may be of another dtype or device."""
+    if not x.is_meta:
+        x.lerp_(y.to(x.device, x.dtype), weight)

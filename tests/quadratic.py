@@ -122,8 +122,8 @@ class SlowServer(ParameterServer):
 
     seconds = 0.0
 
-    def gradients(self) -> Iterator[Arrival]:
-        for arrival in super().gradients():
+    def gradients(self, on_end: Callable[[int], None] | None = None) -> Iterator[Arrival]:
+        for arrival in super().gradients(on_end):
             if self.seconds:
                 self.transport.sleep(self.seconds)
             yield arrival

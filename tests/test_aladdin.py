@@ -24,6 +24,7 @@ from aladdin_mpi.algorithms.options import AladdinOptions
 from aladdin_mpi.algorithms.server import Arrival, ParameterServer
 from aladdin_mpi.algorithms.worker import FORWARD_SHARE
 from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport
 from tests.quadratic import STAGGER, Outcome, Quadratic, Setup, aladdin_options, noise_of, run
@@ -311,13 +312,13 @@ class Script:
         self.alphas: list[float] = []
         role.server.send_model = self.note  # type: ignore[method-assign]
 
-    def note(self, worker: int, bucket: object, alpha: float = 1.0) -> None:
+    def note(self, worker: int, bucket: Bucket, alpha: float = 1.0, exact: bool = False) -> None:
         self.alphas.append(alpha)
 
     def play(self, workers: list[int], count: int = 1) -> None:
         bucket = self.role.server.buckets[0]
         arrivals = [Arrival(w, bucket, count, torch.full((4,), float(count))) for w in workers]
-        self.role.server.gradients = lambda: iter(arrivals)  # type: ignore[method-assign]
+        self.role.server.gradients = lambda on_end=None: iter(arrivals)  # type: ignore[method-assign]
         self.role.run()
 
     @property

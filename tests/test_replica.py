@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.layout import Layout, cut
-from aladdin_mpi.replica import BucketWatch, Replica
+from aladdin_mpi.replica import BucketWatch, PhantomReplica, Replica, outline
 
 
 def perceptron() -> nn.Sequential:
@@ -42,6 +42,37 @@ def test_the_flat_vector_holds_the_parameters_last_layer_first() -> None:
     assert replica.numel == sum(p.numel() for p in before)
     assert torch.equal(replica.parameters, flat(before))
     assert replica.shapes == [tuple(p.shape) for p in before[::-1]]
+
+
+class Scaled(nn.Module):
+    """A parameter of its own, beside modules that have some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.inner = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        self.tied = nn.Linear(4, 3, bias=False)
+        self.tied.weight = self.inner[0].weight
+        self.last = nn.Linear(3, 2)
+
+
+def test_a_layer_is_what_one_module_holds_itself() -> None:
+    replica = Replica(Scaled())
+    assert replica.layers == [8, 6, 15, 3]
+    assert replica.shapes == [(2,), (2, 3), (3,), (3,), (3,), (3, 4), (3,)]
+    assert sum(replica.layers) == replica.numel
+
+
+def test_a_phantom_has_the_sizes_of_its_module() -> None:
+    with torch.device("meta"):
+        module = Scaled()
+    module.last.bias.requires_grad_(False)
+    sizes = outline(module)
+    phantom = PhantomReplica(sum(sizes.layers), sizes)
+    assert phantom.layers == [6, 6, 15, 3]
+    assert phantom.shapes == [(2, 3), (3,), (3,), (3,), (3, 4), (3,)]
+    assert phantom.numel == sum(p.numel() for p in module.parameters() if p.requires_grad)
+    assert PhantomReplica(7).layers == [7]
 
 
 def test_parameters_are_views_both_ways() -> None:

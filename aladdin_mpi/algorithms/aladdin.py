@@ -32,8 +32,7 @@ class AladdinWorker(TrainingWorker):
     def __init__(
         self, worker: Worker, optimizer: MomentumSGD, wire: DenseWire, options: AladdinOptions
     ) -> None:
-        self.worker = worker
-        self.optimizer = optimizer
+        super().__init__(worker, optimizer)
         self.sends_steps = options.momentum == "worker"
         layout, transport = worker.layout, worker.transport
         new_vector = worker.replica.new_vector
@@ -42,7 +41,7 @@ class AladdinWorker(TrainingWorker):
 
     def run(self) -> None:
         """Train until the segment's samples are used up."""
-        worker, x = self.worker, self.worker.parameters
+        worker, x = self.worker, self.x
         self.inbox.open()
         for batch in worker.batches():
             g = self.outbox.begin(batch.start)
@@ -67,22 +66,15 @@ class AladdinWorker(TrainingWorker):
 
     def counts(self) -> dict[str, int]:
         """Gradients computed and coalesced so far."""
-        return {"computed": self.worker.computed, "coalesced": self.outbox.coalesced}
+        return {**super().counts(), "coalesced": self.outbox.coalesced}
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         """Everything that the next segment depends on."""
-        return {
-            "worker": self.worker.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "parameters": self.worker.parameters,
-            "coalesced": self.outbox.coalesced,
-        }
+        return {**super().state_dict(), "coalesced": self.outbox.coalesced}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
-        self.worker.load_state_dict(state["worker"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.worker.parameters.copy_(state["parameters"])
+        super().load_state_dict(state)
         self.outbox.coalesced = state["coalesced"]
 
 
@@ -175,6 +167,10 @@ class AladdinServer(Server):
         """The end of the run: apply what no worker has triggered yet."""
         for shard in self.shards.values():
             self._update(shard)
+
+    def part(self, bucket: Bucket) -> Tensor:
+        """This server's values."""
+        return self.server.values[bucket.index]
 
     def counts(self) -> dict[str, int]:
         """Gradients applied and dropped so far, which must be alike on all shards."""

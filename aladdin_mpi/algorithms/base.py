@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from aladdin_mpi.layout import Bucket
+from aladdin_mpi.optimizer import MomentumSGD
+
+if TYPE_CHECKING:
+    from aladdin_mpi.algorithms.worker import Worker
 
 
 class Role(ABC):
@@ -22,6 +30,15 @@ class Role(ABC):
         """Totals of gradients for the accounts of the run."""
 
     @abstractmethod
+    def part(self, bucket: Bucket) -> Tensor:
+        """This rank's values of a bucket, for the global model."""
+
+    @property
+    def weight(self) -> float:
+        """What they weigh in the mean over all ranks that have some."""
+        return 1.0
+
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """All state, as tensors, numbers, strings, lists and dicts."""
 
@@ -31,7 +48,34 @@ class Role(ABC):
 
 
 class TrainingWorker(Role):
-    """A rank that computes gradients."""
+    """A rank that computes gradients, with a model and an optimizer of its own."""
+
+    def __init__(self, worker: Worker, optimizer: MomentumSGD) -> None:
+        self.worker = worker
+        self.optimizer = optimizer
+        self.x = worker.parameters
+
+    def counts(self) -> dict[str, int]:
+        """Gradients computed so far."""
+        return {"computed": self.worker.computed}
+
+    def part(self, bucket: Bucket) -> Tensor:
+        """This worker's own model."""
+        return self.x[bucket.part]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next segment depends on."""
+        return {
+            "worker": self.worker.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "parameters": self.x,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        self.worker.load_state_dict(state["worker"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.x.copy_(state["parameters"])
 
 
 class Server(Role):

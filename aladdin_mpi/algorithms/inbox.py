@@ -12,6 +12,7 @@ from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Request, Transport
+from aladdin_mpi.vectors import lerp
 
 
 class Model(NamedTuple):
@@ -97,6 +98,7 @@ class ModelInbox:
 
     def __init__(self, transport: Transport, layout: Layout, wire: DenseWire) -> None:
         self._transport = transport
+        self._buckets = len(layout.buckets)
         self._lines = [_Line(transport, s, layout, wire) for s in range(layout.servers)]
 
     def open(self) -> None:
@@ -104,22 +106,36 @@ class ModelInbox:
         for line in self._lines:
             line.open()
 
-    def blend_into(self, parameters: Tensor) -> None:
-        """``x <- (1 - alpha) x + alpha x~`` with the newest arrival of each bucket."""
+    def blend_into(self, parameters: Tensor) -> int:
+        """``x <- (1 - alpha) x + alpha x~`` with the newest arrival of each bucket.
+
+        Returns how many buckets have come.
+        """
+        count = 0
         for line in self._lines:
             arrived = line.arrived()
             newest = {model.bucket.index: model for model in arrived}
             for bucket, values, alpha in newest.values():
-                if not parameters.is_meta:
-                    mine = parameters[bucket.part]
-                    mine.lerp_(values.to(mine.device, mine.dtype), alpha)
+                lerp(parameters[bucket.part], values, alpha)
             line.repost(len(arrived))
+            count += len(arrived)
+        return count
+
+    def await_into(self, parameters: Tensor) -> None:
+        """Wait for a model from the servers, every bucket once, and blend it in."""
+        missing = self._buckets
+        while missing := missing - self.blend_into(parameters):
+            self._wait()
 
     def drain_into(self, parameters: Tensor) -> None:
         """Blend what still comes until every server has said that it was all."""
-        while True:
+        self.blend_into(parameters)
+        while self._wait():
             self.blend_into(parameters)
-            awaited = [request for line in self._lines if (request := line.next())]
-            if not awaited:
-                return
+
+    def _wait(self) -> bool:
+        """Wait for the next message; whether one can come."""
+        awaited = [request for line in self._lines if (request := line.next())]
+        if awaited:
             self._transport.wait_any(awaited)
+        return bool(awaited)

@@ -50,3 +50,83 @@ class AladdinOptions(BaseModel):
         description="gradients of a worker on the wire at once; more are summed until one is free",
         json_schema_extra={"unit": "GRADIENTS"},
     )
+
+
+class AspOptions(BaseModel):
+    """For --algorithm asp (Dean et al., NIPS 2012)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    momentum: Literal["server", "worker"] = Field(
+        "worker",
+        description="where momentum and weight decay are added: to the gradients as they arrive "
+        "at the server, or at each worker before it sends",
+    )
+    normalize: Literal["workers", "none"] = Field(
+        "workers",
+        description="what a gradient is divided by at the server: the number of workers, or "
+        "nothing",
+    )
+
+
+class ShatOptions(AspOptions):
+    """For --algorithm shat (Ko et al., Applied Sciences 12, 292, 2022)."""
+
+    log: Literal["e", "2"] = Field(
+        "2", description="base of the logarithm in alpha = 1 - n/(c log n)"
+    )
+    self_update: bool = Field(
+        True, description="a worker applies its gradient to its own model before it blends"
+    )
+
+
+class SspOptions(AspOptions):
+    """For --algorithm ssp (Ho et al., NIPS 2013)."""
+
+    bound: int = Field(
+        3,
+        ge=0,
+        description="steps that a worker may be ahead of the slowest",
+        json_schema_extra={"unit": "STEPS"},
+    )
+    pull: Literal["always", "on-bound"] = Field(
+        "always",
+        description="when a worker takes the server's model: after every step (Ho et al.), or "
+        "only when it has gone bound + 1 steps without (Ko et al., IPDPS 2021)",
+    )
+    self_update: Literal["workers", "none"] = Field(
+        "none",
+        description="with --ssp-pull on-bound: what a worker divides its gradient by when it "
+        "applies it to its own model: the number of workers, or nothing",
+    )
+
+
+class EasgdOptions(BaseModel):
+    """For --algorithm easgd and eamsgd (Zhang, Choromanska, LeCun; NeurIPS 2015)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    tau: int = Field(
+        2,
+        ge=1,
+        description="steps of a worker between two exchanges with the centre",
+        json_schema_extra={"unit": "STEPS"},
+    )
+    alpha: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = Field(
+        "auto",
+        description="how far a worker and the centre move towards each other; auto: 0.9 divided "
+        "by the number of workers",
+        json_schema_extra={"unit": "WEIGHT"},
+    )
+
+
+class BspOptions(BaseModel):
+    """For --algorithm bsp."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    host_first: bool = Field(
+        False,
+        description="add up the gradients of a host's workers on the host; one worker of each "
+        "host talks to the servers",
+    )

@@ -48,20 +48,26 @@ class Outbox:
         self._layout = layout
         self._wire = wire
         self._ring = ring
-        vectors = [new_vector() for _ in range(ring + 2)]
-        self._free = [_Slot(vector, wire.buffer_for(vector)) for vector in vectors]
+        self._new_vector = new_vector
+        self._free = [self._new_slot()]
         self._in_flight: list[_Slot] = []
         self._waiting: _Slot | None = None
         self._current: _Slot | None = None
         self._live = False
         self.coalesced = 0
 
-    def begin(self, samples: int) -> Tensor:
-        """A zeroed vector for the next gradient, whose samples start at ``samples``."""
+    def _new_slot(self) -> _Slot:
+        vector = self._new_vector()
+        return _Slot(vector, self._wire.buffer_for(vector))
+
+    def begin(self, samples: int, count: int = 1) -> Tensor:
+        """A zeroed vector for the next ``count`` gradients, from sample ``samples`` on."""
         self._reclaim()
-        slot = self._current = self._free.pop()
-        slot.vector.zero_()
-        slot.count, slot.samples = 1, samples
+        # At most ring in flight, one that waits and this one.
+        slot = self._current = self._free.pop() if self._free else self._new_slot()
+        if not slot.vector.is_meta:
+            slot.vector.zero_()
+        slot.count, slot.samples = count, samples
         self._live = self._waiting is None and len(self._in_flight) < self._ring
         if self._live:
             self._announce(slot)
@@ -85,16 +91,20 @@ class Outbox:
             self._waiting = slot
         else:
             add(self._waiting.vector, slot.vector)
-            self._waiting.count += 1
-            self.coalesced += 1
+            self._waiting.count += slot.count
+            self.coalesced += slot.count
             self._free.append(slot)
         self._advance()
 
-    def flush(self) -> None:
-        """Wait until everything is delivered, then tell the servers that this was all."""
+    def drain(self) -> None:
+        """Wait until everything is delivered."""
         while self._in_flight:
             self._transport.wait_all(self._in_flight[0].requests)
             self._advance()
+
+    def flush(self) -> None:
+        """Wait until everything is delivered, then tell the servers that this was all."""
+        self.drain()
         for server in range(self._layout.servers):
             self._transport.wait(self._header(server, Header(Kind.END)))
 

@@ -137,10 +137,12 @@ class _ModelSender:
         self._newer: dict[tuple[int, int], tuple[Bucket, Tensor, float]] = {}
         self._ending: list[int] = []
 
-    def send(self, rank: int, bucket: Bucket, values: Tensor, alpha: float) -> None:
+    def send(
+        self, rank: int, bucket: Bucket, values: Tensor, alpha: float, exact: bool = False
+    ) -> None:
         key = (rank, bucket.index)
         if key in self._in_flight and not self._reclaim(key):
-            self._newer[key] = (bucket, values, alpha)
+            self._newer[key] = (bucket, values.clone() if exact else values, alpha)
             return
         wire = self._free.pop() if self._free else self._wire.buffer(self._largest)
         event = self._wire.encode(values, wire[: bucket.numel])
@@ -229,8 +231,11 @@ class ParameterServer:
         """Learning rate at the newest sample that a gradient was computed from."""
         return self._schedule(self.samples)
 
-    def gradients(self) -> Iterator[Arrival]:
-        """Buckets of gradients in their order of arrival, until every worker has ended."""
+    def gradients(self, on_end: Callable[[int], None] | None = None) -> Iterator[Arrival]:
+        """Buckets of gradients in their order of arrival, until every worker has ended.
+
+        ``on_end`` is called with each worker that ends, after its last gradient.
+        """
         open_workers = list(range(self.worker_count))
         for worker in open_workers:
             self._intakes[worker].open()
@@ -242,6 +247,8 @@ class ParameterServer:
             if self._intakes[worker].ended:
                 del open_workers[turn], heads[turn]
                 self._intakes[worker].close()
+                if on_end is not None:
+                    on_end(worker)
                 self._sender.end(self.layout.servers + worker)
             else:
                 heads[turn] = self._intakes[worker].head
@@ -265,12 +272,18 @@ class ParameterServer:
             self.staleness += 0.02 * (stale - self.staleness)
             self.received += header.gradients
 
-    def send_model(self, worker: int, bucket: Bucket, alpha: float = 1.0) -> None:
-        """Send the bucket's present values to a worker, which blends them in by ``alpha``."""
+    def send_model(
+        self, worker: int, bucket: Bucket, alpha: float = 1.0, exact: bool = False
+    ) -> None:
+        """Send the bucket's present values to a worker, which blends them in by ``alpha``.
+
+        If it has to wait for an earlier one to leave, newer values may be sent instead,
+        unless ``exact``.
+        """
         if bucket is self.buckets[0]:
             self._seen[worker] = self.received
         values = self.values[bucket.index]
-        self._sender.send(self.layout.servers + worker, bucket, values, alpha)
+        self._sender.send(self.layout.servers + worker, bucket, values, alpha, exact)
 
     def state_dict(self) -> dict[str, object]:
         """The server's part of the model and its counters."""

@@ -58,6 +58,8 @@ class Worker:
             gradients and returns the loss.
         batch_size: samples of one step.
         schedule: learning rate as a function of the samples drawn by all workers.
+        wait_free: tell of a bucket as soon as backward has completed it (wait-free
+            backpropagation); otherwise of all of them when backward is over.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Worker:
         pace: Pace,
         batch_size: int,
         schedule: Callable[[int], float],
+        wait_free: bool = True,
     ) -> None:
         self.transport = transport
         self.layout = layout
@@ -78,7 +81,7 @@ class Worker:
         self.index = transport.rank - layout.servers
         self.count = transport.size - layout.servers
         self.pace = pace
-        self.ticket = Ticket(0, 0)
+        self.ticket = Ticket(0, 0, 0)
         self.samples = 0
         self.computed = 0
         self._compute = compute
@@ -86,16 +89,28 @@ class Worker:
         self._schedule = schedule
         self._draws = Draws(transport)
         self._report = Report()
+        self._wait_free = wait_free
+        self._completed: list[Bucket] = []
         self._on_bucket: OnBucket = _ignore
         self.watch: BucketWatch | None = None
         if pace.seconds is None:
             assert isinstance(replica, Replica)
-            self.watch = replica.watch(layout, self._completed)
+            self.watch = replica.watch(layout, lambda index: self._tell(layout.buckets[index]))
 
     @property
     def lr(self) -> float:
         """Learning rate of the current batch."""
         return self._schedule(self.ticket.start)
+
+    @property
+    def share(self) -> float:
+        """What the current batch's mean gradient weighs in the mean over all workers.
+
+        It is 1 where every worker has as many samples; the mean of gradients times
+        shares is that of all samples of the round.
+        """
+        size, whole = self.ticket.size, self.ticket.whole
+        return size * self.count / whole if size != whole else 1.0
 
     def batches(self) -> Iterator[Ticket]:
         """This worker's batches until the segment's samples are used up.
@@ -108,7 +123,7 @@ class Worker:
         draws.request(self._batch_size, self._take_report())
         while draws.outstanding:
             self.ticket = draws.take()
-            if self.ticket.size == 0:
+            if self.ticket.whole == 0:
                 continue  # so are those asked for after it
             for _ in range(draws.short):
                 draws.request(self._batch_size, self._take_report())
@@ -131,9 +146,20 @@ class Worker:
         """Compute the current batch's gradient into the zeroed flat ``vector``.
 
         ``on_bucket`` is called for every bucket, in order, as soon as it is complete:
-        during backward, or spread over the modelled one.
+        during backward, or spread over the modelled one. Without samples in the round
+        the gradient is zero and takes no time.
         """
-        self._on_bucket = on_bucket
+        self._on_bucket = on_bucket if self._wait_free else self._completed.append
+        if self.ticket.size:
+            self._compute_into(vector)
+        else:
+            for bucket in self.layout.buckets:
+                self._tell(bucket)
+        for bucket in self._completed:
+            on_bucket(bucket)
+        self._completed.clear()
+
+    def _compute_into(self, vector: Tensor) -> None:
         self.replica.bind_gradients(vector)
         start = self.transport.now()
         if self.watch is not None:
@@ -152,8 +178,8 @@ class Worker:
         self.samples += self.ticket.size
         self._report = Report(samples=self.ticket.size, loss=loss)
 
-    def _completed(self, index: int) -> None:
-        self._on_bucket(self.layout.buckets[index])
+    def _tell(self, bucket: Bucket) -> None:
+        self._on_bucket(bucket)
 
     def _model_time(self, start: float) -> None:
         """Let the step's time pass; buckets are complete in proportion to backward."""
@@ -162,7 +188,7 @@ class Worker:
             done = bucket.stop / self.layout.numel
             moment = start + duration * (FORWARD_SHARE + (1 - FORWARD_SHARE) * done)
             self.transport.sleep(max(0.0, moment - self.transport.now()))
-            self._on_bucket(bucket)
+            self._tell(bucket)
 
     def state_dict(self) -> dict[str, object]:
         """Counters and random state, for a checkpoint between segments."""

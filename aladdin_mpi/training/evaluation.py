@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from aladdin_mpi.layout import Layout
+from aladdin_mpi.algorithms.base import Role
+from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.replica import Replica
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Transport
@@ -19,7 +20,8 @@ from aladdin_mpi.transport.base import Transport
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 """Measures a model; what it returns goes into the metrics, such as ``test_accuracy``."""
 
-INDEX_BYTES = 8
+FRAME_BYTES = 16
+"""Before the values of a bucket: its number and their weight."""
 
 
 def reestimate_batch_norm(module: nn.Module, batches: Iterable[Tensor]) -> None:
@@ -48,11 +50,13 @@ def reestimate_batch_norm(module: nn.Module, batches: Iterable[Tensor]) -> None:
 class Snapshots:
     """Copies of the global model, collected at rank 0 while training goes on.
 
-    Each server answers a request as soon as it arrives, from the handler of its
-    message: its loop over gradients is not interrupted.
+    Whoever holds a part of it answers a request as soon as it arrives, from the handler
+    of its message: its own work is not interrupted. In virtual time that takes no room
+    on the network.
 
     Args:
-        part: this rank's buckets of the model, by index; empty if it has none.
+        role: this rank's.
+        holders: the ranks whose weighted mean is the model's bucket.
         done: at rank 0, called with every complete copy (flat, fp32, CPU).
     """
 
@@ -60,19 +64,24 @@ class Snapshots:
         self,
         transport: Transport,
         layout: Layout,
-        part: Mapping[int, Tensor],
+        role: Role,
+        holders: Callable[[Bucket], range],
         done: Callable[[Tensor], None],
     ) -> None:
         self._transport = transport
         self._layout = layout
-        self._part = part
+        self._role = role
+        self._holders = {bucket: holders(bucket) for bucket in layout.buckets}
         self._done = done
         self._vector = torch.empty(0)
+        self._weights: list[float] = []
         self._missing = 0
-        if layout.servers > 1:
+        transport.exempt(Tag.SNAPSHOT, Tag.SHARD)
+        self._others = {rank for ranks in self._holders.values() for rank in ranks} - {0}
+        if self._others:
             transport.on_message(Tag.SNAPSHOT, 1, self._answer)
             if transport.rank == 0:
-                transport.on_message(Tag.SHARD, INDEX_BYTES + 4 * layout.largest, self._collect)
+                transport.on_message(Tag.SHARD, FRAME_BYTES + 4 * layout.largest, self._collect)
 
     @property
     def busy(self) -> bool:
@@ -81,24 +90,40 @@ class Snapshots:
 
     def take(self) -> None:
         """At rank 0: start to collect a copy."""
-        self._vector = torch.empty(self._layout.numel)
-        self._missing = len(self._layout.buckets) - len(self._part)
-        for index, values in self._part.items():
-            self._vector[self._layout.buckets[index].part].copy_(values)
-        for server in range(1, self._layout.servers):
-            self._transport.isend(torch.zeros(1, dtype=torch.uint8), server, Tag.SNAPSHOT)
-        if not self._missing:
-            self._done(self._vector)
+        self._vector = torch.zeros(self._layout.numel)
+        self._weights = [0.0] * len(self._layout.buckets)
+        self._missing = sum(len(ranks) for ranks in self._holders.values())
+        for rank in sorted(self._others):
+            self._transport.isend(torch.zeros(1, dtype=torch.uint8), rank, Tag.SNAPSHOT)
+        weight = self._role.weight
+        for bucket in self._mine():
+            self._add(bucket, weight, self._role.part(bucket))
+
+    def _mine(self) -> list[Bucket]:
+        rank = self._transport.rank
+        return [bucket for bucket, ranks in self._holders.items() if rank in ranks]
 
     def _answer(self, source: int, message: Tensor) -> None:
-        for index, values in self._part.items():
-            frame = torch.cat([torch.tensor([index]).view(torch.uint8), values.view(torch.uint8)])
+        weight = self._role.weight
+        for bucket in self._mine():
+            head = torch.tensor([bucket.index, weight], dtype=torch.float64)
+            values = self._role.part(bucket).detach().to("cpu", torch.float32)
+            frame = torch.cat([head.view(torch.uint8), values.view(torch.uint8)])
             self._transport.isend(frame, source, Tag.SHARD)
 
     def _collect(self, source: int, message: Tensor) -> None:
-        index = int(message[:INDEX_BYTES].clone().view(torch.int64))
-        values = message[INDEX_BYTES:].clone().view(torch.float32)
-        self._vector[self._layout.buckets[index].part].copy_(values)
+        index, weight = message[:FRAME_BYTES].clone().view(torch.float64).tolist()
+        values = message[FRAME_BYTES:].clone().view(torch.float32)
+        self._add(self._layout.buckets[int(index)], weight, values)
+
+    def _add(self, bucket: Bucket, weight: float, values: Tensor) -> None:
+        mine = self._vector[bucket.part]
+        if len(self._holders[bucket]) == 1:
+            mine.copy_(values)
+        else:
+            # The running mean: exact when all are the same.
+            self._weights[bucket.index] += weight
+            mine.lerp_(values.to(mine.device, mine.dtype), weight / self._weights[bucket.index])
         self._missing -= 1
         if not self._missing:
             self._done(self._vector)

@@ -41,6 +41,7 @@ class Keeper:
         lr: learning rate as a function of samples.
         workers: their number.
         server: rank 0's server, whose gradients and staleness are shown, if it has one.
+        lockstep: see :class:`Budget`.
     """
 
     def __init__(
@@ -50,13 +51,14 @@ class Keeper:
         lr: Callable[[int], float],
         workers: int,
         server: ParameterServer | None,
+        lockstep: int = 0,
     ) -> None:
         self._transport = transport
         self.plan = plan
         self._lr = lr
         self._workers = workers
         self._server = server
-        self.budget = Budget(transport, plan.total, self._report)
+        self.budget = Budget(transport, plan.total, self._report, lockstep)
         self.metrics: Metrics | None = None
         self.progress: Progress | None = None
         self.evaluator: Evaluator | None = None

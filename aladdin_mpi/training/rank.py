@@ -16,7 +16,7 @@ from aladdin_mpi.algorithms.worker import Pace, Worker
 from aladdin_mpi.budget import Ticket
 from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.layout import cut
+from aladdin_mpi.layout import Bucket, cut
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.options import RESUME_FIELDS, RunOptions, agreed, check_workers
 from aladdin_mpi.replica import PhantomReplica, Replica
@@ -61,6 +61,7 @@ class Rank:
     ) -> None:
         self.transport = transport
         self.options = options
+        self.algorithm = algorithm
         self.evaluate = evaluate if options.compute == "real" else None
         self.module = module
         servers = options.servers if algorithm.server else 0
@@ -74,11 +75,10 @@ class Rank:
         self.run_dir = self._folder()
         self._share_model()
         self.local = LocalState(self.replica, shared=transport.engine == "virtual")
-        self.role = self._role(algorithm, compute)
+        self.role = self._role(compute)
         self.keeper = self._keeper() if transport.rank == 0 else None
-        part = self.server.values if self.server else {}
         done = self.keeper.evaluate_copy if self.keeper else _nobody
-        self.snapshots = Snapshots(transport, self.layout, part, done)
+        self.snapshots = Snapshots(transport, self.layout, self.role, self._holders, done)
         if self.keeper is not None:
             self.keeper.snapshots = self.snapshots
         self._start()
@@ -131,8 +131,11 @@ class Rank:
         if staged.data_ptr() != tensor.data_ptr():
             tensor.copy_(staged)
 
-    def _role(self, algorithm: Algorithm, compute: Callable[[Ticket], float]) -> Role:
-        options, x = self.options, self.replica.parameters
+    def _holders(self, bucket: Bucket) -> range:
+        return self.algorithm.holders(bucket, self.transport.size)
+
+    def _role(self, compute: Callable[[Ticket], float]) -> Role:
+        algorithm, options, x = self.algorithm, self.options, self.replica.parameters
         sgd = MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov)
         moves_bytes = self.transport.engine == "mpi"
         wire = DenseWire(WIRE_DTYPES[options.wire], x.device, moves_bytes)
@@ -149,6 +152,7 @@ class Rank:
             self._pace(),
             options.batch_size,
             self.lr,
+            options.wait_free,
         )
         return algorithm.worker(self.worker, sgd, wire, options)
 
@@ -164,7 +168,9 @@ class Rank:
         )
 
     def _keeper(self) -> Keeper:
-        return Keeper(self.transport, self.plan, self.lr, self.worker_count, self.server)
+        workers = self.worker_count
+        lockstep = workers if self.algorithm.lockstep else 0
+        return Keeper(self.transport, self.plan, self.lr, workers, self.server, lockstep)
 
     # -- start and end -----------------------------------------------------------
     def _start(self) -> None:
@@ -204,14 +210,27 @@ class Rank:
         """The global model, flat, at every rank; also put into the replica."""
         if self.options.compute != "real":
             return None
-        vector = torch.empty(self.replica.numel)
+        vector = torch.zeros(self.replica.numel)
         for bucket in self.layout.buckets:
+            holders = self._holders(bucket)
             mine = vector[bucket.part]
-            if self.server is not None and bucket.index in self.server.values:
-                mine.copy_(self.server.values[bucket.index])
-            self._broadcast(mine, bucket.server)
+            if self.transport.rank in holders:
+                mine.copy_(self.role.part(bucket))
+            if len(holders) == 1:
+                self._broadcast(mine, holders[0])
+            else:
+                self._average(mine)
         self.replica.parameters.copy_(vector)
         return vector
+
+    def _average(self, values: Tensor) -> None:
+        """The weighted mean over all ranks."""
+        weights = torch.tensor([self.role.weight], dtype=torch.float64)
+        values.mul_(weights.item())
+        self.transport.wait_all(
+            [self.transport.iallreduce(weights), self.transport.iallreduce(values)]
+        )
+        values.div_(weights.item())
 
 
 def _plan(options: RunOptions, epoch: int) -> Plan:

@@ -170,6 +170,14 @@ class Transport(ABC):
     def cancel(self, request: Request) -> None:
         """Give up a posted receive that no message has matched yet."""
 
+    @abstractmethod
+    def exempt(self, *tags: int) -> None:
+        """Leave messages of these tags out of ``traffic``; in virtual time they take no room.
+
+        For what only serves to measure a run. Their sender has to call it, before it
+        sends the first.
+        """
+
     # -- messages that interrupt --------------------------------------------
     @abstractmethod
     def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:

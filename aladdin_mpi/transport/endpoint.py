@@ -61,6 +61,7 @@ class Endpoint:
         self.size = size
         self.traffic = Traffic()
         self.mailbox = Mailbox()
+        self.exempt: frozenset[int] = frozenset()
         self.fiber = Fiber(rank, fabric.clock, cluster.pauses_of(rank), self.traffic)
         self._handlers: dict[int, tuple[int, Handler]] = {}
         self._held: dict[tuple[int, int], deque[tuple[Message, Event | None]]] = {}
@@ -92,7 +93,7 @@ class Endpoint:
         """Start to send; see :meth:`Transport.isend`. ``buffer`` None or "meta" is a bare size."""
         request = Operation("send", buffer, dest, tag, nbytes)
         data = None if buffer is None or buffer.is_meta or not nbytes else buffer
-        message = Message(self.rank, dest, tag, nbytes, data, request)
+        message = Message(self.rank, dest, tag, nbytes, data, request, tag in self.exempt)
         if after is None and not self._held:
             self._launch(message, request)
         else:
@@ -101,8 +102,9 @@ class Endpoint:
 
     def _launch(self, message: Message, request: Operation) -> None:
         fabric, nbytes = self.fabric, message.nbytes
-        self.traffic.bytes_sent += nbytes
-        self.traffic.messages_sent += 1
+        if not message.free:
+            self.traffic.bytes_sent += nbytes
+            self.traffic.messages_sent += 1
         if self.rank in fabric.dead or message.dest in fabric.dead:
             self.fail(request, self.rank if self.rank in fabric.dead else message.dest)
             return
@@ -167,8 +169,9 @@ class Endpoint:
 
     def _taken(self, message: Message) -> None:
         """Count a message that has left the network, and end its send."""
-        self.traffic.bytes_received += message.nbytes
-        self.traffic.messages_received += 1
+        if not message.free:
+            self.traffic.bytes_received += message.nbytes
+            self.traffic.messages_received += 1
         if message.request is not None:
             self.fabric.endpoints[message.source].complete(message.request)
 

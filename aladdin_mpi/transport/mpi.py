@@ -110,6 +110,7 @@ class MpiTransport(Transport):
         self._statuses: list[MPI.Status] = []
         self._completions = 0
         self._lively_until = 0.0
+        self._exempt: frozenset[int] = frozenset()
         self._held_back: dict[tuple[int, int], deque[tuple[_MpiRequest, Event | None]]] = {}
         self._handling = threading.RLock()
         self._inboxes: list[_Inbox] = []
@@ -139,8 +140,9 @@ class MpiTransport(Transport):
     # -- point to point -----------------------------------------------------
     def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
         request = _MpiRequest(f"send to rank {dest}, tag {tag}", buffer, receives=False)
-        self.traffic.bytes_sent += buffer.nbytes
-        self.traffic.messages_sent += 1
+        if tag not in self._exempt:
+            self.traffic.bytes_sent += buffer.nbytes
+            self.traffic.messages_sent += 1
         if after is None and not self._held_back:
             with self._posting:
                 self._send(request, dest, tag)
@@ -229,6 +231,9 @@ class MpiTransport(Transport):
                 self._complete(request, status)
             request.done = True
 
+    def exempt(self, *tags: int) -> None:
+        self._exempt |= set(tags)
+
     # -- progress -------------------------------------------------------------
     def _progress(self) -> None:
         """Enter MPI now and then, so that messages move while the rank computes."""
@@ -283,8 +288,9 @@ class MpiTransport(Transport):
         if request.receives:
             request.source = status.Get_source()
             request.nbytes = status.Get_count(MPI.BYTE)
-            self.traffic.bytes_received += request.nbytes
-            self.traffic.messages_received += 1
+            if request.tag not in self._exempt:
+                self.traffic.bytes_received += request.nbytes
+                self.traffic.messages_received += 1
         request.order = self._completions
         self._completions += 1
         request.done = True

@@ -39,10 +39,20 @@ class Message:
     """One message under way; ``payload`` is None for sizes without data.
 
     ``request`` is the send that is done once the message has been received, or
-    None if the sender no longer cares.
+    None if the sender no longer cares. A ``free`` one takes only the latency.
     """
 
-    __slots__ = ("arrived", "dest", "nbytes", "payload", "request", "source", "tag", "unsent")
+    __slots__ = (
+        "arrived",
+        "dest",
+        "free",
+        "nbytes",
+        "payload",
+        "request",
+        "source",
+        "tag",
+        "unsent",
+    )
 
     def __init__(
         self,
@@ -52,7 +62,9 @@ class Message:
         nbytes: int,
         payload: Tensor | None,
         request: Operation | None,
+        free: bool = False,
     ) -> None:
+        self.free = free
         self.source = source
         self.dest = dest
         self.tag = tag
@@ -126,7 +138,7 @@ class Network:
         if flow is None:
             flow = self._open(message.source, message.dest)
         flow.undelivered.setdefault(message.tag, deque()).append(message)
-        if message.nbytes <= EXPRESS:
+        if message.free or message.nbytes <= EXPRESS:
             self._send_express(flow, message)
             return
         flow.queue.append(message)
@@ -140,6 +152,8 @@ class Network:
             start = self._pauses[flow.source].resumed(start)
         link = flow.link
         duration = self._overhead + message.nbytes * link.seconds_per_byte
+        if message.free:
+            duration = 0.0
         message.unsent = 0
         arrival = self._delayed(message, start + link.latency + duration)
         self._clock.at(arrival, self._arrive, message)

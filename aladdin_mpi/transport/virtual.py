@@ -181,6 +181,10 @@ class VirtualTransport(Transport):
         self._check(dest, tag)
         return self._endpoint.send(buffer, _nbytes(buffer), dest, tag, after)
 
+    def exempt(self, *tags: int) -> None:
+        """See :meth:`Transport.exempt`."""
+        self._endpoint.exempt |= set(tags)
+
     def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
         """See :meth:`Transport.irecv`."""
         self._check(0 if source == ANY_SOURCE else source, tag)

@@ -1,0 +1,35 @@
+"""ASP, asynchronous parallel: Downpour SGD with one step between exchanges.
+
+Dean et al., Large Scale Distributed Deep Networks, NIPS 2012. The server updates on
+every gradient and answers with its model; a worker waits for its own answer only.
+"""
+
+from __future__ import annotations
+
+from aladdin_mpi.algorithms.answering import AnsweringServer
+from aladdin_mpi.algorithms.options import AspOptions
+from aladdin_mpi.algorithms.push_pull import PushPullWorker
+from aladdin_mpi.algorithms.server import ParameterServer
+from aladdin_mpi.algorithms.worker import Worker
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.optimizer import MomentumSGD
+
+
+class AspWorker(PushPullWorker):
+    """Push ``g_i``, wait for ``x~``, take it: ``x_i <- x~``."""
+
+    def __init__(
+        self, worker: Worker, optimizer: MomentumSGD, wire: DenseWire, options: AspOptions
+    ) -> None:
+        super().__init__(worker, optimizer, wire, momentum=options.momentum == "worker")
+
+
+class AspServer(AnsweringServer):
+    """``x~ <- x~ - lr g_i``, answered at once."""
+
+    def __init__(
+        self, server: ParameterServer, optimizer: MomentumSGD, options: AspOptions
+    ) -> None:
+        own = optimizer if options.momentum == "server" else None
+        divisor = server.worker_count if options.normalize == "workers" else 1
+        super().__init__(server, own, divisor)

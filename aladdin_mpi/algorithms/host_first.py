@@ -1,0 +1,144 @@
+"""Workers that add up their gradients on their host before one of them talks to the servers."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from torch import Tensor
+
+from aladdin_mpi.algorithms.push_pull import PushPullWorker
+from aladdin_mpi.algorithms.worker import Worker
+from aladdin_mpi.budget import Ticket
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.layout import Bucket
+from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.tags import Tag
+from aladdin_mpi.transport.base import Request, Transport
+from aladdin_mpi.vectors import copy
+
+
+def host_groups(transport: Transport, servers: int) -> list[list[int]]:
+    """The workers' ranks, host by host; the first of each leads the others."""
+    groups: dict[int, list[int]] = {}
+    for rank in range(servers, transport.size):
+        groups.setdefault(transport.hosts[rank], []).append(rank)
+    return list(groups.values())
+
+
+class LeadingWorker(PushPullWorker):
+    """Adds its host's gradients to its own, talks to the servers, and hands on the model."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        optimizer: MomentumSGD,
+        wire: DenseWire,
+        momentum: bool,
+        group: list[int],
+    ) -> None:
+        super().__init__(worker, optimizer, wire, momentum)
+        self.transport = worker.transport
+        self.layout = worker.layout
+        self.wire = wire
+        self.group = group
+        self.model = wire.buffer_for(self.x)
+        self.received = {rank: wire.buffer(self.layout.numel) for rank in group[1:]}
+        self.awaited: deque[tuple[Bucket, list[Request]]] = deque()
+        self.completed = 0
+
+    def gradients_in(self, batch: Ticket) -> int:
+        """Workers of this host that have samples in the round."""
+        first = self.layout.servers
+        return sum(batch.size_of(rank - first, self.worker.count) > 0 for rank in self.group)
+
+    def push(self, batch: Ticket) -> Tensor:
+        """Compute, and send each bucket of the host's sum as it is completed."""
+        self.completed = 0
+        for bucket in self.layout.buckets:
+            receives = [
+                self.transport.irecv(buffer[bucket.part], rank, Tag.LOCAL_GRADIENT)
+                for rank, buffer in self.received.items()
+            ]
+            self.awaited.append((bucket, receives))
+        return super().push(batch)
+
+    def forward(self, g: Tensor, bucket: Bucket) -> None:
+        """Send the host's sum of every bucket that has come from all, without waiting."""
+        self.completed = bucket.index + 1
+        last = self.completed == len(self.layout.buckets)
+        while self.awaited and self.awaited[0][0].index < self.completed:
+            bucket, receives = self.awaited[0]
+            if last:
+                self.transport.wait_all(receives)
+            elif not all(self.transport.test(receive) for receive in receives):
+                break
+            self.awaited.popleft()
+            self._add(g, bucket)
+            self.outbox.put(bucket)
+
+    def _add(self, g: Tensor, bucket: Bucket) -> None:
+        mine = g[bucket.part]
+        if not mine.is_meta:
+            for buffer in self.received.values():
+                mine.add_(buffer[bucket.part].to(mine.device))
+
+    def pull(self) -> None:
+        """Wait for the model and hand it on."""
+        super().pull()
+        event = self.wire.encode(self.x, self.model)
+        self.transport.wait_all(
+            [
+                self.transport.isend(self.model[bucket.part], rank, Tag.LOCAL_MODEL, after=event)
+                for bucket in self.layout.buckets
+                for rank in self.group[1:]
+            ]
+        )
+
+
+class FollowingWorker(PushPullWorker):
+    """Sends its gradients to the leader of its host and gets the model from it."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        optimizer: MomentumSGD,
+        wire: DenseWire,
+        momentum: bool,
+        group: list[int],
+    ) -> None:
+        super().__init__(worker, optimizer, wire, momentum)
+        self.transport = worker.transport
+        self.layout = worker.layout
+        self.wire = wire
+        self.leader = group[0]
+        self.g = worker.replica.new_vector()
+        self.sent = wire.buffer_for(self.g)
+        self.model = wire.buffer_for(self.x)
+        self.requests: list[Request] = []
+
+    def push(self, batch: Ticket) -> Tensor:
+        """Compute, and send each bucket to the leader as it is completed."""
+        self.transport.wait_all(self.requests)
+        self.requests.clear()
+        if not self.g.is_meta:
+            self.g.zero_()
+        self.worker.gradient(self.g, self._send(self.g))
+        return self.g
+
+    def forward(self, g: Tensor, bucket: Bucket) -> None:
+        """Send it to the leader."""
+        wire = self.sent[bucket.part]
+        event = self.wire.encode(g[bucket.part], wire)
+        self.requests.append(
+            self.transport.isend(wire, self.leader, Tag.LOCAL_GRADIENT, after=event)
+        )
+
+    def pull(self) -> None:
+        """Wait for the model from the leader."""
+        receives = [
+            self.transport.irecv(self.model[bucket.part], self.leader, Tag.LOCAL_MODEL)
+            for bucket in self.layout.buckets
+        ]
+        self.transport.wait_all(receives)
+        if self.model.data_ptr() != self.x.data_ptr():
+            copy(self.x, self.model)

@@ -1,0 +1,90 @@
+"""A worker that takes several steps by itself between two exchanges."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from torch import Tensor
+
+from aladdin_mpi.algorithms.base import TrainingWorker
+from aladdin_mpi.algorithms.inbox import ModelInbox
+from aladdin_mpi.algorithms.outbox import Outbox
+from aladdin_mpi.algorithms.worker import Worker
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.layout import Bucket
+from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.vectors import add, copy
+
+
+class LocalStepWorker(TrainingWorker):
+    """Local SGD, and an exchange with the servers when the algorithm says so.
+
+    ``steps`` counts the local steps since the last exchange.
+    """
+
+    def __init__(self, worker: Worker, optimizer: MomentumSGD, wire: DenseWire) -> None:
+        super().__init__(worker, optimizer)
+        new_vector = worker.replica.new_vector
+        self.g = new_vector()
+        self.outbox = Outbox(worker.transport, worker.layout, wire, new_vector, ring=1)
+        self.inbox = ModelInbox(worker.transport, worker.layout, wire)
+        self.steps = 0
+
+    def run(self) -> None:
+        """Train until the segment's samples are used up."""
+        self.inbox.open()
+        for _ in self.worker.batches():
+            self.local_step()
+            self.steps += 1
+            if self.is_due():
+                self._exchange()
+        if self.steps:
+            self._exchange()
+        self.outbox.flush()
+        self.inbox.drain_into(self.x)
+
+    def local_step(self) -> None:
+        """``x <- x - lr v``, v the gradient with momentum and weight decay."""
+        self.compute(self.g)
+        self.optimizer.correct(slice(0, self.g.numel()), self.g, self.x)
+        add(self.x, self.g, alpha=-self.worker.lr)
+
+    def compute(self, g: Tensor) -> None:
+        """The gradient of the current batch, into ``g``."""
+        if not g.is_meta:
+            g.zero_()
+        self.worker.gradient(g, _ignore)
+
+    def _exchange(self) -> None:
+        self.exchange()
+        self.steps = 0
+
+    @abstractmethod
+    def is_due(self) -> bool:
+        """Whether to exchange after this step."""
+
+    @abstractmethod
+    def exchange(self) -> None:
+        """Talk to the servers about the last ``steps`` steps."""
+
+    def send(self, values: Tensor) -> None:
+        """Send a flat vector for the ``steps`` gradients that it holds."""
+        vector = self.outbox.begin(self.worker.ticket.start, self.steps)
+        copy(vector, values)
+        for bucket in self.worker.layout.buckets:
+            self.outbox.put(bucket)
+        self.outbox.end()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next segment depends on."""
+        return {**super().state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        super().load_state_dict(state)
+        self.steps = state["steps"]
+
+
+def _ignore(bucket: Bucket) -> None:
+    """A gradient that is not sent."""

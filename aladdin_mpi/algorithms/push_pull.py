@@ -1,0 +1,87 @@
+"""A worker that sends every gradient to the servers and waits for their model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from aladdin_mpi.algorithms.base import TrainingWorker
+from aladdin_mpi.algorithms.inbox import ModelInbox
+from aladdin_mpi.algorithms.outbox import Outbox
+from aladdin_mpi.algorithms.worker import Worker
+from aladdin_mpi.budget import Ticket
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.layout import Bucket
+from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.vectors import add, scale
+
+
+class PushPullWorker(TrainingWorker):
+    """Push a gradient, pull the model, in every step.
+
+    Args:
+        momentum: this worker turns its gradients into steps with momentum and weight
+            decay; otherwise the server does so.
+        ring: gradients on the wire at once.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        optimizer: MomentumSGD,
+        wire: DenseWire,
+        momentum: bool = False,
+        ring: int = 1,
+    ) -> None:
+        super().__init__(worker, optimizer)
+        self.momentum = momentum
+        self.outbox = Outbox(worker.transport, worker.layout, wire, worker.replica.new_vector, ring)
+        self.inbox = ModelInbox(worker.transport, worker.layout, wire)
+
+    def run(self) -> None:
+        """Train until the segment's samples are used up."""
+        self.inbox.open()
+        for batch in self.worker.batches():
+            self.push(batch)
+            self.pull()
+        self.outbox.flush()
+        self.inbox.drain_into(self.x)
+
+    def push(self, batch: Ticket) -> Tensor:
+        """Compute the gradient and send each bucket as it is completed.
+
+        Returns the gradient, to be read only, until the next is begun.
+        """
+        g = self.outbox.begin(batch.start, self.gradients_in(batch))
+        self.worker.gradient(g, self._send(g))
+        self.outbox.end()
+        return g
+
+    def gradients_in(self, batch: Ticket) -> int:
+        """Gradients that go into what is sent for this batch."""
+        return int(batch.size > 0)
+
+    def pull(self) -> None:
+        """Wait for the model."""
+        self.inbox.await_into(self.x)
+
+    def _send(self, g: Tensor) -> Callable[[Bucket], None]:
+        def on_bucket(bucket: Bucket) -> None:
+            part = bucket.part
+            if self.worker.share != 1.0:
+                scale(g[part], self.worker.share)
+            if self.momentum:
+                self.optimizer.correct(part, g[part], self.x[part])
+            self.forward(g, bucket)
+
+        return on_bucket
+
+    def forward(self, g: Tensor, bucket: Bucket) -> None:
+        """Send a completed bucket."""
+        self.outbox.put(bucket)
+
+
+def self_update(x: Tensor, g: Tensor, lr: float) -> None:
+    """Local self-update: ``x <- x - lr g``."""
+    add(x, g, alpha=-lr)

@@ -1,0 +1,83 @@
+"""SHAT: asynchronous training with a staleness-weighted blend.
+
+Ko and Kim, Applied Sciences 12, 292 (2022). As in ASP the server updates on every
+gradient and answers; but a worker draws its own model towards the answer only so far
+as it is behind: ``x_i <- (1 - alpha_i) x_i + alpha_i x~``.
+"""
+
+from __future__ import annotations
+
+from math import log, log2
+from typing import Any
+
+from aladdin_mpi.algorithms.asp import AspServer, AspWorker
+from aladdin_mpi.algorithms.options import ShatOptions
+from aladdin_mpi.algorithms.push_pull import self_update
+from aladdin_mpi.algorithms.server import Arrival, ParameterServer
+from aladdin_mpi.algorithms.worker import Worker
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.optimizer import MomentumSGD
+
+
+def staleness_weight(others: int, workers: int, base: str) -> float:
+    """``alpha_i = 1 - s_i / log n`` with ``s_i = n / c_i``, kept within 0 and 1.
+
+    Args:
+        others: c_i, updates by other workers since this one's last.
+        workers: n.
+        base: of the logarithm, which the paper does not say: "e" or "2".
+    """
+    if workers < 2 or others == 0:
+        return 0.0
+    logarithm = log2(workers) if base == "2" else log(workers)
+    return min(1.0, max(0.0, 1 - workers / others / logarithm))
+
+
+class ShatWorker(AspWorker):
+    """Push ``g_i``, update oneself, wait for ``x~`` and blend it in."""
+
+    def __init__(
+        self, worker: Worker, optimizer: MomentumSGD, wire: DenseWire, options: ShatOptions
+    ) -> None:
+        super().__init__(worker, optimizer, wire, options)
+        self.updates_itself = options.self_update
+
+    def run(self) -> None:
+        """Train until the segment's samples are used up."""
+        self.inbox.open()
+        for batch in self.worker.batches():
+            g = self.push(batch)
+            if self.updates_itself:
+                self_update(self.x, g, self.worker.lr)
+            self.pull()
+        self.outbox.flush()
+        self.inbox.drain_into(self.x)
+
+
+class ShatServer(AspServer):
+    """As ASP's, with alpha_i in the answer."""
+
+    def __init__(
+        self, server: ParameterServer, optimizer: MomentumSGD, options: ShatOptions
+    ) -> None:
+        super().__init__(server, optimizer, options)
+        self.log = options.log
+        self.at_last = {index: [0] * self.n for index in self.applied}
+
+    def answer(self, arrival: Arrival) -> None:
+        """Send the model with the weight that the worker's staleness gives it."""
+        index, worker = arrival.bucket.index, arrival.worker
+        before = self.applied[index] - arrival.count
+        others = before - self.at_last[index][worker]
+        self.at_last[index][worker] = self.applied[index]
+        alpha = staleness_weight(others, self.n, self.log)
+        self.server.send_model(worker, arrival.bucket, alpha)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next segment depends on."""
+        return {**super().state_dict(), "at_last": self.at_last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        super().load_state_dict(state)
+        self.at_last = state["at_last"]
