@@ -1,5 +1,6 @@
-# make train   four ranks train on this machine; needs nothing but Python >= 3.10
-# make test    every check that can run here
+# make train     four ranks train on this machine; needs nothing but Python >= 3.10
+# make horovod   build Horovod for that torch and MPI; needs a C++ compiler
+# make test      every check that can run here
 PYTHON ?= python3
 NP ?= 4
 ARGS ?=
@@ -16,10 +17,14 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: help train test lint format clean clean-venv
+# Targets share one environment, which two at once would install into.
+.NOTPARALLEL:
+
+.PHONY: help train horovod test lint format clean clean-venv
 
 help:
 	@echo 'make train [NP=4] [ARGS="--epochs 5"]   train on this machine (rank 0 is the server)'
+	@echo 'make horovod                                 build Horovod into .venv, once'
 	@echo 'make test [ARGS="-k packaging"]              lint, type check and run the tests'
 	@echo 'make lint | format                           only the checks | put the code in order'
 	@echo 'make clean | clean-venv                      remove caches | also the environment, .venv'
@@ -29,7 +34,11 @@ train:
 	@$(SETUP) run
 	$(BIN)/mpirun -np $(NP) $(BIN)/python -m aladdin_mpi.train $(ARGS)
 
-test: lint
+horovod:
+	@$(SETUP) run
+	@tools/build-horovod.sh
+
+test: lint horovod
 	$(BIN)/python -m pytest -rs $(ARGS)
 
 lint:

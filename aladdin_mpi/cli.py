@@ -150,7 +150,8 @@ def _typed_value(leaf: Leaf, given: Any) -> Any:
         return None
     if not (leaf.is_list or leaf.is_mapping):
         return given
-    items = [item for word in given for item in word.split(",") if item]
+    whole = extra(leaf.info).get("whole")  # texts that may hold commas
+    items = [item for word in given for item in ([word] if whole else word.split(",")) if item]
     if items == ["none"]:
         items = []
     if leaf.is_list:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import sqrt
+
 import torch
 from torch import Tensor
 
@@ -17,14 +19,24 @@ class MomentumSGD:
         momentum: m, in [0, 1).
         weight_decay: d; added to the gradient.
         nesterov: step along ``g + m v`` instead of ``v``.
+        clip: largest L2 norm of a gradient, before weight decay; a part of the flat
+            vector is scaled down to its share, ``clip * sqrt(part's length / whole
+            length)``, so that parts need not wait for each other; None: none.
     """
 
     def __init__(
-        self, like: Tensor, momentum: float, weight_decay: float, nesterov: bool = False
+        self,
+        like: Tensor,
+        momentum: float,
+        weight_decay: float,
+        nesterov: bool = False,
+        clip: float | None = None,
     ) -> None:
         self.momentum = momentum
         self.weight_decay = weight_decay
         self.nesterov = nesterov
+        self.clip = clip
+        self._numel = like.numel()
         self.velocity = torch.zeros_like(like) if momentum else None
 
     def correct(self, part: slice, gradient: Tensor, x: Tensor) -> None:
@@ -37,6 +49,8 @@ class MomentumSGD:
         """
         if gradient.is_meta:
             return
+        if self.clip is not None:
+            self._clip(gradient, self.clip)
         if self.weight_decay:
             gradient.add_(x, alpha=self.weight_decay)
         if self.velocity is None:
@@ -46,6 +60,11 @@ class MomentumSGD:
             gradient.add_(velocity, alpha=self.momentum)
         else:
             gradient.copy_(velocity)
+
+    def _clip(self, gradient: Tensor, largest: float) -> None:
+        bound = largest * sqrt(gradient.numel() / self._numel)
+        # A gradient that is not a number stays so, to be refused where it is applied.
+        gradient.mul_((bound / gradient.norm()).clamp_(max=1.0))
 
     def step(self, x: Tensor, gradient: Tensor, lr: float) -> None:
         """One whole step on ``x``; ``gradient`` is left as it is."""

@@ -11,13 +11,22 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from aladdin_mpi import cli
 from aladdin_mpi.agreement import agreed, differences, fingerprint
 from aladdin_mpi.algorithms.options import (
+    AdPsgdOptions,
+    AdspOptions,
     AladdinOptions,
+    ArSgdOptions,
+    AshlOptions,
     AspOptions,
     BspOptions,
     EasgdOptions,
+    GoSgdOptions,
+    MultistepOptions,
+    OsgpOptions,
+    SgpOptions,
     ShatOptions,
     SspOptions,
 )
+from aladdin_mpi.compression.options import DgcOptions
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.fields import nested, option, shown
 from aladdin_mpi.intervals import CheckpointInterval, Interval
@@ -172,6 +181,17 @@ class RunOptions(BaseModel):
         "backpropagation), not all when backward is over",
         group="communication",
     )
+    sharding: Literal["memory", "layer"] = option(
+        "memory",
+        "how the parameters are dealt to the servers: in equal pieces whatever the layers' "
+        "boundaries, or whole layers",
+        group="communication",
+    )
+    compression: Literal["none", "dgc"] = option(
+        "none",
+        "of gradients, for algorithms that send them; dgc: deep gradient compression",
+        group="communication",
+    )
     wire: Precision = option("fp32", "number format of what is sent", group="communication")
 
     # -- computing
@@ -238,10 +258,19 @@ class RunOptions(BaseModel):
     quiet: bool = option(False, "print no progress", group="output")
 
     # -- algorithms with options of their own: one line each
+    ad_psgd: AdPsgdOptions = nested(AdPsgdOptions)
+    adsp: AdspOptions = nested(AdspOptions)
     aladdin: AladdinOptions = nested(AladdinOptions)
+    ar_sgd: ArSgdOptions = nested(ArSgdOptions)
+    ashl: AshlOptions = nested(AshlOptions)
     asp: AspOptions = nested(AspOptions)
     bsp: BspOptions = nested(BspOptions)
+    dgc: DgcOptions = nested(DgcOptions)
     easgd: EasgdOptions = nested(EasgdOptions)
+    gosgd: GoSgdOptions = nested(GoSgdOptions)
+    multistep: MultistepOptions = nested(MultistepOptions)
+    osgp: OsgpOptions = nested(OsgpOptions)
+    sgp: SgpOptions = nested(SgpOptions)
     shat: ShatOptions = nested(ShatOptions)
     ssp: SspOptions = nested(SspOptions)
 

@@ -7,7 +7,9 @@ in by one operation.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,77 @@ from aladdin_mpi.layout import Layout
 
 OnBucket = Callable[[int], None]
 """Called with the number of a bucket when all of its gradients are there."""
+
+
+@dataclass(frozen=True)
+class DenseLayer:
+    """An ``nn.Linear`` whose weight, ``outputs`` x ``inputs``, is trained and nobody else's.
+
+    ``weight`` and ``bias`` say where they lie in the flat vector; ``bias`` is None where
+    there is none to be trained.
+    """
+
+    name: str
+    outputs: int
+    inputs: int
+    weight: slice
+    bias: slice | None
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The sizes of a module's trainable parameters, in flat order: last layer first.
+
+    ``shapes`` are the parameters', ``layers`` the numbers of values of the layers. A
+    layer is what one module holds itself, such as its weight and its bias. ``dense``
+    are the fully connected ones.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    layers: tuple[int, ...]
+    dense: tuple[DenseLayer, ...] = ()
+
+
+def outline(module: nn.Module) -> Outline:
+    """The outline of ``module``, which may be on the device "meta"."""
+    shapes: list[tuple[int, ...]] = []
+    layers: list[int] = []
+    seen: set[nn.Parameter] = set()
+    for part in module.modules():
+        own = [p for p in part.parameters(recurse=False) if p.requires_grad and p not in seen]
+        seen.update(own)
+        shapes += [tuple(p.shape) for p in own]
+        if own:
+            layers.append(sum(p.numel() for p in own))
+    return Outline(tuple(shapes[::-1]), tuple(layers[::-1]), _dense_layers(module))
+
+
+def places(module: nn.Module) -> dict[nn.Parameter, slice]:
+    """Where each trainable parameter lies in the flat vector."""
+    found: dict[nn.Parameter, slice] = {}
+    start = 0
+    for parameter in [p for p in module.parameters() if p.requires_grad][::-1]:
+        found[parameter] = slice(start, start + parameter.numel())
+        start += parameter.numel()
+    return found
+
+
+def _dense_layers(module: nn.Module) -> tuple[DenseLayer, ...]:
+    """In flat order; one of which a parameter is tied to another layer's is left out."""
+    at = places(module)
+    owners = Counter(p for part in module.modules() for p in part.parameters(recurse=False))
+    found = []
+    for name, part in module.named_modules():
+        own = list(part.parameters(recurse=False))
+        if type(part) is not nn.Linear or not isinstance(part.weight, nn.Parameter):
+            continue
+        if part.weight not in at or not part.weight.is_contiguous():
+            continue
+        if all(owners[parameter] == 1 for parameter in own):
+            bias = at.get(part.bias) if part.bias is not None else None
+            layer = DenseLayer(name, part.out_features, part.in_features, at[part.weight], bias)
+            found.append(layer)
+    return tuple(found[::-1])
 
 
 class Replica:
@@ -37,6 +110,7 @@ class Replica:
         self.module: nn.Module | None = module
         self._parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         first = self._one_kind()
+        self._outline = outline(module)
         self.numel = sum(p.numel() for p in self._parameters)
         self.parameters = torch.empty(self.numel, dtype=first.dtype, device=first.device)
         self._views: dict[int, list[Tensor]] = {}
@@ -68,7 +142,17 @@ class Replica:
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """Shapes of the trainable parameters, in flat order."""
-        return [tuple(p.shape) for p in self._parameters]
+        return list(self._outline.shapes)
+
+    @property
+    def layers(self) -> list[int]:
+        """Numbers of values of the layers, in flat order."""
+        return list(self._outline.layers)
+
+    @property
+    def dense(self) -> tuple[DenseLayer, ...]:
+        """The fully connected layers, in flat order."""
+        return self._outline.dense
 
     def new_vector(self) -> Tensor:
         """A zeroed flat vector like the parameters."""
@@ -113,18 +197,33 @@ class PhantomReplica:
 
     Its vectors are ``meta`` tensors, which store nothing; what the wire needs of real
     memory belongs to :class:`~aladdin_mpi.compression.dense.DenseWire`.
+
+    Args:
+        numel: number of values.
+        sizes: of the parameters and layers; None: one matrix.
     """
 
     module = None
 
-    def __init__(self, numel: int) -> None:
+    def __init__(self, numel: int, sizes: Outline | None = None) -> None:
         self.numel = numel
         self.parameters = torch.zeros(numel, device="meta")
+        self._outline = sizes or Outline(((1, numel),), (numel,))
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """One flat shape."""
-        return [(self.numel,)]
+        """Shapes of the parameters, in flat order."""
+        return list(self._outline.shapes)
+
+    @property
+    def layers(self) -> list[int]:
+        """Numbers of values of the layers, in flat order."""
+        return list(self._outline.layers)
+
+    @property
+    def dense(self) -> tuple[DenseLayer, ...]:
+        """The fully connected layers, in flat order."""
+        return self._outline.dense
 
     def new_vector(self) -> Tensor:
         """A flat vector like the parameters."""
@@ -151,6 +250,7 @@ class BucketWatch:
         self._needed = [0] * len(layout.buckets)
         self._missing: list[int] = []
         self._next = 0
+        self._touched: dict[nn.Parameter, list[int]] = {}
         self.enabled = False
 
     def add(self, parameter: nn.Parameter, start: int, stop: int) -> None:
@@ -158,12 +258,13 @@ class BucketWatch:
         touched = [b.index for b in self._layout.buckets if b.start < stop and start < b.stop]
         for index in touched:
             self._needed[index] += 1
+        self._touched[parameter] = touched
+        parameter.register_post_accumulate_grad_hook(lambda _: self.deliver(parameter))
 
-        def ready(_: Tensor) -> None:
-            if self.enabled:
-                self._arrived(touched)
-
-        parameter.register_post_accumulate_grad_hook(ready)
+    def deliver(self, parameter: nn.Parameter) -> None:
+        """The gradient of ``parameter`` is there. To be called where autograd has no part in it."""
+        if self.enabled:
+            self._arrived(self._touched[parameter])
 
     def start(self) -> None:
         """Begin a step."""

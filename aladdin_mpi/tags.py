@@ -28,3 +28,17 @@ class Tag(IntEnum):
     """Before training: what all ranks must agree on."""
     REPORT = 8
     """After training: totals for the summary."""
+    REDUCE_SCATTER = 40
+    """Worker to worker: a part of a bucket, for its owner to add."""
+    ALL_GATHER = 41
+    """Worker to worker: a part of a bucket, summed."""
+    PUSH = 50
+    """Worker to worker, push-sum: a weight, then a model in buckets."""
+    GOSSIP = 51
+    """Worker to worker: the buckets' weights, then a model in buckets; or nothing: the end."""
+    GOSSIP_ENDED = 52
+    """To oneself: every worker's end has come."""
+    AVERAGE = 53
+    """Worker to worker: a model in buckets, to be averaged."""
+    AVERAGED = 54
+    """The answer: the other model as it was before."""

@@ -7,6 +7,7 @@ take most of the time of a simulation.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -32,3 +33,8 @@ def lerp(x: Tensor, y: Tensor, weight: float) -> None:
     """``x <- (1 - weight) x + weight y``, in place; ``y`` may be of another dtype or device."""
     if not x.is_meta:
         x.lerp_(y.to(x.device, x.dtype), weight)
+
+
+def host_vector(like: Tensor) -> Tensor:
+    """A zeroed vector like ``like``, in the host's memory where it has any."""
+    return torch.zeros_like(like, device="meta" if like.is_meta else "cpu")

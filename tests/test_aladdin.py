@@ -312,7 +312,14 @@ class Script:
         self.alphas: list[float] = []
         role.server.send_model = self.note  # type: ignore[method-assign]
 
-    def note(self, worker: int, bucket: Bucket, alpha: float = 1.0, exact: bool = False) -> None:
+    def note(
+        self,
+        worker: int,
+        bucket: Bucket,
+        alpha: float = 1.0,
+        notes: tuple[float, ...] = (),
+        exact: bool = False,
+    ) -> None:
         self.alphas.append(alpha)
 
     def play(self, workers: list[int], count: int = 1) -> None:

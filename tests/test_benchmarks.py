@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import intake, progress, throughput
+from benchmarks import allreduce, intake, progress, throughput
 from benchmarks.busy import BusyCores
 from benchmarks.lab import Lab
 from tests.launch import ROOT, needs
@@ -56,6 +56,31 @@ def test_intake_runs(tmp_path: Path) -> None:
         (2.0, "pi 4"),
     ]
     assert all(row["ratio"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@needs("openmpi")
+def test_allreduce_runs(tmp_path: Path) -> None:
+    sizes = ["--megabytes", "0.04", "1", "--bucket-mb", "0.5", "--rounds", "2"]
+    backends = ["--backend", "mpi", "mpi-bf16", "torch"]
+    turns = ["--steps", "1", "--repeats", "1"]
+    rows = run_script("allreduce", tmp_path, *sizes, *backends, *turns)["rows"]
+    assert [(row["MB"], row["computing"]) for row in rows] == [
+        (size, computing) for size in (0.04, 1.0) for computing in ("none", "sleep", "torch")
+    ]
+    assert all(row["alone, ms"] >= 4 for row in rows if row["computing"] == "sleep")
+    assert {"mpi, ms", "mpi-bf16, ms", "torch, ms"} <= set(rows[0])
+
+
+def test_allreduce_is_judged_by_what_it_adds() -> None:
+    def record(backend: str, seconds: float) -> dict[str, Any]:
+        return {"backend": backend, "megabytes": 4.0, "computing": "sleep", "seconds": seconds}
+
+    records = [record("none", 0.1), record("mpi", 0.3), record("mpi", 0.12), record("mpi", 0.11)]
+    (row,) = allreduce.rows(records, ranks=3)
+    assert (row["ranks"], row["MB"]) == (3, 4.0)
+    assert row["alone, ms"] == pytest.approx(100)
+    assert row["mpi, ms"] == pytest.approx(20)
 
 
 @pytest.mark.slow

@@ -98,3 +98,52 @@ def test_a_restored_optimizer_goes_on_alike(case: dict[str, Any]) -> None:
             sgd = MomentumSGD(x, **case)
             sgd.load_state_dict(state)
     torch.testing.assert_close(x, by_torch(case))
+
+
+# -- clipping --------------------------------------------------------------------------------
+
+PARTS = (slice(0, 11), slice(11, 60), slice(60, NUMEL))
+
+
+def clipped(g: Tensor, clip: float | None) -> Tensor:
+    """``g`` as it would be sent, clipped part by part."""
+    sgd = MomentumSGD(g, 0.0, 0.0, clip=clip)
+    out = g.clone()
+    for part in PARTS:
+        sgd.correct(part, out[part], torch.zeros_like(out[part]))
+    return out
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_clipped_gradient_is_no_longer_than_the_bound(seed: int) -> None:
+    g = torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed)) * torch.arange(NUMEL)
+    out = clipped(g, 2.0)
+    assert out.norm() <= 2.0 * (1 + 1e-6)
+    for part in PARTS:  # each keeps its direction
+        torch.testing.assert_close(out[part] / out[part].norm(), g[part] / g[part].norm())
+
+
+def test_a_gradient_that_is_spread_evenly_is_clipped_as_a_whole() -> None:
+    g = torch.ones(NUMEL)
+    torch.testing.assert_close(clipped(g, 2.0), g * 2.0 / g.norm())
+
+
+def test_a_short_gradient_is_left_as_it_is() -> None:
+    g = torch.full((NUMEL,), 1e-3)
+    assert torch.equal(clipped(g, 2.0), g)
+    assert torch.equal(clipped(torch.zeros(NUMEL), 2.0), torch.zeros(NUMEL))
+    assert torch.equal(clipped(g, None), g)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_clipping_does_not_hide_what_is_not_a_number(bad: float) -> None:
+    g = torch.ones(NUMEL)
+    g[20] = bad
+    assert not clipped(g, 2.0)[20].isfinite()
+
+
+def test_weight_decay_is_not_clipped() -> None:
+    sgd = MomentumSGD(torch.zeros(4), 0.0, 0.5, clip=1.0)
+    g, x = torch.full((4,), 10.0), torch.full((4,), 8.0)
+    sgd.correct(slice(0, 4), g, x)
+    torch.testing.assert_close(g, torch.full((4,), 0.5 + 4.0))

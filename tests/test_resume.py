@@ -100,6 +100,15 @@ def assert_same(a: Path, b: Path) -> None:
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
 
 
+def test_a_run_killed_before_its_summary_ends_the_same(tmp_path: Path, modules: Path) -> None:
+    simulate(tmp_path / "whole", *PLAN, modules=modules)
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    for name in ("summary.json", "model.pt"):
+        (tmp_path / "killed" / name).unlink()
+    simulate(None, "--resume", tmp_path / "killed", modules=modules)
+    assert_same(tmp_path / "whole", tmp_path / "killed")
+
+
 def test_a_finished_run_can_be_extended(tmp_path: Path, modules: Path) -> None:
     run_dir = tmp_path / "run"
     simulate(run_dir, *PLAN, "--epochs", 1, "--lr-schedule", "constant", modules=modules)

@@ -20,7 +20,7 @@ from aladdin_mpi.algorithms.options import AladdinOptions
 from aladdin_mpi.algorithms.outbox import Outbox
 from aladdin_mpi.algorithms.server import Arrival, ParameterServer
 from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.vectors import add
@@ -30,7 +30,7 @@ class AladdinWorker(TrainingWorker):
     """Algorithm 1: compute, update oneself, send, and never wait."""
 
     def __init__(
-        self, worker: Worker, optimizer: MomentumSGD, wire: DenseWire, options: AladdinOptions
+        self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: AladdinOptions
     ) -> None:
         super().__init__(worker, optimizer)
         self.sends_steps = options.momentum == "worker"
@@ -70,12 +70,12 @@ class AladdinWorker(TrainingWorker):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next segment depends on."""
-        return {**super().state_dict(), "coalesced": self.outbox.coalesced}
+        return {**super().state_dict(), "outbox": self.outbox.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
         super().load_state_dict(state)
-        self.outbox.coalesced = state["coalesced"]
+        self.outbox.load_state_dict(state["outbox"])
 
 
 class _Shard:

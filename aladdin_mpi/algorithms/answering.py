@@ -45,7 +45,10 @@ class AnsweringServer(Server):
     def apply(self, arrival: Arrival) -> None:
         """Update the model."""
         x = self.server.values[arrival.bucket.index]
-        self.step(arrival.bucket, x, arrival.values)
+        if self.optimizer is None:
+            arrival.add_to(x, -self.server.lr / self.divisor)
+        else:
+            self.step(arrival.bucket, x, arrival.values)
 
     def step(self, bucket: Bucket, x: Tensor, g: Tensor) -> None:
         """One step of a bucket along ``g``, which is overwritten."""

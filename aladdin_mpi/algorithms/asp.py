@@ -11,7 +11,7 @@ from aladdin_mpi.algorithms.options import AspOptions
 from aladdin_mpi.algorithms.push_pull import PushPullWorker
 from aladdin_mpi.algorithms.server import ParameterServer
 from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.optimizer import MomentumSGD
 
 
@@ -19,7 +19,7 @@ class AspWorker(PushPullWorker):
     """Push ``g_i``, wait for ``x~``, take it: ``x_i <- x~``."""
 
     def __init__(
-        self, worker: Worker, optimizer: MomentumSGD, wire: DenseWire, options: AspOptions
+        self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: AspOptions
     ) -> None:
         super().__init__(worker, optimizer, wire, momentum=options.momentum == "worker")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -25,6 +26,18 @@ class Role(ABC):
     def run(self) -> None:
         """Take part in a segment, to its end, and leave nothing in flight."""
 
+    def close(self) -> None:
+        """The run is over: give back what other libraries hold, on every rank."""
+        return
+
+    def describe(self) -> str:
+        """What the user should know of how it was set up; empty if there is nothing."""
+        return ""
+
+    def facts(self) -> dict[str, Any]:
+        """What it has decided by itself, for the summary; rank 0 is asked."""
+        return {}
+
     @abstractmethod
     def counts(self) -> dict[str, int]:
         """Totals of gradients for the accounts of the run."""
@@ -33,8 +46,14 @@ class Role(ABC):
     def part(self, bucket: Bucket) -> Tensor:
         """This rank's values of a bucket, for the global model."""
 
-    @property
-    def weight(self) -> float:
+    def when_whole(self, action: Callable[[], None]) -> None:
+        """Call ``action`` when this rank's parts all belong to one step: at once, or soon.
+
+        To be called by a message handler; ``action`` runs as one.
+        """
+        action()
+
+    def weight(self, bucket: Bucket) -> float:
         """What they weigh in the mean over all ranks that have some."""
         return 1.0
 

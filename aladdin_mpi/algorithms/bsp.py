@@ -14,12 +14,13 @@ from aladdin_mpi.algorithms.options import BspOptions
 from aladdin_mpi.algorithms.push_pull import PushPullWorker
 from aladdin_mpi.algorithms.server import Arrival, ParameterServer
 from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.vectors import scale
 
 
 def bsp_worker(
-    worker: Worker, optimizer: MomentumSGD, wire: DenseWire, options: BspOptions, momentum: bool
+    worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: BspOptions, momentum: bool
 ) -> PushPullWorker:
     """Push ``g_i``, wait for ``x~``, take it: by oneself or with the others of one's host."""
     if options.host_first:
@@ -41,7 +42,7 @@ class BspServer(AnsweringServer):
         options: BspOptions,
         momentum: bool,
     ) -> None:
-        super().__init__(server, optimizer if momentum else None, server.worker_count)
+        super().__init__(server, optimizer if momentum else None)
         self.senders = list(range(self.n))
         if options.host_first:
             servers = server.layout.servers
@@ -59,7 +60,9 @@ class BspServer(AnsweringServer):
         self.sums[index].add(arrival)
         self.arrived[index] += 1
         if self.arrived[index] == len(self.senders):
-            self.step(bucket, self.server.values[index], self.sums[index].values)
+            mean = self.sums[index].values
+            scale(mean, 1 / self.n)
+            self.step(bucket, self.server.values[index], mean)
             self.sums[index].clear()
 
     def answer(self, arrival: Arrival) -> None:

@@ -13,7 +13,7 @@ from aladdin_mpi.algorithms.local_steps import LocalStepWorker
 from aladdin_mpi.algorithms.options import EasgdOptions
 from aladdin_mpi.algorithms.server import Arrival, ParameterServer
 from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.vectors import add, lerp, scale
 
@@ -22,7 +22,7 @@ class EasgdWorker(LocalStepWorker):
     """Local SGD; every tau steps ``x_i <- x_i - alpha (x_i - x~)``."""
 
     def __init__(
-        self, worker: Worker, optimizer: MomentumSGD, wire: DenseWire, options: EasgdOptions
+        self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: EasgdOptions
     ) -> None:
         super().__init__(worker, optimizer, wire)
         self.tau = options.tau
@@ -41,7 +41,7 @@ class EamsgdWorker(EasgdWorker):
     """EASGD with Nesterov's momentum: the gradient is taken where the velocity leads."""
 
     def __init__(
-        self, worker: Worker, optimizer: MomentumSGD, wire: DenseWire, options: EasgdOptions
+        self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: EasgdOptions
     ) -> None:
         super().__init__(worker, optimizer, wire, options)
         self.delta = optimizer.momentum

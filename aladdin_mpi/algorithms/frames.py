@@ -8,6 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from aladdin_mpi.transport.base import Request
+
+MOST_NOTES = 8
+"""The largest number of notes in a header."""
+
 
 class Kind(IntEnum):
     """What follows a header."""
@@ -21,7 +26,7 @@ class Header(NamedTuple):
 
     Gradients: ``gradients`` gradients summed into one, computed from sample number
     ``samples`` of the run on. Models: ``bucket`` follows, to be blended in by
-    ``alpha``.
+    ``alpha``. ``notes`` are what an algorithm adds, at most ``MOST_NOTES`` numbers.
     """
 
     kind: int
@@ -29,18 +34,25 @@ class Header(NamedTuple):
     samples: int = 0
     bucket: int = -1
     alpha: float = 0.0
+    notes: tuple[float, ...] = ()
 
     def pack(self) -> Tensor:
-        """As a message of ``HEADER_BYTES``."""
-        return torch.tensor(self, dtype=torch.float64)
+        """As a message."""
+        return torch.tensor([*self[:-1], *self.notes], dtype=torch.float64)
 
     @staticmethod
     def unpack(message: Tensor) -> Header:
         """The inverse of :meth:`pack`."""
-        kind, gradients, samples, bucket, alpha = message.tolist()
-        return Header(int(kind), int(gradients), int(samples), int(bucket), alpha)
+        kind, gradients, samples, bucket, alpha, *notes = message.tolist()
+        return Header(int(kind), int(gradients), int(samples), int(bucket), alpha, tuple(notes))
+
+    @staticmethod
+    def received(request: Request) -> Header:
+        """What a completed receive into a :func:`new_header` has brought."""
+        assert request.buffer is not None
+        return Header.unpack(request.buffer[: request.nbytes // request.buffer.itemsize])
 
 
 def new_header() -> Tensor:
     """A buffer to receive a header in."""
-    return torch.empty(len(Header._fields), dtype=torch.float64)
+    return torch.empty(len(Header._fields) - 1 + MOST_NOTES, dtype=torch.float64)

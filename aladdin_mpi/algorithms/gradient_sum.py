@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms.server import Arrival
-from aladdin_mpi.vectors import add
 
 
 class GradientSum:
@@ -31,11 +30,14 @@ class GradientSum:
         if self._storage.is_meta:
             pass
         elif self.count:
-            add(self.values, arrival.values)
-        elif arrival.values.dtype == torch.float32:
+            arrival.add_to(self.values)
+        elif arrival.is_dense and arrival.storage.dtype == torch.float32:
             self._storage = arrival.exchange(self._storage)
-        else:
+        elif arrival.is_dense:
             self.values.copy_(arrival.values)
+        else:
+            self.values.zero_()
+            arrival.add_to(self.values)
         self.count += arrival.count
 
     def clear(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from aladdin_mpi.algorithms.push_pull import PushPullWorker
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.budget import Ticket
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.tags import Tag
@@ -32,14 +32,14 @@ class LeadingWorker(PushPullWorker):
         self,
         worker: Worker,
         optimizer: MomentumSGD,
-        wire: DenseWire,
+        wire: GradientCodec,
         momentum: bool,
         group: list[int],
     ) -> None:
         super().__init__(worker, optimizer, wire, momentum)
         self.transport = worker.transport
         self.layout = worker.layout
-        self.wire = wire
+        self.wire = wire.plain
         self.group = group
         self.model = wire.buffer_for(self.x)
         self.received = {rank: wire.buffer(self.layout.numel) for rank in group[1:]}
@@ -102,14 +102,14 @@ class FollowingWorker(PushPullWorker):
         self,
         worker: Worker,
         optimizer: MomentumSGD,
-        wire: DenseWire,
+        wire: GradientCodec,
         momentum: bool,
         group: list[int],
     ) -> None:
         super().__init__(worker, optimizer, wire, momentum)
         self.transport = worker.transport
         self.layout = worker.layout
-        self.wire = wire
+        self.wire = wire.plain
         self.leader = group[0]
         self.g = worker.replica.new_vector()
         self.sent = wire.buffer_for(self.g)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from aladdin_mpi.algorithms.frames import Header, Kind, new_header
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.difference import DifferenceDecoder
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Request, Transport
@@ -16,17 +17,20 @@ from aladdin_mpi.vectors import lerp
 
 
 class Model(NamedTuple):
-    """The global model's ``bucket``, to be blended in by ``alpha``."""
+    """A message about the global model's ``bucket``, to be blended in by ``alpha``."""
 
     bucket: Bucket
-    values: Tensor
+    message: Tensor
     alpha: float
+    notes: tuple[float, ...]
 
 
 class _Line:
     """The receives posted for one server: header, bucket, header, bucket, ..."""
 
-    def __init__(self, transport: Transport, server: int, layout: Layout, wire: DenseWire) -> None:
+    def __init__(
+        self, transport: Transport, server: int, layout: Layout, codec: GradientCodec
+    ) -> None:
         self._transport = transport
         self._server = server
         self._layout = layout
@@ -34,7 +38,7 @@ class _Line:
         self.ended = False
         # A whole model can arrive while the worker computes.
         self._buffers = [
-            (new_header(), wire.buffer(layout.largest)) for _ in layout.owned_by(server)
+            (new_header(), codec.buffer(layout.largest)) for _ in layout.owned_by(server)
         ]
 
     def open(self) -> None:
@@ -53,14 +57,15 @@ class _Line:
         found: list[Model] = []
         while not self.ended and self._posted and self._transport.test(self._posted[0][0]):
             announced, data = self._posted[0]
-            assert announced.buffer is not None and data.buffer is not None
-            header = Header.unpack(announced.buffer)
+            header = Header.received(announced)
             if header.kind == Kind.END:
                 self._close()
             elif self._transport.test(data):
                 self._posted.popleft()
                 bucket = self._layout.buckets[header.bucket]
-                found.append(Model(bucket, data.buffer[: bucket.numel], header.alpha))
+                assert data.buffer is not None
+                message = data.buffer[: data.nbytes // data.buffer.itemsize]
+                found.append(Model(bucket, message, header.alpha, header.notes))
             else:
                 break
         return found
@@ -87,22 +92,28 @@ class _Line:
         announced, data = self._posted[0]
         if not announced.done:
             return announced
-        assert announced.buffer is not None
         # Nothing follows the end, which may have come since the last look.
-        ended = Header.unpack(announced.buffer).kind == Kind.END
+        ended = Header.received(announced).kind == Kind.END
         return announced if ended else data
 
 
 class ModelInbox:
-    """Receives posted ahead for the models that the servers send when they see fit."""
+    """Receives posted ahead for the models that the servers send when they see fit.
 
-    def __init__(self, transport: Transport, layout: Layout, wire: DenseWire) -> None:
+    ``notes`` are those of the newest model that came with any.
+    """
+
+    def __init__(self, transport: Transport, layout: Layout, codec: GradientCodec) -> None:
         self._transport = transport
         self._buckets = len(layout.buckets)
-        self._lines = [_Line(transport, s, layout, wire) for s in range(layout.servers)]
+        self.notes: tuple[float, ...] = ()
+        self._differences = DifferenceDecoder() if codec.sparse else None
+        self._lines = [_Line(transport, s, layout, codec) for s in range(layout.servers)]
 
     def open(self) -> None:
         """Post the receives; at the start of a segment."""
+        if self._differences is not None:
+            self._differences.forget()
         for line in self._lines:
             line.open()
 
@@ -114,12 +125,29 @@ class ModelInbox:
         count = 0
         for line in self._lines:
             arrived = line.arrived()
-            newest = {model.bucket.index: model for model in arrived}
-            for bucket, values, alpha in newest.values():
-                lerp(parameters[bucket.part], values, alpha)
+            for model in arrived:
+                self.notes = model.notes or self.notes
+            if not parameters.is_meta:
+                self._blend(arrived, parameters)
             line.repost(len(arrived))
             count += len(arrived)
         return count
+
+    def _blend(self, arrived: list[Model], parameters: Tensor) -> None:
+        values = [self._read(model) for model in arrived]  # of every one, in their order
+        newest = {model.bucket.index: turn for turn, model in enumerate(arrived)}
+        for turn in newest.values():
+            self.put(parameters, arrived[turn].bucket, values[turn], arrived[turn].alpha)
+
+    def put(self, parameters: Tensor, bucket: Bucket, values: Tensor, alpha: float) -> None:
+        """Blend in one bucket."""
+        lerp(parameters[bucket.part], values, alpha)
+
+    def _read(self, model: Model) -> Tensor:
+        """The values of all of the model's bucket."""
+        if self._differences is None:
+            return model.message
+        return self._differences.decode(model.bucket, model.message)
 
     def await_into(self, parameters: Tensor) -> None:
         """Wait for a model from the servers, every bucket once, and blend it in."""

@@ -11,7 +11,7 @@ from aladdin_mpi.algorithms.base import TrainingWorker
 from aladdin_mpi.algorithms.inbox import ModelInbox
 from aladdin_mpi.algorithms.outbox import Outbox
 from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.vectors import add, copy
@@ -21,26 +21,39 @@ class LocalStepWorker(TrainingWorker):
     """Local SGD, and an exchange with the servers when the algorithm says so.
 
     ``steps`` counts the local steps since the last exchange.
+
+    Args:
+        wire: of what is sent, and of the models that come back.
+        inbox: where these arrive; None: the usual one.
     """
 
-    def __init__(self, worker: Worker, optimizer: MomentumSGD, wire: DenseWire) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        optimizer: MomentumSGD,
+        wire: GradientCodec,
+        inbox: ModelInbox | None = None,
+    ) -> None:
         super().__init__(worker, optimizer)
         new_vector = worker.replica.new_vector
         self.g = new_vector()
         self.outbox = Outbox(worker.transport, worker.layout, wire, new_vector, ring=1)
-        self.inbox = ModelInbox(worker.transport, worker.layout, wire)
+        self.inbox = inbox or ModelInbox(worker.transport, worker.layout, wire)
         self.steps = 0
 
     def run(self) -> None:
         """Train until the segment's samples are used up."""
         self.inbox.open()
+        self.open()
         for _ in self.worker.batches():
             self.local_step()
             self.steps += 1
             if self.is_due():
-                self._exchange()
+                self.exchange()
+                self.steps = 0
         if self.steps:
-            self._exchange()
+            self.leave()
+            self.steps = 0
         self.outbox.flush()
         self.inbox.drain_into(self.x)
 
@@ -56,9 +69,8 @@ class LocalStepWorker(TrainingWorker):
             g.zero_()
         self.worker.gradient(g, _ignore)
 
-    def _exchange(self) -> None:
-        self.exchange()
-        self.steps = 0
+    def open(self) -> None:
+        """A segment begins."""
 
     @abstractmethod
     def is_due(self) -> bool:
@@ -67,6 +79,10 @@ class LocalStepWorker(TrainingWorker):
     @abstractmethod
     def exchange(self) -> None:
         """Talk to the servers about the last ``steps`` steps."""
+
+    def leave(self) -> None:
+        """The same for the steps that are left at the end of a segment."""
+        self.exchange()
 
     def send(self, values: Tensor) -> None:
         """Send a flat vector for the ``steps`` gradients that it holds."""

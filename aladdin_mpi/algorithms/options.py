@@ -52,6 +52,19 @@ class AladdinOptions(BaseModel):
     )
 
 
+class ArSgdOptions(BaseModel):
+    """For --algorithm ar-sgd."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    allreduce: Literal["auto", "mpi", "horovod", "torch"] = Field(
+        "auto",
+        description="what sums the gradients: MPI, Horovod (installed by make horovod), or "
+        "torch.distributed (gloo, or NCCL on GPUs); auto: NCCL where each rank has a GPU to "
+        "itself, else MPI",
+    )
+
+
 class AspOptions(BaseModel):
     """For --algorithm asp (Dean et al., NIPS 2012)."""
 
@@ -129,4 +142,164 @@ class BspOptions(BaseModel):
         False,
         description="add up the gradients of a host's workers on the host; one worker of each "
         "host talks to the servers",
+    )
+
+
+class SgpOptions(BaseModel):
+    """For --algorithm sgp (Assran et al., ICML 2019)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    graph: Literal["exponential", "ring"] = Field(
+        "exponential",
+        description="whom a worker sends to: 1, 2, 4, ... workers further, in turn, or always the "
+        "next",
+    )
+
+
+class OsgpOptions(SgpOptions):
+    """For --algorithm osgp (Assran et al., ICML 2019)."""
+
+    tau: int = Field(
+        1,
+        ge=1,
+        description="steps that a message may take before it is waited for",
+        json_schema_extra={"unit": "STEPS"},
+    )
+
+
+class GoSgdOptions(BaseModel):
+    """For --algorithm gosgd (Blot et al., 2016)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    p: float = Field(
+        0.01,
+        gt=0,
+        le=1,
+        description="probability that a worker sends its model to another one after a step",
+        json_schema_extra={"unit": "PROBABILITY"},
+    )
+
+
+class AdPsgdOptions(BaseModel):
+    """For --algorithm ad-psgd (Lian et al., ICML 2018)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    graph: Literal["random", "exponential"] = Field(
+        "random",
+        description="whom an active worker averages with: a passive one drawn by chance, or those "
+        "0, 1, 2, 4, ... further, in turn",
+    )
+
+
+class MultistepOptions(BaseModel):
+    """For --algorithm multistep (Lee et al., MLHPC 2018)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    exchange: Literal["auto", "gradients", "activations"] = Field(
+        "auto",
+        description="how the gradients of fully connected layers come together: as gradients, as "
+        "activations and errors, or as activations and errors where those are fewer values",
+    )
+
+
+class AshlOptions(BaseModel):
+    """For --algorithm ashl (IEEE Transactions on Computers, 2024)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    profile: int = Field(
+        5,
+        ge=2,
+        description="first iterations of each worker, in which it measures its times",
+        json_schema_extra={"unit": "STEPS"},
+    )
+    coarse_steps: int = Field(
+        8,
+        ge=1,
+        description="local steps of the slowest worker between two exchanges in the coarse stage; "
+        "faster ones take more",
+        json_schema_extra={"unit": "STEPS"},
+    )
+    fine_steps: int = Field(
+        2,
+        ge=1,
+        description="the same in the fine stage",
+        json_schema_extra={"unit": "STEPS"},
+    )
+    coarse_rate: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="share of its values that the slowest worker pushes in the coarse stage; "
+        "others push more where that costs them no time",
+        json_schema_extra={"unit": "SHARE"},
+    )
+    fine_rate: float = Field(
+        0.1,
+        gt=0,
+        le=1,
+        description="the same in the fine stage",
+        json_schema_extra={"unit": "SHARE"},
+    )
+    bound: int = Field(
+        3,
+        ge=0,
+        description="exchanges that a worker may be ahead of the slowest in the fine stage",
+        json_schema_extra={"unit": "EXCHANGES"},
+    )
+    loss: float = Field(
+        0.3,
+        ge=0,
+        description="training loss of all workers at which the fine stage begins",
+        json_schema_extra={"unit": "LOSS"},
+    )
+    stage: Literal["auto", "coarse", "fine"] = Field(
+        "auto",
+        description="auto: coarse, then fine when --ashl-loss is reached; or one of them "
+        "throughout. Timed computing has no loss: with auto it stays coarse",
+    )
+    error_feedback: bool = Field(
+        False, description="add values that were not pushed to the next push, not drop them"
+    )
+
+
+class AdspOptions(BaseModel):
+    """For --algorithm adsp (Hu, Wang, Wu; AAAI 2020)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    period: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        "auto",
+        description="check period Gamma, in which every worker should commit equally often; 60 in "
+        "the paper; auto: 10 mean steps",
+        json_schema_extra={"unit": "SECONDS"},
+    )
+    min_interval: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        "auto",
+        description="least time between two commits of a worker; 10 in the paper; auto: a sixth "
+        "of the check period",
+        json_schema_extra={"unit": "SECONDS"},
+    )
+    epoch: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        "auto",
+        description="time between two searches of the commit rate; 1000 in the paper; auto: 16.7 "
+        "check periods",
+        json_schema_extra={"unit": "SECONDS"},
+    )
+    loss_rise: float = Field(
+        0.3,
+        gt=0,
+        description="a rise of the training loss by this share from one check to the next also "
+        "starts a search",
+        json_schema_extra={"unit": "SHARE"},
+    )
+    end_loss: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        "auto",
+        description="the search looks for the rate at which the training loss would get there "
+        "first; auto: half of what it is when the search begins",
+        json_schema_extra={"unit": "LOSS"},
     )

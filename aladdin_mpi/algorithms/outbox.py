@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 from aladdin_mpi.algorithms.frames import Header, Kind
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Request, Transport
@@ -17,11 +18,12 @@ from aladdin_mpi.vectors import add
 class _Slot:
     """One flat gradient and what is on its way of it."""
 
-    def __init__(self, vector: Tensor, wire: Tensor) -> None:
+    def __init__(self, vector: Tensor, room: Tensor) -> None:
         self.vector = vector
-        self.wire = wire
+        self.room = room
         self.count = 0
         self.samples = 0
+        self.notes: tuple[float, ...] = ()
         self.requests: list[Request] = []
 
 
@@ -31,7 +33,8 @@ class Outbox:
     A gradient leaves bucket by bucket while backward goes on, as long as fewer than
     ``ring`` are on the wire. Otherwise it is added to the one that waits for its
     turn, which then counts for that many. Autograd writes straight into the
-    buffers that are sent: with fp32 on a CPU nothing is copied.
+    buffers that are sent: with fp32 on a CPU nothing is copied. What is summed is
+    compressed when its turn comes.
 
     ``coalesced`` counts the gradients that were added to another one.
     """
@@ -40,13 +43,13 @@ class Outbox:
         self,
         transport: Transport,
         layout: Layout,
-        wire: DenseWire,
+        codec: GradientCodec,
         new_vector: Callable[[], Tensor],
         ring: int,
     ) -> None:
         self._transport = transport
         self._layout = layout
-        self._wire = wire
+        self._codec = codec
         self._ring = ring
         self._new_vector = new_vector
         self._free = [self._new_slot()]
@@ -58,16 +61,19 @@ class Outbox:
 
     def _new_slot(self) -> _Slot:
         vector = self._new_vector()
-        return _Slot(vector, self._wire.buffer_for(vector))
+        return _Slot(vector, self._codec.buffer_for(vector))
 
-    def begin(self, samples: int, count: int = 1) -> Tensor:
-        """A zeroed vector for the next ``count`` gradients, from sample ``samples`` on."""
+    def begin(self, samples: int, count: int = 1, notes: tuple[float, ...] = ()) -> Tensor:
+        """A zeroed vector for the next ``count`` gradients, from sample ``samples`` on.
+
+        ``notes`` go with it, unless it is added to another one.
+        """
         self._reclaim()
         # At most ring in flight, one that waits and this one.
         slot = self._current = self._free.pop() if self._free else self._new_slot()
         if not slot.vector.is_meta:
             slot.vector.zero_()
-        slot.count, slot.samples = count, samples
+        slot.count, slot.samples, slot.notes = count, samples, notes
         self._live = self._waiting is None and len(self._in_flight) < self._ring
         if self._live:
             self._announce(slot)
@@ -130,7 +136,7 @@ class Outbox:
         self._in_flight = still
 
     def _announce(self, slot: _Slot) -> None:
-        header = Header(Kind.BUCKETS, gradients=slot.count, samples=slot.samples)
+        header = Header(Kind.BUCKETS, gradients=slot.count, samples=slot.samples, notes=slot.notes)
         for server in range(self._layout.servers):
             slot.requests.append(self._header(server, header))
 
@@ -138,6 +144,18 @@ class Outbox:
         return self._transport.isend(header.pack(), server, Tag.GRADIENT)
 
     def _send(self, slot: _Slot, bucket: Bucket) -> None:
-        wire = slot.wire[bucket.part]
-        event = self._wire.encode(slot.vector[bucket.part], wire)
-        slot.requests.append(self._transport.isend(wire, bucket.server, Tag.GRADIENT, after=event))
+        part = bucket.part
+        values, room = slot.vector[part], slot.room[part]
+        message, event = self._codec.compress(bucket, values, slot.samples, room)
+        slot.requests.append(
+            self._transport.isend(message, bucket.server, Tag.GRADIENT, after=event)
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What remains when nothing is in flight."""
+        return {"coalesced": self.coalesced, "codec": self._codec.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        self.coalesced = state["coalesced"]
+        self._codec.load_state_dict(state["codec"])

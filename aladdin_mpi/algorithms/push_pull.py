@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from aladdin_mpi.algorithms.inbox import ModelInbox
 from aladdin_mpi.algorithms.outbox import Outbox
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.budget import Ticket
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.vectors import add, scale
@@ -30,7 +31,7 @@ class PushPullWorker(TrainingWorker):
         self,
         worker: Worker,
         optimizer: MomentumSGD,
-        wire: DenseWire,
+        wire: GradientCodec,
         momentum: bool = False,
         ring: int = 1,
     ) -> None:
@@ -80,6 +81,15 @@ class PushPullWorker(TrainingWorker):
     def forward(self, g: Tensor, bucket: Bucket) -> None:
         """Send a completed bucket."""
         self.outbox.put(bucket)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next segment depends on."""
+        return {**super().state_dict(), "outbox": self.outbox.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        super().load_state_dict(state)
+        self.outbox.load_state_dict(state["outbox"])
 
 
 def self_update(x: Tensor, g: Tensor, lr: float) -> None:

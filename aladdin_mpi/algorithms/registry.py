@@ -6,25 +6,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from aladdin_mpi.algorithms.ad_psgd import AdPsgdWorker
+from aladdin_mpi.algorithms.adsp import AdspServer, AdspWorker
 from aladdin_mpi.algorithms.aladdin import AladdinServer, AladdinWorker
+from aladdin_mpi.algorithms.ar_sgd import ArSgdWorker
+from aladdin_mpi.algorithms.ashl import AshlServer, AshlWorker
 from aladdin_mpi.algorithms.asp import AspServer, AspWorker
 from aladdin_mpi.algorithms.base import Server, TrainingWorker
 from aladdin_mpi.algorithms.bsp import BspServer, bsp_worker
 from aladdin_mpi.algorithms.easgd import EamsgdWorker, EasgdServer, EasgdWorker
+from aladdin_mpi.algorithms.gosgd import GoSgdWorker
+from aladdin_mpi.algorithms.multistep import multistep_layout, multistep_worker
 from aladdin_mpi.algorithms.server import ParameterServer
+from aladdin_mpi.algorithms.sgp import SgpWorker
 from aladdin_mpi.algorithms.shat import ShatServer, ShatWorker
 from aladdin_mpi.algorithms.ssp import SspServer, SspWorker
 from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.layout import Bucket
+from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.replica import PhantomReplica, Replica
 
 if TYPE_CHECKING:
     from aladdin_mpi.options import RunOptions
 
-MakeWorker = Callable[[Worker, MomentumSGD, DenseWire, "RunOptions"], TrainingWorker]
+MakeWorker = Callable[[Worker, MomentumSGD, GradientCodec, "RunOptions"], TrainingWorker]
 MakeServer = Callable[[ParameterServer, MomentumSGD, "RunOptions"], Server]
+MakeLayout = Callable[[Replica | PhantomReplica, int, "RunOptions"], Layout]
+"""Called with the number of workers too."""
 
 
 Holder = Literal["servers", "first", "all"]
@@ -41,6 +51,8 @@ class Algorithm:
             the same, of which the first is asked; or all workers, whose weighted mean
             it is (the consensus).
         least_workers: the smallest number of workers for which it makes sense.
+        layout: cuts the flat vector where the usual cut will not do.
+        compresses: its gradients can be sent compressed.
     """
 
     name: str
@@ -49,6 +61,8 @@ class Algorithm:
     lockstep: bool = False
     holder: Holder = "servers"
     least_workers: int = 1
+    layout: MakeLayout | None = None
+    compresses: bool = False
 
     def holders(self, bucket: Bucket, ranks: int) -> range:
         """The ranks whose values of a bucket make up the global model's."""
@@ -64,27 +78,36 @@ ALGORITHMS = {
             "aladdin",
             lambda worker, sgd, wire, options: AladdinWorker(worker, sgd, wire, options.aladdin),
             lambda server, sgd, options: AladdinServer(server, sgd, options.aladdin),
+            compresses=True,
         ),
         Algorithm(
             "bsp",
-            lambda worker, sgd, wire, options: bsp_worker(worker, sgd, wire, options.bsp, False),
-            lambda server, sgd, options: BspServer(server, sgd, options.bsp, True),
+            lambda worker, sgd, wire, options: bsp_worker(
+                worker, sgd, wire, options.bsp, momentum=options.compression != "none"
+            ),
+            lambda server, sgd, options: BspServer(
+                server, sgd, options.bsp, momentum=options.compression == "none"
+            ),
             lockstep=True,
+            compresses=True,
         ),
         Algorithm(
             "asp",
             lambda worker, sgd, wire, options: AspWorker(worker, sgd, wire, options.asp),
             lambda server, sgd, options: AspServer(server, sgd, options.asp),
+            compresses=True,
         ),
         Algorithm(
             "shat",
             lambda worker, sgd, wire, options: ShatWorker(worker, sgd, wire, options.shat),
             lambda server, sgd, options: ShatServer(server, sgd, options.shat),
+            compresses=True,
         ),
         Algorithm(
             "ssp",
             lambda worker, sgd, wire, options: SspWorker(worker, sgd, wire, options.ssp),
             lambda server, sgd, options: SspServer(server, sgd, options.ssp),
+            compresses=True,
         ),
         Algorithm(
             "easgd",
@@ -95,6 +118,62 @@ ALGORITHMS = {
             "eamsgd",
             lambda worker, sgd, wire, options: EamsgdWorker(worker, sgd, wire, options.easgd),
             lambda server, sgd, options: EasgdServer(server, options.easgd),
+        ),
+        Algorithm(
+            "ashl",
+            lambda worker, sgd, wire, options: AshlWorker(worker, sgd, wire, options.ashl),
+            lambda server, sgd, options: AshlServer(server, options.ashl),
+        ),
+        Algorithm(
+            "adsp",
+            lambda worker, sgd, wire, options: AdspWorker(worker, sgd, wire),
+            lambda server, sgd, options: AdspServer(server, options.adsp),
+        ),
+        Algorithm(
+            "ar-sgd",
+            lambda worker, sgd, wire, options: ArSgdWorker(worker, sgd, wire, options.ar_sgd),
+            lockstep=True,
+            holder="first",
+            compresses=True,
+        ),
+        Algorithm(
+            "sgp",
+            lambda worker, sgd, wire, options: SgpWorker(worker, sgd, wire, options.sgp),
+            lockstep=True,
+            holder="all",
+            least_workers=2,
+        ),
+        Algorithm(
+            "osgp",
+            lambda worker, sgd, wire, options: SgpWorker(
+                worker, sgd, wire, options.osgp, options.osgp.tau
+            ),
+            lockstep=True,
+            holder="all",
+            least_workers=2,
+        ),
+        Algorithm(
+            "gosgd",
+            lambda worker, sgd, wire, options: GoSgdWorker(
+                worker, sgd, wire, options.gosgd, options.seed
+            ),
+            holder="all",
+            least_workers=2,
+        ),
+        Algorithm(
+            "ad-psgd",
+            lambda worker, sgd, wire, options: AdPsgdWorker(
+                worker, sgd, wire, options.ad_psgd, options.seed
+            ),
+            holder="all",
+            least_workers=2,
+        ),
+        Algorithm(
+            "multistep",
+            multistep_worker,
+            lockstep=True,
+            holder="first",
+            layout=multistep_layout,
         ),
     )
 }
@@ -111,6 +190,34 @@ def find(name: str) -> Algorithm:
             f"--algorithm: expected one of {', '.join(sorted(ALGORITHMS))}, got {name!r}"
         )
     return ALGORITHMS[name]
+
+
+def check_compression(algorithm: Algorithm, options: RunOptions) -> None:
+    """Check that ``--compression`` suits the algorithm and its options.
+
+    Raises:
+        UserError: it sends no gradients, or not such as can be compressed.
+    """
+    if options.compression == "none":
+        return
+    if not algorithm.compresses:
+        able = ", ".join(sorted(a.name for a in ALGORITHMS.values() if a.compresses))
+        raise UserError(
+            f"--compression {options.compression}: expected an algorithm that sends gradients "
+            f"({able}), got {algorithm.name}; leave the option out"
+        )
+    # Compressed are steps that hold the worker's own momentum.
+    place = getattr(getattr(options, algorithm.name, None), "momentum", "worker")
+    if place != "worker":
+        raise UserError(
+            f"--compression {options.compression}: expected --{algorithm.name}-momentum worker, "
+            f"got {place}; leave one of the two out"
+        )
+    if algorithm.name == "bsp" and options.bsp.host_first:
+        raise UserError(
+            f"--compression {options.compression}: expected without --bsp-host-first, which adds "
+            "up whole gradients; leave one of the two out"
+        )
 
 
 def check_ranks(algorithm: Algorithm, size: int, servers: int) -> None:

@@ -11,13 +11,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms.frames import Header, Kind, new_header
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.difference import DifferenceEncoder
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.tags import Tag
-from aladdin_mpi.transport.base import Request, Transport
+from aladdin_mpi.transport.base import Event, Request, Transport
+from aladdin_mpi.vectors import add
+
+Notes = tuple[float, ...]
 
 RECEIVES_AHEAD = 8
 """Messages of each worker for which a receive is posted."""
@@ -27,20 +32,48 @@ RECEIVES_AHEAD = 8
 class Arrival:
     """One bucket of a worker's gradient.
 
-    ``values`` has the bucket's length; it may be kept until the next arrival is
-    asked for, or for good by :meth:`exchange`. ``count`` gradients are summed in it.
+    The message may be kept until the next arrival is asked for, or for good by
+    :meth:`exchange` where it is dense. ``count`` gradients are summed in it.
     ``worker`` counts from 0.
+
+    Attributes:
+        storage: holds the message, and has room for the bucket's values.
+        codec: reads the message; None: it is dense.
+        length: of the message, in values of the wire's dtype; None: the bucket's.
+        notes: of the gradient's header.
     """
 
     worker: int
     bucket: Bucket
     count: int
     storage: Tensor
+    codec: GradientCodec | None = None
+    length: int | None = None
+    notes: tuple[float, ...] = ()
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the message is the bucket's values as they are."""
+        return self.codec is None or self.length == self.bucket.numel
 
     @property
     def values(self) -> Tensor:
-        """The gradient, in the dtype of the wire."""
-        return self.storage[: self.bucket.numel]
+        """The gradient, of the bucket's length; a copy unless :attr:`is_dense`."""
+        values = self.storage[: self.bucket.numel]
+        if self.is_dense:
+            return values
+        values = torch.zeros_like(values, dtype=torch.float32)
+        self.add_to(values)
+        return values
+
+    def add_to(self, target: Tensor, alpha: float = 1.0) -> None:
+        """``target <- target + alpha * gradient``, which costs as much as the message is long."""
+        if target.is_meta:
+            return
+        if self.codec is None or self.is_dense:
+            add(target, self.values, alpha)
+        else:
+            self.codec.add(self.bucket, self.storage[: self.length], target, alpha)
 
     def exchange(self, storage: Tensor) -> Tensor:
         """Keep the received storage and give another for later receives: no copy."""
@@ -60,12 +93,14 @@ class _Intake:
         transport: Transport,
         source: int,
         buckets: tuple[Bucket, ...],
-        new_storage: Callable[[], Tensor],
+        largest: int,
+        codec: GradientCodec,
     ) -> None:
         self._transport = transport
         self._source = source
         self._buckets = buckets
-        self._storages = [new_storage() for _ in range(RECEIVES_AHEAD)]
+        self._codec = codec
+        self._storages = [codec.buffer(largest) for _ in range(RECEIVES_AHEAD)]
         self._posted: deque[tuple[Request, Tensor | None]] = deque()
         self._post_next = 0
         self._take_next = 0
@@ -100,13 +135,15 @@ class _Intake:
         turn = self._take_next % (1 + len(self._buckets))
         self._take_next += 1
         if storage is None:
-            assert request.buffer is not None
-            self.header = Header.unpack(request.buffer)
+            self.header = Header.received(request)
             self.ended = self.header.kind == Kind.END
             if not self.ended:
                 self._post()
             return None
-        return Arrival(worker, self._buckets[turn - 1], self.header.gradients, storage)
+        bucket, gradients = self._buckets[turn - 1], self.header.gradients
+        length = request.nbytes // storage.itemsize
+        notes = self.header.notes
+        return Arrival(worker, bucket, gradients, storage, self._codec, length, notes)
 
     def give_back(self, arrival: Arrival) -> None:
         self._storages.append(arrival.storage)
@@ -128,28 +165,56 @@ class _ModelSender:
     replaces those that waited before it.
     """
 
-    def __init__(self, transport: Transport, wire: DenseWire, largest: int) -> None:
+    def __init__(self, transport: Transport, codec: GradientCodec, largest: int) -> None:
         self._transport = transport
-        self._wire = wire
+        self._codec = codec
+        self._wire = codec.plain
+        self._differences = DifferenceEncoder(codec.plain) if codec.sparse else None
         self._largest = largest
         self._free: list[Tensor] = []
         self._in_flight: dict[tuple[int, int], tuple[Request, Tensor]] = {}
-        self._newer: dict[tuple[int, int], tuple[Bucket, Tensor, float]] = {}
+        self._newer: dict[tuple[int, int], tuple[Bucket, Tensor, float, Notes]] = {}
         self._ending: list[int] = []
 
+    def open(self) -> None:
+        """Begin a segment: with models as wholes."""
+        if self._differences is not None:
+            self._differences.forget()
+
+    def note(self, arrival: Arrival) -> None:
+        """Take note of a gradient, which will change the model."""
+        if self._differences is not None and arrival.length is not None:
+            bucket = arrival.bucket
+            self._differences.touch(bucket, self._codec.selected(bucket, arrival.length))
+
     def send(
-        self, rank: int, bucket: Bucket, values: Tensor, alpha: float, exact: bool = False
+        self,
+        rank: int,
+        bucket: Bucket,
+        values: Tensor,
+        alpha: float,
+        notes: Notes = (),
+        exact: bool = False,
     ) -> None:
         key = (rank, bucket.index)
         if key in self._in_flight and not self._reclaim(key):
-            self._newer[key] = (bucket, values.clone() if exact else values, alpha)
+            self._newer[key] = (bucket, values.clone() if exact else values, alpha, notes)
             return
         wire = self._free.pop() if self._free else self._wire.buffer(self._largest)
-        event = self._wire.encode(values, wire[: bucket.numel])
-        header = Header(Kind.BUCKETS, bucket=bucket.index, alpha=alpha)
+        message, event = self._write(rank, bucket, values, wire)
+        header = Header(Kind.BUCKETS, bucket=bucket.index, alpha=alpha, notes=notes)
         self._transport.isend(header.pack(), rank, Tag.MODEL)
-        request = self._transport.isend(wire[: bucket.numel], rank, Tag.MODEL, after=event)
+        request = self._transport.isend(message, rank, Tag.MODEL, after=event)
         self._in_flight[key] = (request, wire)
+
+    def _write(
+        self, rank: int, bucket: Bucket, values: Tensor, wire: Tensor
+    ) -> tuple[Tensor, Event | None]:
+        if self._differences is None:
+            message = wire[: bucket.numel]
+            return message, self._wire.encode(values, message)
+        always = self._codec.always_sent(bucket)
+        return self._differences.encode(rank, bucket, values, wire, always), None
 
     def _reclaim(self, key: tuple[int, int]) -> bool:
         request, wire = self._in_flight[key]
@@ -162,8 +227,7 @@ class _ModelSender:
     def advance(self) -> None:
         """Send what waited and can go now."""
         for key in [key for key in self._newer if self._reclaim(key)]:
-            bucket, values, alpha = self._newer.pop(key)
-            self.send(key[0], bucket, values, alpha)
+            self.send(key[0], *self._newer.pop(key))
         for rank in [rank for rank in self._ending if not self._awaits(rank)]:
             self._ending.remove(rank)
             self._transport.isend(Header(Kind.END).pack(), rank, Tag.MODEL)
@@ -204,11 +268,12 @@ class ParameterServer:
         transport: Transport,
         layout: Layout,
         parameters: Tensor,
-        wire: DenseWire,
+        codec: GradientCodec,
         schedule: Callable[[int], float],
     ) -> None:
         self.transport = transport
         self.layout = layout
+        self.codec = codec
         self.buckets = layout.owned_by(transport.rank)
         self.worker_count = transport.size - layout.servers
         self.values = {b.index: parameters[b.part].clone() for b in self.buckets}
@@ -217,14 +282,11 @@ class ParameterServer:
         self.staleness = 0.0
         self._seen = [0] * self.worker_count
         self._schedule = schedule
-        self._sender = _ModelSender(transport, wire, layout.largest)
+        self._sender = _ModelSender(transport, codec, layout.largest)
         self._intakes = [
-            _Intake(transport, layout.servers + w, self.buckets, self._new_storage(wire))
+            _Intake(transport, layout.servers + w, self.buckets, layout.largest, codec)
             for w in range(self.worker_count)
         ]
-
-    def _new_storage(self, wire: DenseWire) -> Callable[[], Tensor]:
-        return lambda: wire.buffer(self.layout.largest)
 
     @property
     def lr(self) -> float:
@@ -236,6 +298,7 @@ class ParameterServer:
 
         ``on_end`` is called with each worker that ends, after its last gradient.
         """
+        self._sender.open()
         open_workers = list(range(self.worker_count))
         for worker in open_workers:
             self._intakes[worker].open()
@@ -262,6 +325,7 @@ class ParameterServer:
         if arrival is None:
             self._count(worker, intake.header)
         else:
+            self._sender.note(arrival)
             yield arrival
             intake.give_back(arrival)
 
@@ -273,17 +337,22 @@ class ParameterServer:
             self.received += header.gradients
 
     def send_model(
-        self, worker: int, bucket: Bucket, alpha: float = 1.0, exact: bool = False
+        self,
+        worker: int,
+        bucket: Bucket,
+        alpha: float = 1.0,
+        notes: Notes = (),
+        exact: bool = False,
     ) -> None:
         """Send the bucket's present values to a worker, which blends them in by ``alpha``.
 
         If it has to wait for an earlier one to leave, newer values may be sent instead,
-        unless ``exact``.
+        unless ``exact``. ``notes`` go with them.
         """
         if bucket is self.buckets[0]:
             self._seen[worker] = self.received
         values = self.values[bucket.index]
-        self._sender.send(self.layout.servers + worker, bucket, values, alpha, exact)
+        self._sender.send(self.layout.servers + worker, bucket, values, alpha, notes, exact)
 
     def state_dict(self) -> dict[str, object]:
         """The server's part of the model and its counters."""

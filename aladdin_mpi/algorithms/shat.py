@@ -15,7 +15,7 @@ from aladdin_mpi.algorithms.options import ShatOptions
 from aladdin_mpi.algorithms.push_pull import self_update
 from aladdin_mpi.algorithms.server import Arrival, ParameterServer
 from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.optimizer import MomentumSGD
 
 
@@ -37,7 +37,7 @@ class ShatWorker(AspWorker):
     """Push ``g_i``, update oneself, wait for ``x~`` and blend it in."""
 
     def __init__(
-        self, worker: Worker, optimizer: MomentumSGD, wire: DenseWire, options: ShatOptions
+        self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: ShatOptions
     ) -> None:
         super().__init__(worker, optimizer, wire, options)
         self.updates_itself = options.self_update

@@ -60,6 +60,7 @@ class Worker:
         schedule: learning rate as a function of the samples drawn by all workers.
         wait_free: tell of a bucket as soon as backward has completed it (wait-free
             backpropagation); otherwise of all of them when backward is over.
+        lockstep: batches are parts of rounds that all workers take together.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Worker:
         batch_size: int,
         schedule: Callable[[int], float],
         wait_free: bool = True,
+        lockstep: bool = False,
     ) -> None:
         self.transport = transport
         self.layout = layout
@@ -90,8 +92,13 @@ class Worker:
         self._draws = Draws(transport)
         self._report = Report()
         self._wait_free = wait_free
+        self._lockstep = lockstep
         self._completed: list[Bucket] = []
         self._on_bucket: OnBucket = _ignore
+        self.before_forward: OnBucket | None = None
+        """In modelled time, called for every bucket, last first, when the forward pass comes
+        to it; it may wait. Real gradients are then computed between the forward pass, which
+        is modelled first, and the backward pass."""
         self.watch: BucketWatch | None = None
         if pace.seconds is None:
             assert isinstance(replica, Replica)
@@ -103,14 +110,18 @@ class Worker:
         return self._schedule(self.ticket.start)
 
     @property
+    def loss(self) -> float:
+        """Loss of the step just computed; not a number with timed computing."""
+        return self._report.loss
+
+    @property
     def share(self) -> float:
         """What the current batch's mean gradient weighs in the mean over all workers.
 
         It is 1 where every worker has as many samples; the mean of gradients times
         shares is that of all samples of the round.
         """
-        size, whole = self.ticket.size, self.ticket.whole
-        return size * self.count / whole if size != whole else 1.0
+        return self.ticket.size * self.count / self.ticket.whole if self._lockstep else 1.0
 
     def batches(self) -> Iterator[Ticket]:
         """This worker's batches until the segment's samples are used up.
@@ -164,6 +175,9 @@ class Worker:
         start = self.transport.now()
         if self.watch is not None:
             self.watch.start()
+        else:
+            duration = self.pace.duration()
+            start = self._model_forward(start, duration)
         loss = self._compute(self.ticket)
         if isinstance(self.replica, Replica):
             self.replica.check_bound()
@@ -173,7 +187,7 @@ class Worker:
                 elapsed = self.transport.now() - start
                 self.transport.sleep((self.pace.slowdown - 1) * elapsed)
         else:
-            self._model_time(start)
+            self._model_time(start, duration)
         self.computed += 1
         self.samples += self.ticket.size
         self._report = Report(samples=self.ticket.size, loss=loss)
@@ -181,9 +195,18 @@ class Worker:
     def _tell(self, bucket: Bucket) -> None:
         self._on_bucket(bucket)
 
-    def _model_time(self, start: float) -> None:
+    def _model_forward(self, start: float, duration: float) -> float:
+        """Let the forward pass's time pass, if somebody asks for it; when it began, less waits."""
+        if self.before_forward is None:
+            return start
+        for bucket in reversed(self.layout.buckets):
+            self.before_forward(bucket)
+            share = bucket.numel / self.layout.numel
+            self.transport.sleep(duration * FORWARD_SHARE * share)
+        return self.transport.now() - duration * FORWARD_SHARE
+
+    def _model_time(self, start: float, duration: float) -> None:
         """Let the step's time pass; buckets are complete in proportion to backward."""
-        duration = self.pace.duration()
         for bucket in self.layout.buckets:
             done = bucket.stop / self.layout.numel
             moment = start + duration * (FORWARD_SHARE + (1 - FORWARD_SHARE) * done)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.layout import Bucket
 from aladdin_mpi.transport.base import Event
+from aladdin_mpi.vectors import add
 
 
-class DenseWire:
+class DenseWire(GradientCodec):
     """Moves flat vectors between their device and the buffers that are sent.
 
     On the CPU in fp32 the vector itself is sent and nothing is copied. From a GPU,
@@ -26,6 +29,11 @@ class DenseWire:
         self.device = device
         self._memory = "cpu" if moves_bytes or device.type != "meta" else "meta"
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @property
+    def plain(self) -> DenseWire:
+        """Itself."""
+        return self
 
     def buffer(self, numel: int) -> Tensor:
         """A new buffer for ``numel`` values, in memory that the transport can use."""
@@ -50,3 +58,22 @@ class DenseWire:
         with torch.cuda.stream(self._stream):
             wire.copy_(values, non_blocking=True)
             return self._stream.record_event()
+
+    def stage(self, message: Tensor) -> tuple[Tensor, Event | None]:
+        """A complete ``message`` in memory that the transport can use; and what to send after."""
+        if self._stream is None:
+            return message, None
+        staged = torch.empty_like(message, device="cpu", pin_memory=True)
+        event = self.encode(message, staged)
+        message.record_stream(self._stream)  # its memory must outlive the copy
+        return staged, event
+
+    def compress(
+        self, bucket: Bucket, values: Tensor, samples: int, room: Tensor
+    ) -> tuple[Tensor, Event | None]:
+        """The values as they are, in ``room``."""
+        return room, self.encode(values, room)
+
+    def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
+        """``target <- target + alpha * message``."""
+        add(target, message, alpha)

@@ -95,6 +95,7 @@ class DataParallel:
     def _check(self) -> registry.Algorithm:
         algorithm = registry.find(self.options.algorithm)
         registry.check_ranks(algorithm, self.transport.size, self.options.servers)
+        registry.check_compression(algorithm, self.options)
         return algorithm
 
     @property

@@ -95,17 +95,19 @@ class Snapshots:
         self._missing = sum(len(ranks) for ranks in self._holders.values())
         for rank in sorted(self._others):
             self._transport.isend(torch.zeros(1, dtype=torch.uint8), rank, Tag.SNAPSHOT)
-        weight = self._role.weight
+        self._role.when_whole(self._add_mine)
+
+    def _add_mine(self) -> None:
         for bucket in self._mine():
-            self._add(bucket, weight, self._role.part(bucket))
+            self._add(bucket, self._role.weight(bucket), self._role.part(bucket))
 
     def _mine(self) -> list[Bucket]:
         rank = self._transport.rank
         return [bucket for bucket, ranks in self._holders.items() if rank in ranks]
 
     def _answer(self, source: int, message: Tensor) -> None:
-        weight = self._role.weight
         for bucket in self._mine():
+            weight = self._role.weight(bucket)
             head = torch.tensor([bucket.index, weight], dtype=torch.float64)
             values = self._role.part(bucket).detach().to("cpu", torch.float32)
             frame = torch.cat([head.view(torch.uint8), values.view(torch.uint8)])

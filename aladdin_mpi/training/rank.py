@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from aladdin_mpi.algorithms.registry import Algorithm
 from aladdin_mpi.algorithms.server import ParameterServer
 from aladdin_mpi.algorithms.worker import Pace, Worker
 from aladdin_mpi.budget import Ticket
+from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.dgc import DeepGradientCompression
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.layout import Bucket, cut
+from aladdin_mpi.layout import Bucket, Layout, cut
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.options import RESUME_FIELDS, RunOptions, agreed, check_workers
-from aladdin_mpi.replica import PhantomReplica, Replica
+from aladdin_mpi.replica import PhantomReplica, Replica, outline
 from aladdin_mpi.training import run_folder
 from aladdin_mpi.training.checkpoint import CheckpointStore
 from aladdin_mpi.training.evaluation import Evaluate, Evaluator, Snapshots
@@ -66,7 +69,7 @@ class Rank:
         self.module = module
         servers = options.servers if algorithm.server else 0
         self.replica = agree(transport, self._replica)
-        self.layout = cut(self.replica.numel, servers, options.bucket_mb, options.shard_mb)
+        self.layout = self._layout(servers)
         agree(transport, self._check)
         check_agreement(transport, options, self.replica.shapes)
         self.worker_count = transport.size - servers
@@ -75,7 +78,7 @@ class Rank:
         self.run_dir = self._folder()
         self._share_model()
         self.local = LocalState(self.replica, shared=transport.engine == "virtual")
-        self.role = self._role(compute)
+        self.role = agree(transport, lambda: self._role(compute))
         self.keeper = self._keeper() if transport.rank == 0 else None
         done = self.keeper.evaluate_copy if self.keeper else _nobody
         self.snapshots = Snapshots(transport, self.layout, self.role, self._holders, done)
@@ -88,16 +91,30 @@ class Rank:
         if self.options.compute == "real":
             return Replica(self.module)
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
-        return PhantomReplica(numel)
+        return PhantomReplica(numel, outline(self.module))
+
+    def _layout(self, servers: int) -> Layout:
+        options = self.options
+        if self.algorithm.layout is not None:
+            return self.algorithm.layout(self.replica, self.transport.size - servers, options)
+        return cut(
+            self.replica.numel,
+            servers,
+            options.bucket_mb,
+            options.shard_mb,
+            options.sharding,
+            self.replica.layers,
+        )
 
     def _check(self) -> None:
         servers = self.layout.servers
         check_workers(self.options, self.transport.size - servers)
         owners = {bucket.server for bucket in self.layout.buckets}
         if servers and len(owners) < servers:
+            layers = ", of which no layer is split" if self.options.sharding == "layer" else ""
             raise UserError(
                 f"--servers: expected at most {len(owners)} for a model of "
-                f"{self.replica.numel} parameters, got {servers}; use fewer"
+                f"{self.replica.numel} parameters{layers}, got {servers}; use fewer"
             )
 
     def _folder(self) -> Path:
@@ -137,8 +154,7 @@ class Rank:
     def _role(self, compute: Callable[[Ticket], float]) -> Role:
         algorithm, options, x = self.algorithm, self.options, self.replica.parameters
         sgd = MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov)
-        moves_bytes = self.transport.engine == "mpi"
-        wire = DenseWire(WIRE_DTYPES[options.wire], x.device, moves_bytes)
+        wire = self._codec(sgd)
         self.server: ParameterServer | None = None
         if self.transport.rank < self.layout.servers:
             assert algorithm.server is not None
@@ -153,8 +169,28 @@ class Rank:
             options.batch_size,
             self.lr,
             options.wait_free,
+            algorithm.lockstep,
         )
         return algorithm.worker(self.worker, sgd, wire, options)
+
+    def _codec(self, sgd: MomentumSGD) -> GradientCodec:
+        """How gradients are written for the wire."""
+        options, x = self.options, self.replica.parameters
+        moves_bytes = self.transport.engine == "mpi"
+        wire = DenseWire(WIRE_DTYPES[options.wire], x.device, moves_bytes)
+        if options.compression == "none":
+            return wire
+        dgc, epoch = options.dgc, self.plan.epoch
+        if dgc.clip is not None:
+            sgd.clip = dgc.clip / sqrt(self.worker_count)
+        return DeepGradientCompression(
+            wire,
+            self.layout,
+            self.replica.shapes,
+            lambda samples: dgc.ratio_at(samples, epoch),
+            sgd.velocity if self.transport.rank >= self.layout.servers else None,
+            dgc.sample,
+        )
 
     def _pace(self) -> Pace:
         options = self.options
@@ -183,12 +219,15 @@ class Rank:
             self.local,
             CheckpointStore(self.run_dir),
             self._identity(),
+            self.plan.total,
         )
         if self.options.resume is not None:
             state = agree(self.transport, self.segments.load)
             self.segments.restore(state)
         if self.keeper is not None:
             self._open_books(self.keeper)
+            if (text := self.role.describe()) and not self.options.quiet:
+                print(text, flush=True)
 
     def _open_books(self, keeper: Keeper) -> None:
         drawn = keeper.budget.drawn
@@ -201,10 +240,13 @@ class Rank:
 
     def finish(self) -> dict[str, Any]:
         """Complete the model everywhere, measure it, write the books; the summary at rank 0."""
+        waiting = self.transport.traffic.waiting  # what follows is not training
         if isinstance(self.role, Server):
             self.role.finish()
         model = self._final_model()
-        return summarise(self, model)
+        summary = summarise(self, model, waiting)
+        self.role.close()
+        return summary
 
     def _final_model(self) -> Tensor | None:
         """The global model, flat, at every rank; also put into the replica."""
@@ -219,13 +261,13 @@ class Rank:
             if len(holders) == 1:
                 self._broadcast(mine, holders[0])
             else:
-                self._average(mine)
+                self._average(mine, self.role.weight(bucket))
         self.replica.parameters.copy_(vector)
         return vector
 
-    def _average(self, values: Tensor) -> None:
+    def _average(self, values: Tensor, weight: float) -> None:
         """The weighted mean over all ranks."""
-        weights = torch.tensor([self.role.weight], dtype=torch.float64)
+        weights = torch.tensor([weight], dtype=torch.float64)
         values.mul_(weights.item())
         self.transport.wait_all(
             [self.transport.iallreduce(weights), self.transport.iallreduce(values)]

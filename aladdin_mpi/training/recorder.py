@@ -55,6 +55,10 @@ class Metrics:
                 if isinstance(value, (int, float)) and name != "samples":
                     self._board.add_scalar(f"{kind}/{name}", value, values["samples"])
 
+    def has(self, kind: str, samples: int) -> bool:
+        """Whether there is a line of ``kind`` at this place of the run, as after a resume."""
+        return any(line["kind"] == kind and line["samples"] == samples for line in self.lines)
+
     def close(self) -> None:
         """Write out what is buffered."""
         self._board.close()

@@ -31,6 +31,7 @@ class Segments:
         keeper: at rank 0.
         store: None: no checkpoints.
         config: the options that a run which resumes a checkpoint must share.
+        total: samples of the run.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Segments:
         local: LocalState,
         store: CheckpointStore | None,
         config: dict[str, Any],
+        total: int,
     ) -> None:
         self._transport = transport
         # That of the set-up is not waiting in training.
@@ -53,10 +55,12 @@ class Segments:
         self._about = {"ranks": transport.size, "engine": transport.engine, "option": config}
         self._drawn = 0
         self._moment = 0.0
+        self._total = total
+        self._over = False
 
     def run(self) -> None:
         """Train until the budget is used up."""
-        while True:
+        while not self._over:
             self._start_together()
             if self._keeper is not None:
                 self._keeper.open()
@@ -64,21 +68,22 @@ class Segments:
             if self._keeper is not None:
                 self._keeper.close()
             with self._uncounted():
-                if self._end():
-                    return
+                self._end()
 
-    def _end(self) -> bool:
-        """Agree on where the run is, save it; whether it is over."""
+    def _end(self) -> None:
+        """Agree on where the run is, and save it."""
         self._transport.wait(self._transport.ibarrier())
         fact: Any = None
         if self._keeper is not None:
             budget = self._keeper.budget
             budget.close()
             fact = (budget.drawn, budget.used_up, self._transport.now() + SETTLE_SECONDS)
-        self._drawn, used_up, self._moment = broadcast(self._transport, fact)
+        self._drawn, self._over, self._moment = broadcast(self._transport, fact)
+        if self._transport.engine == "virtual":
+            # A worker's last report may come after the barrier: it belongs to the checkpoint.
+            self._transport.sleep_until(self._moment)
         if self._store is not None:
             self._save(self._store)
-        return used_up
 
     def _start_together(self) -> None:
         """Start when all are ready; in virtual time, when a resumed run starts as well."""
@@ -128,6 +133,7 @@ class Segments:
         if self._keeper is not None:
             self._keeper.load_state_dict(state["keeper"])
         self._moment, self._drawn = state["moment"], state["drawn"]
+        self._over = self._drawn >= self._total
         self._transport.traffic.waiting = state["waiting"]
         self._transport.traffic.bytes_sent = state["bytes_sent"]
         self._local.load_state_dict(state["local"])

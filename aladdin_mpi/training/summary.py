@@ -22,9 +22,12 @@ class AccountsError(RuntimeError):
     """Gradients computed and gradients applied do not agree."""
 
 
-def summarise(rank: Rank, model: Tensor | None) -> dict[str, Any]:
-    """Gather the accounts; at rank 0 evaluate, write and print. Returns the summary there."""
-    with_waiting = {**rank.role.counts(), "waiting": rank.transport.traffic.waiting}
+def summarise(rank: Rank, model: Tensor | None, waiting: float) -> dict[str, Any]:
+    """Gather the accounts; at rank 0 evaluate, write and print. Returns the summary there.
+
+    ``waiting`` are the seconds that this rank waited in training.
+    """
+    with_waiting = {**rank.role.counts(), "waiting": waiting}
     totals = gather(rank.transport, with_waiting)
     if rank.keeper is None:
         return {}
@@ -32,15 +35,16 @@ def summarise(rank: Rank, model: Tensor | None) -> dict[str, Any]:
     assert keeper.metrics is not None and keeper.progress is not None
     keeper.progress.close()
     servers = rank.layout.servers
-    summary = {**_about(rank), **_accounts(totals, servers)}
+    summary = {**_about(rank), **_accounts(totals, servers), **rank.role.facts()}
     # What workers reported ends with their last draw; this has their last wait too.
-    waiting = sum(total["waiting"] for total in totals[servers:])
+    all_waiting = sum(total["waiting"] for total in totals[servers:])
     whole = keeper.seconds * rank.worker_count
-    summary["wait_fraction"] = waiting / whole if whole else 0.0
+    summary["wait_fraction"] = all_waiting / whole if whole else 0.0
     if keeper.evaluator is not None and model is not None:
         keeper.evaluator.wait()
         measured = dict(keeper.evaluator.measure(model))
-        keeper.evaluated(keeper.moment(), measured)
+        if not keeper.metrics.has("eval", keeper.budget.drawn):
+            keeper.evaluated(keeper.moment(), measured)
         summary |= measured
         state = keeper.evaluator.module.state_dict()
         torch.save(state, rank.run_dir / MODEL)

@@ -37,6 +37,12 @@ from aladdin_mpi.transport.base import (
     TransportError,
     WaitTimeoutError,
 )
+from aladdin_mpi.transport.volume import (
+    allgather_bytes,
+    allreduce_bytes,
+    alltoall_bytes,
+    broadcast_bytes,
+)
 
 FAST_POLL = 0.0005
 """Seconds between two polls of the progress thread while messages move."""
@@ -330,7 +336,9 @@ class MpiTransport(Transport):
             yield
 
     # -- collectives ----------------------------------------------------------
-    def _collective(self, name: str, *arguments: object) -> Request:
+    def _collective(self, name: str, volume: int, *arguments: object) -> Request:
+        """Start a collective; ``volume`` is what it is taken to send."""
+        self.traffic.bytes_sent += volume
         request = _MpiRequest(name, None, receives=False)
         with self._posting:
             request.handle = getattr(self._collectives, name)(*arguments)
@@ -338,10 +346,11 @@ class MpiTransport(Transport):
         return request
 
     def ibarrier(self) -> Request:
-        return self._collective("Ibarrier")
+        return self._collective("Ibarrier", 0)
 
     def ibroadcast(self, buffer: Tensor, root: int) -> Request:
-        return self._collective("Ibcast", _bytes(buffer), root)
+        volume = broadcast_bytes(buffer.nbytes, self.size)
+        return self._collective("Ibcast", volume, _bytes(buffer), root)
 
     def iallreduce(self, buffer: Tensor) -> Request:
         if buffer.dtype not in REDUCIBLE:
@@ -350,13 +359,16 @@ class MpiTransport(Transport):
                 "which MPI does not add rightly: convert it first"
             )
         place = [buffer.detach().numpy(), REDUCIBLE[buffer.dtype]]
-        return self._collective("Iallreduce", MPI.IN_PLACE, place)
+        volume = allreduce_bytes(buffer.nbytes, self.size)
+        return self._collective("Iallreduce", volume, MPI.IN_PLACE, place)
 
     def iallgather(self, buffer: Tensor, gathered: Tensor) -> Request:
-        return self._collective("Iallgather", _bytes(buffer), _bytes(gathered))
+        volume = allgather_bytes(buffer.nbytes, self.size)
+        return self._collective("Iallgather", volume, _bytes(buffer), _bytes(gathered))
 
     def ialltoall(self, buffer: Tensor, received: Tensor) -> Request:
-        return self._collective("Ialltoall", _bytes(buffer), _bytes(received))
+        volume = alltoall_bytes(buffer.nbytes, self.size)
+        return self._collective("Ialltoall", volume, _bytes(buffer), _bytes(received))
 
     # -- failure and end ------------------------------------------------------
     @property

@@ -1,0 +1,231 @@
+"""AD-PSGD: asynchronous decentralised parallel SGD (Lian, Zhang, Zhang, Liu; ICML 2018).
+
+Every worker repeats, at its own pace::
+
+    x^ <- x_i                                  [1]
+    g at the copy x^, which grows stale        [2]
+    x_i, x_j <- (x_i + x_j) / 2                [3]
+    x_i <- x_i - lr opt(g)                     [4]
+
+[3] must not happen to a worker twice at once, nor in the middle of [4]. Workers that wait
+for each other in a circle would wait for ever; so the workers are split: active ones
+start [3] with a passive one of their choice, and passive ones answer, even while they
+compute. The copy for [3] leaves before [2], so that it travels meanwhile.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import Tensor
+
+from aladdin_mpi.algorithms.options import AdPsgdOptions
+from aladdin_mpi.algorithms.peers import ModelOutbox, PeerWorker
+from aladdin_mpi.algorithms.worker import Worker
+from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.layout import Bucket
+from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.tags import Tag
+from aladdin_mpi.transport.base import Request
+from aladdin_mpi.vectors import add, copy, host_vector
+
+
+def passive_workers(n: int) -> list[int]:
+    """Those who answer; the others are active. There is at most one more of them."""
+    return list(range(0, n, 2))
+
+
+def average(x: Tensor, theirs: Tensor, mine: Tensor) -> None:
+    """``x <- x + (theirs - mine) / 2``, where ``mine`` is x as the other side got it.
+
+    The other side moves by as much the other way: rounding to the wire's dtype does
+    not change the sum of the two.
+    """
+    if not x.is_meta:
+        x.add_(theirs.to(x.dtype) - mine.to(x.dtype), alpha=0.5)
+
+
+class _Side(ABC):
+    """A worker's part in averaging ``master`` with others."""
+
+    def __init__(self, worker: Worker, wire: DenseWire, master: Tensor) -> None:
+        self.transport = worker.transport
+        self.layout = worker.layout
+        self.wire = wire
+        self.master = master
+
+    @abstractmethod
+    def begin(self) -> None:
+        """A step begins."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """The step's gradient is there."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Every worker has taken its last step: wait until everything is delivered."""
+
+
+class PassiveSide(_Side):
+    """Answers each bucket with its own values and averages them, whatever else goes on."""
+
+    def __init__(self, worker: Worker, wire: DenseWire, master: Tensor) -> None:
+        super().__init__(worker, wire, master)
+        self._next = [0] * worker.count
+        self._sent: list[list[Request]] = [[] for _ in self.layout.buckets]
+        nbytes = self.layout.largest * wire.dtype.itemsize
+        self.transport.on_message(Tag.AVERAGE, nbytes, self._answer)
+
+    def _answer(self, source: int, message: Tensor) -> None:
+        bucket = self.layout.buckets[self._next[source]]
+        self._next[source] = (bucket.index + 1) % len(self.layout.buckets)
+        x = self.master[bucket.part]
+        mine = self._room(bucket)
+        self.wire.encode(x, mine)
+        self._sent[bucket.index].append(self.transport.isend(mine, source, Tag.AVERAGED))
+        average(x, message.view(self.wire.dtype), mine)
+
+    def _room(self, bucket: Bucket) -> Tensor:
+        """A buffer whose last answer is delivered, or a new one."""
+        sent = self._sent[bucket.index]
+        for place, request in enumerate(sent):
+            if request.done:
+                del sent[place]
+                assert request.buffer is not None
+                return request.buffer
+        return self.wire.buffer(bucket.numel)
+
+    def begin(self) -> None:
+        """Nothing: others choose when to average."""
+
+    def finish(self) -> None:
+        """Nothing."""
+
+    def flush(self) -> None:
+        """Wait for the last answers."""
+        self.transport.wait_all([request for sent in self._sent for request in sent])
+
+
+class ActiveSide(_Side):
+    """Averages with a passive worker of its choice in every step.
+
+    Args:
+        options: the graph: ``random`` draws from all, ``exponential`` goes 0, 1, 2, 4, ...
+            passive workers further than the one before this worker.
+    """
+
+    def __init__(
+        self, worker: Worker, wire: DenseWire, master: Tensor, options: AdPsgdOptions, seed: int
+    ) -> None:
+        super().__init__(worker, wire, master)
+        self.steps = 0
+        self.random = random.Random(f"ad-psgd {seed} {worker.index}")
+        self._drawn = options.graph == "random"
+        self._passive = passive_workers(worker.count)
+        self._place = worker.index // 2
+        self._hops = [0, *(2**power for power in range((len(self._passive) - 1).bit_length()))]
+        self._outbox = ModelOutbox(worker, wire, Tag.AVERAGE)
+        self._theirs = wire.buffer(self.layout.numel)
+        self._mine = self._theirs
+        self._answers: list[Request] = []
+
+    def _choose(self) -> int:
+        self.steps += 1
+        if self._drawn:
+            return self.random.choice(self._passive)
+        hop = self._hops[self.steps % len(self._hops)]
+        return self._passive[(self._place + hop) % len(self._passive)]
+
+    def begin(self) -> None:
+        """Send x, which nobody changes before :meth:`finish`."""
+        peer = self._choose()
+        self._answers = [
+            self.transport.irecv(self._theirs[bucket.part], peer, Tag.AVERAGED)
+            for bucket in self.layout.buckets
+        ]
+        self._mine = self._outbox.send(self.master, peer)
+
+    def finish(self) -> None:
+        """Wait for the answer, and average."""
+        for bucket, answer in zip(self.layout.buckets, self._answers, strict=True):
+            part = bucket.part
+            self.transport.wait(answer)
+            with self.transport.atomic():
+                average(self.master[part], self._theirs[part], self._mine[part])
+
+    def flush(self) -> None:
+        """Everything has been answered."""
+        self._outbox.flush()
+
+
+class AdPsgdWorker(PeerWorker):
+    """One worker; even ones are passive, odd ones active.
+
+    ``master`` is x_i, in memory that handlers can work on; the module's own parameters
+    are the copy x^.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        optimizer: MomentumSGD,
+        wire: GradientCodec,
+        options: AdPsgdOptions,
+        seed: int,
+    ) -> None:
+        super().__init__(worker, optimizer, wire)
+        self.master = host_vector(self.x)
+        copy(self.master, self.x)
+        on_gpu = self.x.device.type == "cuda"
+        host_wire = DenseWire(self.wire.dtype, self.master.device) if on_gpu else self.wire
+        self.side: _Side
+        if self.index in passive_workers(self.n):
+            self.side = PassiveSide(worker, host_wire, self.master)
+        else:
+            self.side = ActiveSide(worker, host_wire, self.master, options, seed)
+
+    def run(self) -> None:
+        """Train until the segment's samples are used up."""
+        for _ in self.worker.batches():
+            self._read()  # [1]
+            self.side.begin()
+            g = self.direction()  # [2]
+            self.side.finish()  # [3]
+            self._step(g)  # [4]
+        self.transport.wait(self.transport.ibarrier())  # the passive ones answer until all are done
+        self.side.flush()
+        self._read()
+
+    def _read(self) -> None:
+        for bucket in self.layout.buckets:
+            with self.transport.atomic():
+                copy(self.x[bucket.part], self.master[bucket.part])
+
+    def _step(self, g: Tensor) -> None:
+        g = g if g.is_meta else g.to(self.master.device)
+        for bucket in self.layout.buckets:
+            with self.transport.atomic():
+                add(self.master[bucket.part], g[bucket.part], alpha=-self.worker.lr)
+
+    def part(self, bucket: Bucket) -> Tensor:
+        """This worker's x."""
+        return self.master[bucket.part]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next segment depends on; x and its copy are the same now."""
+        state = super().state_dict()
+        if isinstance(self.side, ActiveSide):
+            state |= {"steps": self.side.steps, "random": self.side.random.getstate()}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        super().load_state_dict(state)
+        copy(self.master, self.x)
+        if isinstance(self.side, ActiveSide):
+            self.side.steps = state["steps"]
+            self.side.random.setstate(state["random"])

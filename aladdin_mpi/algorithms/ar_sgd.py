@@ -1,0 +1,89 @@
+"""AR-SGD: synchronous SGD whose gradients are summed by an all-reduce, without a server.
+
+The sum of each bucket begins as soon as backward has completed it and goes on meanwhile
+(Sergeev and Del Balso, Horovod, 2018; Li et al., PyTorch Distributed, VLDB 2020). A bucket
+is what Horovod's tensor fusion makes: many layers' gradients in one message.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from aladdin_mpi.algorithms.base import TrainingWorker
+from aladdin_mpi.algorithms.options import ArSgdOptions
+from aladdin_mpi.algorithms.worker import Worker
+from aladdin_mpi.allreduce import choose
+from aladdin_mpi.allreduce.base import AllReduce, Pending
+from aladdin_mpi.allreduce.compressed import CompressedAllReduce
+from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.dgc import DeepGradientCompression
+from aladdin_mpi.layout import Bucket
+from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.vectors import add, scale
+
+
+class ArSgdWorker(TrainingWorker):
+    """``x <- x - lr/n (g_1 + ... + g_n)``, the same on every worker."""
+
+    def __init__(
+        self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: ArSgdOptions
+    ) -> None:
+        super().__init__(worker, optimizer)
+        self.g = worker.replica.new_vector()
+        self.codec = wire
+        self.compresses = isinstance(wire, DeepGradientCompression)
+        self.all_reduce = self._all_reduce(wire, options)
+        self.sums: list[tuple[Bucket, Pending]] = []
+
+    def _all_reduce(self, wire: GradientCodec, options: ArSgdOptions) -> AllReduce:
+        transport = self.worker.transport
+        if isinstance(wire, DeepGradientCompression):
+            return CompressedAllReduce(
+                transport, self.worker.layout, wire, lambda: self.worker.ticket.start
+            )
+        return choose.make(options.allreduce, transport, self.g.device, wire.dtype)
+
+    def close(self) -> None:
+        """End the library's part."""
+        self.all_reduce.close()
+
+    def describe(self) -> str:
+        """Which library sums the gradients."""
+        return f"all-reduce: {self.all_reduce.describe()}"
+
+    def run(self) -> None:
+        """Train until the segment's samples are used up."""
+        for _ in self.worker.batches():
+            scale(self.g, 0.0)
+            self.worker.gradient(self.g, self._begin_sum)
+            for bucket, pending in self.sums:
+                pending.wait()
+                self._step(bucket, self.g[bucket.part])
+            self.sums.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next segment depends on."""
+        return {**super().state_dict(), "codec": self.codec.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        super().load_state_dict(state)
+        self.codec.load_state_dict(state["codec"])
+
+    def _begin_sum(self, bucket: Bucket) -> None:
+        g = self.g[bucket.part]
+        if self.worker.share != 1.0:
+            scale(g, self.worker.share)
+        if self.compresses:
+            # Deep gradient compression: each worker's own momentum, before the choice.
+            self.optimizer.correct(bucket.part, g, self.x[bucket.part])
+        self.sums.append((bucket, self.all_reduce.start(g, bucket.index)))
+
+    def _step(self, bucket: Bucket, total: Tensor) -> None:
+        x = self.x[bucket.part]
+        scale(total, 1 / self.worker.count)
+        if not self.compresses:
+            self.optimizer.correct(bucket.part, total, x)
+        add(x, total, alpha=-self.worker.lr)

@@ -1,0 +1,312 @@
+"""ASHL, an adaptive scheme with stages for unequal workers (IEEE Transactions on Computers 2024).
+
+Every worker measures its times first; from these the plan says for each how many local
+steps it takes between two exchanges and which share of its values it pushes: then all
+need about as long (Algorithms 1 and 2, in :mod:`aladdin_mpi.algorithms.ashl_plan`). Training
+(Algorithm 3) is coarse and fully asynchronous (AHL) until the training loss of all
+workers is low enough, then fine and semi-asynchronous (SHL), for good.
+
+Nobody waits for the measuring: until the plan is there, a worker that has measured goes on
+with as many steps as the slowest one will take. The first server makes the plan, follows
+the loss, and tells a worker the stage and its part with every model. A worker tells all
+servers with every difference in which stage it was made, and its share: so all
+servers treat it alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from enum import IntEnum
+from statistics import median
+from typing import Any
+
+from aladdin_mpi.algorithms.answering import AnsweringServer
+from aladdin_mpi.algorithms.ashl_plan import Share, Stage, Times, make_plan
+from aladdin_mpi.algorithms.global_loss import GlobalLoss
+from aladdin_mpi.algorithms.local_difference import DifferenceWorker
+from aladdin_mpi.algorithms.options import AshlOptions
+from aladdin_mpi.algorithms.server import Arrival, ParameterServer
+from aladdin_mpi.algorithms.staleness import StalenessBound
+from aladdin_mpi.algorithms.worker import Worker
+from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.dgc import DeepGradientCompression
+from aladdin_mpi.compression.select import select
+from aladdin_mpi.layout import Bucket, Layout
+from aladdin_mpi.optimizer import MomentumSGD
+
+_log = logging.getLogger(__name__)
+SAMPLE = 0.01
+"""Share of the values from which the smallest of the largest is estimated."""
+
+
+class Phase(IntEnum):
+    """How far the training has come."""
+
+    COARSE = 0
+    FINE = 1
+
+
+class TopK(DeepGradientCompression):
+    """``TopK(x - base, rate)``: of every bucket the largest values, at the present ``rate``."""
+
+    def __init__(self, wire: GradientCodec, layout: Layout) -> None:
+        everything = [(1, layout.numel)]
+        super().__init__(wire.plain, layout, everything, lambda samples: self.rate, sample=SAMPLE)
+        self.rate = 1.0
+
+    def discard(self) -> None:
+        """Forget what was not sent."""
+        if self.left is not None:
+            self.left.zero_()
+
+
+class _Profile:
+    """The times that a worker measures in its first iterations, each with an exchange."""
+
+    def __init__(self, iterations: int) -> None:
+        self.iterations = iterations
+        self.steps: list[float] = []
+        self.pushes: list[float] = []
+        self.pulls: list[float] = []
+
+    @property
+    def done(self) -> bool:
+        return len(self.steps) >= self.iterations
+
+    def exchanged(self, push: float, whole: float) -> None:
+        """Note the time of a push and of the whole exchange.
+
+        Both ways carry as much. The transport may take over what is sent long before it has
+        arrived, so a push takes half the time of both, if not longer.
+        """
+        if len(self.pushes) < self.iterations:
+            push = max(push, whole / 2)
+            self.pushes.append(push)
+            self.pulls.append(whole - push)
+
+    def times(self, compress: float) -> Times:
+        """The medians: a first iteration is often much longer."""
+        step, push, pull = (median(t or [0.0]) for t in (self.steps, self.pushes, self.pulls))
+        return Times(step, push, pull, compress)
+
+    def state_dict(self) -> list[list[float]]:
+        return [self.steps, self.pushes, self.pulls]
+
+    def load_state_dict(self, state: list[list[float]]) -> None:
+        self.steps, self.pushes, self.pulls = state
+
+
+class AshlWorker(DifferenceWorker):
+    """Algorithm 3, worker: H_i local steps, push ``TopK(x - base, R_i)``, pull."""
+
+    def __init__(
+        self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: AshlOptions
+    ) -> None:
+        self.top_k = TopK(wire, worker.layout)
+        super().__init__(worker, optimizer, wire.plain, self.top_k)
+        self.options = options
+        self.profile = _Profile(options.profile)
+        self.plan: Share | None = None
+        self.phase = Phase.COARSE
+
+    @property
+    def stage(self) -> Stage:
+        """What this worker does at present; before the plan all have an equal share."""
+        if self.plan is not None:
+            return self.plan.fine if self.phase == Phase.FINE else self.plan.coarse
+        steps = self.options.coarse_steps if self.profile.done else 1
+        return Stage(1 / self.worker.count, steps, 1.0)
+
+    def is_due(self) -> bool:
+        """Every H_i steps."""
+        return self.steps >= self.stage.steps
+
+    def exchange(self) -> None:
+        """Push what was learnt, wait for the model, and hear what to do next."""
+        now = self.worker.transport.now
+        start = now()
+        self.leave()
+        self.outbox.drain()
+        pushed = now()
+        self.inbox.await_into(self.x)
+        self.profile.exchanged(pushed - start, now() - start)
+        self._obey(self.inbox.notes)
+
+    def leave(self) -> None:
+        """Push what was learnt."""
+        notes = [self.stage.share, self.phase, self.loss, *self._measure()]
+        self.top_k.rate = self.stage.rate
+        self.push(*notes)
+        if not self.options.error_feedback:
+            self.top_k.discard()
+
+    def _measure(self) -> list[float]:
+        """The times, with the last message of the profile."""
+        if self.profile.done:
+            return []
+        self.profile.steps.append(self.step_seconds)
+        return list(self.profile.times(self._choosing())) if self.profile.done else []
+
+    def _choosing(self) -> float:
+        """Time to choose the largest values."""
+        start = self.worker.transport.now()
+        if self.options.fine_rate < 1 and not self.x.is_meta:
+            moved = self.x - self.base
+            for bucket in self.worker.layout.buckets:
+                wanted = max(1, int(self.options.fine_rate * bucket.numel))
+                select(moved[bucket.part], wanted, SAMPLE)
+        return self.worker.transport.now() - start
+
+    def _obey(self, notes: tuple[float, ...]) -> None:
+        phase, *plan = notes
+        self.phase = Phase(int(phase))
+        if plan:
+            self.plan = _unpack(plan)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next segment depends on."""
+        return {
+            **super().state_dict(),
+            "profile": self.profile.state_dict(),
+            "plan": _pack(self.plan) if self.plan else None,
+            "phase": int(self.phase),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        super().load_state_dict(state)
+        self.profile.load_state_dict(state["profile"])
+        self.plan = _unpack(state["plan"]) if state["plan"] else None
+        self.phase = Phase(state["phase"])
+
+
+class AshlServer(AnsweringServer):
+    """Algorithm 3, server: ``W <- W + D_i dW_i``; in SHL it holds the answer of who is ahead."""
+
+    def __init__(self, server: ParameterServer, options: AshlOptions) -> None:
+        super().__init__(server, optimizer=None)
+        self.codec = TopK(server.codec, server.layout)
+        self.bound = StalenessBound(self.n, server.buckets, options.bound, self.reply)
+        self.head = Head(server, options) if server.transport.rank == 0 else None
+
+    def begin(self) -> None:
+        """All workers start a segment with the same model."""
+        self.bound.open()
+
+    def apply(self, arrival: Arrival) -> None:
+        """``W <- W + D_i dW_i``."""
+        share, _, loss, *times = arrival.notes
+        if self.head is not None and arrival.bucket is self.server.buckets[0]:
+            self.head.listen(arrival.worker, loss, arrival.count, times)
+        message = arrival.storage[: arrival.length]
+        self.codec.add(arrival.bucket, message, self.server.values[arrival.bucket.index], share)
+
+    def answer(self, arrival: Arrival) -> None:
+        """At once (AHL), or while ``step_i - min(step) <= s`` (SHL)."""
+        _, phase, *_ = arrival.notes
+        if phase == Phase.COARSE:
+            self.reply(arrival.worker, arrival.bucket)
+        else:
+            self.bound.advance(arrival.worker, arrival.bucket)
+            self.bound.hold(arrival.worker, arrival.bucket)
+
+    def reply(self, worker: int, bucket: Bucket) -> None:
+        """Send the model, and what the worker is to do."""
+        notes = self.head.word(worker) if self.head is not None else ()
+        self.server.send_model(worker, bucket, notes=notes)
+
+    def ended(self, worker: int) -> None:
+        """Nobody waits for a worker that has ended."""
+        self.bound.ended(worker)
+
+    def facts(self) -> dict[str, Any]:
+        """The plan, and when the fine stage began, for the summary."""
+        return {} if self.head is None else {"ashl": self.head.facts()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next segment depends on."""
+        return {**super().state_dict(), "head": self.head.state_dict() if self.head else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        super().load_state_dict(state)
+        if self.head is not None:
+            self.head.load_state_dict(state["head"])
+
+
+class Head:
+    """The first server's other duty: the plan, and the stage of the training."""
+
+    def __init__(self, server: ParameterServer, options: AshlOptions) -> None:
+        self.server = server
+        self.options = options
+        self.loss = GlobalLoss(server.worker_count)
+        self.times: dict[int, Times] = {}
+        self.plan: list[Share] = []
+        self.phase = Phase.COARSE
+        self.fine_from: int | None = None
+        """Sample number of the run at which the fine stage began."""
+
+    def listen(self, worker: int, loss: float, gradients: int, times: list[float]) -> None:
+        """Hear a worker's loss and, once, its times."""
+        self.loss.report(worker, loss, gradients)
+        if times:
+            self.times[worker] = Times(*times)
+        if not self.plan and len(self.times) == self.server.worker_count:
+            self._make_plan()
+        if self.plan and self.phase == Phase.COARSE and self._is_fine():
+            self.phase, self.fine_from = Phase.FINE, self.server.samples
+
+    def _make_plan(self) -> None:
+        options = self.options
+        self.plan = make_plan(
+            [self.times[worker] for worker in sorted(self.times)],
+            options.coarse_steps,
+            options.fine_steps,
+            options.coarse_rate,
+            options.fine_rate,
+        )
+        _log.info("ashl: plan %s", self.plan)
+
+    def _is_fine(self) -> bool:
+        if self.options.stage != "auto":
+            return self.options.stage == "fine"
+        return self.loss.value <= self.options.loss
+
+    def word(self, worker: int) -> tuple[float, ...]:
+        """The stage and, once there is a plan, the worker's part of it."""
+        return (float(self.phase), *(_pack(self.plan[worker]) if self.plan else ()))
+
+    def facts(self) -> dict[str, Any]:
+        """The plan, a worker a row, and the sample at which the fine stage began."""
+        rows = [
+            {"coarse": share.coarse._asdict(), "fine": share.fine._asdict()} for share in self.plan
+        ]
+        return {"plan": rows, "fine_from": self.fine_from}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything as numbers."""
+        return {
+            "loss": self.loss.state_dict(),
+            "times": {worker: list(times) for worker, times in self.times.items()},
+            "plan": [_pack(share) for share in self.plan],
+            "phase": int(self.phase),
+            "fine_from": self.fine_from,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        self.loss.load_state_dict(state["loss"])
+        self.times = {worker: Times(*times) for worker, times in state["times"].items()}
+        self.plan = [_unpack(numbers) for numbers in state["plan"]]
+        self.phase = Phase(state["phase"])
+        self.fine_from = state["fine_from"]
+
+
+def _pack(share: Share) -> list[float]:
+    return [*map(float, share.coarse), *map(float, share.fine)]
+
+
+def _unpack(numbers: list[float]) -> Share:
+    coarse, fine = numbers[:3], numbers[3:]
+    return Share(*(Stage(share, int(steps), rate) for share, steps, rate in (coarse, fine)))

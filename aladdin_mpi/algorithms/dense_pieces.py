@@ -1,0 +1,268 @@
+"""Fully connected layers whose gradient is computed from everyone's activations and errors.
+
+Each rank updates ``inputs / n`` columns of the weight. For these it needs the same columns of
+everyone's activations A (all-to-all) and everyone's errors E in full (all-gather): then the
+gradient over all samples of the round is one product, ``E^T A``. The bias is updated by every
+rank in full.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from aladdin_mpi.algorithms.in_order import Queued
+from aladdin_mpi.algorithms.layer_pieces import Ground, Piece
+from aladdin_mpi.layout import Bucket
+from aladdin_mpi.replica import DenseLayer
+from aladdin_mpi.transport.base import Event
+from aladdin_mpi.vectors import copy, scale
+
+
+class Capture:
+    """The activations and errors of one layer in one step, row by row.
+
+    A step may have several forward passes, each with some of the rows. ``fits`` says
+    whether the inputs were 2-D with one row for each sample: only then is the layer's
+    gradient what :class:`DenseWeight` makes of them.
+    """
+
+    def __init__(self) -> None:
+        self.begin(0)
+
+    def begin(self, expected: int) -> None:
+        """A step of ``expected`` samples begins."""
+        self.expected = expected
+        self.rows = 0
+        self.fits = True
+        self.activations: list[tuple[int, Tensor]] = []
+        self.errors: list[tuple[int, Tensor]] = []
+
+    def count(self, shape: torch.Size | None) -> int:
+        """Note an input of this shape; the number of its first row."""
+        first = self.rows
+        if shape is None or len(shape) != 2 or first + shape[0] > self.expected:
+            self.fits = False
+        else:
+            self.rows += shape[0]
+        return first
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the layer has seen every sample."""
+        return self.fits and self.rows == self.expected
+
+
+def stacked(parts: list[tuple[int, Tensor]], rows: int, width: int, like: Tensor) -> Tensor:
+    """A matrix of ``rows`` rows from parts of it, zero where there is none."""
+    if len(parts) == 1 and parts[0][1].shape[0] == rows:
+        return parts[0][1]
+    whole = torch.zeros(rows, width, dtype=like.dtype, device=like.device)
+    for first, part in parts:
+        whole[first : first + part.shape[0]] = part
+    return whole
+
+
+class DenseWeight(Piece):
+    """The weight of a fully connected layer, dealt to the ranks by columns.
+
+    ``exchanging`` says whether activations and errors make the gradient; None: not known
+    yet, as that depends on how the module uses the layer. Gradients do until then.
+
+    Args:
+        batch: the largest number of samples of one rank's step.
+    """
+
+    def __init__(self, ground: Ground, bucket: Bucket, layer: DenseLayer, batch: int) -> None:
+        super().__init__(ground, bucket)
+        n, rank = ground.n, ground.transport.rank
+        self.layer = layer
+        self.capture = Capture()
+        self.exchanging: bool | None = True if ground.x.is_meta else None
+        self._width = width = -(-layer.inputs // n)
+        edges = [min(width * i, layer.inputs) for i in range(n + 1)]
+        self._columns = [slice(edges[i], edges[i + 1]) for i in range(n)]
+        self._mine = self._columns[rank]
+        self.numel = layer.outputs * (self._mine.stop - self._mine.start)
+        self._message = ground.weights.buffer(layer.outputs * width)
+        self._gathered = ground.weights.buffer(n * layer.outputs * width)
+        self._room = {
+            "activations": ground.wire.buffer(n * batch * width),
+            "errors": ground.wire.buffer(n * batch * layer.outputs),
+        }
+        self.by_errors = False
+        """Whether activations and errors make the current step's gradient."""
+        self._rows = 0
+        self._sent: list[Tensor] = []
+        self._activations: Queued | None = None
+        self._moving: Queued | None = None
+        self._blocks = torch.empty(0)
+
+    def begin(self, rows: int, expected: int) -> None:
+        """A step begins: ``rows`` samples on the rank that has most, ``expected`` on this one."""
+        self.by_errors = bool(self.exchanging)
+        self._rows = rows
+        self._activations = None
+        self._sent.clear()
+        self.capture.begin(expected)
+
+    # -- the way there ------------------------------------------------------------
+    def send_activations(self) -> None:
+        """Send everyone its columns of the activations, at the latest when backward begins."""
+        if not self.by_errors or self._activations is not None:
+            return
+        n, rows, width = self.ground.n, self._rows, self._width
+        received = self._room["activations"][: n * rows * width]
+        if self.ground.x.is_meta:
+            message, filled = self.ground.wire.buffer(n * rows * width), None
+        else:
+            values = stacked(self.capture.activations, rows, self.layer.inputs, self.ground.x)
+            values = functional.pad(values, (0, n * width - self.layer.inputs))
+            message, filled = self._stage(values.view(rows, n, width).transpose(0, 1))
+        self._activations = self.ground.to_all(message, received, filled)
+        self._sent.append(message)
+
+    def _stage(self, values: Tensor) -> tuple[Tensor, Event | None]:
+        wire = self.ground.wire
+        return wire.stage(values.to(wire.dtype).reshape(-1))
+
+    def send(self, g: Tensor, share: float) -> None:
+        """See :meth:`Piece.send`: the errors, or the gradient's columns."""
+        if self.by_errors:
+            self._send_errors(share)
+        else:
+            self._send_gradient(g[self.bucket.part], share)
+
+    def _send_errors(self, share: float) -> None:
+        n, rows, outputs = self.ground.n, self._rows, self.layer.outputs
+        received = self._room["errors"][: n * rows * outputs]
+        if self.ground.x.is_meta:
+            message, filled = self.ground.wire.buffer(rows * outputs), None
+        else:
+            values = stacked(self.capture.errors, rows, outputs, self.ground.x) * share
+            message, filled = self._stage(values)
+        self._moving = self.ground.gather(message, received, filled)
+        self._sent.append(message)
+
+    def _send_gradient(self, g: Tensor, share: float) -> None:
+        n, outputs, width = self.ground.n, self.layer.outputs, self._width
+        padded = functional.pad(g.view(outputs, -1), (0, n * width - self.layer.inputs))
+        scale(padded, share)
+        message, filled = self._stage(padded.view(outputs, n, width).transpose(0, 1))
+        self._blocks = torch.empty_like(message)
+        self._moving = self.ground.to_all(message, self._blocks, filled)
+        self._sent.append(message)
+
+    # -- the update -----------------------------------------------------------------
+    def summed(self) -> Tensor:
+        """See :meth:`Piece.summed`."""
+        assert self._moving is not None
+        self.ground.order.wait(self._moving)
+        if not self.by_errors:
+            blocks = self._blocks.view(self.ground.n, -1)
+            return self._own_columns(self.ground.sum(blocks))
+        assert self._activations is not None
+        self.ground.order.wait(self._activations)
+        if self.ground.x.is_meta:
+            return self.own()
+        activations = self._received("activations", self._width)
+        errors = self._received("errors", self.layer.outputs)
+        with torch.autocast(errors.device.type, enabled=False):
+            gradient = errors.t() @ activations
+        return self._own_columns(gradient.div_(self.ground.n))
+
+    def bias_gradient(self) -> Tensor:
+        """The gradient of the bias; after :meth:`summed`."""
+        return self._received("errors", self.layer.outputs).sum(0).div_(self.ground.n)
+
+    def _received(self, name: str, width: int) -> Tensor:
+        values = self._room[name][: self.ground.n * self._rows * width]
+        return values.view(-1, width).to(self.ground.x.device, self.ground.x.dtype)
+
+    def _own_columns(self, blocks: Tensor) -> Tensor:
+        """Without what fills up the last block."""
+        own = self._mine.stop - self._mine.start
+        return blocks.view(self.layer.outputs, self._width)[:, :own].reshape(-1)
+
+    # -- the way back ---------------------------------------------------------------
+    @property
+    def _matrix(self) -> Tensor:
+        return self.ground.x[self.bucket.part].view(self.layer.outputs, self.layer.inputs)
+
+    def own(self) -> Tensor:
+        """See :meth:`Piece.own`."""
+        if self.ground.x.is_meta:
+            return self.ground.x[: self.numel]
+        return self._matrix[:, self._mine].clone(memory_format=torch.contiguous_format).view(-1)
+
+    def gather(self, values: Tensor) -> None:
+        """See :meth:`Piece.gather`."""
+        self._sent = [values]  # to be kept while it is copied
+        filled = self.ground.weights.encode(values, self._message[: values.numel()])
+        self._moving = self.ground.gather(self._message, self._gathered, filled)
+        self.gathering = True
+
+    def finish(self) -> None:
+        """See :meth:`Piece.finish`."""
+        if not self.gathering:
+            return
+        assert self._moving is not None
+        self.ground.order.wait(self._moving)
+        if not self.ground.x.is_meta:
+            blocks = self._gathered.view(self.ground.n, -1).to(self.ground.x.device)
+            for columns, block in zip(self._columns, blocks, strict=True):
+                part = self._matrix[:, columns]
+                part.copy_(block[: part.numel()].view(part.shape))
+        self.gathering = False
+
+
+class DenseBias(Piece):
+    """The bias of such a layer: updated in full by every rank, and never sent."""
+
+    def __init__(self, ground: Ground, bucket: Bucket, weight: DenseWeight) -> None:
+        super().__init__(ground, bucket)
+        self.numel = bucket.numel
+        self._weight = weight
+        self._gradients = torch.empty(0)
+        self._moving: Queued | None = None
+        self._message = torch.empty(0)
+        self._updated: Tensor | None = None
+
+    def send(self, g: Tensor, share: float) -> None:
+        """See :meth:`Piece.send`: the errors, which the weight sends, are enough."""
+        if self._weight.by_errors:
+            return
+        wire = self.ground.wire
+        values = g[self.bucket.part].to(wire.dtype, copy=True)
+        scale(values, share)
+        self._message, filled = wire.stage(values)
+        self._gradients = wire.buffer(self.ground.n * self.numel)
+        self._moving = self.ground.gather(self._message, self._gradients, filled)
+
+    def summed(self) -> Tensor:
+        """See :meth:`Piece.summed`; to be called after the weight's."""
+        if self.ground.x.is_meta:
+            return self.own()
+        if self._weight.by_errors:
+            return self._weight.bias_gradient()
+        assert self._moving is not None
+        self.ground.order.wait(self._moving)
+        return self.ground.sum(self._gradients.view(self.ground.n, -1))
+
+    def own(self) -> Tensor:
+        """See :meth:`Piece.own`: all of it."""
+        own = self.ground.x[self.bucket.part]
+        return own if own.is_meta else own.clone()
+
+    def gather(self, values: Tensor) -> None:
+        """Everyone has it; it is stored when the others are."""
+        self._updated = values
+        self.gathering = True
+
+    def finish(self) -> None:
+        """See :meth:`Piece.finish`."""
+        if self._updated is not None:
+            copy(self.ground.x[self.bucket.part], self._updated)
+        self._updated = None
+        self.gathering = False

@@ -1,0 +1,33 @@
+"""The training loss of all workers, from what each says with what it sends."""
+
+from __future__ import annotations
+
+from math import nan
+
+
+class GlobalLoss:
+    """Mean loss of the gradients in every worker's newest message.
+
+    ``value`` is no number until all workers have been heard, nor with timed computing.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._newest: list[tuple[float, int]] = [(nan, 1)] * workers
+
+    def report(self, worker: int, loss: float, gradients: int) -> None:
+        """A worker's mean loss over so many gradients."""
+        self._newest[worker] = (loss, gradients)
+
+    @property
+    def value(self) -> float:
+        """The mean over all of them."""
+        total = sum(loss * gradients for loss, gradients in self._newest)
+        return total / sum(gradients for _, gradients in self._newest)
+
+    def state_dict(self) -> list[tuple[float, int]]:
+        """What was heard."""
+        return self._newest
+
+    def load_state_dict(self, state: list[tuple[float, int]]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        self._newest = state

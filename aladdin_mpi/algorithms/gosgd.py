@@ -1,0 +1,82 @@
+"""GoSGD: gossip stochastic gradient descent (Blot, Picard, Cord, Thome; 2016).
+
+Nobody ever waits. The weights of all workers, with those of the messages under way, add
+up to 1; the global model is the weighted mean. Every bucket has a weight alpha of its
+own, because the buckets of a message need not arrive between the same two steps.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from aladdin_mpi.algorithms.gossip_inbox import GossipInbox
+from aladdin_mpi.algorithms.options import GoSgdOptions
+from aladdin_mpi.algorithms.peers import ModelOutbox, PeerWorker
+from aladdin_mpi.algorithms.worker import Worker
+from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.layout import Bucket
+from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.tags import Tag
+from aladdin_mpi.vectors import add
+
+LEAST_ALPHA = 2.0**-1000
+"""Below it a worker keeps what it has: halved often enough a weight would become 0."""
+
+
+class GoSgdWorker(PeerWorker):
+    """Mix in what has come, take a step, and send to somebody now and then.
+
+    A worker whose last model is still on the wire sends none in this step and
+    halves no weight: it neither waits nor piles up copies.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        optimizer: MomentumSGD,
+        wire: GradientCodec,
+        options: GoSgdOptions,
+        seed: int,
+    ) -> None:
+        super().__init__(worker, optimizer, wire)
+        self.p = options.p
+        self.random = random.Random(f"gosgd {seed} {self.index}")
+        self.alpha = [1 / self.n] * len(self.layout.buckets)
+        self.outbox = ModelOutbox(worker, self.wire, Tag.GOSSIP)
+        self.inbox = GossipInbox(worker, self.wire)
+
+    def run(self) -> None:
+        """Train until the segment's samples are used up."""
+        for _ in self.worker.batches():
+            self.inbox.take_into(self.x, self.alpha)
+            add(self.x, self.direction(), alpha=-self.worker.lr)
+            if self.random.random() < self.p:
+                self._send_to_somebody()
+        self.outbox.flush()
+        self.inbox.drain()
+        self.inbox.take_into(self.x, self.alpha)
+
+    def _send_to_somebody(self) -> None:
+        """``alpha <- alpha / 2``, and as much goes with x to a worker drawn from the others."""
+        peer = (self.index + self.random.randrange(1, self.n)) % self.n
+        if self.outbox.is_free and min(self.alpha) >= LEAST_ALPHA:
+            halves = [alpha / 2 for alpha in self.alpha]
+            self.outbox.send(self.x, peer, torch.tensor(halves, dtype=torch.float64))
+            self.alpha = halves
+
+    def weight(self, bucket: Bucket) -> float:
+        """This worker's alpha."""
+        return self.alpha[bucket.index]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next segment depends on."""
+        return {**super().state_dict(), "alpha": self.alpha, "random": self.random.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        super().load_state_dict(state)
+        self.alpha = state["alpha"]
+        self.random.setstate(state["random"])

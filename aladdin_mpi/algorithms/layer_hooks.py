@@ -1,0 +1,191 @@
+"""What happens inside the module: layers wait for their parameters, dense ones are listened to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aladdin_mpi.algorithms.dense_pieces import DenseWeight
+from aladdin_mpi.algorithms.layer_pieces import Piece
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.replica import BucketWatch, places
+
+
+class LayerHooks:
+    """The hooks of a module, to be installed while it trains.
+
+    A copy of the module, which has copies of the hooks, is left alone by them.
+
+    Args:
+        pieces: of the flat vector.
+        finish: waits for one and stores it.
+        send_activations: called when a dense layer has seen all of a step's samples.
+        watch: is told of gradients that autograd does not compute; None: nobody is.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        pieces: Sequence[Piece],
+        finish: Callable[[Piece], None],
+        send_activations: Callable[[], None],
+        watch: BucketWatch | None,
+    ) -> None:
+        self.active = False
+        self._finish = finish
+        self._send_activations = send_activations
+        self._watch = watch
+        self._needs = _needs(module, pieces)
+        self._dense = {
+            module.get_submodule(piece.layer.name): piece
+            for piece in pieces
+            if isinstance(piece, DenseWeight)
+        }
+        self._called: set[nn.Module] = set()
+        self._never_called: set[nn.Module] = set()
+        self._first_row: dict[nn.Module, int] = {}
+        self._token = torch.zeros((), requires_grad=True)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Hooks on every layer that has parameters of its own."""
+        handles: list[Any] = []
+        for part in self._needs:
+            handles.append(part.register_forward_pre_hook(self._before_layer(part), prepend=True))
+        for part in self._dense:
+            weight = part.get_parameter("weight")
+            handles.append(part.register_forward_pre_hook(self._before_dense(part)))
+            handles.append(part.register_forward_hook(self._after_dense(part)))
+            handles.append(weight.register_post_accumulate_grad_hook(self._refuse(part)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """The passes of one step are in here."""
+        # A layer whose parameters are used without its being called cannot wait by itself.
+        for part in self._never_called:
+            self._wait_for(part)
+        self._called.clear()
+        self.active = True
+        try:
+            yield
+        finally:
+            self.active = False
+        if self._called:
+            self._never_called |= self._needs.keys() - self._called
+
+    def _wait_for(self, part: nn.Module) -> None:
+        for piece in self._needs[part]:
+            self._finish(piece)
+
+    # Closures: a deep copy of a module would copy a bound method's object too.
+    def _before_layer(self, part: nn.Module) -> Callable[..., None]:
+        def before(called: nn.Module, inputs: Any) -> None:
+            if self.active and called is part:
+                self._called.add(part)
+                self._wait_for(part)
+
+        return before
+
+    def _before_dense(self, part: nn.Module) -> Callable[..., None]:
+        def before(called: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if self.active and called is part and torch.is_grad_enabled():
+                self._listen(part, inputs[0] if inputs else None)
+
+        return before
+
+    def _listen(self, part: nn.Module, values: Tensor | None) -> None:
+        piece = self._dense[part]
+        first = piece.capture.count(None if values is None else values.shape)
+        if not piece.by_errors:
+            return
+        if not piece.capture.fits or values is None:
+            raise _misused(piece)
+        piece.capture.activations.append((first, values.detach().clone()))
+        self._first_row[part] = first
+        self._require(part, False)
+        self._send_activations()
+
+    def _require(self, part: nn.Module, wanted: bool) -> None:
+        """Whether autograd shall compute the gradients of a dense layer's parameters."""
+        for parameter in self._parameters(part):
+            parameter.requires_grad_(wanted)
+
+    def _parameters(self, part: nn.Module) -> list[nn.Parameter]:
+        layer = self._dense[part].layer
+        names = ["weight"] if layer.bias is None else ["weight", "bias"]
+        return [part.get_parameter(name) for name in names]
+
+    def _after_dense(self, part: nn.Module) -> Callable[..., Tensor | None]:
+        def after(called: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+            first = self._first_row.pop(part, None) if called is part else None
+            if first is None:
+                return None
+            self._require(part, True)
+            hear = self._hear(part, first)
+            listened: Tensor = _Listen.apply(output, self._token, hear)
+            return listened
+
+        return after
+
+    def _hear(self, part: nn.Module, first: int) -> Callable[[Tensor], None]:
+        def hear(errors: Tensor) -> None:
+            self._dense[part].capture.errors.append((first, errors))
+            if self._watch is not None:
+                for parameter in self._parameters(part):
+                    self._watch.deliver(parameter)
+
+        return hear
+
+    def _refuse(self, part: nn.Module) -> Callable[[Tensor], None]:
+        def refuse(_: Tensor) -> None:
+            if self.active and self._dense[part].by_errors:
+                raise _misused(self._dense[part])
+
+        return refuse
+
+
+class _Listen(torch.autograd.Function):
+    """The identity; backward hands over what comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, token: Tensor, hear: Callable[[Tensor], None]) -> Tensor:
+        ctx.mark_dirty(output)  # in place, so that what follows may be in place as well
+        ctx.hear = hear
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, errors: Tensor) -> tuple[Tensor, None, None]:
+        ctx.hear(errors)
+        return errors, None, None
+
+
+def _needs(module: nn.Module, pieces: Sequence[Piece]) -> dict[nn.Module, list[Piece]]:
+    """The pieces in which the own parameters of every layer lie."""
+    at = places(module)
+    needs: dict[nn.Module, list[Piece]] = {}
+    for part in module.modules():
+        own = [at[p] for p in part.parameters(recurse=False) if p in at]
+        if own:
+            needs[part] = [
+                piece
+                for piece in reversed(pieces)
+                if any(piece.bucket.start < p.stop and p.start < piece.bucket.stop for p in own)
+            ]
+    return needs
+
+
+def _misused(piece: DenseWeight) -> UserError:
+    return UserError(
+        f"layer {piece.layer.name or 'of the model'}: expected, as in the first step, one 2-D "
+        "input with a row for each sample of the batch and no other use of the weight, got "
+        "something else; use --multistep-exchange gradients"
+    )

@@ -1,0 +1,97 @@
+"""Local SGD whose exchange is a difference pushed and the model pulled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from aladdin_mpi.algorithms.inbox import ModelInbox
+from aladdin_mpi.algorithms.local_steps import LocalStepWorker
+from aladdin_mpi.algorithms.worker import Worker
+from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.layout import Bucket
+from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.vectors import add, copy
+
+
+class DifferenceInbox(ModelInbox):
+    """Models are taken with what the worker has moved since it pushed.
+
+    ``x <- x~ + (x - base)``, ``base <- x~``.
+    """
+
+    def __init__(self, worker: Worker, codec: GradientCodec) -> None:
+        super().__init__(worker.transport, worker.layout, codec)
+        self.base = worker.replica.new_vector()
+
+    def put(self, parameters: Tensor, bucket: Bucket, values: Tensor, alpha: float) -> None:
+        """Take one bucket."""
+        x, base = parameters[bucket.part], self.base[bucket.part]
+        x.sub_(base)
+        base.copy_(values)
+        x.add_(base)
+
+
+class DifferenceWorker(LocalStepWorker):
+    """Local SGD from a pulled model; ``x - base`` is what it has moved since it last pushed.
+
+    Args:
+        wire: of models.
+        codec: of differences.
+    """
+
+    def __init__(
+        self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, codec: GradientCodec
+    ) -> None:
+        inbox = DifferenceInbox(worker, wire)
+        super().__init__(worker, optimizer, codec, inbox)
+        self.base = inbox.base
+        self._losses = 0.0
+        self._seconds = 0.0
+        self._timed = 0
+
+    def open(self) -> None:
+        """Between segments nothing is left to be pushed."""
+        copy(self.base, self.x)
+
+    def local_step(self) -> None:
+        """A local step, its loss and its time noted."""
+        now = self.worker.transport.now
+        start = now()
+        super().local_step()
+        self._seconds += now() - start
+        self._losses += self.worker.loss
+        self._timed += 1
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean time of the local steps since the last push."""
+        return self._seconds / max(1, self._timed)
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the local steps since the last push."""
+        return self._losses / max(1, self._timed)
+
+    def push(self, *notes: float) -> None:
+        """Send ``x - base``, which holds ``steps`` gradients; ``base <- x``."""
+        self.outbox.drain()  # what was pushed before: it has been answered, or the segment ends
+        vector = self.outbox.begin(self.worker.ticket.start, self.steps, notes)
+        copy(vector, self.x)
+        add(vector, self.base, alpha=-1.0)
+        for bucket in self.worker.layout.buckets:
+            self.outbox.put(bucket)
+        self.outbox.end()
+        copy(self.base, self.x)
+        self._losses = self._seconds = 0.0
+        self._timed = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next segment depends on."""
+        return {**super().state_dict(), "outbox": self.outbox.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        super().load_state_dict(state)
+        self.outbox.load_state_dict(state["outbox"])

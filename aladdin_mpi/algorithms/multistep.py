@@ -1,0 +1,253 @@
+"""Multi-step communication (Lee, Agrawal, Balaprakash, Choudhary and Liao, MLHPC 2018).
+
+Synchronous SGD without servers, as the authors' code has it (NU-CUCIS/pcnn). Summing and
+updating are dealt to the ranks, and the second half of the communication hides behind the
+next forward pass. After each step all ranks have the same model, that of one process with
+the batches of all.
+
+Weights travel in full whatever the wire's dtype is, so that replicas stay alike. Unlike in
+the authors' code batch norm's parameters are synchronised as all others are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aladdin_mpi.algorithms.base import TrainingWorker
+from aladdin_mpi.algorithms.dense_pieces import DenseBias, DenseWeight
+from aladdin_mpi.algorithms.in_order import InOrder
+from aladdin_mpi.algorithms.layer_cut import choose, cut_at_layers, describe
+from aladdin_mpi.algorithms.layer_hooks import LayerHooks
+from aladdin_mpi.algorithms.layer_pieces import GradientPiece, Ground, Piece
+from aladdin_mpi.algorithms.worker import Worker
+from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.layout import Bucket, Layout
+from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.replica import DenseLayer, PhantomReplica, Replica
+from aladdin_mpi.vectors import add
+
+if TYPE_CHECKING:
+    from aladdin_mpi.options import RunOptions
+
+FITS, UNFIT, UNKNOWN = 1, 0, 2
+"""What a rank says of a dense layer after the first step."""
+
+
+class MultistepWorker(TrainingWorker):
+    """Each rank sums and updates its 1/n of every piece of the model.
+
+    Args:
+        optimizer: whose settings are taken; this rank's momentum is as long as its parts.
+        exchanged: the dense layers that exchange activations and errors, where the module
+            uses them so that it can be done; they have buckets of their own.
+        batch: the largest number of samples of a step.
+        tell: where to say that it cannot be done.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        optimizer: MomentumSGD,
+        wire: GradientCodec,
+        exchanged: list[DenseLayer],
+        batch: int,
+        tell: Callable[[str], None],
+    ) -> None:
+        x, transport = worker.parameters, worker.transport
+        weights = DenseWire(x.dtype, x.device, moves_bytes=transport.engine == "mpi")
+        ground = Ground(transport, InOrder(transport), x, wire.plain, weights)
+        self.pieces = _pieces(ground, worker.layout, exchanged, batch)
+        self.dense = [piece for piece in self.pieces if isinstance(piece, DenseWeight)]
+        # Momentum: 1/n of it on each rank, one part of the vector for each piece.
+        edges = [0]
+        for piece in self.pieces:
+            edges.append(edges[-1] + piece.numel)
+        self.state = [slice(edges[i], edges[i + 1]) for i in range(len(self.pieces))]
+        super().__init__(worker, _like(optimizer, x.new_zeros(edges[-1])))
+        self.g = worker.replica.new_vector()
+        self.batch = batch
+        self.tell = tell
+        self.gathering = 0
+        self.waiting_for_whole: list[Callable[[], None]] = []
+        self.hooks: LayerHooks | None = None
+        if isinstance(worker.replica, Replica) and worker.replica.module is not None:
+            module = worker.replica.module
+            self.hooks = LayerHooks(
+                module, self.pieces, self.finish, self.send_activations, worker.watch
+            )
+        worker.before_forward = self.forward
+
+    def run(self) -> None:
+        """Train until the segment's samples are used up."""
+        if self.hooks is None:
+            self.train()
+            return
+        with self.hooks.installed():
+            self.train()
+
+    def train(self) -> None:
+        """Step by step."""
+        for _ in self.worker.batches():
+            self.compute()
+            self.update()
+        self.finish_all()
+
+    # -- backward, from the top layer down: all-to-all -------------------------------
+    def compute(self) -> None:
+        """Compute the gradient; each piece is on its way when it is there."""
+        ticket, n = self.worker.ticket, self.worker.count
+        for piece in self.dense:
+            piece.begin(-(-ticket.whole // n), ticket.size)
+        if not self.g.is_meta:
+            self.g.zero_()
+        if self.hooks is None:
+            self.worker.gradient(self.g, self.send)
+        else:
+            with self.hooks.step():
+                self.worker.gradient(self.g, self.send)
+        if any(piece.exchanging is None for piece in self.dense):
+            self.decide()
+
+    def send(self, bucket: Bucket) -> None:
+        """The gradients of a piece are there."""
+        self.finish_all()  # of layers that have taken no part in the forward pass
+        self.send_activations(at_last=True)
+        self.pieces[bucket.index].send(self.g, self.worker.share)
+
+    # -- after it, from the bottom layer up: sum, update, all-gather -----------------
+    def update(self) -> None:
+        """Take a step with this rank's part of each piece, and send it to everyone."""
+        with self.worker.transport.atomic():
+            self.gathering = len(self.pieces)
+        for piece, state in zip(reversed(self.pieces), reversed(self.state), strict=True):
+            g = piece.summed()
+            w = piece.own()
+            self.optimizer.correct(state, g, w)
+            add(w, g, alpha=-self.worker.lr)
+            piece.gather(w)
+
+    # -- the next forward pass: each layer waits for its own -------------------------
+    def forward(self, bucket: Bucket) -> None:
+        """In modelled time: the forward pass comes to this piece."""
+        piece = self.pieces[bucket.index]
+        self.finish(piece)
+        if isinstance(piece, DenseWeight) and self.x.is_meta:
+            piece.send_activations()
+
+    def finish(self, piece: Piece) -> None:
+        """Wait for all parts of a piece, if they are on their way."""
+        if not piece.gathering:
+            return
+        piece.finish()
+        self.gathering -= 1
+        if not self.gathering:
+            with self.worker.transport.atomic():
+                for action in self.waiting_for_whole:
+                    action()
+                self.waiting_for_whole.clear()
+
+    def finish_all(self) -> None:
+        """Wait for everything that is on its way."""
+        if self.gathering:
+            for piece in reversed(self.pieces):
+                self.finish(piece)
+
+    def when_whole(self, action: Callable[[], None]) -> None:
+        """At once, or when every layer has its new parameters."""
+        if self.gathering:
+            self.waiting_for_whole.append(action)
+        else:
+            action()
+
+    # -- dense layers -----------------------------------------------------------------
+    def send_activations(self, at_last: bool = False) -> None:
+        """Send those that are there, from the bottom layer up; ``at_last`` all of them."""
+        for piece in reversed(self.dense):
+            if piece.by_errors and not (at_last or piece.capture.is_complete):
+                return
+            piece.send_activations()
+
+    def decide(self) -> None:
+        """After the first step: agree on what the module's use of its dense layers allows."""
+        transport = self.worker.transport
+        mine = torch.tensor([self._verdict(piece) for piece in self.dense], dtype=torch.uint8)
+        gathered = torch.empty(len(mine) * transport.size, dtype=torch.uint8)
+        transport.wait(transport.iallgather(mine, gathered))
+        for piece, verdicts in zip(self.dense, gathered.view(transport.size, -1).t(), strict=True):
+            piece.exchanging = UNFIT not in verdicts.tolist()
+            if not piece.exchanging:
+                self.tell(
+                    f"{piece.layer.name or 'the model'} exchanges gradients: its input is not one "
+                    "2-D tensor with a row for each sample"
+                )
+
+    def _verdict(self, piece: DenseWeight) -> int:
+        if not self.worker.ticket.size:
+            return UNKNOWN
+        return FITS if piece.capture.is_complete else UNFIT
+
+    # -- checkpoints --------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next segment depends on."""
+        return {**super().state_dict(), "exchanging": [piece.exchanging for piece in self.dense]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        super().load_state_dict(state)
+        for piece, exchanging in zip(self.dense, state["exchanging"], strict=True):
+            piece.exchanging = exchanging
+
+
+def _pieces(ground: Ground, layout: Layout, exchanged: list[DenseLayer], batch: int) -> list[Piece]:
+    """One for each bucket."""
+    at = {bucket.start: bucket for bucket in layout.buckets}
+    found: dict[int, Piece] = {}
+    for layer in exchanged:
+        weight = DenseWeight(ground, at[layer.weight.start], layer, batch)
+        found[weight.bucket.index] = weight
+        if layer.bias is not None:
+            bias = DenseBias(ground, at[layer.bias.start], weight)
+            found[bias.bucket.index] = bias
+    return [found.get(b.index) or GradientPiece(ground, b) for b in layout.buckets]
+
+
+def _like(optimizer: MomentumSGD, parts: torch.Tensor) -> MomentumSGD:
+    """An optimizer with the same settings for other parameters."""
+    return MomentumSGD(
+        parts, optimizer.momentum, optimizer.weight_decay, optimizer.nesterov, optimizer.clip
+    )
+
+
+def multistep_layout(
+    replica: Replica | PhantomReplica, workers: int, options: RunOptions
+) -> Layout:
+    """Buckets along the layers."""
+    return cut_at_layers(
+        replica.layers, _exchanged(replica, workers, options), replica.numel, options.bucket_mb
+    )
+
+
+def _exchanged(
+    replica: Replica | PhantomReplica, workers: int, options: RunOptions
+) -> list[DenseLayer]:
+    return choose(replica.dense, options.multistep.exchange, workers, options.batch_size)
+
+
+def multistep_worker(
+    worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: RunOptions
+) -> MultistepWorker:
+    """A worker; rank 0's says which layers exchange activations and errors."""
+    exchanged = _exchanged(worker.replica, worker.count, options)
+
+    def tell(text: str) -> None:
+        if worker.index == 0 and not options.quiet:
+            print(f"aladdin_mpi: multistep: {text}", file=sys.stderr, flush=True)
+
+    for layer in exchanged[::-1]:
+        tell(describe(layer, worker.count, options.batch_size, wire.plain.dtype.itemsize))
+    return MultistepWorker(worker, optimizer, wire, exchanged, options.batch_size, tell)

@@ -1,0 +1,136 @@
+"""SGP and Overlap SGP: stochastic gradient push (Assran et al., ICML 2019).
+
+Push-sum over a directed graph that changes from step to step. A worker has a biased
+model x and a weight w, which both are sent and added up, and computes at ``z = x / w``::
+
+    x <- x - lr opt(g(z))                       [1]
+    send (p x, p w), keep (p x, p w); p = 1/2   [2]
+    x <- x + x', w <- w + w' for what comes     [3]
+    z <- x / w                                  [4]
+
+Here z and w are kept and sent instead of x and w: the same sums, and a model that can be
+read at any moment. Then [1] is ``z <- z - lr/w opt(g(z))``; [2] changes w alone; and [3]
+with [4] is ``z <- (w z + w' z') / (w + w')``.
+
+SGP waits in every step for the message of this step, Overlap SGP only for the one of
+tau steps before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.algorithms.options import SgpOptions
+from aladdin_mpi.algorithms.peers import ModelOutbox, PeerWorker
+from aladdin_mpi.algorithms.worker import Worker
+from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.layout import Bucket
+from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.tags import Tag
+from aladdin_mpi.transport.base import Request
+from aladdin_mpi.vectors import add, lerp
+
+P = 1 / 2
+"""What a worker keeps, and sends to its only out-peer."""
+
+
+def hops(n: int, graph: str) -> list[int]:
+    """How far a message goes in each step of a period: from rank r to ``r + hop mod n``.
+
+    ``exponential``: 1, 2, 4, ... below n, after which every rank has been heard by every
+    other; for n a power of two with the same weight. ``ring``: always 1.
+    """
+    if graph == "ring":
+        return [1]
+    return [2**power for power in range((n - 1).bit_length())]
+
+
+class _Push:
+    """A message that is awaited: the sender's z and the weight it comes with."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.w = torch.zeros(1, dtype=torch.float64)
+        self.values = values
+        self.requests: list[Request] = []
+
+
+class SgpWorker(PeerWorker):
+    """One node; ``tau`` = 0 is SGP, more is Overlap SGP."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        optimizer: MomentumSGD,
+        wire: GradientCodec,
+        options: SgpOptions,
+        tau: int = 0,
+    ) -> None:
+        super().__init__(worker, optimizer, wire)
+        self.tau = tau
+        self.hops = hops(self.n, options.graph)
+        self.w = 1.0
+        self.steps = 0
+        self.outbox = ModelOutbox(worker, self.wire, Tag.PUSH, copies=tau + 1)
+        numel = worker.layout.numel
+        self._spare = [_Push(self.wire.buffer(numel)) for _ in range(tau + 1)]
+        self.incoming: deque[_Push] = deque()
+
+    def run(self) -> None:
+        """Train until the segment's samples are used up."""
+        for _ in self.worker.batches():
+            hop = self.hops[self.steps % len(self.hops)]
+            self._expect((self.index - hop) % self.n)
+            add(self.x, self.direction(), alpha=-self.worker.lr / self.w)  # [1]
+            self._push((self.index + hop) % self.n)  # [2]
+            self._pull(self.tau)  # [3, 4]
+            self.steps += 1
+        self._pull(0)
+        self.outbox.flush()
+
+    def _expect(self, source: int) -> None:
+        """Post the receives of this step: its message may come while this worker computes."""
+        push = self._spare.pop()
+        post = self.transport.irecv
+        push.requests = [post(push.w, source, Tag.PUSH)]
+        for bucket in self.layout.buckets:
+            push.requests.append(post(push.values[bucket.part], source, Tag.PUSH))
+        self.incoming.append(push)
+
+    def _push(self, dest: int) -> None:
+        self.outbox.send(self.x, dest, torch.tensor([P * self.w], dtype=torch.float64))
+        self.w *= P
+
+    def _pull(self, late: int) -> None:
+        """Add what has come, in order; wait until no more than ``late`` messages are awaited."""
+        while self.incoming:
+            requests = self.incoming[0].requests
+            if len(self.incoming) > late:
+                self.transport.wait_all(requests)
+            elif not all(self.transport.test(request) for request in requests):
+                break
+            push = self.incoming.popleft()
+            self._add(push)
+            self._spare.append(push)
+
+    def _add(self, push: _Push) -> None:
+        w = push.w.item()
+        with self.transport.atomic():
+            lerp(self.x, push.values, w / (self.w + w))
+            self.w += w
+
+    def weight(self, bucket: Bucket) -> float:
+        """The push-sum weight w."""
+        return self.w
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next segment depends on."""
+        return {**super().state_dict(), "w": self.w, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        super().load_state_dict(state)
+        self.w, self.steps = state["w"], state["steps"]

@@ -1,0 +1,1 @@
+"""Sums over all ranks, bucket by bucket, while the rank computes."""

@@ -1,0 +1,84 @@
+"""Which library sums the gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from aladdin_mpi.allreduce import over_horovod, over_torch
+from aladdin_mpi.allreduce.base import AllReduce
+from aladdin_mpi.allreduce.over_horovod import HorovodAllReduce
+from aladdin_mpi.allreduce.over_torch import TorchAllReduce
+from aladdin_mpi.allreduce.over_transport import DirectAllReduce, SingleAllReduce
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.transport.base import Transport
+
+NAMES = ("auto", "mpi", "horovod", "torch")
+
+
+def make(
+    name: str,
+    transport: Transport,
+    device: torch.device,
+    wire_dtype: torch.dtype = torch.float32,
+) -> AllReduce:
+    """The all-reduce called ``name``; to be called by every rank, with the same arguments.
+
+    ``auto`` is NCCL where every rank has a GPU to itself, and MPI otherwise, which is
+    always there and made for the cluster's network; ``benchmarks/allreduce.py`` measures
+    which is faster on a given machine. In virtual time there is only ``mpi``, which
+    then goes over the modelled network.
+
+    Args:
+        name: one of ``NAMES``.
+        transport: among whose ranks is summed.
+        device: where the gradients live; "meta" with timed computing.
+        wire_dtype: torch.float32 or torch.bfloat16.
+
+    Raises:
+        UserError: an unknown name, or what it stands for cannot be used on some rank.
+    """
+    if name not in NAMES:
+        raise UserError(f"all-reduce: expected one of {', '.join(NAMES)}, got {name!r}")
+    if name == "auto":
+        name = _best(transport, device)
+    elif transport.engine == "virtual" and name != "mpi":
+        raise UserError(
+            f"all-reduce: expected mpi or auto in virtual time, got {name}; {name} needs real "
+            "ranks: start them with mpirun"
+        )
+    if name == "horovod":
+        _check(name, transport, over_horovod.obstacle(device, wire_dtype))
+        return HorovodAllReduce(transport, device)
+    if name == "torch":
+        _check(name, transport, over_torch.obstacle(device))
+        return TorchAllReduce(transport, device, wire_dtype)
+    if wire_dtype == torch.float32:
+        return SingleAllReduce(transport, device)
+    return DirectAllReduce(transport, device, wire_dtype)
+
+
+def _best(transport: Transport, device: torch.device) -> str:
+    if transport.engine == "virtual":
+        return "mpi"
+    alone = transport.hosts.count(transport.host) <= torch.cuda.device_count()
+    nccl = device.type == "cuda" and alone and over_torch.obstacle(device) is None
+    return "torch" if _count(transport, nccl) == transport.size else "mpi"
+
+
+def _check(name: str, transport: Transport, obstacle: str | None) -> None:
+    """Raise UserError on every rank if there is an obstacle on any."""
+    hindered = _count(transport, obstacle is not None)
+    if obstacle is not None:
+        raise UserError(f"all-reduce {name}: {obstacle}")
+    if hindered:
+        raise UserError(
+            f"all-reduce {name}: {hindered} of {transport.size} ranks cannot use it; install the "
+            "same on every host, or use the backend mpi"
+        )
+
+
+def _count(transport: Transport, flag: bool) -> int:
+    """On how many ranks ``flag`` is true."""
+    total = torch.tensor([int(flag)])
+    transport.wait(transport.iallreduce(total))
+    return int(total)

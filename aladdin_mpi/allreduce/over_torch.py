@@ -1,0 +1,154 @@
+"""Sums by torch.distributed: NCCL between GPUs, gloo otherwise."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from aladdin_mpi.allreduce.base import AllReduce, Pending, timeout_of, wait_until
+from aladdin_mpi.allreduce.buffers import Buffers
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.volume import allreduce_bytes
+
+MARGIN = 30.0
+"""Seconds by which torch's own limit exceeds the transport's, whose error says more."""
+FOR_EVER = timedelta(days=365)
+MEETING = timedelta(seconds=60)
+"""Longest time for the ranks to find rank 0."""
+
+
+def obstacle(device: torch.device) -> str | None:
+    """Why torch.distributed cannot be used here, and what to do; None if it can."""
+    if not dist.is_available():
+        return "this torch is built without torch.distributed; use the backend mpi"
+    backend = _backend(device)
+    if not (dist.is_nccl_available() if backend == "nccl" else dist.is_gloo_available()):
+        return f"this torch is built without {backend}; use the backend mpi"
+    if dist.is_initialized():
+        return (
+            "this program has a torch.distributed process group of its own; end it first "
+            "(destroy_process_group), or use the backend mpi"
+        )
+    return None
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+class TorchAllReduce(AllReduce):
+    """Sums in the wire's dtype by torch.distributed; bf16 is rounded at every addition.
+
+    Rank 0's address is ``MASTER_ADDR`` where that is set, else its host's name.
+
+    Raises:
+        UserError: a rank could not reach rank 0.
+    """
+
+    name = "torch"
+
+    def __init__(self, transport: Transport, device: torch.device, wire_dtype: torch.dtype) -> None:
+        self._transport = transport
+        backend = _backend(device)
+        self._backend_name = backend
+        limit = timeout_of(transport)
+        dist.init_process_group(
+            backend,
+            store=_meet(transport),
+            rank=transport.rank,
+            world_size=transport.size,
+            timeout=FOR_EVER if limit is None else timedelta(seconds=limit + MARGIN),
+        )
+        on_device = backend == "nccl"
+        self._buffers = Buffers(wire_dtype, device, moves_bytes=True, on_device=on_device)
+
+    def start(self, values: Tensor, key: int) -> Pending:
+        """See :meth:`AllReduce.start`."""
+        buffer, _ = self._buffers.load(values, key)
+        self._transport.traffic.bytes_sent += allreduce_bytes(buffer.nbytes, self._transport.size)
+        work = dist.all_reduce(buffer, async_op=True)
+        assert work is not None
+        return _Work(self._transport, work, values, buffer, key)
+
+    def describe(self) -> str:
+        """See :meth:`AllReduce.describe`."""
+        dtype = str(self._buffers.dtype).removeprefix("torch.")
+        return f"torch.distributed over {self._backend_name}: all-reduce in {dtype}"
+
+    def close(self) -> None:
+        """See :meth:`AllReduce.close`."""
+        dist.destroy_process_group()
+
+
+class _Work(Pending):
+    def __init__(
+        self, transport: Transport, work: dist.Work, values: Tensor, buffer: Tensor, key: int
+    ) -> None:
+        self._transport = transport
+        self._work = work
+        self._values = values
+        self._buffer = buffer
+        self._key = key
+
+    def wait(self) -> None:
+        what = f"torch.distributed's sum of bucket {self._key}"
+        # For a GPU `wait` only tells the current stream to wait; its time would be no one's.
+        wait_until(self._work.is_completed, self._transport, what)
+        self._work.wait()
+        Buffers.store(self._buffer, self._values)
+
+
+def _meet(transport: Transport) -> Any:
+    """A store at rank 0 on a free port, which the others are told over the transport."""
+    store = None
+    place = ""
+    if transport.rank == 0:
+        address = _own_address(transport)
+        store = _store(address, 0, transport, wait_for_workers=False)
+        place = f"{address} {store.port}"
+    address, port = share(transport, place).split()
+    if store is not None:
+        return store
+    try:
+        return _store(address, int(port), transport)
+    except RuntimeError as error:
+        raise UserError(
+            f"all-reduce torch: rank {transport.rank} cannot reach rank 0 at {address}, port "
+            f"{port} ({error}); set MASTER_ADDR to an address of rank 0's host that all hosts "
+            "reach, and GLOO_SOCKET_IFNAME to the network interface"
+        ) from error
+
+
+def _store(address: str, port: int, transport: Transport, wait_for_workers: bool = True) -> Any:
+    return dist.TCPStore(  # type: ignore[attr-defined]  # a compiled one, without type hints
+        address,
+        port,
+        transport.size,
+        is_master=transport.rank == 0,
+        timeout=MEETING,
+        wait_for_workers=wait_for_workers,
+    )
+
+
+def _own_address(transport: Transport) -> str:
+    if len(set(transport.hosts)) == 1:
+        return "127.0.0.1"
+    return os.environ.get("MASTER_ADDR") or socket.getfqdn()
+
+
+def share(transport: Transport, text: str) -> str:
+    """Rank 0's ``text`` at every rank."""
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    length = torch.tensor([data.numel()])
+    transport.wait(transport.ibroadcast(length, 0))
+    if transport.rank:
+        data = torch.zeros(int(length), dtype=torch.uint8)
+    transport.wait(transport.ibroadcast(data, 0))
+    return bytes(data.tolist()).decode()

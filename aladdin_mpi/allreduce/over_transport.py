@@ -1,0 +1,218 @@
+"""Sums over the transport itself: over MPI, and in virtual time.
+
+fp32 goes through the transport's all-reduce. bf16, which MPI does not add, is added here:
+each rank receives its part of a bucket from all, adds it in fp32, and sends the sum to all.
+These are plain messages and no collectives: collectives have to start in one order on all
+ranks, and the moment at which a part is summed differs from rank to rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.allreduce.base import AllReduce, Pending
+from aladdin_mpi.allreduce.buffers import Buffers
+from aladdin_mpi.tags import Tag
+from aladdin_mpi.transport.base import Event, Request, Transport
+
+EVENT_POLL = 0.0001
+"""Seconds between two looks at a copy from the GPU."""
+
+
+class SingleAllReduce(AllReduce):
+    """Sums in fp32 by the transport's own all-reduce."""
+
+    name = "mpi"
+
+    def __init__(self, transport: Transport, device: torch.device) -> None:
+        self._transport = transport
+        self._buffers = Buffers(torch.float32, device, transport.engine == "mpi")
+        self._held: deque[_Single] = deque()
+
+    def start(self, values: Tensor, key: int) -> Pending:
+        """See :meth:`AllReduce.start`."""
+        buffer, event = self._buffers.load(values, key)
+        pending = _Single(self, values, buffer, event)
+        self._held.append(pending)
+        self._launch()
+        return pending
+
+    def _launch(self) -> None:
+        """Begin those, in order, whose values have left the GPU."""
+        while self._held and _happened(self._held[0].event):
+            pending = self._held.popleft()
+            pending.request = self._transport.iallreduce(pending.buffer)
+
+    def finish(self, pending: _Single) -> None:
+        """Wait for one sum."""
+        while pending.request is None:
+            self._launch()
+            if pending.request is None:
+                self._transport.sleep(EVENT_POLL)
+        self._transport.wait(pending.request)
+        Buffers.store(pending.buffer, pending.values)
+        self._launch()
+
+    def describe(self) -> str:
+        """See :meth:`AllReduce.describe`."""
+        return _describe(self._transport, "all-reduce in float32")
+
+
+class _Single(Pending):
+    def __init__(
+        self, owner: SingleAllReduce, values: Tensor, buffer: Tensor, event: Event | None
+    ) -> None:
+        self.owner = owner
+        self.values = values
+        self.buffer = buffer
+        self.event = event
+        self.request: Request | None = None
+
+    def wait(self) -> None:
+        self.owner.finish(self)
+
+
+class DirectAllReduce(AllReduce):
+    """Sums the wire's values in fp32: a reduce-scatter and an all-gather, each in one round.
+
+    Every rank gets the same bits: the sum of everyone's rounded values, rounded once more.
+    """
+
+    name = "mpi"
+
+    def __init__(self, transport: Transport, device: torch.device, wire_dtype: torch.dtype) -> None:
+        self._transport = transport
+        self._buffers = Buffers(wire_dtype, device, transport.engine == "mpi")
+        self._spaces: dict[int, _Space] = {}
+        self._scattering: deque[_Direct] = deque()
+
+    def start(self, values: Tensor, key: int) -> Pending:
+        """See :meth:`AllReduce.start`."""
+        self._advance()
+        buffer, event = self._buffers.load(values, key)
+        space = self._spaces.get(key)
+        if space is None or space.gathered.numel() != values.numel():
+            space = self._spaces[key] = _Space(self._transport, buffer)
+        pending = _Direct(self, values, buffer, event, space)
+        self._exchange(pending)
+        self._scattering.append(pending)
+        return pending
+
+    def _exchange(self, pending: _Direct) -> None:
+        """Send everyone's part to its owner; post the receives of both halves."""
+        transport, space = self._transport, pending.space
+        for peer in space.peers:
+            own, part = space.received[peer], space.parts[peer]
+            if own.numel():
+                pending.own.append(transport.irecv(own, peer, Tag.REDUCE_SCATTER))
+            if space.size(peer):
+                gathered = space.gathered[part]
+                pending.others.append(transport.irecv(gathered, peer, Tag.ALL_GATHER))
+        for peer in space.peers:
+            if space.size(peer):
+                piece = pending.buffer[space.parts[peer]]
+                send = transport.isend(piece, peer, Tag.REDUCE_SCATTER, after=pending.event)
+                pending.others.append(send)
+
+    def _advance(self) -> None:
+        """Send the sums, in order, of which every rank's share has come."""
+        while self._scattering and self._ready(self._scattering[0]):
+            self._reduce(self._scattering.popleft())
+
+    def _ready(self, pending: _Direct) -> bool:
+        return _happened(pending.event) and all(map(self._transport.test, pending.own))
+
+    def _reduce(self, pending: _Direct) -> None:
+        """Add this rank's part and send the sum to everyone."""
+        transport, space = self._transport, pending.space
+        total = space.gathered[space.parts[transport.rank]]
+        space.add(pending.buffer, total)
+        if total.numel():
+            for peer in space.peers:
+                pending.others.append(transport.isend(total, peer, Tag.ALL_GATHER))
+        pending.reduced = True
+
+    def finish(self, pending: _Direct) -> None:
+        """Wait for one sum; the second half of those before it has to begin first."""
+        while not pending.reduced:
+            first = self._scattering[0]
+            while not _happened(first.event):
+                self._transport.sleep(EVENT_POLL)
+            self._transport.wait_all(first.own)
+            self._advance()
+        self._transport.wait_all(pending.others)
+        Buffers.store(pending.space.gathered, pending.values)
+        self._advance()
+
+    def describe(self) -> str:
+        """See :meth:`AllReduce.describe`."""
+        dtype = str(self._buffers.dtype).removeprefix("torch.")
+        return _describe(self._transport, f"messages in {dtype}, added in float32")
+
+
+class _Direct(Pending):
+    """``own`` are the receives of the first half, ``others`` all that has to end besides."""
+
+    def __init__(
+        self,
+        owner: DirectAllReduce,
+        values: Tensor,
+        buffer: Tensor,
+        event: Event | None,
+        space: _Space,
+    ) -> None:
+        self.owner = owner
+        self.values = values
+        self.buffer = buffer
+        self.event = event
+        self.space = space
+        self.own: list[Request] = []
+        self.others: list[Request] = []
+        self.reduced = False
+
+    def wait(self) -> None:
+        self.owner.finish(self)
+
+
+class _Space:
+    """How a bucket is dealt to the ranks, and the memory that its messages come into.
+
+    ``peers`` are the other ranks, the next one first, so that all do not send to one at
+    once. ``parts[i]`` is rank i's part, ``received[i]`` what rank i sends of this rank's.
+    """
+
+    def __init__(self, transport: Transport, buffer: Tensor) -> None:
+        rank, ranks, numel = transport.rank, transport.size, buffer.numel()
+        self.rank = rank
+        self.peers = [(rank + step) % ranks for step in range(1, ranks)]
+        bounds = [numel * i // ranks for i in range(ranks + 1)]
+        self.parts = [slice(bounds[i], bounds[i + 1]) for i in range(ranks)]
+        self.gathered = torch.zeros_like(buffer, pin_memory=buffer.is_pinned())
+        own = buffer[self.parts[rank]]
+        self.received = {peer: torch.zeros_like(own) for peer in self.peers}
+
+    def size(self, rank: int) -> int:
+        """Values in the part of ``rank``."""
+        return self.parts[rank].stop - self.parts[rank].start
+
+    def add(self, buffer: Tensor, total: Tensor) -> None:
+        """Put the sum of this rank's part into ``total``; in rank order, so as to be repeatable."""
+        if total.is_meta:
+            return
+        own = buffer[self.parts[self.rank]]
+        pieces = {**self.received, self.rank: own}
+        sums = torch.zeros(total.numel())
+        for rank in sorted(pieces):
+            sums += pieces[rank]
+        total.copy_(sums)
+
+
+def _happened(event: Event | None) -> bool:
+    return event is None or event.query()
+
+
+def _describe(transport: Transport, how: str) -> str:
+    return f"{'MPI' if transport.engine == 'mpi' else 'virtual network'}: {how}"

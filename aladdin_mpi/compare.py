@@ -1,0 +1,27 @@
+"""``python -m aladdin_mpi.compare``: several algorithms under equal conditions, and a report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.guard import TerminatedError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status: 1 if a run failed."""
+    try:
+        from aladdin_mpi.comparison.command import compare
+
+        return compare(argv)
+    except UserError as error:
+        print(f"aladdin_mpi: error: {error}", file=sys.stderr)
+        return 2
+    except TerminatedError as error:
+        print(f"aladdin_mpi: stopped by {error}; the same command goes on", file=sys.stderr)
+        return 128 + error.signum
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

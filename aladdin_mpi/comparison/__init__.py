@@ -1,0 +1,1 @@
+"""Several algorithms under equal conditions: run, measured and reported."""

@@ -1,0 +1,125 @@
+"""The throughput of one worker alone, which speed-ups are related to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from aladdin_mpi import cli
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.comparison.figures import RunFigures, read_figures
+from aladdin_mpi.comparison.options import Request
+from aladdin_mpi.comparison.plan import Entry, Run, ranks_of
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.options import RunOptions, SimulateOptions, to_toml
+from aladdin_mpi.settings import Setting, build
+from aladdin_mpi.training.run_folder import write_text
+
+LABEL = "baseline"
+OPTIONS = "options.toml"
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """One worker alone."""
+
+    samples_per_second: float
+    source: str
+    """How it was obtained."""
+
+
+def from_options(options: RunOptions) -> Baseline | None:
+    """What the time of a step says, where it is modelled; None where it is not."""
+    modelled = isinstance(options, SimulateOptions) or options.compute == "timed"
+    if not modelled or options.compute_time is None:
+        return None
+    # The mean of a log-normal factor whose logarithm has the mean 0.
+    step = options.compute_time * math.exp(options.jitter**2 / 2)
+    return Baseline(
+        options.batch_size / step,
+        f"calculated: a batch of {options.batch_size} samples in {step:.6g} s",
+    )
+
+
+def given(value: float) -> Baseline:
+    """What the user said."""
+    return Baseline(value, "given by --baseline")
+
+
+def measuring_run(request: Request, out: Path) -> Run:
+    """The short run over MPI that measures one worker, with an algorithm without server if any.
+
+    Its options go into a file in the comparison's folder.
+    """
+    options = request.options
+    shared = cli.read(options.run_options, request.shared, "", "")
+    # One worker has no others, and its run a length of its own.
+    replaced = ("slowdown", "epochs", "samples", "servers", "algorithm", "run_dir", "overwrite")
+    kept = {path: s for path, s in shared.items() if path[0] not in replaced}
+    batch = build(options.run_options, kept).batch_size
+    algorithm = _algorithm(build(options.run_options, kept))
+    wanted = {
+        "algorithm": algorithm,
+        "samples": options.baseline_steps * batch,
+        "seed": options.seeds[0],
+        "eval_every": 0,
+    }
+    built = build(
+        options.run_options,
+        kept | {(name,): Setting(value, name) for name, value in wanted.items()},
+    )
+    # Named by what may change from one comparison to the next, so that none is overwritten.
+    folder = out / LABEL / f"{algorithm}-{options.baseline_steps}-steps"
+    words = ("--config", str(folder / OPTIONS))
+    entry = Entry(LABEL, algorithm)
+    return Run(entry, options.seeds[0], folder, words, built, ranks_of(algorithm, built, 1))
+
+
+def write_options(run: Run) -> None:
+    """Write the file that the measuring run's command line names."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    write_text(run.folder / OPTIONS, to_toml(run.options))
+
+
+def _algorithm(options: RunOptions) -> str:
+    """The first without server that runs on a single rank, or else the first with one."""
+    by_servers = sorted(registry.ALGORITHMS.values(), key=lambda a: a.server is not None)
+    for algorithm in by_servers:
+        try:
+            ranks_of(algorithm.name, options, 1)
+        except UserError:
+            continue
+        return algorithm.name
+    raise UserError("--baseline: no algorithm runs with one worker; give the throughput here")
+
+
+def measured(run: Run) -> Baseline:
+    """What a finished measuring run says."""
+    figures = read_figures(run.folder, LABEL)
+    value = figures.value("samples_per_second") or 0.0
+    servers = run.ranks - 1
+    beside = f" and {servers} server{'s' if servers > 1 else ''}" if servers else ", no server"
+    return Baseline(
+        value,
+        f"measured: {run.entry.algorithm} with 1 worker{beside}, "
+        f"{figures.summary['samples']} samples in {figures.summary['seconds']:.4g} s",
+    )
+
+
+def of_runs(options: Sequence[RunOptions], figures: Sequence[RunFigures]) -> Baseline | None:
+    """What the runs themselves say: their options, or those with a single worker."""
+    found = [from_options(each) for each in options]
+    first = found[0]
+    if first is not None and all(each == first for each in found):
+        return first
+    alone = [run for run in figures if run.summary.get("workers") == 1]
+    values = [run.value("samples_per_second") for run in alone]
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return Baseline(
+        sum(known) / len(known),
+        f"measured: mean over the runs with 1 worker ({len(known)}): {alone[0].label}",
+    )

@@ -1,0 +1,150 @@
+"""The figures of finished runs, and their means and spreads over seeds."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.training.recorder import read_metrics
+from aladdin_mpi.training.run_folder import SUMMARY
+
+KEYS = (
+    "test_accuracy",
+    "seconds",
+    "seconds_to_target",
+    "samples_per_second",
+    "speed_up",
+    "wait_fraction",
+    "bytes_sent_per_step",
+)
+"""What is compared, in the order of the table."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A measurement of the global model while a run went on."""
+
+    samples: int
+    seconds: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """What a finished run has left."""
+
+    label: str
+    folder: Path
+    summary: Mapping[str, Any]
+    evaluations: Sequence[Evaluation] = field(repr=False)
+
+    def value(self, key: str) -> float | None:
+        """A figure of its summary; None where there is none, or none that is finite."""
+        found = self.summary.get(key)
+        return float(found) if found is not None and math.isfinite(found) else None
+
+    def seconds_to(self, target: float) -> float | None:
+        """Training time until the first evaluation with this accuracy or more."""
+        return next((e.seconds for e in self.evaluations if e.accuracy >= target), None)
+
+    def all_values(self, target: float | None, baseline: float | None) -> dict[str, float | None]:
+        """Every figure of ``KEYS``."""
+        values = {key: self.value(key) for key in KEYS}
+        throughput = self.value("samples_per_second")
+        if target is not None:
+            values["seconds_to_target"] = self.seconds_to(target)
+        if baseline is not None and throughput is not None:
+            values["speed_up"] = throughput / baseline
+        return values
+
+    def __str__(self) -> str:
+        accuracy, seconds = self.value("test_accuracy"), self.value("seconds")
+        parts = [] if accuracy is None else [f"accuracy {accuracy:.4f}"]
+        parts += [f"{seconds:.4g} s training time"] if seconds is not None else []
+        return ", ".join([*parts, f"{self.value('samples_per_second') or 0:.4g} samples/s"])
+
+
+def read_figures(folder: Path, label: str) -> RunFigures:
+    """Read a run folder.
+
+    Raises:
+        UserError: its files cannot be read.
+    """
+    try:
+        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        lines = [line for line in read_metrics(folder) if line["kind"] == "eval"]
+        evaluations = [
+            Evaluation(line["samples"], line["seconds"], line["test_accuracy"])
+            for line in lines
+            if line.get("test_accuracy") is not None
+        ]
+        if not {"algorithm", "seed"} <= summary.keys():
+            raise KeyError("algorithm, seed")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{folder}: expected the folder of a finished run, but its {SUMMARY} or metrics "
+            f"cannot be read ({error!r}); remove it, or run it again"
+        ) from error
+    return RunFigures(label, folder, summary, sorted(evaluations, key=lambda e: e.samples))
+
+
+# -- over seeds ---------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Spread:
+    """A figure over several runs."""
+
+    mean: float
+    std: float | None
+    """Sample standard deviation (divided by n - 1); None of a single run."""
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    label: str
+    algorithm: str
+    runs: int
+    figures: Mapping[str, Spread | None]
+
+    def mean(self, key: str) -> float | None:
+        """The mean of a figure, if there is one."""
+        spread = self.figures[key]
+        return None if spread is None else spread.mean
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Mean and spread of the values that are there; None without any."""
+    found = [value for value in values if value is not None]
+    if not found:
+        return None
+    std = statistics.stdev(found) if len(found) > 1 else None
+    return Spread(statistics.fmean(found), std, min(found), max(found), len(found))
+
+
+def make_rows(
+    runs: Sequence[RunFigures], target: float | None, baseline: float | None
+) -> list[Row]:
+    """A row for each label: the highest accuracy first, of equal ones the shortest time."""
+    rows = []
+    for label in dict.fromkeys(run.label for run in runs):
+        same = [run for run in runs if run.label == label]
+        values = [run.all_values(target, baseline) for run in same]
+        figures = {key: spread(each[key] for each in values) for key in KEYS}
+        rows.append(Row(label, str(same[0].summary["algorithm"]), len(same), figures))
+    return sorted(rows, key=_rank)
+
+
+def _rank(row: Row) -> tuple[float, float]:
+    accuracy, seconds = row.mean("test_accuracy"), row.mean("seconds")
+    last = math.inf
+    return last if accuracy is None else -accuracy, last if seconds is None else seconds

@@ -1,0 +1,221 @@
+"""The options of a comparison, and the command line they share with those of its runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from aladdin_mpi import cli
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.fields import kebab, leaves, option, shown
+from aladdin_mpi.options import RunOptions, SimulateOptions, TrainOptions
+from aladdin_mpi.settings import build
+
+PROG = "aladdin_mpi.compare"
+DESCRIPTION = (
+    "Compare algorithms with the same model, data, seeds, number of workers and budget: over MPI, "
+    "or in virtual time. Everything behind -- goes to each run, with the options of "
+    "aladdin_mpi.train or aladdin_mpi.simulate. The same command goes on with a comparison that "
+    "was stopped. Example: aladdin_mpi.compare --algorithms all --seeds 0 1 2 --workers 8 "
+    "--target-accuracy 0.9 --out comparisons/digits -- --dataset digits --epochs 10"
+)
+SEPARATOR = "--"
+ALL = "all"
+READ_BESIDE = frozenset({"read", "out", "target_accuracy", "baseline"})
+"""What may be given beside ``--read``."""
+
+SET_HERE = {
+    "algorithm": "give --algorithms in front of --",
+    "seed": "give --seeds in front of --",
+    "workers": "give --workers in front of --",
+    "run_dir": "give --out in front of --",
+    "overwrite": "finished runs are kept, and a new --out begins anew",
+    "resume": "the same command goes on by itself",
+}
+"""Options of a run that the comparison sets, and what to do instead."""
+
+
+def set_here(instead: str) -> str:
+    """Say that an option of the runs is not the user's to give."""
+    return f"the comparison sets this for each run; leave it out: {instead}"
+
+
+def _texts(description: str, unit: str) -> Any:
+    """A list of texts that may hold commas."""
+    return Field(
+        (),
+        description=description,
+        json_schema_extra={"unit": unit, "group": "comparison", "whole": True},
+    )
+
+
+class CompareOptions(BaseModel):
+    """The options of a comparison."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    engine: Literal["virtual", "mpi"] = option(
+        "virtual",
+        "virtual: runs of aladdin_mpi.simulate; mpi: runs of aladdin_mpi.train",
+        group="comparison",
+    )
+    algorithms: tuple[str, ...] = option(
+        (),
+        "names of algorithms, apart by spaces or commas; all: every one there is",
+        unit="NAME",
+        group="comparison",
+        default_text="all, unless --variants are given",
+    )
+    variants: tuple[str, ...] = _texts(
+        "further ones to compare: a label and an algorithm with options of its own, each in "
+        'quotes, such as "pi1=aladdin --aladdin-pi 1"',
+        "LABEL=ALGORITHM-AND-OPTIONS",
+    )
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = option(
+        (0,), "seeds; each algorithm is run once with each", unit="SEED", group="comparison"
+    )
+    workers: int = option(
+        4, "workers of each run; servers come on top", unit="RANKS", group="comparison", ge=1
+    )
+    target_accuracy: float | None = option(
+        None,
+        "also report the time to this test accuracy, from 0 to 1: that of the first evaluation "
+        "at or above it",
+        unit="ACCURACY",
+        group="comparison",
+        gt=0,
+        le=1,
+    )
+    out: Path | None = option(
+        None,
+        "folder for the runs and the report",
+        unit="FOLDER",
+        group="comparison",
+        default_text="comparisons/ENGINE-MODEL-DATASET; with --read, none is written",
+    )
+    jobs: int = option(
+        1, "runs side by side, in virtual time", unit="RUNS", group="comparison", ge=1
+    )
+    mpirun: str = option(
+        "mpirun -np {ranks}",
+        "command that starts the ranks of a run over MPI",
+        unit="COMMAND",
+        group="comparison",
+    )
+    baseline: float | None = option(
+        None,
+        "throughput of one worker alone, which speed-ups are related to",
+        unit="SAMPLES/S",
+        group="comparison",
+        default_text="calculated in virtual time or with timed computing, else measured",
+        gt=0,
+    )
+    baseline_steps: int = option(
+        100,
+        "steps of the run that measures one worker alone",
+        unit="STEPS",
+        group="comparison",
+        ge=1,
+    )
+    read: tuple[Path, ...] = _texts(
+        "run nothing; compare the finished runs in these folders", "FOLDER"
+    )
+
+    @model_validator(mode="after")
+    def _check_together(self) -> CompareOptions:
+        for wrong, message in (
+            (
+                self.jobs > 1 and self.engine == "mpi",
+                f"--jobs: expected 1 with --engine mpi, where runs side by side would disturb "
+                f"each other's times, got {self.jobs}; leave it out",
+            ),
+            (
+                "{ranks}" not in self.mpirun,
+                f"--mpirun: expected a command with {{ranks}} in the place of their number, got "
+                f"{self.mpirun!r}; write for example --mpirun 'srun -n {{ranks}}'",
+            ),
+            (not self.seeds, "--seeds: expected at least one, got none; add for example --seeds 0"),
+            (
+                len(set(self.seeds)) < len(self.seeds),
+                f"--seeds: expected different ones, got {shown(self.seeds)}; leave out the "
+                "repeated ones",
+            ),
+        ):
+            if wrong:
+                raise ValueError(message)
+        return self
+
+    @property
+    def run_options(self) -> type[RunOptions]:
+        """The options of a single run."""
+        return SimulateOptions if self.engine == "virtual" else TrainOptions
+
+    @property
+    def run_module(self) -> str:
+        """The command of a single run."""
+        return "aladdin_mpi.simulate" if self.engine == "virtual" else "aladdin_mpi.train"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for."""
+
+    options: CompareOptions
+    shared: tuple[str, ...]
+    """What stands behind ``--``: words of every run's command line."""
+    words: tuple[str, ...]
+    """The whole command line, without the program's name."""
+
+
+def read_request(argv: Sequence[str] | None) -> Request:
+    """Return what a command line asks for; the words behind ``--`` are not yet checked.
+
+    ``argv`` is the command line without the program's name; ``None`` takes the
+    process's own. ``--help`` and ``--version`` print and raise ``SystemExit(0)``.
+
+    Raises:
+        UserError: an option is unknown, its value bad, or it stands on the wrong side.
+    """
+    words = tuple(sys.argv[1:] if argv is None else argv)
+    split = words.index(SEPARATOR) if SEPARATOR in words else len(words)
+    own, shared = words[:split], words[split + 1 :]
+    _check_sides(own, shared)
+    given = cli.read(CompareOptions, own, PROG, DESCRIPTION)
+    options = build(CompareOptions, given)
+    if options.read:
+        others = [s.origin for path, s in given.items() if path[0] not in READ_BESIDE]
+        others += [SEPARATOR] if shared else []
+        if others:
+            allowed = ", ".join(f"--{kebab(name)}" for name in sorted(READ_BESIDE - {"read"}))
+            raise UserError(
+                f"{', '.join(others)}: cannot be given together with --read, which runs nothing; "
+                f"leave it out. Beside --read are possible: {allowed}"
+            )
+    return Request(options, shared, words)
+
+
+def _check_sides(own: Sequence[str], shared: Sequence[str]) -> None:
+    """Refuse options of the runs in front of ``--``, and those of the comparison behind it."""
+    here = {leaf.flag for leaf in leaves(CompareOptions).values()}
+    runs = {
+        leaf.flag for model in (SimulateOptions, TrainOptions) for leaf in leaves(model).values()
+    }
+    for words, wrong, side, other in (
+        (own, runs - here, "behind", "in front of"),
+        (shared, here - runs, "in front of", "behind"),
+    ):
+        for word in words:
+            flag = word.partition("=")[0]
+            instead = SET_HERE.get(flag[2:].replace("-", "_"))
+            if flag in wrong and instead is not None:
+                raise UserError(f"{flag}: {set_here(instead)}")
+            if flag in wrong:
+                raise UserError(
+                    f"{flag}: expected {side} the separating --, got it {other} it; write "
+                    f"{PROG} OPTIONS-OF-THE-COMPARISON -- OPTIONS-OF-EACH-RUN"
+                )

@@ -1,0 +1,213 @@
+"""Which runs a comparison consists of, each checked before any is started."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from aladdin_mpi import cli
+from aladdin_mpi import options as run_options
+from aladdin_mpi.agreement import differences
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.comparison.options import ALL, PROG, SET_HERE, CompareOptions, Request, set_here
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.options import CONFIG_NAME, RunOptions, SimulateOptions
+from aladdin_mpi.settings import build, did_you_mean
+from aladdin_mpi.training.checkpoint import FOLDER as CHECKPOINT
+from aladdin_mpi.training.run_folder import SUMMARY
+
+LOG = "output.log"
+RUNS = "runs"
+NOT_COMPARED = {"download", "overwrite", "quiet", "resume", "run_dir", "timeout"}
+"""Options in which a stored run may differ: they change neither result nor time."""
+_BEHIND = "behind --: "
+_VARIANT = re.compile(r"([A-Za-z0-9][\w.+-]*)=(.*)", re.DOTALL | re.ASCII)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the table: an algorithm, perhaps with options of its own."""
+
+    label: str
+    algorithm: str
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A single run of a comparison."""
+
+    entry: Entry
+    seed: int
+    folder: Path
+    words: tuple[str, ...]
+    """Its command line, without what depends on the state of its folder."""
+    options: RunOptions
+    """What these words mean."""
+    ranks: int
+
+    @property
+    def title(self) -> str:
+        """How it is called in messages."""
+        return f"{self.entry.label}, seed {self.seed}"
+
+    @property
+    def log(self) -> Path:
+        """The file for what the run prints."""
+        return self.folder / LOG
+
+    @property
+    def finished(self) -> bool:
+        """Whether its folder holds the whole run."""
+        return (self.folder / SUMMARY).is_file()
+
+    def start_words(self) -> list[str]:
+        """The command line that starts it, or goes on with it from its last checkpoint."""
+        if any((self.folder / CHECKPOINT).glob("samples-*")):
+            return ["--resume", str(self.folder)]
+        begun = (self.folder / CONFIG_NAME).exists()
+        again = ["--overwrite"] if begun else []
+        return [*self.words, "--run-dir", str(self.folder), *again]
+
+
+def plan(request: Request, out: Path) -> list[Run]:
+    """The runs, seed after seed, so that an unfinished comparison has all algorithms.
+
+    Raises:
+        UserError: an unknown algorithm, a bad option, or a stored run with other options.
+    """
+    options = request.options
+    found = entries(options)
+    _check_words(options, request.shared, _BEHIND)
+    for entry in found:
+        _check_words(options, entry.words, f"--variants {entry.label}: ")
+    runs = [_run(request, entry, seed, out) for seed in options.seeds for entry in found]
+    for run in runs:
+        check_stored(run)
+    return runs
+
+
+def entries(options: CompareOptions) -> list[Entry]:
+    """The algorithms and variants to compare.
+
+    Raises:
+        UserError: an unknown algorithm, or a variant that cannot be read.
+    """
+    names = options.algorithms or (() if options.variants else (ALL,))
+    if ALL in names:
+        names = tuple(registry.ALGORITHMS)
+    for name in names:
+        _check_name("--algorithms", name, [*registry.ALGORITHMS, ALL])
+    found = {name: Entry(name, name) for name in names}
+    for text in options.variants:
+        entry = _variant(text)
+        if entry.label in found:
+            raise UserError(
+                f"--variants: expected a label of its own for each, got {entry.label!r} twice; "
+                "choose another"
+            )
+        found[entry.label] = entry
+    return list(found.values())
+
+
+def _variant(text: str) -> Entry:
+    match = _VARIANT.fullmatch(text.strip())
+    try:
+        words = shlex.split(match[2]) if match else []
+    except ValueError:  # a quotation mark is missing
+        words = []
+    if match is None or not words:
+        raise UserError(
+            "--variants: expected LABEL=ALGORITHM OPTIONS in quotes, the label of letters, digits "
+            f"and . _ + -, got {text!r}; write for example 'pi1=aladdin --aladdin-pi 1'"
+        )
+    _check_name(f"--variants {match[1]}", words[0], list(registry.ALGORITHMS))
+    return Entry(match[1], words[0], tuple(words[1:]))
+
+
+def _check_name(origin: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        raise UserError(
+            f"{origin}: expected one of {', '.join(sorted(known))}, got {name!r}; "
+            f"{did_you_mean(name, known)}".rstrip("; ")
+        )
+
+
+def _check_words(options: CompareOptions, words: Sequence[str], where: str) -> None:
+    """Refuse a typing error, and what the comparison itself decides."""
+    about = f"The options of each run of {PROG}."
+    try:
+        given = cli.read(options.run_options, words, options.run_module, about)
+    except UserError as error:
+        raise UserError(f"{where}{error}") from None
+    for path, setting in given.items():
+        instead = SET_HERE.get(path[0])
+        # A file of options may be that of some run: what is set here goes over it.
+        typed = setting.origin.startswith("--")
+        if instead and (typed or (path[0] == "resume" and setting.value is not None)):
+            raise UserError(f"{where}{setting.origin}: {set_here(instead)}")
+
+
+def _run(request: Request, entry: Entry, seed: int, out: Path) -> Run:
+    options = request.options
+    words = [*request.shared, *entry.words, "--algorithm", entry.algorithm, "--seed", str(seed)]
+    if options.engine == "virtual":
+        words += ["--workers", str(options.workers)]
+    where = f"--variants {entry.label}: " if entry.words else ""
+    try:
+        built = build(options.run_options, cli.read(options.run_options, words, "", ""))
+        ranks = ranks_of(entry.algorithm, built, options.workers)
+    except UserError as error:
+        raise UserError(f"{where}{error}") from None
+    folder = out / RUNS / entry.label / f"seed-{seed}"
+    return Run(entry, seed, folder, tuple(words), built, ranks)
+
+
+def ranks_of(name: str, options: RunOptions, workers: int) -> int:
+    """The ranks of a run with so many workers.
+
+    Raises:
+        UserError: the algorithm, or an option, does not go with them.
+    """
+    algorithm = registry.find(name)
+    servers = options.servers if algorithm.server else 0
+    registry.check_ranks(algorithm, workers + servers, options.servers)
+    run_options.check_workers(options, workers)
+    if isinstance(options, SimulateOptions):
+        run_options.check_ranks(options, workers + servers)
+    return workers + servers
+
+
+def check_stored(run: Run) -> None:
+    """Refuse a folder that holds another run than this.
+
+    Raises:
+        UserError: with what differs.
+    """
+    if not (run.folder / CONFIG_NAME).is_file():
+        return
+    stored = stored_options(run.folder, type(run.options))
+    found = differences(comparable(stored), comparable(run.options))
+    if found:
+        raise UserError(
+            f"--out: {run.folder} holds a run with other options than asked for now (its value "
+            f"first): {'; '.join(found[:8])}; give another --out, the old options, or remove "
+            "that folder"
+        )
+
+
+def stored_options(folder: Path, model: type[RunOptions]) -> RunOptions:
+    """The options of the run in a folder.
+
+    Raises:
+        UserError: they cannot be read.
+    """
+    return build(model, cli.read(model, ["--config", str(folder / CONFIG_NAME)], "", ""))
+
+
+def comparable(options: RunOptions) -> dict[str, object]:
+    """What two runs must have in common to be the same run."""
+    return options.model_dump(mode="json", exclude=NOT_COMPARED)

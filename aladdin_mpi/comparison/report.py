@@ -1,0 +1,171 @@
+"""What a comparison leaves: report.md, table.csv, comparison.json and plots."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aladdin_mpi
+from aladdin_mpi.comparison import plots, table
+from aladdin_mpi.comparison.baseline import Baseline
+from aladdin_mpi.comparison.figures import KEYS, Row, RunFigures, make_rows
+from aladdin_mpi.machine import Machine
+from aladdin_mpi.training.run_folder import write_text
+
+REPORT = "report.md"
+TABLE = "table.csv"
+RESULT = "comparison.json"
+FORMAT = "aladdin_mpi comparison 1"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """A comparison that has been run, or read."""
+
+    command: str
+    engine: str
+    runs: Sequence[RunFigures]
+    target: float | None
+    baseline: Baseline | None
+    shared: Sequence[str] | None = None
+    """Words of every run's command line; None if the runs were only read."""
+    variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """The words of single labels on top."""
+    failures: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def rows(self) -> list[Row]:
+        """The table."""
+        alone = None if self.baseline is None else self.baseline.samples_per_second
+        return make_rows(self.runs, self.target, alone)
+
+    @property
+    def title(self) -> str:
+        """Model, data set, workers, engine; "several" where the runs differ."""
+        facts = {name: self._common(name) for name in ("model", "dataset", "workers")}
+        time = "virtual time" if self.engine == "virtual" else "MPI"
+        return "{model} on {dataset}, {workers} workers, {time}".format(**facts, time=time)
+
+    def _common(self, name: str) -> str:
+        values = {str(run.summary.get(name)) for run in self.runs}
+        return values.pop() if len(values) == 1 else "several"
+
+    @property
+    def ideal(self) -> float | None:
+        """The throughput of all workers without any loss."""
+        workers = self._common("workers")
+        if self.baseline is None or not workers.isdigit():
+            return None
+        return self.baseline.samples_per_second * int(workers)
+
+
+def write(findings: Findings, out: Path, facts: Machine) -> None:
+    """Write all files of the report."""
+    write_text(out / TABLE, table.as_csv(findings.rows))
+    text = json.dumps(as_json(findings, facts), indent=2, allow_nan=False)
+    write_text(out / RESULT, text + "\n")
+    pictures = plots.draw(
+        findings.runs, findings.rows, out, findings.title, findings.target, findings.ideal
+    )
+    write_text(out / REPORT, _markdown(findings, facts, pictures))
+
+
+def as_json(findings: Findings, facts: Machine) -> dict[str, Any]:
+    """Everything, for programs: SI units, fractions from 0 to 1, null for what is not there."""
+    alone = None if findings.baseline is None else findings.baseline.samples_per_second
+    return {
+        "format": FORMAT,
+        "version": aladdin_mpi.__version__,
+        "command": findings.command,
+        "machine": dict(facts),
+        "engine": findings.engine,
+        "options": None if findings.shared is None else list(findings.shared),
+        "variants": {label: list(words) for label, words in findings.variants.items()},
+        "target_accuracy": findings.target,
+        "baseline": None if findings.baseline is None else asdict(findings.baseline),
+        "rows": [asdict(row) for row in findings.rows],
+        "runs": [
+            {
+                "label": run.label,
+                "folder": str(run.folder),
+                "algorithm": run.summary["algorithm"],
+                "seed": run.summary["seed"],
+                **run.all_values(findings.target, alone),
+                "evaluations": [asdict(each) for each in run.evaluations],
+            }
+            for run in findings.runs
+        ],
+        "failures": list(findings.failures),
+        "notes": [*findings.notes, *definitions(findings)],
+    }
+
+
+def definitions(findings: Findings) -> list[str]:
+    """What the columns mean, for those that are there."""
+    rows = findings.rows
+    there = {key for key in KEYS if any(row.figures[key] for row in rows)}
+    most = max(row.runs for row in rows)
+    clock = "virtual seconds" if findings.engine == "virtual" else "seconds"
+    n = f"up to {most}" if any(row.runs != most for row in rows) else str(most)
+    notes = [
+        "Each figure is the mean over the runs (seeds), and behind ± their sample standard "
+        f"deviation; n = {n}."
+        if most > 1
+        else "n = 1: one run each, so nothing is known of the spread over seeds."
+    ]
+    texts = {
+        "test_accuracy": "The table is in the order of accuracy, of equal ones in that of time. "
+        "accuracy: of the global model at the end of the run, on the test data.",
+        "seconds": f"time: training time in {clock}, without set-up, evaluations and checkpoints.",
+        "seconds_to_target": f"time to {findings.target or 0:g}: training time until the first "
+        "evaluation at or above this accuracy; nothing is interpolated, so it is no finer than "
+        "--eval-every. The mean is over the runs that reached it: (k of n).",
+        "samples_per_second": "samples/s: throughput of all workers together.",
+        "wait_fraction": "waiting: share of the training time that workers waited for "
+        "communication.",
+        "bytes_sent_per_step": "bytes/step: sent by a worker for a step; what it receives, and "
+        "what servers send, is not in it.",
+    }
+    notes += [text for key, text in texts.items() if key in there]
+    if findings.baseline is not None:
+        notes.append(
+            f"speed-up: throughput over that of one worker alone, "
+            f"{findings.baseline.samples_per_second:,.6g} samples/s ({findings.baseline.source})."
+        )
+    else:
+        notes.append("No speed-up: the throughput of one worker alone is not known (--baseline).")
+    return notes
+
+
+def _markdown(findings: Findings, facts: Machine, pictures: Sequence[str]) -> str:
+    cells = table.cells(findings.rows, findings.target, "±")
+    notes = "\n".join(f"- {note}" for note in [*findings.notes, *definitions(findings)])
+    parts = [f"# Comparison: {findings.title}", table.markdown(cells), notes]
+    if findings.failures:
+        parts += ["## Failed runs", "\n".join(f"- {line}" for line in findings.failures)]
+    parts += [f"![{Path(name).stem}]({name})" for name in pictures]
+    parts += ["## Command", f"    {findings.command}", *_options(findings)]
+    versions = {"aladdin_mpi": aladdin_mpi.__version__, **facts}
+    lines = [f"- {key}: {value}" for key, value in versions.items() if value is not None]
+    place = "Machine" if findings.shared is not None else "Machine that read them"
+    parts += [f"## {place} and versions", "\n".join(lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _options(findings: Findings) -> list[str]:
+    if findings.shared is None:
+        folders = "\n".join(f"- {run.label}: {run.folder}" for run in findings.runs)
+        return ["Runs read, with their options in config.toml:", folders]
+    words = shlex.join(findings.shared)
+    of_all = f"`{words}`" if words else "none, all have their defaults"
+    lines = [f"- {name}: `{shlex.join(more)}`" for name, more in findings.variants.items()]
+    return [
+        f"Options of every run: {of_all}. The complete ones stand in each run's folder, "
+        "runs/LABEL/seed-SEED, in config.toml.",
+        *(["Options of single ones on top:", "\n".join(lines)] if lines else []),
+    ]

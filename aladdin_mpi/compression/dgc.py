@@ -1,0 +1,224 @@
+"""Deep gradient compression (Lin, Han, Mao, Wang, Dally; ICLR 2018).
+
+Of each matrix or kernel only the values of largest magnitude are sent; the rest wait in
+``v`` and are added up until their turn comes. The paper's four devices are here so:
+
+- momentum correction: what is added to ``v`` is ``u``, the step with the worker's own
+  momentum, which :meth:`aladdin_mpi.optimizer.MomentumSGD.correct` makes of the gradient;
+- factor masking: ``u`` too is cleared where ``v`` is sent;
+- local clipping: :class:`~aladdin_mpi.optimizer.MomentumSGD`'s ``clip``;
+- warm-up: :meth:`aladdin_mpi.compression.options.DgcOptions.ratio_at`.
+
+As in the authors' code (github.com/synxlin/deep-gradient-compression) the choice is
+made tensor by tensor, for magnitudes differ between layers, and vectors (biases,
+normalisation) are sent whole: they are few, and momentum on them stays plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import ceil, prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.select import select
+from aladdin_mpi.layout import Bucket, Layout
+from aladdin_mpi.transport.base import Event
+
+INDEX_BYTES = 4
+"""Positions in a bucket are int32."""
+
+
+class _Parts(NamedTuple):
+    """What a bucket holds of matrices and kernels, and of vectors; relative to its start."""
+
+    matrices: tuple[slice, ...]
+    vectors: tuple[slice, ...]
+    always_sent: int
+    """Number of values in the vectors."""
+
+    def entries(self, ratio: float) -> int:
+        """How many values are chosen at most."""
+        return sum(_share(part.stop - part.start, ratio) for part in self.matrices)
+
+
+class DeepGradientCompression(GradientCodec):
+    """The codec, with ``v``: the values that a worker has not sent yet.
+
+    A message holds the positions chosen (int32, relative to the bucket), then their
+    values, then the bucket's vectors whole; values in the wire's dtype. Where that
+    would not be shorter the bucket is sent whole, as without compression: all of
+    ``v``, and momentum is left alone. The error of rounding to the wire's dtype
+    stays in ``v``. What waits in ``v`` at the end of a run is not sent.
+
+    Decoding needs only the shapes: a server gives no ``velocity``.
+
+    Args:
+        wire: format of the values, and where they are staged.
+        layout: of the flat vector.
+        shapes: of the parameters in flat order; those with fewer than two dimensions
+            are sent whole.
+        ratio: share of values that is chosen, in (0, 1], as a function of the run's
+            samples.
+        velocity: the worker's flat momentum ``u``, or None.
+        sample: share of values from which the threshold is estimated.
+    """
+
+    sparse = True
+
+    def __init__(
+        self,
+        wire: DenseWire,
+        layout: Layout,
+        shapes: Sequence[tuple[int, ...]],
+        ratio: Callable[[int], float],
+        velocity: Tensor | None = None,
+        sample: float = 0.01,
+    ) -> None:
+        self.dtype = wire.dtype
+        self.ratio = ratio
+        self._wire = wire
+        self._numel = layout.numel
+        self._velocity = velocity
+        self._sample = sample
+        self._parts = [_parts(bucket, shapes) for bucket in layout.buckets]
+        self._index_values = INDEX_BYTES // wire.dtype.itemsize
+        self._lengths: dict[tuple[int, float], int] = {}
+        self.left: Tensor | None = None
+        """``v``, flat; None as long as everything has been sent."""
+
+    # -- sizes ----------------------------------------------------------------
+    def longest(self, bucket: Bucket, samples: int) -> int:
+        """Length of the longest message about ``bucket``, in values of ``dtype``."""
+        ratio = self.ratio(samples)
+        key = bucket.index, ratio
+        if key not in self._lengths:
+            parts = self._parts[bucket.index]
+            length = parts.entries(ratio) * (1 + self._index_values) + parts.always_sent
+            self._lengths[key] = min(length, bucket.numel)
+        return self._lengths[key]
+
+    def selected(self, bucket: Bucket, length: int) -> int:
+        """See :meth:`GradientCodec.selected`."""
+        always = self.always_sent(bucket)
+        if length == bucket.numel:
+            return bucket.numel - always
+        return (length - always) // (1 + self._index_values)
+
+    def always_sent(self, bucket: Bucket) -> int:
+        """See :meth:`GradientCodec.always_sent`."""
+        return self._parts[bucket.index].always_sent
+
+    # -- memory ----------------------------------------------------------------
+    @property
+    def plain(self) -> DenseWire:
+        """The format of the values."""
+        return self._wire
+
+    def buffer(self, numel: int) -> Tensor:
+        """No message is longer than its bucket."""
+        return self._wire.buffer(numel)
+
+    def buffer_for(self, vector: Tensor) -> Tensor:
+        """See :meth:`GradientCodec.buffer_for`."""
+        return self._wire.buffer_for(vector)
+
+    # -- sending ---------------------------------------------------------------
+    def compress(
+        self, bucket: Bucket, values: Tensor, samples: int, room: Tensor
+    ) -> tuple[Tensor, Event | None]:
+        """``v <- v + u``, and out of ``v`` what is sent; see :meth:`GradientCodec.compress`."""
+        length = self.longest(bucket, samples)
+        whole = length == bucket.numel
+        if values.is_meta:
+            return room[:length], None
+        if whole and self.left is None:
+            return self._wire.compress(bucket, values, samples, room)
+        if self.left is None:
+            self.left = torch.zeros(self._numel, dtype=values.dtype, device=values.device)
+        left = self.left[bucket.part].add_(values)
+        message = self._take(left) if whole else self._take_largest(bucket, left, samples)
+        return self._wire.stage(message)
+
+    def _take(self, left: Tensor) -> Tensor:
+        """``left`` in the wire's dtype; what rounding loses remains."""
+        sent = left.to(self.dtype, copy=True)
+        left.sub_(sent)
+        return sent
+
+    def _take_largest(self, bucket: Bucket, left: Tensor, samples: int) -> Tensor:
+        parts = self._parts[bucket.index]
+        ratio = self.ratio(samples)
+        indices = torch.cat(
+            [
+                part.start
+                + select(left[part], _share(part.stop - part.start, ratio), self._sample, samples)
+                for part in parts.matrices
+            ]
+        )
+        chosen = left.index_select(0, indices).to(self.dtype)
+        left.index_add_(0, indices, chosen.to(left.dtype), alpha=-1)
+        if self._velocity is not None:
+            self._velocity[bucket.part].index_fill_(0, indices, 0.0)
+        vectors = (self._take(left[part]) for part in parts.vectors)
+        return _joined((indices.to(torch.int32), chosen, *vectors), self.dtype)
+
+    # -- receiving -------------------------------------------------------------
+    def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
+        """See :meth:`GradientCodec.add`."""
+        if target.is_meta:
+            return
+        message = message.to(target.device)
+        if message.numel() == bucket.numel:
+            self._wire.add(bucket, message, target, alpha)
+            return
+        count = self.selected(bucket, message.numel())
+        values = message[count * self._index_values :]
+        indices = message[: count * self._index_values].view(torch.int32)
+        target.index_add_(0, indices, values[:count].to(target.dtype), alpha=alpha)
+        start = count
+        for part in self._parts[bucket.index].vectors:
+            mine = target[part]
+            mine.add_(values[start : start + mine.numel()], alpha=alpha)
+            start += mine.numel()
+
+    # -- checkpoints -------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """``v``."""
+        return {"left": self.left}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up ``v``."""
+        saved = state["left"]
+        if saved is not None and self._velocity is not None:
+            saved = saved.to(self._velocity.device)
+        self.left = None if saved is None else saved.clone()
+
+
+def _share(numel: int, ratio: float) -> int:
+    return max(1, ceil(ratio * numel))
+
+
+def _parts(bucket: Bucket, shapes: Sequence[tuple[int, ...]]) -> _Parts:
+    """Where matrices and where vectors lie in ``bucket``."""
+    matrices: list[slice] = []
+    vectors: list[slice] = []
+    start = 0
+    for shape in shapes:
+        stop = start + prod(shape)
+        first, last = max(start, bucket.start), min(stop, bucket.stop)
+        if first < last:
+            part = slice(first - bucket.start, last - bucket.start)
+            (matrices if len(shape) > 1 else vectors).append(part)
+        start = stop
+    always_sent = sum(part.stop - part.start for part in vectors)
+    return _Parts(tuple(matrices), tuple(vectors), always_sent)
+
+
+def _joined(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+    """One message; as bytes, so that no bit of an index is taken for a number."""
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(dtype)

@@ -1,0 +1,123 @@
+"""The model that a server sends back, as its difference from the one that it sent last.
+
+Where gradients leave most values out, most of the model is what a worker has already.
+A message holds the positions (int32, relative to the bucket) and the new values of
+what has changed, to the bit; or all values, where that is not longer. Values, not
+differences of values, so that the worker's copy equals the server's exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.layout import Bucket
+
+INDEX_BYTES = 4
+_BITS = {4: torch.int32, 2: torch.int16}
+
+
+def _entry(dtype: torch.dtype) -> int:
+    """Length of a position and a value, in values of ``dtype``."""
+    return 1 + INDEX_BYTES // dtype.itemsize
+
+
+class DifferenceEncoder:
+    """A server's memory of what every worker has: as many models as there are workers.
+
+    Args:
+        wire: whose dtype the values are sent in.
+    """
+
+    def __init__(self, wire: DenseWire) -> None:
+        self._dtype = wire.dtype
+        self._last: dict[tuple[int, int], Tensor] = {}
+        self._touched: dict[int, int] = {}
+        self._touched_at_send: dict[tuple[int, int], int] = {}
+
+    def forget(self) -> None:
+        """Send every bucket whole the next time; with :meth:`DifferenceDecoder.forget`."""
+        self._last.clear()
+        self._touched_at_send.clear()
+
+    def touch(self, bucket: Bucket, count: int) -> None:
+        """Note that a gradient has changed ``count`` values; for timed computing."""
+        self._touched[bucket.index] = self._touched.get(bucket.index, 0) + count
+
+    def encode(
+        self, rank: int, bucket: Bucket, values: Tensor, room: Tensor, always: int = 0
+    ) -> Tensor:
+        """Write ``values`` for the worker at ``rank``; it must get every message, in order.
+
+        Args:
+            rank: the worker's.
+            bucket: of the model.
+            values: its present values.
+            room: at least as long as the bucket, in the wire's dtype.
+            always: values that every gradient changes; for timed computing.
+
+        Returns:
+            The message, a part of ``room``.
+        """
+        key = rank, bucket.index
+        if values.is_meta:
+            return room[: self._likely_length(key, bucket, always)]
+        new = values.to(self._dtype)
+        last = self._last.get(key)
+        if last is None:
+            self._last[key] = new.clone()
+            return _whole(new, room)
+        bits = _BITS[self._dtype.itemsize]
+        changed = (new.view(bits) != last.view(bits)).nonzero().view(-1)
+        if changed.numel() * _entry(self._dtype) >= bucket.numel:
+            last.copy_(new)
+            return _whole(new, room)
+        chosen = new.index_select(0, changed)
+        last.index_copy_(0, changed, chosen)
+        return _sparse(changed, chosen, room)
+
+    def _likely_length(self, key: tuple[int, int], bucket: Bucket, always: int) -> int:
+        """With timed computing nothing changes: as long as if all had hit other values."""
+        touched = self._touched.get(bucket.index, 0)
+        last = self._touched_at_send.get(key)
+        self._touched_at_send[key] = touched
+        if last is None:
+            return bucket.numel
+        changed = touched - last + (always if touched > last else 0)
+        return min(bucket.numel, changed * _entry(self._dtype))
+
+
+def _whole(values: Tensor, room: Tensor) -> Tensor:
+    message = room[: values.numel()]
+    message.copy_(values)
+    return message
+
+
+def _sparse(changed: Tensor, values: Tensor, room: Tensor) -> Tensor:
+    length = changed.numel() * _entry(values.dtype)
+    message = room[:length]
+    message[: length - values.numel()].view(torch.int32).copy_(changed)
+    message[length - values.numel() :].copy_(values)
+    return message
+
+
+class DifferenceDecoder:
+    """A worker's copy of the last model received, in the wire's dtype."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, Tensor] = {}
+
+    def forget(self) -> None:
+        """Expect every bucket whole the next time."""
+        self._last.clear()
+
+    def decode(self, bucket: Bucket, message: Tensor) -> Tensor:
+        """The server's values of ``bucket``; they stay so until its next message."""
+        if message.numel() == bucket.numel:
+            last = self._last.setdefault(bucket.index, torch.empty_like(message))
+            return last.copy_(message)
+        last = self._last[bucket.index]
+        count = message.numel() // _entry(message.dtype)
+        places = message[: message.numel() - count].view(torch.int32).long()
+        return last.index_copy_(0, places, message[message.numel() - count :])

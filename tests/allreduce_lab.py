@@ -1,0 +1,50 @@
+"""What every all-reduce has to do, over MPI and in virtual time; every rank runs it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.allreduce.base import AllReduce
+from aladdin_mpi.transport.base import Transport
+
+SIZES = (1, 2, 7, 33, 1000, 70_001)
+"""Values of the buckets: fewer than ranks, not divisible by them, and more than any MPI sends
+eagerly."""
+
+
+def part(rank: int, key: int, turn: int, numel: int) -> Tensor:
+    """What a rank adds to a bucket: multiples of 1/4 that bf16 holds, and their sums too."""
+    return ((torch.arange(numel) + 3 * key + turn) % 5 + rank % 3) / 4
+
+
+def expected(ranks: int, key: int, turn: int, numel: int) -> Tensor:
+    return sum((part(rank, key, turn, numel) for rank in range(ranks)), torch.zeros(numel))
+
+
+def sums_are_right(transport: Transport, reducer: AllReduce, turns: int = 3) -> None:
+    """Several buckets are under way at once; ranks are out of step; all is done again."""
+    for turn in range(turns):
+        flat = torch.cat([part(transport.rank, k, turn, n) for k, n in enumerate(SIZES)])
+        buckets = list(flat.split(list(SIZES)))
+        pending = []
+        for key, bucket in enumerate(buckets):
+            transport.sleep(0.002 * ((transport.rank + key + turn) % 3))
+            pending.append(reducer.start(bucket, key))
+        for one in pending:
+            one.wait()
+        for key, bucket in enumerate(buckets):
+            assert torch.equal(bucket, expected(transport.size, key, turn, bucket.numel()))
+
+
+def rounds_alike(transport: Transport, reducer: AllReduce) -> None:
+    """All ranks get the same bits, also where the sum has to be rounded."""
+    values = torch.randn(10_001, generator=torch.Generator().manual_seed(transport.rank))
+    exact = values.double()
+    reducer.start(values, 0).wait()
+    transport.wait(transport.iallreduce(exact))
+    first = values.clone()
+    transport.wait(transport.ibroadcast(first, 0))
+    assert torch.equal(values, first)
+    # Each of the n values is rounded to 8 bits, and so is the sum: of about sqrt(n).
+    assert (values - exact).abs().max() < 0.05 * transport.size

@@ -1,0 +1,212 @@
+"""A perceptron on the digits, trained with any gradient codec, put together by hand.
+
+It runs in virtual time (:func:`run`) or on any transport (:func:`run_rank`), and leaves every
+rank's role and codec to be looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.algorithms.base import Role, Server
+from aladdin_mpi.algorithms.server import ParameterServer
+from aladdin_mpi.algorithms.worker import Pace, Worker
+from aladdin_mpi.budget import Budget, Ticket
+from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.dgc import DeepGradientCompression
+from aladdin_mpi.layout import Layout, cut
+from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.options import RunOptions
+from aladdin_mpi.replica import PhantomReplica, Replica, outline
+from aladdin_mpi.transport.base import Traffic, Transport
+from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.transport.virtual import VirtualCluster
+from tests.quadratic import NO_DELAY, STAGGER
+
+TRAINING = 1500
+
+
+class WholeModels(DeepGradientCompression):
+    """Compressed gradients, but models sent whole."""
+
+    sparse = False
+
+
+@dataclass
+class Job:
+    """A run. ``ratio`` is the share of values sent; None: no compression.
+
+    ``settings`` are fields of RunOptions; times are virtual seconds.
+    """
+
+    algorithm: str = "aladdin"
+    ratio: float | None = 0.01
+    kind: type[DeepGradientCompression] = DeepGradientCompression
+    dtype: torch.dtype = torch.float32
+    hidden: int = 64
+    workers: int = 3
+    servers: int = 2
+    bucket_mb: float = 0.008
+    samples: int = 6000
+    batch: int = 20
+    segments: int = 1
+    timed: bool = False
+    lr: float = 0.1
+    settings: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 1.0
+    slowdown: tuple[float, ...] = ()
+    jitter: float = 0.0
+    cluster: Cluster = NO_DELAY
+
+    @property
+    def options(self) -> RunOptions:
+        return RunOptions(algorithm=self.algorithm, **self.settings)
+
+
+@dataclass
+class RankResult:
+    """How a rank ended."""
+
+    role: Role
+    codec: GradientCodec
+    traffic: Traffic
+
+
+@dataclass
+class Outcome:
+    """What is left of a run."""
+
+    job: Job
+    layout: Layout
+    ranks: list[RankResult]
+
+    @property
+    def servers(self) -> list[RankResult]:
+        return self.ranks[: self.job.servers]
+
+    @property
+    def workers(self) -> list[RankResult]:
+        return self.ranks[self.job.servers :]
+
+    @property
+    def model(self) -> Tensor:
+        """The servers' model, flat."""
+        return torch.cat([self.ranks[b.server].role.part(b) for b in self.layout.buckets])
+
+    @property
+    def locals(self) -> Tensor:
+        """The workers' models, one a row."""
+        whole = self.layout.buckets
+        return torch.stack([torch.cat([w.role.part(b) for b in whole]) for w in self.workers])
+
+    def bytes_sent(self, ranks: list[RankResult]) -> int:
+        return sum(rank.traffic.bytes_sent for rank in ranks)
+
+    def accuracy(self) -> float:
+        """Of the servers' model, on digits that were not trained on."""
+        module = perceptron(self.job.hidden)
+        Replica(module).parameters.copy_(self.model)
+        images, labels = digits()
+        with torch.no_grad():
+            found = module(images[TRAINING:]).argmax(1)
+        return float((found == labels[TRAINING:]).float().mean())
+
+
+@cache
+def digits() -> tuple[Tensor, Tensor]:
+    """Images from 0 to 1 and labels, shuffled."""
+    images, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    return torch.tensor(images / 16, dtype=torch.float32)[order], torch.tensor(labels)[order]
+
+
+def perceptron(hidden: int) -> nn.Module:
+    kept = torch.get_rng_state()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+    torch.set_rng_state(kept)
+    return module
+
+
+def run(job: Job) -> Outcome:
+    """Train in virtual time."""
+    cluster = VirtualCluster(job.servers + job.workers, job.cluster)
+    results: list[Any] = cluster.run(lambda transport: run_rank(job, transport))
+    return Outcome(job, layout_of(job), results)
+
+
+def layout_of(job: Job) -> Layout:
+    sizes = outline(perceptron(job.hidden))
+    return cut(sum(sizes.layers), job.servers, job.bucket_mb, 16.0, "layer", sizes.layers)
+
+
+def run_rank(job: Job, transport: Transport) -> RankResult:
+    """One rank's part."""
+    module = perceptron(job.hidden)
+    replica: Replica | PhantomReplica
+    sizes = outline(module)
+    replica = PhantomReplica(sum(sizes.layers), sizes) if job.timed else Replica(module)
+    x, options, layout = replica.parameters, job.options, layout_of(job)
+    sgd = MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov)
+    codec = _codec(job, DenseWire(job.dtype, x.device, transport.engine == "mpi"), replica, sgd)
+    algorithm = registry.find(job.algorithm)
+    role: Role
+    if transport.rank < job.servers:
+        server = ParameterServer(transport, layout, x, codec, lambda samples: job.lr)
+        assert algorithm.server is not None
+        role = algorithm.server(server, sgd, options)
+    else:
+        worker = _worker(job, transport, module, replica)
+        role = algorithm.worker(worker, sgd, codec, options)
+    budget = Budget(transport, job.samples, lambda *_: None) if transport.rank == 0 else None
+    for segment in range(job.segments):
+        transport.sleep(STAGGER * (transport.rank + 1))
+        if budget is not None:
+            budget.open(job.samples * (segment + 1) // job.segments)
+        role.run()
+        transport.wait(transport.ibarrier())
+        if budget is not None:
+            budget.close()
+        transport.wait(transport.ibarrier())
+    if isinstance(role, Server):
+        role.finish()
+    return RankResult(role, codec, transport.traffic)
+
+
+def _codec(
+    job: Job, wire: DenseWire, replica: Replica | PhantomReplica, sgd: MomentumSGD
+) -> GradientCodec:
+    ratio = job.ratio
+    if ratio is None:
+        return wire
+    return job.kind(wire, layout_of(job), replica.shapes, lambda samples: ratio, sgd.velocity)
+
+
+def _worker(
+    job: Job, transport: Transport, module: nn.Module, replica: Replica | PhantomReplica
+) -> Worker:
+    index = transport.rank - job.servers
+    images, labels = digits()
+
+    def compute(ticket: Ticket) -> float:
+        if job.timed:
+            return 0.0
+        batch = torch.arange(ticket.start, ticket.start + ticket.size) % TRAINING
+        loss: Tensor = nn.functional.cross_entropy(module(images[batch]), labels[batch])
+        loss.backward()
+        return loss.item()
+
+    seconds = job.seconds if transport.engine == "virtual" or job.timed else None
+    slowdown = job.slowdown[index] if job.slowdown else 1.0
+    pace = Pace(seconds, slowdown, job.jitter, seed=index)
+    schedule: Callable[[int], float] = lambda samples: job.lr  # noqa: E731
+    return Worker(transport, layout_of(job), replica, compute, pace, job.batch, schedule)

@@ -1,0 +1,166 @@
+"""Sums over MPI ranks by every library that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from aladdin_mpi.allreduce import choose, over_horovod
+from aladdin_mpi.allreduce.base import AllReduce
+from aladdin_mpi.allreduce.over_torch import TorchAllReduce
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.transport.base import WaitTimeoutError
+from aladdin_mpi.transport.mpi import MpiTransport
+from aladdin_mpi.transport.volume import allreduce_bytes
+from tests.allreduce_lab import rounds_alike, sums_are_right
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+FP32, BF16 = torch.float32, torch.bfloat16
+PATIENCE = 30.0
+TAG = 3000
+
+needs_horovod = pytest.mark.skipif(
+    over_horovod.obstacle(CPU, FP32) is not None, reason=over_horovod.obstacle(CPU, FP32) or ""
+)
+KINDS = [
+    ("mpi", FP32),
+    ("mpi", BF16),
+    ("torch", FP32),
+    ("torch", BF16),
+    pytest.param("horovod", FP32, marks=needs_horovod),
+]
+Make = Callable[..., AllReduce]
+
+
+@pytest.fixture(scope="module")
+def transport() -> Iterator[MpiTransport]:
+    transport = MpiTransport(timeout=PATIENCE)
+    yield transport
+    transport.close()
+
+
+@pytest.fixture
+def make(transport: MpiTransport) -> Iterator[Make]:
+    """As `choose.make` over the transport; what it makes is closed at the end of the test."""
+    made: list[AllReduce] = []
+
+    def make(name: str, dtype: torch.dtype, device: torch.device = CPU) -> AllReduce:
+        made.append(choose.make(name, transport, device, dtype))
+        return made[-1]
+
+    yield make
+    transport.timeout = PATIENCE
+    transport.wait(transport.ibarrier())
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize(("name", "dtype"), KINDS)
+def test_sums(transport: MpiTransport, make: Make, name: str, dtype: torch.dtype) -> None:
+    reducer = make(name, dtype)
+    assert reducer.name == name
+    sums_are_right(transport, reducer)
+
+
+@pytest.mark.parametrize(("name", "dtype"), KINDS)
+def test_same_bits(transport: MpiTransport, make: Make, name: str, dtype: torch.dtype) -> None:
+    rounds_alike(transport, make(name, dtype))
+
+
+@pytest.mark.parametrize(("name", "dtype"), KINDS)
+def test_sizes_alone_move_as_many_bytes(
+    transport: MpiTransport, make: Make, name: str, dtype: torch.dtype
+) -> None:
+    """Timed computing: values without data, real memory on the wire."""
+    reducer = make(name, dtype, META)
+    before = transport.traffic.bytes_sent
+    reducer.start(torch.ones(60_000, device="meta"), 0).wait()
+    sent = transport.traffic.bytes_sent - before
+    assert sent == allreduce_bytes(60_000 * dtype.itemsize, transport.size)
+
+
+@pytest.mark.parametrize(("name", "dtype"), KINDS)
+def test_waits_are_counted(
+    transport: MpiTransport, make: Make, name: str, dtype: torch.dtype
+) -> None:
+    reducer = make(name, dtype)
+    late = transport.rank == transport.size - 1
+    transport.wait(transport.ibarrier())
+    before = transport.traffic.waiting
+    transport.sleep(0.5 if late else 0.0)
+    reducer.start(torch.ones(1000), 0).wait()
+    waited = transport.traffic.waiting - before
+    assert late or waited > 0.25
+
+
+@pytest.mark.parametrize(("name", "dtype"), KINDS)
+def test_waits_are_limited(
+    transport: MpiTransport, make: Make, name: str, dtype: torch.dtype
+) -> None:
+    reducer = make(name, dtype)
+    last = transport.size - 1
+    if transport.rank == last:  # it comes when the others have given up
+        for rank in range(last):
+            transport.wait(transport.irecv(torch.zeros(1), rank, TAG))
+        pending = reducer.start(torch.ones(1000), 7)
+    else:
+        pending = reducer.start(torch.ones(1000), 7)
+        transport.timeout = 0.3
+        with pytest.raises(WaitTimeoutError, match=f"rank {transport.rank} waited 0.3 s for "):
+            pending.wait()
+        transport.timeout = PATIENCE
+        transport.wait(transport.isend(torch.zeros(1), last, TAG))
+    pending.wait()
+
+
+def test_mpi_is_chosen_without_gpus(transport: MpiTransport, make: Make) -> None:
+    assert make("auto", FP32).describe() == "MPI: all-reduce in float32"
+    assert make("auto", BF16).describe() == "MPI: messages in bfloat16, added in float32"
+
+
+# -- torch.distributed ----------------------------------------------------------------
+def test_torch_leaves_nothing_behind(transport: MpiTransport) -> None:
+    for _ in range(2):
+        reducer = choose.make("torch", transport, CPU, FP32)
+        assert reducer.describe() == "torch.distributed over gloo: all-reduce in float32"
+        reducer.close()
+        assert not dist.is_initialized()
+
+
+def test_torch_leaves_the_programs_own_group_alone(transport: MpiTransport) -> None:
+    own = TorchAllReduce(transport, CPU, FP32)
+    with pytest.raises(UserError, match="process group of its own; end it first"):
+        choose.make("torch", transport, CPU, FP32)
+    assert dist.is_initialized()
+    own.close()
+
+
+# -- Horovod --------------------------------------------------------------------------
+@needs_horovod
+def test_horovod_starts_again_and_serves_several(transport: MpiTransport) -> None:
+    for _ in range(2):
+        first = choose.make("horovod", transport, CPU, FP32)
+        second = choose.make("horovod", transport, CPU, FP32)
+        assert first.describe().startswith("Horovod 0.28.1 over MPI")
+        first.close()
+        sums_are_right(transport, second, turns=1)
+        transport.wait(transport.ibarrier())
+        second.close()
+
+
+def test_horovod_has_no_bf16(transport: MpiTransport) -> None:
+    with pytest.raises(UserError, match=r"sums fp32, not torch\.bfloat16; use --wire fp32"):
+        choose.make("horovod", transport, CPU, BF16)
+
+
+def test_an_obstacle_on_one_rank_is_an_error_on_all(
+    transport: MpiTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = transport.rank == transport.size - 1
+    monkeypatch.setattr(over_horovod, "obstacle", lambda *_: "is broken" if broken else None)
+    said = "is broken" if broken else f"1 of {transport.size} ranks cannot use it"
+    with pytest.raises(UserError, match=said):
+        choose.make("horovod", transport, CPU, FP32)

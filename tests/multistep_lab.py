@@ -1,0 +1,200 @@
+"""Multistep's ranks on a small network, and the single process that they have to equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.algorithms.multistep import MultistepWorker
+from aladdin_mpi.algorithms.worker import Pace, Worker
+from aladdin_mpi.budget import Budget, Ticket
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.options import RunOptions
+from aladdin_mpi.replica import Replica
+from aladdin_mpi.tags import Tag
+from aladdin_mpi.transport.base import Traffic, Transport
+from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.transport.virtual import VirtualCluster
+from tests.quadratic import NO_DELAY, STAGGER
+
+CLASSES = 3
+
+
+def small() -> nn.Module:
+    """A convolution and three dense layers, of which the first is by far the largest."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64, 50),
+        nn.ReLU(inplace=True),
+        nn.Linear(50, 7, bias=False),
+        nn.ReLU(),
+        nn.Linear(7, CLASSES),
+    )
+
+
+@dataclass
+class Job:
+    """A run. ``settings`` are fields of RunOptions; ``seconds`` None: in real time."""
+
+    workers: int = 3
+    batch: int = 4
+    samples: int = 100
+    build: Callable[[], nn.Module] = small
+    settings: dict[str, Any] = field(default_factory=dict)
+    lr: float = 0.1
+    seconds: float | None = 1.0
+    slowdown: dict[int, float] = field(default_factory=dict)
+    jitter: float = 0.0
+    cluster: Cluster = NO_DELAY
+    seed: int = 0
+    segments: int = 1
+    passes: int = 1
+    """Forward passes of one step, each with a part of the batch."""
+    dtype: torch.dtype = torch.float32
+    wire: torch.dtype = torch.float32
+    wait_free: bool = True
+    probe: Callable[[MultistepWorker], None] | None = None
+    """Called in every forward pass of a rank, after the first layer."""
+
+    @property
+    def options(self) -> RunOptions:
+        return RunOptions(algorithm="multistep", batch_size=self.batch, quiet=True, **self.settings)
+
+    def module(self) -> nn.Module:
+        torch.manual_seed(7)
+        return self.build().to(self.dtype)
+
+
+def data(numbers: range, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Samples by number; the same wherever they are asked for."""
+    random = torch.Generator().manual_seed(3)
+    images = torch.randn(64, 1, 6, 6, generator=random, dtype=torch.float64)
+    index = torch.tensor([number % 64 for number in numbers], dtype=torch.int64)
+    return images[index].to(dtype), (index * 5 % 7) % CLASSES
+
+
+@dataclass
+class Result:
+    """How a rank ended."""
+
+    role: MultistepWorker
+    traffic: Traffic
+    tickets: list[Ticket]
+    seconds: float
+    state: dict[str, Any]
+
+    @property
+    def x(self) -> Tensor:
+        return self.role.x
+
+
+def alone(job: Job) -> Tensor:
+    """The flat model after training in one process, with the batches of all workers."""
+    module = job.module()
+    options = job.options
+    optimizer = torch.optim.SGD(
+        module.parameters(),
+        job.lr,
+        options.momentum,
+        weight_decay=options.weight_decay,
+        nesterov=options.nesterov,
+    )
+    start = 0
+    for segment in range(job.segments):
+        limit = job.samples * (segment + 1) // job.segments
+        while start < limit:
+            stop = min(start + job.workers * job.batch, limit)
+            images, labels = data(range(start, stop), job.dtype)
+            optimizer.zero_grad()
+            functional.cross_entropy(module(images), labels).backward()
+            optimizer.step()
+            start = stop
+    return Replica(module).parameters
+
+
+def run(job: Job) -> list[Result]:
+    """Train in virtual time."""
+    cluster = VirtualCluster(job.workers, job.cluster, job.seed)
+    results: list[Any] = cluster.run(lambda transport: run_rank(job, transport))
+    return results
+
+
+def run_rank(job: Job, transport: Transport) -> Result:
+    """One rank, on any transport."""
+    module = job.module()
+    replica = Replica(module)
+    options = job.options
+    kind = registry.find("multistep")
+    assert kind.layout is not None
+    layout = kind.layout(replica, transport.size, options)
+    tickets: list[Ticket] = []
+
+    def compute(ticket: Ticket) -> float:
+        tickets.append(ticket)
+        first = ticket.start + ticket.whole * worker.index // worker.count
+        numbers = range(first, first + ticket.size)
+        loss = 0.0
+        for part in range(job.passes):
+            own = numbers[
+                len(numbers) * part // job.passes : len(numbers) * (part + 1) // job.passes
+            ]
+            images, labels = data(own, job.dtype)
+            last = part == job.passes - 1
+            if worker.watch is not None:
+                worker.watch.enabled = last
+            output = functional.cross_entropy(module(images), labels, reduction="sum")
+            output = output / max(ticket.size, 1)
+            if output.requires_grad:
+                output.backward()
+            loss += output.item()
+        return loss
+
+    pace = Pace(
+        job.seconds,
+        job.slowdown.get(transport.rank, 1.0),
+        job.jitter,
+        100 * job.seed + transport.rank,
+    )
+    worker = Worker(
+        transport,
+        layout,
+        replica,
+        compute,
+        pace,
+        job.batch,
+        lambda _: job.lr,
+        wait_free=job.wait_free,
+        lockstep=True,
+    )
+    sgd = MomentumSGD(replica.parameters, options.momentum, options.weight_decay, options.nesterov)
+    role = kind.worker(worker, sgd, DenseWire(job.wire, replica.parameters.device), options)
+    assert isinstance(role, MultistepWorker)
+    if job.probe is not None:
+        probe = job.probe
+        first_layer = next(part for part in module.modules() if not list(part.children()))
+        first_layer.register_forward_hook(lambda *_: probe(role))
+    budget = None
+    if transport.rank == 0:
+        budget = Budget(transport, job.samples, lambda rank, report: None, transport.size)
+    transport.exempt(Tag.DRAW, Tag.GRANT)  # only what the algorithm sends is counted
+    start = transport.now()
+    for segment in range(job.segments):
+        transport.sleep(STAGGER * (transport.rank + 1))
+        if budget is not None:
+            budget.open(job.samples * (segment + 1) // job.segments)
+        role.run()
+        if budget is not None:
+            budget.close()
+        assert not role.gathering
+        seconds = transport.now() - start
+        transport.wait(transport.ibarrier())
+    return Result(role, transport.traffic, tickets, seconds, role.state_dict())

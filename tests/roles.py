@@ -1,0 +1,286 @@
+"""Any algorithm's ranks on a small quadratic problem, put together by hand.
+
+Unlike the commands it leaves every rank's role to be looked at. It runs in virtual time
+(:func:`run`) or on any transport (:func:`run_rank`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.algorithms.base import Role, Server
+from aladdin_mpi.algorithms.server import ParameterServer
+from aladdin_mpi.algorithms.worker import Pace, Worker
+from aladdin_mpi.budget import Budget, Report, Ticket
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
+from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.options import RunOptions
+from aladdin_mpi.replica import Replica
+from aladdin_mpi.transport.base import Traffic, Transport
+from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.transport.virtual import VirtualCluster
+from tests.quadratic import NO_DELAY, STAGGER, Quadratic, noise_of
+
+Probe = Callable[[Transport, Role, Ticket], None]
+
+
+@dataclass
+class Job:
+    """A run. ``bucket`` counts values; times are virtual seconds.
+
+    ``settings`` are fields of RunOptions, such as ``{"ssp": {"bound": 2}}``. ``probe`` is
+    called by a worker at the start of each of its steps.
+    """
+
+    algorithm: str
+    workers: int = 4
+    servers: int = 1
+    numel: int = 17
+    bucket: int = 1000
+    samples: int = 200
+    batch: int = 4
+    segments: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+    schedule: Callable[[int], float] = lambda samples: 0.05
+    noise: float = 0.3
+    seconds: float = 1.0
+    slowdown: dict[int, float] = field(default_factory=dict)
+    jitter: float = 0.0
+    cluster: Cluster = NO_DELAY
+    seed: int = 0
+    start: Callable[[int], Tensor] | None = None
+    probe: Probe | None = None
+
+    @property
+    def options(self) -> RunOptions:
+        return RunOptions(algorithm=self.algorithm, **self.settings)
+
+    @property
+    def kind(self) -> registry.Algorithm:
+        return registry.find(self.algorithm)
+
+    @property
+    def served_by(self) -> int:
+        """How many servers there are."""
+        return self.servers if self.kind.server else 0
+
+    @property
+    def layout(self) -> Layout:
+        # Half a value more: the cut rounds down.
+        megabytes = (self.bucket + 0.5) * BYTES_PER_VALUE / BYTES_PER_MB
+        return cut(self.numel, self.served_by, megabytes, 100.0)
+
+
+@dataclass
+class RankResult:
+    """How a rank ended. ``tickets`` are those it computed."""
+
+    role: Role
+    traffic: Traffic
+    tickets: list[Ticket]
+    reports: list[tuple[int, Report]]
+    budget: Budget | None
+
+
+@dataclass
+class Outcome:
+    """What is left of a run."""
+
+    job: Job
+    first: Tensor
+    ranks: list[RankResult]
+
+    @property
+    def servers(self) -> list[RankResult]:
+        return self.ranks[: self.job.served_by]
+
+    @property
+    def workers(self) -> list[RankResult]:
+        return self.ranks[self.job.served_by :]
+
+    @property
+    def model(self) -> Tensor:
+        """The global model, flat: the weighted mean over those who hold it."""
+        parts = []
+        for bucket in self.job.layout.buckets:
+            roles = [self.ranks[r].role for r in self.job.kind.holders(bucket, len(self.ranks))]
+            total = sum(role.weight(bucket) for role in roles)
+            parts.append(
+                sum(role.part(bucket).double() * (role.weight(bucket) / total) for role in roles)
+            )
+        return torch.cat([torch.as_tensor(part) for part in parts]).float()
+
+    @property
+    def locals(self) -> Tensor:
+        """The workers' models, one a row."""
+        return torch.stack([flat(worker.role, self.job.layout) for worker in self.workers])
+
+    def check_accounts(self) -> None:
+        """All samples were used once, all gradients applied, and no message is left over."""
+        sizes = [ticket.size for worker in self.workers for ticket in worker.tickets]
+        assert sum(sizes) == self.job.samples
+        computed = sum(worker.role.counts()["computed"] for worker in self.workers)
+        assert computed == len(sizes)
+        for server in self.servers:
+            counts = server.role.counts()
+            assert counts["applied"] + counts["dropped"] == computed
+        for name in ("messages", "bytes"):
+            sent = sum(getattr(rank.traffic, f"{name}_sent") for rank in self.ranks)
+            received = sum(getattr(rank.traffic, f"{name}_received") for rank in self.ranks)
+            assert sent == received, name
+
+
+def flat(role: Role, layout: Layout) -> Tensor:
+    """A role's values, flat."""
+    return torch.cat([role.part(bucket) for bucket in layout.buckets]).clone()
+
+
+def run(job: Job) -> Outcome:
+    """Train to the end of the budget in virtual time."""
+    cluster = VirtualCluster(job.served_by + job.workers, job.cluster, job.seed)
+    results: list[Any] = cluster.run(lambda transport: run_rank(job, transport))
+    return Outcome(job, flat_start(job.numel), results)
+
+
+def flat_start(numel: int) -> Tensor:
+    """The problem's first model, flat."""
+    return Replica(Quadratic(numel)).parameters.clone()
+
+
+def run_rank(job: Job, transport: Transport) -> RankResult:
+    """One rank's part of a run, on any transport."""
+    module = Quadratic(job.numel)
+    replica = Replica(module)
+    x, options = replica.parameters, job.options
+    sgd = MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov)
+    wire = DenseWire(torch.bfloat16 if options.wire == "bf16" else torch.float32, x.device)
+    tickets: list[Ticket] = []
+    reports: list[tuple[int, Report]] = []
+    role: Role
+    if transport.rank < job.served_by:
+        server = ParameterServer(transport, job.layout, x, wire, job.schedule)
+        assert job.kind.server is not None
+        role = job.kind.server(server, sgd, options)
+    else:
+        worker = _worker(job, transport, module, replica, tickets, lambda: role)
+        role = job.kind.worker(worker, sgd, wire, options)
+    budget = None
+    if transport.rank == 0:
+        lockstep = job.workers if job.kind.lockstep else 0
+        budget = Budget(
+            transport, job.samples, lambda r, report: reports.append((r, report)), lockstep
+        )
+    for segment in range(job.segments):
+        transport.sleep(STAGGER * (transport.rank + 1))
+        if budget is not None:
+            budget.open(job.samples * (segment + 1) // job.segments)
+        role.run()
+        transport.wait(transport.ibarrier())
+        if budget is not None:
+            budget.close()
+        transport.wait(transport.ibarrier())  # no draw of the next segment comes before
+    if isinstance(role, Server):
+        role.finish()
+    role.close()
+    if transport.engine == "virtual":
+        transport.sleep(100.0)  # the last reports arrive
+    return RankResult(role, transport.traffic, tickets, reports, budget)
+
+
+def _worker(
+    job: Job,
+    transport: Transport,
+    module: Quadratic,
+    replica: Replica,
+    tickets: list[Ticket],
+    role: Callable[[], Role],
+) -> Worker:
+    index = transport.rank - job.served_by
+
+    def compute(ticket: Ticket) -> float:
+        if job.probe is not None:
+            job.probe(transport, role(), ticket)
+        noise = noise_of_samples(job, index, tickets, ticket)
+        tickets.append(ticket)
+        loss: Tensor = module(noise)
+        loss.backward()
+        return loss.item()
+
+    if job.start is not None:
+        replica.parameters.copy_(job.start(index))
+    virtual = transport.engine == "virtual"
+    slow = job.slowdown.get(index, 1.0)
+    pace = Pace(job.seconds if virtual else None, slow, job.jitter, job.seed * 100 + index)
+    return Worker(
+        transport,
+        job.layout,
+        replica,
+        compute,
+        pace,
+        job.batch,
+        job.schedule,
+        job.options.wait_free,
+        job.kind.lockstep,
+    )
+
+
+def noise_of_samples(job: Job, worker: int, before: list[Ticket], ticket: Ticket) -> Tensor:
+    """The mean of the noises of a worker's next samples, which are numbered one by one."""
+    first = sum(earlier.size for earlier in before)
+    each = [noise_of(worker, first + i, job.numel, job.noise) for i in range(ticket.size)]
+    return torch.stack(each).mean(0)
+
+
+def any_network(seed: int, ranks: int, bytes_a_message: int = 70) -> Cluster:
+    """A cluster drawn from its seed: few or many hosts, delays, narrow links, pauses."""
+    import random
+
+    r = random.Random(seed)
+    seconds = r.choice([0.001, 0.05, 0.3])
+    pauses = [
+        f"{r.randrange(ranks)}:{r.uniform(0, 20):.3f}:{r.uniform(0.5, 4):.3f}"
+        for _ in range(r.choice([0, 0, 2]))
+    ]
+    return Cluster.model_validate(
+        {
+            "hosts": r.randint(1, ranks),
+            "bandwidth_gbit": bytes_a_message * 8e-9 / seconds,
+            "latency_us": r.choice([0.0, 50.0, 2e5]),
+            "delay_us": r.choice([0.0, 1e3, 5e5]),
+            "pauses": pauses,
+        }
+    )
+
+
+def single_process(job: Job) -> Tensor:
+    """Momentum SGD on the n-fold batch, in float64 and in one piece."""
+    problem = Quadratic(job.numel)
+    x = flat_start(job.numel).double()
+    options = job.options
+    velocity = torch.zeros_like(x)
+    used: list[list[Ticket]] = [[] for _ in range(job.workers)]
+    drawn = 0
+    while drawn < job.samples:
+        whole = min(job.batch * job.workers, job.samples - drawn)
+        gradient = torch.zeros_like(x)
+        for worker in range(job.workers):
+            ticket = Ticket(drawn, 0, whole)
+            ticket = ticket._replace(size=ticket.size_of(worker, job.workers))
+            if ticket.size:
+                noise = noise_of_samples(job, worker, used[worker], ticket)
+                mean = problem.scale.double() * (x - problem.optimum.double()) + noise.double()
+                gradient += mean * ticket.size / whole
+                used[worker].append(ticket)
+        gradient += options.weight_decay * x
+        velocity = options.momentum * velocity + gradient
+        direction = gradient + options.momentum * velocity if options.nesterov else velocity
+        x = x - job.schedule(drawn) * direction
+        drawn += whole
+    return x.float()

@@ -1,0 +1,165 @@
+"""Sums over all ranks in virtual time, and the choice of who sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aladdin_mpi.allreduce import choose
+from aladdin_mpi.allreduce.over_torch import share
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.transport import volume
+from aladdin_mpi.transport.virtual import VirtualTransport
+from tests.allreduce_lab import rounds_alike, sums_are_right
+from tests.virtual_lab import lab, run
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+DTYPES = (torch.float32, torch.bfloat16)
+RANKS = (1, 2, 3, 5, 8, 16)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums(ranks: int, dtype: torch.dtype) -> None:
+    def main(transport: VirtualTransport) -> None:
+        sums_are_right(transport, choose.make("mpi", transport, CPU, dtype))
+
+    for seed in range(3):
+        run(ranks, main, seed=seed)
+    run(ranks, main, lab(1, delay_us=300))
+
+
+@pytest.mark.parametrize("ranks", [3, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_ranks_get_the_same_bits(ranks: int, dtype: torch.dtype) -> None:
+    run(ranks, lambda t: rounds_alike(t, choose.make("mpi", t, CPU, dtype)))
+
+
+def test_bf16_is_added_in_fp32() -> None:
+    """In bf16 256 + 1 is 256 again, however often."""
+
+    def main(transport: VirtualTransport) -> float:
+        values = torch.full((5,), 256.0 if transport.rank == 0 else 1.0)
+        choose.make("mpi", transport, CPU, torch.bfloat16).start(values, 0).wait()
+        return float(values[4])
+
+    assert run(5, main) == [260.0] * 5
+    assert float(sum((torch.ones(1, dtype=torch.bfloat16) for _ in range(4)), 256)) == 256.0
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sizes_take_the_time_and_the_bytes_of_values(ranks: int, dtype: torch.dtype) -> None:
+    def main(transport: VirtualTransport, device: torch.device) -> tuple[float, int, float]:
+        reducer = choose.make("auto", transport, device, dtype)
+        pending = []
+        for key in range(3):
+            transport.sleep(0.01)
+            pending.append(reducer.start(torch.ones(100_000, device=device), key))
+        for one in pending:
+            one.wait()
+        return transport.now(), transport.traffic.bytes_sent, transport.traffic.waiting
+
+    real = run(ranks, lambda t: main(t, CPU))
+    assert run(ranks, lambda t: main(t, META)) == real
+    nbytes = 100_000 * dtype.itemsize
+    whole = 3 * volume.allreduce_bytes(nbytes, ranks)
+    assert all(sent == pytest.approx(whole, rel=0.01) for _, sent, _ in real)
+    assert all(waiting > 0 for _, _, waiting in real)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_move_while_the_rank_computes(dtype: torch.dtype) -> None:
+    """A bucket started before long computing costs no waiting, but for what bf16 leaves over.
+
+    The second half of bf16 begins at the next start.
+    """
+
+    def main(transport: VirtualTransport) -> tuple[float, float]:
+        reducer = choose.make("mpi", transport, CPU, dtype)
+        first = reducer.start(torch.ones(250_000), 0)
+        transport.sleep(1.0)
+        second = reducer.start(torch.ones(1), 1)
+        transport.sleep(1.0)
+        first.wait()
+        waited = transport.traffic.waiting
+        second.wait()
+        return waited, transport.now()
+
+    for waited, end in run(4, main):
+        assert waited == 0
+        assert end < 2.001
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_waits_for_the_slowest_are_counted(dtype: torch.dtype) -> None:
+    def main(transport: VirtualTransport) -> float:
+        transport.sleep(0.5 if transport.rank == 1 else 0.0)
+        choose.make("mpi", transport, CPU, dtype).start(torch.ones(1000), 0).wait()
+        return transport.traffic.waiting
+
+    waits = run(3, main)
+    assert waits[0] == pytest.approx(0.5, abs=0.01)
+    assert waits[1] == pytest.approx(0.0, abs=0.01)
+
+
+# -- the choice ---------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["horovod", "torch"])
+def test_virtual_time_has_its_own_network_only(name: str) -> None:
+    with pytest.raises(UserError, match=f"expected mpi or auto in virtual time, got {name}"):
+        run(1, lambda t: choose.make(name, t, CPU))
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(UserError, match="expected one of auto, mpi, horovod, torch, got 'nccl'"):
+        run(1, lambda t: choose.make("nccl", t, CPU))
+
+
+@pytest.mark.parametrize("name", ["auto", "mpi"])
+def test_says_what_it_is(name: str) -> None:
+    def main(transport: VirtualTransport) -> list[str]:
+        return [choose.make(name, transport, CPU, dtype).describe() for dtype in DTYPES]
+
+    assert run(1, main) == [
+        [
+            "virtual network: all-reduce in float32",
+            "virtual network: messages in bfloat16, added in float32",
+        ]
+    ]
+
+
+def test_a_text_is_shared() -> None:
+    texts = run(5, lambda t: share(t, "hôte 1234" if t.rank == 0 else "other"))
+    assert texts == ["hôte 1234"] * 5
+
+
+# -- the convention -------------------------------------------------------------------
+def test_volumes_are_those_of_a_ring() -> None:
+    assert volume.allreduce_bytes(1000, 4) == 1500
+    assert volume.allgather_bytes(1000, 4) == 3000
+    assert volume.alltoall_bytes(1000, 4) == 750
+    assert volume.broadcast_bytes(1000, 4) == 750
+    for count in (volume.allreduce_bytes, volume.allgather_bytes, volume.alltoall_bytes):
+        assert count(1000, 1) == 0
+
+
+def test_virtual_time_sends_what_the_convention_says() -> None:
+    def main(transport: VirtualTransport) -> list[int]:
+        found, traffic = [], transport.traffic
+        for start in (
+            lambda: transport.iallreduce(torch.ones(30_000)),
+            lambda: transport.iallgather(torch.ones(30_000), torch.ones(90_000)),
+            lambda: transport.ialltoall(torch.ones(30_000), torch.ones(30_000)),
+        ):
+            before = traffic.bytes_sent
+            transport.wait(start())
+            found.append(traffic.bytes_sent - before)
+        return found
+
+    wanted = [
+        volume.allreduce_bytes(120_000, 3),
+        volume.allgather_bytes(120_000, 3),
+        volume.alltoall_bytes(120_000, 3),
+    ]
+    assert run(3, main) == [wanted] * 3

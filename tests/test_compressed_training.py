@@ -1,0 +1,140 @@
+"""Training with compressed gradients and models sent as differences, in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from aladdin_mpi.compression.dgc import DeepGradientCompression
+from tests.compressed import Job, Outcome, WholeModels, run
+from tests.quadratic import network
+
+UNEQUAL = (1.0, 1.7, 2.9)
+SLOW = network(hosts=5, bandwidth_gbit=0.3e-3, latency_us=1e4)
+"""Links on which 200 KB take five seconds, and so many steps."""
+WORKER = {"momentum": "worker"}
+ALGORITHMS: list[dict[str, Any]] = [
+    {"algorithm": "aladdin"},
+    {"algorithm": "asp", "settings": {"asp": WORKER}},
+    {"algorithm": "ssp", "settings": {"ssp": {"bound": 2, **WORKER}}},
+    {"algorithm": "shat", "settings": {"shat": WORKER}},
+]
+UNHINDERED = [case for case in ALGORITHMS if case["algorithm"] != "ssp"]
+"""SSP lets several workers go on at once, and the size of a message says who is first."""
+
+
+def job(case: dict[str, Any], **changes: Any) -> Job:
+    return replace(Job(slowdown=UNEQUAL, jitter=0.1, **case), **changes)
+
+
+def name_of(case: dict[str, Any]) -> str:
+    return str(case["algorithm"])
+
+
+def check_same(a: Outcome, b: Outcome) -> None:
+    assert torch.equal(a.model, b.model)
+    assert torch.equal(a.locals, b.locals)
+
+
+def coalesced(end: Outcome) -> int:
+    return sum(worker.role.counts()["coalesced"] for worker in end.workers)
+
+
+def left_of(end: Outcome) -> torch.Tensor:
+    """What waits at each worker, one a row."""
+    rows = []
+    for worker in end.workers:
+        assert isinstance(worker.codec, DeepGradientCompression)
+        assert worker.codec.left is not None
+        rows.append(worker.codec.left)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("case", ALGORITHMS, ids=name_of)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_a_ratio_of_one_training_is_as_without_compression(
+    case: dict[str, Any], dtype: torch.dtype
+) -> None:
+    this = job(case, samples=1200, dtype=dtype)
+    dense, compressed = run(replace(this, ratio=None)), run(replace(this, ratio=1.0))
+    assert compressed.accuracy() > 0.5
+    check_same(dense, compressed)
+
+
+def test_so_it_is_where_gradients_are_coalesced() -> None:
+    this = job(ALGORITHMS[0], samples=600, hidden=700, bucket_mb=0.2, cluster=SLOW)
+    dense, compressed = run(replace(this, ratio=None)), run(replace(this, ratio=1.0))
+    assert coalesced(compressed) > 5
+    check_same(dense, compressed)
+
+
+@pytest.mark.parametrize("case", UNHINDERED, ids=name_of)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_sent_as_differences_are_the_same_models(
+    case: dict[str, Any], dtype: torch.dtype
+) -> None:
+    this = job(case, samples=1500, dtype=dtype, segments=2)
+    differences, whole = run(this), run(replace(this, kind=WholeModels))
+    check_same(differences, whole)
+    sent = differences.bytes_sent(differences.servers)
+    assert sent < 0.6 * whole.bytes_sent(whole.servers)
+
+
+@pytest.mark.parametrize("case", ALGORITHMS, ids=name_of)
+def test_one_value_in_a_hundred_still_trains(case: dict[str, Any]) -> None:
+    this = job(case, samples=4000)
+    dense, compressed = run(replace(this, ratio=None)), run(this)
+    assert dense.accuracy() > 0.85
+    assert compressed.accuracy() > 0.75
+    sent = compressed.bytes_sent(compressed.workers)
+    assert sent < 0.1 * dense.bytes_sent(dense.workers)
+    for server in compressed.servers:
+        computed = sum(worker.role.counts()["computed"] for worker in compressed.workers)
+        assert server.role.counts()["applied"] == computed == 200
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_gradient_is_lost(dtype: torch.dtype) -> None:
+    """Without blending the global model is the mean of the local ones, but for what waits.
+
+    Also where gradients are coalesced before they are compressed.
+    """
+    settings = {"aladdin": {"alpha": 0.0, "ring": 1}, "momentum": 0.9, "weight_decay": 0.01}
+    this = Job(settings=settings, dtype=dtype, samples=1000, cluster=SLOW, segments=2)
+    end = run(replace(this, ratio=0.3, hidden=700, bucket_mb=0.2))
+    assert coalesced(end) > 5
+    waits = end.job.lr * left_of(end)
+    assert waits.abs().mean() > 1e-4
+    assert (end.locals[0] - end.locals[1]).abs().max() > 1e-2
+    torch.testing.assert_close(end.model, (end.locals + waits).mean(0), rtol=1e-4, atol=1e-6)
+
+
+def test_momentum_is_cleared_at_the_worker_where_values_are_sent() -> None:
+    end = run(Job(samples=300, ratio=0.3))
+    for worker in end.workers:
+        velocity = worker.role.state_dict()["optimizer"]["velocity"]
+        assert 0.2 < (velocity == 0).float().mean() < 0.9
+
+
+def test_a_restored_worker_sends_what_waited() -> None:
+    end = run(Job(samples=600))
+    state = end.workers[0].role.state_dict()
+    other = run(Job(samples=20)).workers[0]
+    other.role.load_state_dict(state)
+    assert isinstance(other.codec, DeepGradientCompression)
+    assert other.codec.left is not None
+    assert torch.equal(other.codec.left, left_of(end)[0])
+
+
+@pytest.mark.parametrize("case", ALGORITHMS, ids=name_of)
+def test_timed_computing_sends_about_as_many_bytes(case: dict[str, Any]) -> None:
+    """Models are an upper bound: it is not known which values two gradients have in common."""
+    this = job(case, samples=2000)
+    real, timed = run(this), run(replace(this, timed=True))
+    assert real.bytes_sent(real.workers) == pytest.approx(timed.bytes_sent(timed.workers), rel=0.1)
+    assert timed.bytes_sent(timed.servers) < 3 * real.bytes_sent(real.servers)
+    whole = run(replace(this, timed=True, ratio=None))
+    assert timed.bytes_sent(timed.servers) < 0.5 * whole.bytes_sent(whole.servers)

@@ -1,0 +1,187 @@
+"""``make horovod``: what its script refuses, that it builds once, and that what it builds works."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT, needs, run_ranks
+
+SCRIPT = "tools/build-horovod.sh"
+TOOLS = ("bash", "cat", "cmp", "cp", "dirname", "grep", "gzip", "mktemp", "mv", "nproc", "rm", "sh")
+"""Commands that the script may count on, besides those that it looks for."""
+COMPILERS = ("c++", "make", "mpicxx", "cmake")
+
+# The real Python, but pip installs nothing: it notes that it was called. A "download" is a copy.
+PYTHON = """#!/bin/sh
+case "$*" in
+*"pip download"*) echo download >>"{folder}/calls"; cp "{folder}/horovod-0.28.1.tar.gz" "${{10}}" ;;
+*"pip install"*) echo install >>"{folder}/calls" ;;
+*) exec "{python}" {options} "$@" ;;
+esac
+"""
+SOURCES = {
+    "CMakeLists.txt": "set(CMAKE_CXX_STANDARD 14)\nif(CMAKE_CUDA_COMPILER)\nendif()\n",
+    "horovod/torch/CMakeLists.txt": "set(CMAKE_CXX_STANDARD 14)\n-c "
+    '"from distutils.sysconfig import get_python_inc; print(get_python_inc())"\n',
+    "cmake/Modules/FindPytorch.cmake": "print(True if ((torch.version.cuda is not None) and "
+    "(CUDA_HOME is not None)) else False)\n",
+}
+
+
+class House:
+    """A place with the script, an environment that installs nothing, and chosen tools."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in (SCRIPT, "constraints.txt"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+        (folder / "bin").mkdir()
+        for name in (*TOOLS, "sha256sum", "tar"):
+            found = shutil.which(name)
+            assert found, name
+            (folder / "bin" / name).symlink_to(found)
+        for name in COMPILERS:
+            self._program(folder / "bin" / name, "#!/bin/sh\n")
+        self.environment()
+        self.sources(SOURCES)
+
+    def environment(self, options: str = "") -> None:
+        """Make .venv, whose Python is this one, called with ``options``."""
+        (self.folder / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
+        text = PYTHON.format(folder=self.folder, python=sys.executable, options=options)
+        self._program(self.folder / ".venv" / "bin" / "python", text)
+
+    def sources(self, files: dict[str, str]) -> None:
+        """Put ``files`` up for download."""
+        for name, text in files.items():
+            file = self.folder / "horovod-0.28.1" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        with tarfile.open(self.folder / "horovod-0.28.1.tar.gz", "w:gz") as tar:
+            tar.add(self.folder / "horovod-0.28.1", "horovod-0.28.1")
+
+    @staticmethod
+    def _program(file: Path, text: str) -> None:
+        file.write_text(text)
+        file.chmod(0o755)
+
+    def build(self, **env: str) -> subprocess.CompletedProcess[str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_") and k != "CXX"}
+        return subprocess.run(
+            ["bash", str(self.folder / SCRIPT)],
+            env={**kept, "PATH": str(self.folder / "bin"), **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def refusal(self, **env: str) -> str:
+        """What a call says that must fail and install nothing."""
+        done = self.build(**env)
+        assert done.returncode == 1, done
+        assert not (self.folder / ".venv" / ".installed-horovod").exists()
+        assert all(line.startswith("build-horovod: ") for line in done.stderr.splitlines()), done
+        return done.stderr
+
+    def calls(self) -> list[str]:
+        """What pip was called for."""
+        file = self.folder / "calls"
+        return file.read_text().split() if file.exists() else []
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return House(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tool", "said"),
+    [
+        ("c++", "there is no C++ compiler"),
+        ("make", "there is no 'make'"),
+        ("mpicxx", "there is no 'mpicxx'"),
+    ],
+)
+def test_missing_tools_are_named(house: House, tool: str, said: str) -> None:
+    (house.folder / "bin" / tool).unlink()
+    assert said in house.refusal()
+    assert house.calls() == []
+
+
+def test_missing_cmake_is_named(house: House) -> None:
+    """pip brings it, so this is seen later."""
+    (house.folder / "bin" / "cmake").unlink()
+    assert "there is no 'cmake'" in house.refusal()
+
+
+def test_a_compiler_of_another_name_will_do(house: House) -> None:
+    (house.folder / "bin" / "c++").rename(house.folder / "bin" / "g++-14")
+    assert "there is no C++ compiler" in house.refusal()
+    assert house.build(CXX="g++-14").returncode == 0
+
+
+def test_missing_environment_is_named(house: House) -> None:
+    shutil.rmtree(house.folder / ".venv")
+    assert "there is no environment" in house.refusal()
+
+
+def test_missing_torch_is_named(house: House) -> None:
+    house.environment("-S")  # without site-packages
+    assert "torch is not installed" in house.refusal()
+    assert house.calls() == []
+
+
+def test_failed_download_is_named(house: House) -> None:
+    (house.folder / "horovod-0.28.1.tar.gz").unlink()
+    done = house.build()
+    assert done.returncode == 1
+    assert "build-horovod: the source of Horovod 0.28.1 could not be downloaded" in done.stderr
+
+
+@pytest.mark.parametrize("file", SOURCES)
+def test_other_sources_are_refused(house: House, file: str) -> None:
+    house.sources({file: "set(CMAKE_CXX_STANDARD 17)\n"})
+    said = house.refusal()
+    assert f"{file} of Horovod 0.28.1 has no line with '" in said
+    assert "The changes in tools/build-horovod.sh are for another version" in said
+    assert house.calls() == ["install", "download"]  # the build tools, and no Horovod
+
+
+def test_builds_once_and_again_when_asked_for_something_else(house: House) -> None:
+    done = house.build()
+    assert done.returncode == 0, done
+    assert house.calls() == ["install", "download", "install"]
+    again = house.build(HOROVOD_GPU_OPERATIONS="")
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    assert len(house.calls()) == 3
+    assert house.build(HOROVOD_GPU_OPERATIONS="NCCL").returncode == 0
+    assert len(house.calls()) == 6
+
+
+PROGRAM = """
+import mpi4py.MPI
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+assert (hvd.rank(), hvd.size()) == (mpi4py.MPI.COMM_WORLD.rank, 2)
+total = hvd.allreduce(torch.arange(5.0) * (hvd.rank() + 1), op=hvd.Sum)
+assert total.tolist() == [0.0, 3.0, 6.0, 9.0, 12.0], total
+print("summed", flush=True)
+"""
+
+
+@pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not built (make horovod)")
+@needs("openmpi")
+def test_what_is_built_sums_beside_mpi4py() -> None:
+    done = run_ranks(2, ["-c", PROGRAM], timeout=100)
+    assert done.stdout.count("summed") == 2
