@@ -60,7 +60,13 @@ class Job:
 
     @property
     def options(self) -> RunOptions:
-        return RunOptions(algorithm=self.algorithm, **self.settings)
+        settings = {"bucket_mb": self.megabytes, **self.settings}
+        return RunOptions(algorithm=self.algorithm, **settings)
+
+    @property
+    def megabytes(self) -> float:
+        """A bucket's; of half a value more, because the cut rounds down."""
+        return (self.bucket + 0.5) * BYTES_PER_VALUE / BYTES_PER_MB
 
     @property
     def kind(self) -> registry.Algorithm:
@@ -73,9 +79,10 @@ class Job:
 
     @property
     def layout(self) -> Layout:
-        # Half a value more: the cut rounds down.
-        megabytes = (self.bucket + 0.5) * BYTES_PER_VALUE / BYTES_PER_MB
-        return cut(self.numel, self.served_by, megabytes, 100.0)
+        if self.kind.layout is not None:
+            replica = Replica(Quadratic(self.numel))
+            return self.kind.layout(replica, self.workers, self.options)
+        return cut(self.numel, self.served_by, self.megabytes, 100.0)
 
 
 @dataclass

@@ -68,8 +68,8 @@ class LayerHooks:
                 handle.remove()
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """The passes of one step are in here."""
+    def step(self, computes: bool) -> Iterator[None]:
+        """The passes of one step are in here; ``computes``: there are samples for any."""
         # A layer whose parameters are used without its being called cannot wait by itself.
         for part in self._never_called:
             self._wait_for(part)
@@ -79,7 +79,7 @@ class LayerHooks:
             yield
         finally:
             self.active = False
-        if self._called:
+        if computes:
             self._never_called |= self._needs.keys() - self._called
 
     def _wait_for(self, part: nn.Module) -> None:

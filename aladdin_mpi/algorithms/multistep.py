@@ -108,7 +108,7 @@ class MultistepWorker(TrainingWorker):
         if self.hooks is None:
             self.worker.gradient(self.g, self.send)
         else:
-            with self.hooks.step():
+            with self.hooks.step(ticket.size > 0):
                 self.worker.gradient(self.g, self.send)
         if any(piece.exchanging is None for piece in self.dense):
             self.decide()

