@@ -20,6 +20,7 @@ from aladdin_mpi.algorithms.options import (
     BspOptions,
     EasgdOptions,
     GoSgdOptions,
+    LocalSgdOptions,
     MultistepOptions,
     OsgpOptions,
     SgpOptions,
@@ -268,6 +269,7 @@ class RunOptions(BaseModel):
     dgc: DgcOptions = nested(DgcOptions)
     easgd: EasgdOptions = nested(EasgdOptions)
     gosgd: GoSgdOptions = nested(GoSgdOptions)
+    local_sgd: LocalSgdOptions = nested(LocalSgdOptions)
     multistep: MultistepOptions = nested(MultistepOptions)
     osgp: OsgpOptions = nested(OsgpOptions)
     sgp: SgpOptions = nested(SgpOptions)

@@ -86,7 +86,7 @@ class ShatOptions(AspOptions):
     """For --algorithm shat (Ko et al., Applied Sciences 12, 292, 2022)."""
 
     log: Literal["e", "2"] = Field(
-        "2", description="base of the logarithm in alpha = 1 - n/(c log n)"
+        "e", description="base of the logarithm in alpha = 1 - n/(c log n)"
     )
     self_update: bool = Field(
         True, description="a worker applies its gradient to its own model before it blends"
@@ -191,6 +191,29 @@ class AdPsgdOptions(BaseModel):
         "random",
         description="whom an active worker averages with: a passive one drawn by chance, or those "
         "0, 1, 2, 4, ... further, in turn",
+    )
+
+
+class LocalSgdOptions(BaseModel):
+    """For --algorithm local-sgd (Stich, ICLR 2019; Lin et al., ICLR 2020)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    steps: int = Field(
+        8,
+        ge=1,
+        description="local steps of a worker between two averages of all models",
+        json_schema_extra={"unit": "STEPS"},
+    )
+    post: int = Field(
+        0,
+        ge=0,
+        description="first samples of the run, all workers together, in which models are averaged "
+        "after every step (post-local SGD); 0: none",
+        json_schema_extra={"unit": "SAMPLES"},
+    )
+    allreduce: Literal["auto", "mpi", "horovod", "torch"] = Field(
+        "auto", description="what sums the models, as --ar-sgd-allreduce"
     )
 
 

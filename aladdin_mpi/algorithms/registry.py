@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal
 
 from aladdin_mpi.algorithms.ad_psgd import AdPsgdWorker
@@ -16,6 +17,7 @@ from aladdin_mpi.algorithms.base import Server, TrainingWorker
 from aladdin_mpi.algorithms.bsp import BspServer, bsp_worker
 from aladdin_mpi.algorithms.easgd import EamsgdWorker, EasgdServer, EasgdWorker
 from aladdin_mpi.algorithms.gosgd import GoSgdWorker
+from aladdin_mpi.algorithms.local_sgd import LocalSgdWorker
 from aladdin_mpi.algorithms.multistep import multistep_layout, multistep_worker
 from aladdin_mpi.algorithms.server import ParameterServer
 from aladdin_mpi.algorithms.sgp import SgpWorker
@@ -137,6 +139,12 @@ ALGORITHMS = {
             compresses=True,
         ),
         Algorithm(
+            "local-sgd",
+            lambda worker, sgd, wire, options: LocalSgdWorker(worker, sgd, wire, options.local_sgd),
+            lockstep=True,
+            holder="all",
+        ),
+        Algorithm(
             "sgp",
             lambda worker, sgd, wire, options: SgpWorker(worker, sgd, wire, options.sgp),
             lockstep=True,
@@ -186,8 +194,10 @@ def find(name: str) -> Algorithm:
         UserError: there is none.
     """
     if name not in ALGORITHMS:
+        close = get_close_matches(name, ALGORITHMS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
         raise UserError(
-            f"--algorithm: expected one of {', '.join(sorted(ALGORITHMS))}, got {name!r}"
+            f"--algorithm: expected one of {', '.join(sorted(ALGORITHMS))}, got {name!r}{hint}"
         )
     return ALGORITHMS[name]
 
@@ -207,7 +217,7 @@ def check_compression(algorithm: Algorithm, options: RunOptions) -> None:
             f"({able}), got {algorithm.name}; leave the option out"
         )
     # Compressed are steps that hold the worker's own momentum.
-    place = getattr(getattr(options, algorithm.name, None), "momentum", "worker")
+    place = getattr(getattr(options, algorithm.name.replace("-", "_"), None), "momentum", "worker")
     if place != "worker":
         raise UserError(
             f"--compression {options.compression}: expected --{algorithm.name}-momentum worker, "

@@ -44,7 +44,7 @@ class AllReduce(ABC):
         """Begin to sum ``values`` over all ranks, in place.
 
         Args:
-            values: a contiguous fp32 slice of the flat gradient, left alone until the
+            values: a contiguous fp32 slice of a flat vector, left alone until the
                 sum is there.
             key: the number of the bucket, not that of another sum under way.
         """

@@ -1,0 +1,71 @@
+"""Local SGD: workers train by themselves and average their models every H steps.
+
+Stich, ICLR 2019, Algorithm 1: ``x_i <- x_i - lr g_i``, and after every H-th step
+``x_i <- 1/n (x_1 + ... + x_n)``. With H = 1 at first and more later it is post-local SGD
+(Lin, Stich, Patel, Jaggi; ICLR 2020).
+
+What is summed is how far each has moved since the last average, which all have in common:
+``x <- base + 1/n sum (x_i - base)``. In bf16 the models themselves would lose every change
+that is smaller than the last digit of a parameter.
+"""
+
+from __future__ import annotations
+
+from aladdin_mpi.algorithms.options import LocalSgdOptions
+from aladdin_mpi.algorithms.peers import PeerWorker
+from aladdin_mpi.algorithms.worker import Worker
+from aladdin_mpi.allreduce import choose
+from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.vectors import add, copy
+
+
+class LocalSgdWorker(PeerWorker):
+    """``base`` is the last average: between segments it is the model of every worker."""
+
+    def __init__(
+        self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: LocalSgdOptions
+    ) -> None:
+        super().__init__(worker, optimizer, wire)
+        self.options = options
+        self.base = worker.replica.new_vector()
+        self.all_reduce = choose.make(
+            options.allreduce, self.transport, self.g.device, self.wire.dtype
+        )
+
+    def close(self) -> None:
+        """End the library's part."""
+        self.all_reduce.close()
+
+    def describe(self) -> str:
+        """Which library sums the models."""
+        return f"all-reduce: {self.all_reduce.describe()}"
+
+    def run(self) -> None:
+        """Train until the segment's samples are used up; all models are the same then."""
+        copy(self.base, self.x)
+        steps = 0
+        for _ in self.worker.batches():
+            add(self.x, self.direction(), alpha=-self.worker.lr)
+            steps += 1
+            if steps >= self.local_steps:
+                self.average()
+                steps = 0
+        if steps:  # as many on every worker: all take part
+            self.average()
+
+    @property
+    def local_steps(self) -> int:
+        """H at the current batch, which begins at the same sample for all workers."""
+        return 1 if self.worker.ticket.start < self.options.post else self.options.steps
+
+    def average(self) -> None:
+        """``x <- base + 1/n sum (x_i - base)``, ``base <- x``; until then x stays readable."""
+        moved = self.g  # has done its work
+        copy(moved, self.x)
+        add(moved, self.base, alpha=-1.0)
+        start, buckets = self.all_reduce.start, self.layout.buckets
+        for pending in [start(moved[bucket.part], bucket.index) for bucket in buckets]:
+            pending.wait()
+        add(self.base, moved, alpha=1 / self.n)
+        copy(self.x, self.base)
