@@ -76,6 +76,8 @@ def train(job: Job, transport: MpiTransport) -> tuple[Tensor, list[bool]]:
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 @pytest.mark.parametrize("algorithm", sorted(registry.ALGORITHMS))
 def test_converges_and_accounts_balance(transport: MpiTransport, algorithm: str, wire: str) -> None:
+    if wire == "bf16" and transport.size != 3:
+        pytest.skip("once is enough")
     settings = {
         "wire": wire,
         "momentum": 0.5,
