@@ -241,7 +241,7 @@ def test_trajectory(algorithm: str, settings: dict[str, Any], tau: int, seed: in
 
 # -- whole runs --------------------------------------------------------------------------------
 @pytest.mark.parametrize(("algorithm", "settings"), VARIANTS)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_any_run_ends_with_its_accounts_in_order(
     algorithm: str, settings: dict[str, Any], seed: int
 ) -> None:
