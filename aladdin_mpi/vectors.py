@@ -29,6 +29,12 @@ def scale(x: Tensor, factor: float) -> None:
         x.mul_(factor)
 
 
+def clear(x: Tensor) -> None:
+    """``x <- 0``, whatever it held."""
+    if not x.is_meta:
+        x.zero_()
+
+
 def lerp(x: Tensor, y: Tensor, weight: float) -> None:
     """``x <- (1 - weight) x + weight y``, in place; ``y`` may be of another dtype or device."""
     if not x.is_meta:

@@ -36,7 +36,7 @@ _FOREIGN = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL", "I_MPI_", "
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Completed:
     """How a job ended."""
 
@@ -45,7 +45,7 @@ class Completed:
     stderr: str
     seconds: float
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:  # what a failed assertion shows, in lines
         return (
             f"exit code {self.returncode} after {self.seconds:.1f} s\n"
             f"-- stdout:\n{self.stdout}\n-- stderr:\n{self.stderr}"

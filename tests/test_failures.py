@@ -152,13 +152,18 @@ def test_an_exception_ends_the_job_under_mpich(tmp_path: Path, mark: dict[str, s
 
 
 @contextmanager
-def long_run(tmp_path: Path, mark: dict[str, str]) -> Iterator[Job]:
-    """A job in mid-training, which writes a great deal."""
+def long_run(
+    tmp_path: Path, mark: dict[str, str], every: int = 500, seen: str = "checkpoint/samples-*"
+) -> Iterator[Job]:
+    """A job in mid-training, which writes a great deal; ``seen`` is there when it begins.
+
+    ``every`` is the interval between checkpoints.
+    """
     plan = ["--model", "bad:good", "--epochs", 1000, "--log-every", 32, "--eval-every", 0.1]
-    plan += ["--checkpoint-every", 500]
+    plan += ["--checkpoint-every", every]
     with training(3, tmp_path / "run", *plan, modules=modules(tmp_path), env=mark) as job:
         end = time.monotonic() + 100
-        while not list((tmp_path / "run").glob("checkpoint/samples-*")):
+        while not list((tmp_path / "run").glob(seen)):
             assert time.monotonic() < end and job.process.poll() is None, job.so_far()
             time.sleep(0.05)
         time.sleep(0.5)
@@ -204,7 +209,8 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path, mark: dict[str, str], rank: 
 
 def test_a_failing_handler_ends_the_job(tmp_path: Path, mark: dict[str, str]) -> None:
     """Rank 0 writes metrics while it handles a worker's message."""
-    with long_run(tmp_path, mark) as job:
+    # No checkpoints: the other ranks write none and so cannot be the first to fail.
+    with long_run(tmp_path, mark, every=10**9, seen="metrics.jsonl") as job:
         (tmp_path / "run").rename(tmp_path / "gone")
         start = time.monotonic()
         done = ended(job, mark)

@@ -51,9 +51,12 @@ def test_summary_has_every_field_and_right_accounts(run: Run) -> None:
     model = build_model("digits", 10, 1, 8)
     numel = sum(p.numel() for p in model.parameters())
     assert found["parameters"] == numel
-    # A step sends the whole gradient, and besides it draws, reports and headers only.
+    # A step sends the whole gradient, and besides it draws, reports and headers only. On a
+    # busy machine gradients are added up and sent as one; the last reports miss some steps.
+    computed, coalesced = found["gradients_computed"], found["gradients_coalesced"]
+    sent = (computed - coalesced) / computed
     per_step = numel * (4 if found["servers"] == 1 else 2)
-    assert per_step <= found["bytes_sent_per_step"] < per_step + 1000
+    assert 0.95 * sent * per_step <= found["bytes_sent_per_step"] < 1.05 * sent * per_step + 1000
 
 
 def test_metrics_rise_to_the_budget(run: Run) -> None:

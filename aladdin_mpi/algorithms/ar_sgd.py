@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from aladdin_mpi.algorithms.base import TrainingWorker
 from aladdin_mpi.algorithms.options import ArSgdOptions
+from aladdin_mpi.algorithms.summing import SummingWorker
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.allreduce.base import AllReduce, Pending
@@ -21,10 +21,10 @@ from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.dgc import DeepGradientCompression
 from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
-from aladdin_mpi.vectors import add, scale
+from aladdin_mpi.vectors import add, clear, scale
 
 
-class ArSgdWorker(TrainingWorker):
+class ArSgdWorker(SummingWorker):
     """``x <- x - lr/n (g_1 + ... + g_n)``, the same on every worker."""
 
     def __init__(
@@ -34,10 +34,10 @@ class ArSgdWorker(TrainingWorker):
         self.g = worker.replica.new_vector()
         self.codec = wire
         self.compresses = isinstance(wire, DeepGradientCompression)
-        self.all_reduce = self._all_reduce(wire, options)
+        self.all_reduce = self._make(wire, options)
         self.sums: list[tuple[Bucket, Pending]] = []
 
-    def _all_reduce(self, wire: GradientCodec, options: ArSgdOptions) -> AllReduce:
+    def _make(self, wire: GradientCodec, options: ArSgdOptions) -> AllReduce:
         transport = self.worker.transport
         if isinstance(wire, DeepGradientCompression):
             return CompressedAllReduce(
@@ -45,18 +45,10 @@ class ArSgdWorker(TrainingWorker):
             )
         return choose.make(options.allreduce, transport, self.g.device, wire.dtype)
 
-    def close(self) -> None:
-        """End the library's part."""
-        self.all_reduce.close()
-
-    def describe(self) -> str:
-        """Which library sums the gradients."""
-        return f"all-reduce: {self.all_reduce.describe()}"
-
     def run(self) -> None:
         """Train until the segment's samples are used up."""
         for _ in self.worker.batches():
-            scale(self.g, 0.0)
+            clear(self.g)
             self.worker.gradient(self.g, self._begin_sum)
             for bucket, pending in self.sums:
                 pending.wait()

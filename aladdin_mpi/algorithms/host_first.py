@@ -14,7 +14,7 @@ from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Request, Transport
-from aladdin_mpi.vectors import copy
+from aladdin_mpi.vectors import clear, copy
 
 
 def host_groups(transport: Transport, servers: int) -> list[list[int]]:
@@ -120,8 +120,7 @@ class FollowingWorker(PushPullWorker):
         """Compute, and send each bucket to the leader as it is completed."""
         self.transport.wait_all(self.requests)
         self.requests.clear()
-        if not self.g.is_meta:
-            self.g.zero_()
+        clear(self.g)
         self.worker.gradient(self.g, self._send(self.g))
         return self.g
 

@@ -12,7 +12,7 @@ from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
-from aladdin_mpi.vectors import add, copy
+from aladdin_mpi.vectors import copy
 
 
 class DifferenceInbox(ModelInbox):
@@ -77,12 +77,7 @@ class DifferenceWorker(LocalStepWorker):
     def push(self, *notes: float) -> None:
         """Send ``x - base``, which holds ``steps`` gradients; ``base <- x``."""
         self.outbox.drain()  # what was pushed before: it has been answered, or the segment ends
-        vector = self.outbox.begin(self.worker.ticket.start, self.steps, notes)
-        copy(vector, self.x)
-        add(vector, self.base, alpha=-1.0)
-        for bucket in self.worker.layout.buckets:
-            self.outbox.put(bucket)
-        self.outbox.end()
+        self.send(self.x, less=self.base, notes=notes)
         copy(self.base, self.x)
         self._losses = self._seconds = 0.0
         self._timed = 0

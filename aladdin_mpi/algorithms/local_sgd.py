@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from aladdin_mpi.algorithms.options import LocalSgdOptions
 from aladdin_mpi.algorithms.peers import PeerWorker
+from aladdin_mpi.algorithms.summing import SummingWorker
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.compression.base import GradientCodec
@@ -20,7 +21,7 @@ from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.vectors import add, copy
 
 
-class LocalSgdWorker(PeerWorker):
+class LocalSgdWorker(SummingWorker, PeerWorker):
     """``base`` is the last average: between segments it is the model of every worker."""
 
     def __init__(
@@ -32,14 +33,6 @@ class LocalSgdWorker(PeerWorker):
         self.all_reduce = choose.make(
             options.allreduce, self.transport, self.g.device, self.wire.dtype
         )
-
-    def close(self) -> None:
-        """End the library's part."""
-        self.all_reduce.close()
-
-    def describe(self) -> str:
-        """Which library sums the models."""
-        return f"all-reduce: {self.all_reduce.describe()}"
 
     def run(self) -> None:
         """Train until the segment's samples are used up; all models are the same then."""

@@ -12,9 +12,8 @@ from aladdin_mpi.algorithms.inbox import ModelInbox
 from aladdin_mpi.algorithms.outbox import Outbox
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
-from aladdin_mpi.vectors import add, copy
+from aladdin_mpi.vectors import add, clear, copy
 
 
 class LocalStepWorker(TrainingWorker):
@@ -65,9 +64,8 @@ class LocalStepWorker(TrainingWorker):
 
     def compute(self, g: Tensor) -> None:
         """The gradient of the current batch, into ``g``."""
-        if not g.is_meta:
-            g.zero_()
-        self.worker.gradient(g, _ignore)
+        clear(g)
+        self.worker.gradient(g)
 
     def open(self) -> None:
         """A segment begins."""
@@ -84,10 +82,14 @@ class LocalStepWorker(TrainingWorker):
         """The same for the steps that are left at the end of a segment."""
         self.exchange()
 
-    def send(self, values: Tensor) -> None:
-        """Send a flat vector for the ``steps`` gradients that it holds."""
-        vector = self.outbox.begin(self.worker.ticket.start, self.steps)
+    def send(
+        self, values: Tensor, less: Tensor | None = None, notes: tuple[float, ...] = ()
+    ) -> None:
+        """Send ``values``, or ``values - less``, for the ``steps`` gradients in them."""
+        vector = self.outbox.begin(self.worker.ticket.start, self.steps, notes)
         copy(vector, values)
+        if less is not None:
+            add(vector, less, alpha=-1.0)
         for bucket in self.worker.layout.buckets:
             self.outbox.put(bucket)
         self.outbox.end()
@@ -100,7 +102,3 @@ class LocalStepWorker(TrainingWorker):
         """Take up a state from :meth:`state_dict`."""
         super().load_state_dict(state)
         self.steps = state["steps"]
-
-
-def _ignore(bucket: Bucket) -> None:
-    """A gradient that is not sent."""

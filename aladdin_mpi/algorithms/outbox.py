@@ -12,7 +12,7 @@ from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Request, Transport
-from aladdin_mpi.vectors import add
+from aladdin_mpi.vectors import add, clear
 
 
 class _Slot:
@@ -71,8 +71,7 @@ class Outbox:
         self._reclaim()
         # At most ring in flight, one that waits and this one.
         slot = self._current = self._free.pop() if self._free else self._new_slot()
-        if not slot.vector.is_meta:
-            slot.vector.zero_()
+        clear(slot.vector)
         slot.count, slot.samples, slot.notes = count, samples, notes
         self._live = self._waiting is None and len(self._in_flight) < self._ring
         if self._live:

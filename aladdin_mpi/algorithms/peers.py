@@ -9,11 +9,10 @@ from aladdin_mpi.algorithms.base import TrainingWorker
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.dense import DenseWire
-from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Request
-from aladdin_mpi.vectors import scale
+from aladdin_mpi.vectors import clear, scale
 
 
 class PeerWorker(TrainingWorker):
@@ -30,17 +29,12 @@ class PeerWorker(TrainingWorker):
     def direction(self) -> Tensor:
         """``opt(g)``, g the gradient of the current batch at ``x``; valid until the next call."""
         g = self.g
-        if not g.is_meta:
-            g.zero_()
-        self.worker.gradient(g, _ignore)
+        clear(g)
+        self.worker.gradient(g)
         if self.worker.share != 1.0:
             scale(g, self.worker.share)
         self.optimizer.correct(slice(0, g.numel()), g, self.x)
         return g
-
-
-def _ignore(bucket: Bucket) -> None:
-    """A gradient that is not sent."""
 
 
 class _Copy:

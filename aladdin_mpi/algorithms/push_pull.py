@@ -43,11 +43,15 @@ class PushPullWorker(TrainingWorker):
     def run(self) -> None:
         """Train until the segment's samples are used up."""
         self.inbox.open()
-        for batch in self.worker.batches():
-            self.push(batch)
-            self.pull()
+        for number, batch in enumerate(self.worker.batches(), start=1):
+            self.step(number, batch)
         self.outbox.flush()
         self.inbox.drain_into(self.x)
+
+    def step(self, number: int, batch: Ticket) -> None:
+        """One step; ``number`` counts those of the segment from 1."""
+        self.push(batch)
+        self.pull()
 
     def push(self, batch: Ticket) -> Tensor:
         """Compute the gradient and send each bucket as it is completed.

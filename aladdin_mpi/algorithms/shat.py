@@ -15,6 +15,7 @@ from aladdin_mpi.algorithms.options import ShatOptions
 from aladdin_mpi.algorithms.push_pull import self_update
 from aladdin_mpi.algorithms.server import Arrival, ParameterServer
 from aladdin_mpi.algorithms.worker import Worker
+from aladdin_mpi.budget import Ticket
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.optimizer import MomentumSGD
 
@@ -42,16 +43,12 @@ class ShatWorker(AspWorker):
         super().__init__(worker, optimizer, wire, options)
         self.updates_itself = options.self_update
 
-    def run(self) -> None:
-        """Train until the segment's samples are used up."""
-        self.inbox.open()
-        for batch in self.worker.batches():
-            g = self.push(batch)
-            if self.updates_itself:
-                self_update(self.x, g, self.worker.lr)
-            self.pull()
-        self.outbox.flush()
-        self.inbox.drain_into(self.x)
+    def step(self, number: int, batch: Ticket) -> None:
+        """Push, update, pull."""
+        g = self.push(batch)
+        if self.updates_itself:
+            self_update(self.x, g, self.worker.lr)
+        self.pull()
 
 
 class ShatServer(AspServer):

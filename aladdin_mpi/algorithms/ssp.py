@@ -16,6 +16,7 @@ from aladdin_mpi.algorithms.push_pull import self_update
 from aladdin_mpi.algorithms.server import Arrival, ParameterServer
 from aladdin_mpi.algorithms.staleness import StalenessBound
 from aladdin_mpi.algorithms.worker import Worker
+from aladdin_mpi.budget import Ticket
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.optimizer import MomentumSGD
 
@@ -30,18 +31,14 @@ class SspWorker(AspWorker):
         self.every = 1 if options.pull == "always" else options.bound + 1
         self.divisor = worker.count if options.self_update == "workers" else 1
 
-    def run(self) -> None:
-        """Train until the segment's samples are used up."""
-        self.inbox.open()
-        for step, batch in enumerate(self.worker.batches(), start=1):
-            g = self.push(batch)
-            if step % self.every == 0:
-                self.outbox.drain()
-                self.pull()
-            else:
-                self_update(self.x, g, self.worker.lr / self.divisor)
-        self.outbox.flush()
-        self.inbox.drain_into(self.x)
+    def step(self, number: int, batch: Ticket) -> None:
+        """Push; pull, or go on by oneself."""
+        g = self.push(batch)
+        if number % self.every == 0:
+            self.outbox.drain()
+            self.pull()
+        else:
+            self_update(self.x, g, self.worker.lr / self.divisor)
 
 
 class SspServer(AspServer):

@@ -153,13 +153,14 @@ class Worker:
         """Ask for the end of the run."""
         self._draws.stop()
 
-    def gradient(self, vector: Tensor, on_bucket: OnBucket) -> None:
+    def gradient(self, vector: Tensor, on_bucket: OnBucket | None = None) -> None:
         """Compute the current batch's gradient into the zeroed flat ``vector``.
 
         ``on_bucket`` is called for every bucket, in order, as soon as it is complete:
-        during backward, or spread over the modelled one. Without samples in the round
-        the gradient is zero and takes no time.
+        during backward, or spread over the modelled one; None: nobody asks. Without
+        samples in the round the gradient is zero and takes no time.
         """
+        on_bucket = on_bucket or _ignore
         self._on_bucket = on_bucket if self._wait_free else self._completed.append
         if self.ticket.size:
             self._compute_into(vector)
@@ -231,4 +232,4 @@ class Worker:
 
 
 def _ignore(bucket: Bucket) -> None:
-    """Before the first step there is nobody to tell."""
+    """There is nobody to tell."""

@@ -11,7 +11,7 @@ from aladdin_mpi.compression.dgc import DeepGradientCompression
 from aladdin_mpi.compression.equal_length import add_packed, pack, packed_length
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.transport.base import Request, Transport
-from aladdin_mpi.vectors import scale
+from aladdin_mpi.vectors import clear
 
 
 class CompressedAllReduce(AllReduce):
@@ -77,5 +77,5 @@ class _Gathering(Pending):
 
     def wait(self) -> None:
         self._transport.wait(self._request)
-        scale(self._values, 0.0)
+        clear(self._values)
         add_packed(self._codec, self._bucket, self._gathered, self._transport.size, self._values)

@@ -1,0 +1,20 @@
+"""Workers that add up vectors by a library's all-reduce."""
+
+from __future__ import annotations
+
+from aladdin_mpi.algorithms.base import TrainingWorker
+from aladdin_mpi.allreduce.base import AllReduce
+
+
+class SummingWorker(TrainingWorker):
+    """A worker that holds an all-reduce, says which, and ends it."""
+
+    all_reduce: AllReduce
+
+    def close(self) -> None:
+        """End the library's part."""
+        self.all_reduce.close()
+
+    def describe(self) -> str:
+        """Which library sums."""
+        return f"all-reduce: {self.all_reduce.describe()}"
