@@ -54,8 +54,24 @@ class Report(NamedTuple):
     steps: int = 0
 
 
+class _Round(NamedTuple):
+    """A round of all workers, and those among whom it is dealt."""
+
+    ticket: Ticket
+    workers: list[int]
+
+    def part(self, rank: int) -> Ticket:
+        if rank not in self.workers:
+            return self.ticket._replace(size=0)
+        place = self.workers.index(rank)
+        return self.ticket._replace(size=self.ticket.size_of(place, len(self.workers)))
+
+
 class Budget:
     """Kept by rank 0. Grants samples up to ``limit``, the end of the current segment.
+
+    What was granted to a rank that fails is not granted again: nobody can say what
+    became of it.
 
     Args:
         total: samples of the whole run.
@@ -79,15 +95,19 @@ class Budget:
         self.limit = 0
         self._is_open = False
         self._early: list[tuple[int, int]] = []
-        self._workers = lockstep
-        self._first_worker = transport.size - lockstep
-        self._rounds: list[Ticket] = []
+        self._lockstep = lockstep > 0
+        self._workers = list(range(transport.size - lockstep, transport.size))
+        self._rounds: list[_Round] = []
         self._turns = [0] * transport.size
+        self._granted: list[list[int]] = [[] for _ in range(transport.size)]
+        self._computed = [0] * transport.size
+        transport.on_failure(self._lose)
         nbytes = 8 * (1 + len(Report._fields))
         transport.on_message(Tag.DRAW, nbytes, self._draw)
 
     def _draw(self, source: int, message: Tensor) -> None:
         want, samples, loss, waiting, sent, steps = message.view(torch.float64).tolist()
+        self._computed[source] += samples > 0
         self._on_report(source, Report(int(samples), loss, waiting, int(sent), int(steps)))
         if want < 0:
             self.total = self.limit = self.drawn
@@ -97,7 +117,9 @@ class Budget:
             self._early.append((source, int(want)))
 
     def _grant(self, rank: int, want: int) -> None:
-        ticket = self._part_of_round(rank, want) if self._workers else self._take(want)
+        ticket = self._part_of_round(rank, want) if self._lockstep else self._take(want)
+        if ticket.size:
+            self._granted[rank].append(ticket.size)
         self._transport.isend(torch.tensor(ticket), rank, Tag.GRANT)
 
     def _take(self, want: int) -> Ticket:
@@ -110,9 +132,25 @@ class Budget:
         turn = self._turns[rank]
         self._turns[rank] += 1
         if turn == len(self._rounds):
-            self._rounds.append(self._take(want * self._workers))
-        ticket = self._rounds[turn]
-        return ticket._replace(size=ticket.size_of(rank - self._first_worker, self._workers))
+            workers = list(self._workers)
+            self._rounds.append(_Round(self._take(want * len(workers)), workers))
+        return self._rounds[turn].part(rank)
+
+    def _lose(self, rank: int) -> None:
+        """Deal no more to a rank that has failed; its parts of rounds that are dealt are lost."""
+        self._early = [draw for draw in self._early if draw[0] != rank]
+        if rank in self._workers:
+            rest = [decided.part(rank).size for decided in self._rounds[self._turns[rank] :]]
+            self._granted[rank] += [size for size in rest if size]
+            self._workers.remove(rank)
+
+    def computed(self, rank: int) -> int:
+        """Steps that a rank has reported in this segment."""
+        return self._computed[rank]
+
+    def lost(self, rank: int, steps: int) -> int:
+        """Samples granted to a rank in this segment beyond those of its first ``steps`` steps."""
+        return sum(self._granted[rank][steps:])
 
     def open(self, limit: int) -> None:
         """Grant samples up to number ``limit`` of the run, first to those who came too early."""
@@ -120,6 +158,8 @@ class Budget:
             self.limit, self._is_open = min(limit, self.total), True
             self._rounds.clear()
             self._turns = [0] * len(self._turns)
+            self._granted = [[] for _ in self._turns]
+            self._computed = [0] * len(self._turns)
             for rank, want in self._early:
                 self._grant(rank, want)
             self._early.clear()

@@ -16,5 +16,9 @@ class UserError(Exception):
         self.agreed = agreed
 
 
+class LostError(Exception):
+    """The job cannot go on, because a rank has failed. The message says which and why."""
+
+
 class RefusedError(Exception):
     """The run is refused, and another rank says why."""

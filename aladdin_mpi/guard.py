@@ -12,10 +12,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from types import FrameType
 
-from aladdin_mpi.errors import RefusedError, UserError
+from aladdin_mpi.errors import LostError, RefusedError, UserError
 
 FLUSH_SECONDS = 0.3
 """Time for the launcher to pass on what was printed before the job is ended."""
+YIELD_SECONDS = 3.0
+"""Time for another rank to say what has happened."""
+
+remedy = ""
+"""How to go on after the job has ended in mid-training; empty before."""
+_ending = threading.Lock()
 
 
 class TerminatedError(BaseException):
@@ -57,6 +63,7 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 def end_job(error: BaseException) -> None:
     """Say what has happened and end the job on every rank; does not return."""
+    _ending.acquire()  # for good: another thread that fails as well has nothing to add
     rank, size = launched_place()
     status = 1
     if isinstance(error, SystemExit):
@@ -68,16 +75,34 @@ def end_job(error: BaseException) -> None:
     elif isinstance(error, TerminatedError):
         status = 128 + error.signum
         if rank == 0:
-            print(f"aladdin_mpi: stopped by {error}", file=sys.stderr)
+            print(f"aladdin_mpi: stopped by {error}{_and_then()}", file=sys.stderr)
     elif isinstance(error, UserError):
         status = 2
         where = f" (rank {rank})" if size > 1 and not error.agreed else ""
         print(f"aladdin_mpi: error{where}: {error}", file=sys.stderr)
         if error.agreed:
             _leave(status)
+    elif isinstance(error, LostError):
+        print(f"aladdin_mpi: error: {error}{_and_then()}", file=sys.stderr)
+    elif _peer(error) is not None:
+        # Rank 0 has the word; of its own death the next one tells.
+        if rank == (1 if _peer(error) == 0 else 0):
+            print(f"aladdin_mpi: error: {error}{_and_then()}", file=sys.stderr)
+        else:
+            time.sleep(YIELD_SECONDS)
     else:
         _print_traceback(error, rank, size)
     _abort(status, size)
+
+
+def _and_then() -> str:
+    return f"; {remedy}" if remedy else ""
+
+
+def _peer(error: BaseException) -> int | None:
+    """The rank whose death is the error."""
+    base = sys.modules.get("aladdin_mpi.transport.base")
+    return error.rank if base is not None and isinstance(error, base.PeerFailedError) else None
 
 
 def _print_traceback(error: BaseException, rank: int, size: int) -> None:

@@ -265,7 +265,8 @@ def test_not_a_checkpoint(
 ) -> None:
     copy = Path(shutil.copytree(simulated, tmp_path / "copy"))
     store = CheckpointStore(copy)
-    assert store.load(1, {"ranks": 4})["drawn"] == 640
+    state = store.load(1, {"ranks": 4})
+    assert state is not None and state["drawn"] == 640
     harm(copy)
     with pytest.raises(UserError, match=words):
         store.load(1, {"ranks": 4})

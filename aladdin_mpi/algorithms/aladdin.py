@@ -174,11 +174,13 @@ class AladdinServer(Server):
 
     def counts(self) -> dict[str, int]:
         """Gradients applied and dropped so far, which must be alike on all shards."""
-        applied = {shard.applied for shard in self.shards.values()}
-        if len(applied) > 1:
-            raise AssertionError(f"gradients applied differ between shards: {sorted(applied)}")
+        totals = {index: shard.applied + shard.dropped for index, shard in self.shards.items()}
         dropped = max((shard.dropped for shard in self.shards.values()), default=0)
-        return {"applied": applied.pop() if applied else 0, "dropped": dropped}
+        return self.server.books(totals, dropped)
+
+    def taken_from(self, worker: int) -> int:
+        """Gradients of a worker taken in this segment."""
+        return self.server.whole_from(worker)
 
     def state_dict(self) -> dict[str, object]:
         """Everything that the next segment depends on."""

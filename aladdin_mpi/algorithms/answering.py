@@ -63,7 +63,7 @@ class AnsweringServer(Server):
         self.server.send_model(arrival.worker, arrival.bucket)
 
     def ended(self, worker: int) -> None:
-        """A worker has no more gradients in this segment."""
+        """A worker has no more gradients in this segment, or has failed."""
 
     def finish(self) -> None:
         """Nothing is left to be applied."""
@@ -74,10 +74,11 @@ class AnsweringServer(Server):
 
     def counts(self) -> dict[str, int]:
         """Gradients applied so far, which must be alike on all buckets."""
-        applied = set(self.applied.values())
-        if len(applied) > 1:
-            raise AssertionError(f"gradients applied differ between buckets: {sorted(applied)}")
-        return {"applied": applied.pop() if applied else 0, "dropped": 0}
+        return self.server.books(self.applied)
+
+    def taken_from(self, worker: int) -> int:
+        """Gradients of a worker taken in this segment."""
+        return self.server.whole_from(worker)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next segment depends on."""

@@ -101,5 +101,9 @@ class Server(Role):
     """A rank that keeps a part of the global model."""
 
     @abstractmethod
+    def taken_from(self, worker: int) -> int:
+        """Gradients that have come as a whole from a worker in this segment."""
+
+    @abstractmethod
     def finish(self) -> None:
         """Complete the model after the last segment."""

@@ -15,6 +15,7 @@ from aladdin_mpi.algorithms.push_pull import PushPullWorker
 from aladdin_mpi.algorithms.server import Arrival, ParameterServer
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.vectors import scale
 
@@ -43,35 +44,49 @@ class BspServer(AnsweringServer):
         momentum: bool,
     ) -> None:
         super().__init__(server, optimizer if momentum else None)
-        self.senders = list(range(self.n))
+        self.everyone = set(range(self.n))
         if options.host_first:
             servers = server.layout.servers
-            self.senders = [group[0] - servers for group in host_groups(server.transport, servers)]
+            self.everyone = {group[0] - servers for group in host_groups(server.transport, servers)}
+        self.senders = set(self.everyone)
         largest = server.layout.largest
         self.sums = {
             bucket.index: GradientSum(bucket.numel, largest, server.values[bucket.index])
             for bucket in server.buckets
         }
-        self.arrived = {bucket.index: 0 for bucket in server.buckets}
+        self.arrived: dict[int, set[int]] = {bucket.index: set() for bucket in server.buckets}
+
+    def begin(self) -> None:
+        """All workers take part in a segment's rounds until they end."""
+        self.senders = set(self.everyone)
 
     def apply(self, arrival: Arrival) -> None:
-        """Add up; the last of a round completes the step."""
-        bucket, index = arrival.bucket, arrival.bucket.index
-        self.sums[index].add(arrival)
-        self.arrived[index] += 1
-        if self.arrived[index] == len(self.senders):
-            mean = self.sums[index].values
-            scale(mean, 1 / self.n)
-            self.step(bucket, self.server.values[index], mean)
-            self.sums[index].clear()
+        """Add up."""
+        self.sums[arrival.bucket.index].add(arrival)
+        self.arrived[arrival.bucket.index].add(arrival.worker)
 
     def answer(self, arrival: Arrival) -> None:
-        """After the last of a round, to all who take part in it."""
-        index = arrival.bucket.index
-        if self.arrived[index] == len(self.senders):
-            self.arrived[index] = 0
-            for sender in self.senders:
-                self.server.send_model(sender, arrival.bucket)
+        """The last of a round completes the step."""
+        self._complete(arrival.bucket)
+
+    def ended(self, worker: int) -> None:
+        """Rounds are completed without a worker that has ended or failed."""
+        self.senders.discard(worker)
+        for bucket in self.server.buckets:
+            self._complete(bucket)
+
+    def _complete(self, bucket: Bucket) -> None:
+        """If all have come: the step, and an answer to all who take part."""
+        arrived = self.arrived[bucket.index]
+        if not arrived or not self.senders <= arrived:
+            return
+        arrived.clear()
+        mean = self.sums[bucket.index].values
+        scale(mean, 1 / self.n)
+        self.step(bucket, self.server.values[bucket.index], mean)
+        self.sums[bucket.index].clear()
+        for sender in sorted(self.senders):
+            self.server.send_model(sender, bucket)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next segment depends on: no round is half done then."""

@@ -55,6 +55,7 @@ class Algorithm:
         least_workers: the smallest number of workers for which it makes sense.
         layout: cuts the flat vector where the usual cut will not do.
         compresses: its gradients can be sent compressed.
+        needs_all: whether, with these options, it cannot go on without every worker.
     """
 
     name: str
@@ -65,12 +66,17 @@ class Algorithm:
     least_workers: int = 1
     layout: MakeLayout | None = None
     compresses: bool = False
+    needs_all: Callable[[RunOptions], bool] = lambda options: False
 
     def holders(self, bucket: Bucket, ranks: int) -> range:
         """The ranks whose values of a bucket make up the global model's."""
         if self.holder == "servers":
             return range(bucket.server, bucket.server + 1)
         return range(1 if self.holder == "first" else ranks)
+
+
+def _always(options: RunOptions) -> bool:
+    return True
 
 
 ALGORITHMS = {
@@ -92,6 +98,7 @@ ALGORITHMS = {
             ),
             lockstep=True,
             compresses=True,
+            needs_all=lambda options: options.bsp.host_first,
         ),
         Algorithm(
             "asp",
@@ -137,12 +144,14 @@ ALGORITHMS = {
             lockstep=True,
             holder="first",
             compresses=True,
+            needs_all=_always,
         ),
         Algorithm(
             "local-sgd",
             lambda worker, sgd, wire, options: LocalSgdWorker(worker, sgd, wire, options.local_sgd),
             lockstep=True,
             holder="all",
+            needs_all=_always,
         ),
         Algorithm(
             "sgp",
@@ -182,6 +191,7 @@ ALGORITHMS = {
             lockstep=True,
             holder="first",
             layout=multistep_layout,
+            needs_all=_always,
         ),
     )
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.difference import DifferenceEncoder
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.tags import Tag
-from aladdin_mpi.transport.base import Event, Request, Transport
+from aladdin_mpi.transport.base import Event, PeerFailedError, Request, Transport
 from aladdin_mpi.vectors import add
 
 Notes = tuple[float, ...]
@@ -151,9 +152,11 @@ class _Intake:
 
     def close(self) -> None:
         """Take back the receives behind the worker's last message."""
+        self.ended = True
         for request, storage in self._posted:
             self._transport.cancel(request)
-            if storage is not None:
+            # What a rank that has failed was sending may still be written.
+            if storage is not None and request.failed is None:
                 self._storages.append(storage)
         self._posted.clear()
 
@@ -196,6 +199,8 @@ class _ModelSender:
         notes: Notes = (),
         exact: bool = False,
     ) -> None:
+        if rank in self._transport.failed:
+            return
         key = (rank, bucket.index)
         if key in self._in_flight and not self._reclaim(key):
             self._newer[key] = (bucket, values.clone() if exact else values, alpha, notes)
@@ -218,10 +223,13 @@ class _ModelSender:
 
     def _reclaim(self, key: tuple[int, int]) -> bool:
         request, wire = self._in_flight[key]
-        if not self._transport.test(request):
-            return False
+        try:
+            if not self._transport.test(request):
+                return False
+            self._free.append(wire)
+        except PeerFailedError:
+            pass  # the wire may still be read
         del self._in_flight[key]
-        self._free.append(wire)
         return True
 
     def advance(self) -> None:
@@ -248,10 +256,12 @@ class _ModelSender:
         """Wait until all is delivered."""
         self.advance()
         while self._newer:
-            self._transport.wait_any([self._in_flight[key][0] for key in self._newer])
+            with suppress(PeerFailedError):
+                self._transport.wait_any([self._in_flight[key][0] for key in self._newer])
             self.advance()
         for key in list(self._in_flight):
-            self._transport.wait(self._in_flight[key][0])
+            with suppress(PeerFailedError):
+                self._transport.wait(self._in_flight[key][0])
             self._reclaim(key)
 
 
@@ -280,6 +290,12 @@ class ParameterServer:
         self.samples = 0
         self.received = 0
         self.staleness = 0.0
+        self.partial = {b.index: 0 for b in self.buckets}
+        """Gradients of a bucket whose worker failed before all buckets had come."""
+        self.from_failed = 0
+        """Gradients taken as a whole from workers that have failed."""
+        self.taken = self._nothing_taken()
+        """Gradients taken in this segment, for every worker and bucket."""
         self._seen = [0] * self.worker_count
         self._schedule = schedule
         self._sender = _ModelSender(transport, codec, layout.largest)
@@ -293,20 +309,33 @@ class ParameterServer:
         """Learning rate at the newest sample that a gradient was computed from."""
         return self._schedule(self.samples)
 
+    def _nothing_taken(self) -> list[dict[int, int]]:
+        return [{b.index: 0 for b in self.buckets} for _ in range(self.worker_count)]
+
     def gradients(self, on_end: Callable[[int], None] | None = None) -> Iterator[Arrival]:
         """Buckets of gradients in their order of arrival, until every worker has ended.
 
-        ``on_end`` is called with each worker that ends, after its last gradient.
+        ``on_end`` is called with each worker that ends, after its last gradient, or fails.
         """
         self._sender.open()
-        open_workers = list(range(self.worker_count))
+        self.taken = self._nothing_taken()
+        first, failed = self.layout.servers, self.transport.failed
+        open_workers = [w for w in range(self.worker_count) if first + w not in failed]
         for worker in open_workers:
             self._intakes[worker].open()
-        heads = [intake.head for intake in self._intakes]
+        heads = [self._intakes[worker].head for worker in open_workers]
+        for worker in set(range(self.worker_count)).difference(open_workers):
+            if on_end is not None:
+                on_end(worker)
         while heads:
-            turn = self.transport.wait_any(heads)
-            worker = open_workers[turn]
-            yield from self._take(worker)
+            try:
+                turn = self.transport.wait_any(heads)
+                worker = open_workers[turn]
+                yield from self._take(worker)
+            except PeerFailedError as failure:
+                worker = failure.rank - first
+                turn = open_workers.index(worker)
+                self._lose(worker)
             if self._intakes[worker].ended:
                 del open_workers[turn], heads[turn]
                 self._intakes[worker].close()
@@ -326,8 +355,33 @@ class ParameterServer:
             self._count(worker, intake.header)
         else:
             self._sender.note(arrival)
+            self.taken[worker][arrival.bucket.index] += arrival.count
             yield arrival
             intake.give_back(arrival)
+
+    def _lose(self, worker: int) -> None:
+        """Close the books on a worker that has failed."""
+        self._intakes[worker].ended = True
+        whole = self.whole_from(worker)
+        self.from_failed += whole
+        for index, taken in self.taken[worker].items():
+            self.partial[index] += taken - whole
+
+    def whole_from(self, worker: int) -> int:
+        """Gradients of which all buckets have been taken from a worker in this segment."""
+        return min(self.taken[worker].values(), default=0)
+
+    def books(self, totals: dict[int, int], dropped: int = 0) -> dict[str, int]:
+        """The accounts of a server whose buckets have seen ``totals`` gradients each.
+
+        Raises:
+            AssertionError: they differ by more than what failed workers sent in part.
+        """
+        alike = {totals[index] - partial for index, partial in self.partial.items()}
+        if len(alike) > 1:
+            raise AssertionError(f"gradients applied differ between buckets: {sorted(alike)}")
+        total = alike.pop() if alike else 0
+        return {"applied": total - dropped, "dropped": dropped, "from_failed": self.from_failed}
 
     def _count(self, worker: int, header: Header) -> None:
         if header.kind == Kind.BUCKETS:
@@ -362,6 +416,8 @@ class ParameterServer:
             "received": self.received,
             "staleness": self.staleness,
             "seen": self._seen,
+            "partial": self.partial,
+            "from_failed": self.from_failed,
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
@@ -376,3 +432,7 @@ class ParameterServer:
         seen = state["seen"]
         assert isinstance(seen, list)
         self._seen = seen
+        partial = state["partial"]
+        assert isinstance(partial, dict)
+        self.partial = partial
+        self.from_failed = int(str(state["from_failed"]))

@@ -56,8 +56,13 @@ class CheckpointStore:
             os.fsync(file.fileno())
         return {"file": path.name, "bytes": path.stat().st_size, "sha256": _digest(path)}
 
-    def commit(self, samples: int, entries: list[dict[str, Any]], about: dict[str, Any]) -> None:
-        """At rank 0, after all have written: make the checkpoint valid, drop older ones."""
+    def commit(
+        self, samples: int, entries: list[dict[str, Any] | None], about: dict[str, Any]
+    ) -> None:
+        """At rank 0, after all have written: make the checkpoint valid, drop older ones.
+
+        ``entries`` are by rank, None of a rank that has failed.
+        """
         temporary, final = self._temporary(samples), self._final(samples)
         manifest = {"format": FORMAT, "samples": samples, "parts": entries, **about}
         with (temporary / MANIFEST).open("w") as file:
@@ -72,8 +77,8 @@ class CheckpointStore:
             if older != final:
                 shutil.rmtree(older)
 
-    def load(self, rank: int, about: dict[str, Any]) -> dict[str, Any]:
-        """This rank's part of the last checkpoint.
+    def load(self, rank: int, about: dict[str, Any]) -> dict[str, Any] | None:
+        """This rank's part of the last checkpoint; None if the rank had failed by then.
 
         Args:
             rank: whose part.
@@ -92,6 +97,8 @@ class CheckpointStore:
                 f"checkpoint's value first): {'; '.join(found[:5])}; resume it as it was started"
             )
         entry = manifest["parts"][rank]
+        if entry is None:
+            return None
         path = folder / entry["file"]
         if not path.is_file():
             raise UserError(f"--resume: {path} is missing; take another copy of the run folder")

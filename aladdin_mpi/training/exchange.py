@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -11,26 +12,74 @@ from torch import Tensor
 
 from aladdin_mpi.errors import RefusedError, UserError
 from aladdin_mpi.tags import Tag
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import PeerFailedError, Transport
 
 T = TypeVar("T")
 
 
 def gather(transport: Transport, fact: Any) -> list[Any]:
-    """Everyone's ``fact`` (anything that JSON holds) in rank order at rank 0; [] elsewhere."""
+    """Everyone's ``fact`` (anything that JSON holds) in rank order at rank 0; [] elsewhere.
+
+    None of a rank that has failed.
+    """
     if transport.rank:
         _send(transport, fact, 0)
         return []
-    return [fact, *(_receive(transport, source) for source in range(1, transport.size))]
+    return [fact, *(_receive_if_living(transport, rank) for rank in range(1, transport.size))]
 
 
 def broadcast(transport: Transport, fact: Any) -> Any:
-    """Rank 0's ``fact`` at every rank."""
+    """Rank 0's ``fact`` at every rank that lives."""
     if transport.rank:
         return _receive(transport, 0)
     for dest in range(1, transport.size):
-        _send(transport, fact, dest)
+        with suppress(PeerFailedError):
+            _send(transport, fact, dest)
     return fact
+
+
+def barrier(transport: Transport) -> None:
+    """Wait until every rank that lives has come here."""
+    if transport.survives:
+        gather(transport, True)
+        broadcast(transport, True)
+    else:
+        transport.wait(transport.ibarrier())
+
+
+def spread(transport: Transport, values: Tensor, root: int) -> None:
+    """Copy the CPU tensor ``values`` of rank ``root`` into that of every rank that lives."""
+    if not transport.survives:
+        transport.wait(transport.ibroadcast(values, root))
+        return
+    if root:
+        _pass_on(transport, values, root, [0])
+    _pass_on(transport, values, 0, [rank for rank in transport.living if rank not in (0, root)])
+
+
+def add_up(transport: Transport, values: Tensor) -> None:
+    """Replace ``values`` by their sum over all ranks that live."""
+    if not transport.survives:
+        transport.wait(transport.iallreduce(values))
+        return
+    if transport.rank:
+        transport.wait(transport.isend(values, 0, Tag.SETUP))
+    else:
+        other = torch.empty_like(values)
+        for source in transport.living[1:]:
+            with suppress(PeerFailedError):
+                transport.wait(transport.irecv(other, source, Tag.SETUP))
+                values.add_(other)
+    spread(transport, values, 0)
+
+
+def _pass_on(transport: Transport, values: Tensor, source: int, dests: list[int]) -> None:
+    if transport.rank == source:
+        for request in [transport.isend(values, dest, Tag.SETUP) for dest in dests]:
+            with suppress(PeerFailedError):
+                transport.wait(request)
+    elif transport.rank in dests:
+        transport.wait(transport.irecv(values, source, Tag.SETUP))
 
 
 def agree(transport: Transport, attempt: Callable[[], T]) -> T:
@@ -71,6 +120,13 @@ def _send(transport: Transport, fact: Any, dest: int) -> None:
     size = torch.tensor([text.numel()])
     requests = [transport.isend(part, dest, Tag.SETUP) for part in (size, text)]
     transport.wait_all(requests)
+
+
+def _receive_if_living(transport: Transport, source: int) -> Any:
+    try:
+        return _receive(transport, source)
+    except PeerFailedError:
+        return None
 
 
 def _receive(transport: Transport, source: int) -> Any:

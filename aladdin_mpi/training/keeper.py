@@ -12,6 +12,7 @@ from torch import Tensor
 from aladdin_mpi.algorithms.server import ParameterServer
 from aladdin_mpi.budget import Budget, Report
 from aladdin_mpi.training.evaluation import Evaluator, Snapshots
+from aladdin_mpi.training.losses import Losses
 from aladdin_mpi.training.recorder import Metrics, Progress
 from aladdin_mpi.transport.base import Transport
 
@@ -63,6 +64,7 @@ class Keeper:
         self.progress: Progress | None = None
         self.evaluator: Evaluator | None = None
         self.snapshots: Snapshots | None = None
+        self.losses: Losses | None = None
         self._seconds = 0.0
         self._opened: float | None = None
         self._waiting: dict[int, float] = {}
@@ -199,6 +201,7 @@ class Keeper:
             "loss": (self._loss_sum, self._loss_samples),
             "last_log": self._last_log,
             "next": (self._next_log, self._next_eval),
+            "failures": self.losses.records if self.losses else [],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -210,6 +213,8 @@ class Keeper:
         self._loss_sum, self._loss_samples = state["loss"]
         self._last_log = state["last_log"]
         self._next_log, self._next_eval = state["next"]
+        if self.losses is not None:
+            self.losses.records = state["failures"]
 
 
 def _number(value: float) -> float | None:

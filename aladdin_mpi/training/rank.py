@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aladdin_mpi import guard
 from aladdin_mpi.algorithms.base import Role, Server
 from aladdin_mpi.algorithms.registry import Algorithm
 from aladdin_mpi.algorithms.server import ParameterServer
@@ -26,10 +27,11 @@ from aladdin_mpi.replica import PhantomReplica, Replica, outline
 from aladdin_mpi.training import run_folder
 from aladdin_mpi.training.checkpoint import CheckpointStore
 from aladdin_mpi.training.evaluation import Evaluate, Evaluator, Snapshots
-from aladdin_mpi.training.exchange import agree, broadcast
+from aladdin_mpi.training.exchange import add_up, agree, broadcast, gather, spread
 from aladdin_mpi.training.handshake import check_agreement
 from aladdin_mpi.training.keeper import Keeper, Plan
 from aladdin_mpi.training.local_state import LocalState
+from aladdin_mpi.training.losses import Losses, settle
 from aladdin_mpi.training.recorder import Metrics, Progress
 from aladdin_mpi.training.schedule import LearningRate
 from aladdin_mpi.training.segments import Segments
@@ -80,6 +82,7 @@ class Rank:
         self.local = LocalState(self.replica, shared=transport.engine == "virtual")
         self.role = agree(transport, lambda: self._role(compute))
         self.keeper = self._keeper() if transport.rank == 0 else None
+        self._watch()
         done = self.keeper.evaluate_copy if self.keeper else _nobody
         self.snapshots = Snapshots(transport, self.layout, self.role, self._holders, done)
         if self.keeper is not None:
@@ -142,9 +145,20 @@ class Rank:
         for tensor in [self.replica.parameters, *self.replica.buffers()]:
             self._broadcast(tensor.view(-1) if tensor.dim() == 0 else tensor)
 
+    def _watch(self) -> None:
+        """Have rank 0 keep record of failures; what to do when training cannot go on."""
+        if self.keeper is not None:
+            options = self.options
+            needed = options.algorithm if self.algorithm.needs_all(options) else None
+            keeper = self.keeper
+            keeper.losses = Losses(
+                self.transport, keeper.budget, self.layout.servers, needed, keeper.moment
+            )
+        guard.remedy = f"resume with: --resume {self.run_dir}"
+
     def _broadcast(self, tensor: Tensor, root: int = 0) -> None:
         staged = tensor.detach().cpu().contiguous()
-        self.transport.wait(self.transport.ibroadcast(staged, root))
+        spread(self.transport, staged, root)
         if staged.data_ptr() != tensor.data_ptr():
             tensor.copy_(staged)
 
@@ -220,14 +234,30 @@ class Rank:
             CheckpointStore(self.run_dir),
             self._identity(),
             self.plan.total,
+            self._settle,
         )
         if self.options.resume is not None:
             state = agree(self.transport, self.segments.load)
             self.segments.restore(state)
+            self._revive(state is None)
         if self.keeper is not None:
             self._open_books(self.keeper)
             if (text := self.role.describe()) and not self.options.quiet:
                 print(text, flush=True)
+
+    def _settle(self) -> None:
+        losses = self.keeper.losses if self.keeper else None
+        settle(self.transport, self.role, self.layout.servers, losses)
+
+    def _revive(self, is_new: bool) -> None:
+        """Give the global model to workers that had failed when the checkpoint was written."""
+        new = broadcast(self.transport, gather(self.transport, is_new))
+        if not any(new) or self.options.compute != "real":
+            return
+        mine = self.replica.parameters.clone()
+        self._final_model(without=[rank for rank, was_lost in enumerate(new) if was_lost])
+        if not is_new:
+            self.replica.parameters.copy_(mine)
 
     def _open_books(self, keeper: Keeper) -> None:
         drawn = keeper.budget.drawn
@@ -248,30 +278,33 @@ class Rank:
         self.role.close()
         return summary
 
-    def _final_model(self) -> Tensor | None:
-        """The global model, flat, at every rank; also put into the replica."""
+    def _final_model(self, without: Sequence[int] = ()) -> Tensor | None:
+        """The global model, flat, at every rank; also put into the replica.
+
+        The ranks ``without`` hold nothing of it.
+        """
         if self.options.compute != "real":
             return None
         vector = torch.zeros(self.replica.numel)
         for bucket in self.layout.buckets:
             holders = self._holders(bucket)
-            mine = vector[bucket.part]
-            if self.transport.rank in holders:
+            mine, weight = vector[bucket.part], 0.0
+            if self.transport.rank in holders and self.transport.rank not in without:
                 mine.copy_(self.role.part(bucket))
+                weight = self.role.weight(bucket)
             if len(holders) == 1:
                 self._broadcast(mine, holders[0])
             else:
-                self._average(mine, self.role.weight(bucket))
+                self._average(mine, weight)
         self.replica.parameters.copy_(vector)
         return vector
 
     def _average(self, values: Tensor, weight: float) -> None:
-        """The weighted mean over all ranks."""
+        """The weighted mean over all ranks that live."""
         weights = torch.tensor([weight], dtype=torch.float64)
         values.mul_(weights.item())
-        self.transport.wait_all(
-            [self.transport.iallreduce(weights), self.transport.iallreduce(values)]
-        )
+        add_up(self.transport, weights)
+        add_up(self.transport, values)
         values.div_(weights.item())
 
 

@@ -7,13 +7,13 @@ depends on the saved state alone, and a resumed run goes on as the uninterrupted
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from aladdin_mpi.algorithms.base import Role
 from aladdin_mpi.training.checkpoint import CheckpointStore
-from aladdin_mpi.training.exchange import broadcast, gather
+from aladdin_mpi.training.exchange import barrier, broadcast, gather
 from aladdin_mpi.training.keeper import Keeper
 from aladdin_mpi.training.local_state import LocalState
 from aladdin_mpi.transport.base import Transport
@@ -32,6 +32,7 @@ class Segments:
         store: None: no checkpoints.
         config: the options that a run which resumes a checkpoint must share.
         total: samples of the run.
+        settle: called at the end of every segment, on every rank.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class Segments:
         store: CheckpointStore | None,
         config: dict[str, Any],
         total: int,
+        settle: Callable[[], None],
     ) -> None:
         self._transport = transport
+        self._settle = settle
         # That of the set-up is not waiting in training.
         transport.traffic.waiting, transport.traffic.bytes_sent = 0.0, 0
         self._counted = (0.0, 0)
@@ -72,7 +75,8 @@ class Segments:
 
     def _end(self) -> None:
         """Agree on where the run is, and save it."""
-        self._transport.wait(self._transport.ibarrier())
+        barrier(self._transport)
+        self._settle()
         fact: Any = None
         if self._keeper is not None:
             budget = self._keeper.budget
@@ -90,7 +94,7 @@ class Segments:
         transport = self._transport
         if transport.engine != "virtual":
             with self._uncounted():
-                transport.wait(transport.ibarrier())
+                barrier(transport)
             return
         transport.sleep_until(self._moment + SETTLE_SECONDS + STAGGER_SECONDS * transport.rank)
         if transport.rank == 0:
@@ -127,18 +131,27 @@ class Segments:
             "local": self._local.state_dict(),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take up the state that a checkpoint holds for this rank."""
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Take up the state that a checkpoint holds for this rank.
+
+        A rank that had failed when it was written begins anew; rank 0 never has.
+        """
+        fact = [state["moment"], state["drawn"]] if state is not None else None
+        self._moment, self._drawn = broadcast(self._transport, fact)
+        self._over = self._drawn >= self._total
+        if state is None:
+            return
         self._role.load_state_dict(state["role"])
         if self._keeper is not None:
             self._keeper.load_state_dict(state["keeper"])
-        self._moment, self._drawn = state["moment"], state["drawn"]
-        self._over = self._drawn >= self._total
         self._transport.traffic.waiting = state["waiting"]
         self._transport.traffic.bytes_sent = state["bytes_sent"]
         self._local.load_state_dict(state["local"])
 
-    def load(self) -> dict[str, Any]:
-        """Read and check this rank's part of the last checkpoint. Raises UserError."""
+    def load(self) -> dict[str, Any] | None:
+        """Read and check this rank's part of the last checkpoint; None: it has none.
+
+        Raises UserError.
+        """
         assert self._store is not None
         return self._store.load(self._transport.rank, self._about)

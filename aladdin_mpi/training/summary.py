@@ -28,7 +28,7 @@ def summarise(rank: Rank, model: Tensor | None, waiting: float) -> dict[str, Any
     ``waiting`` are the seconds that this rank waited in training.
     """
     with_waiting = {**rank.role.counts(), "waiting": waiting}
-    totals = gather(rank.transport, with_waiting)
+    totals = [total or {} for total in gather(rank.transport, with_waiting)]
     if rank.keeper is None:
         return {}
     keeper = rank.keeper
@@ -37,7 +37,7 @@ def summarise(rank: Rank, model: Tensor | None, waiting: float) -> dict[str, Any
     servers = rank.layout.servers
     summary = {**_about(rank), **_accounts(totals, servers), **rank.role.facts()}
     # What workers reported ends with their last draw; this has their last wait too.
-    all_waiting = sum(total["waiting"] for total in totals[servers:])
+    all_waiting = sum(total.get("waiting", 0.0) for total in totals[servers:])
     whole = keeper.seconds * rank.worker_count
     summary["wait_fraction"] = all_waiting / whole if whole else 0.0
     if keeper.evaluator is not None and model is not None:
@@ -77,7 +77,8 @@ def _about(rank: Rank) -> dict[str, Any]:
         "test_accuracy": None,
         "test_loss": None,
         "bytes_sent_per_step": keeper.bytes_sent_per_step,
-        "failures": [],
+        "failures": keeper.losses.records if keeper.losses else [],
+        "samples_lost": keeper.losses.samples if keeper.losses else 0,
         "version": aladdin_mpi.__version__,
     }
 
@@ -85,10 +86,13 @@ def _about(rank: Rank) -> dict[str, Any]:
 def _accounts(totals: list[dict[str, Any]], servers: int) -> dict[str, int]:
     """Gradients computed by all workers, and applied by every server alike.
 
+    Of a worker that has failed those count which every server has got.
+
     Raises:
         AccountsError: one was lost, or counted twice.
     """
-    computed = sum(total.get("computed", 0) for total in totals)
+    living = sum(total.get("computed", 0) for total in totals)
+    computed = living + min((total["from_failed"] for total in totals[:servers]), default=0)
     accounts = {
         "gradients_computed": computed,
         "gradients_applied": computed,
@@ -97,10 +101,12 @@ def _accounts(totals: list[dict[str, Any]], servers: int) -> dict[str, int]:
     }
     for rank in range(servers):
         applied, dropped = totals[rank]["applied"], totals[rank]["dropped"]
-        if applied + dropped != computed:
+        from_failed = totals[rank]["from_failed"]
+        if applied + dropped - from_failed != living:
             raise AccountsError(
                 f"server {rank} applied {applied} gradients and dropped {dropped}, but "
-                f"{computed} were computed"
+                f"{living + from_failed} were computed"
             )
-        accounts["gradients_applied"], accounts["gradients_dropped"] = applied, dropped
+        accounts["gradients_applied"] = computed - dropped
+        accounts["gradients_dropped"] = dropped
     return accounts

@@ -29,11 +29,11 @@ class TransportError(RuntimeError):
 class PeerFailedError(TransportError):
     """The rank at the other end of an operation has died.
 
-    ``rank`` is the dead rank.
+    ``rank`` is the dead rank, ``host`` the name of its host.
     """
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"rank {rank} has failed")
+    def __init__(self, rank: int, host: str) -> None:
+        super().__init__(f"rank {rank} (host {host}) has failed")
         self.rank = rank
 
 
@@ -106,11 +106,17 @@ class Transport(ABC):
     """For every rank the number of its host, counted from 0."""
     engine: str
     """``"mpi"`` or ``"virtual"``."""
+    survives: bool
+    """Whether the living are told of a rank's death and can go on."""
 
     @property
     def host(self) -> int:
         """The number of this rank's host."""
         return self.hosts[self.rank]
+
+    def host_name(self, rank: int) -> str:
+        """The name of a rank's host."""
+        return str(self.hosts[rank])
 
     # -- time ---------------------------------------------------------------
     @abstractmethod
@@ -222,7 +228,20 @@ class Transport(ABC):
     @property
     @abstractmethod
     def failed(self) -> frozenset[int]:
-        """The ranks known to have died."""
+        """The ranks known to have died, and those left out."""
+
+    @abstractmethod
+    def on_failure(self, action: Callable[[int], None]) -> None:
+        """Have ``action`` called, as a handler, with every rank that fails from now on.
+
+        What waited for that rank has ended then, with :class:`PeerFailedError`; so does
+        every collective, which needs all ranks.
+        """
+
+    @property
+    def living(self) -> list[int]:
+        """The ranks that are not known to have failed."""
+        return [rank for rank in range(self.size) if rank not in self.failed]
 
     @abstractmethod
     def close(self) -> None:

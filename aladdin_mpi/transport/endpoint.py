@@ -30,6 +30,7 @@ class Fabric:
         self.clock = clock
         self.network = Network(cluster, size, clock, self._deliver)
         self.dead: frozenset[int] = frozenset()
+        self.may_fail = bool(cluster.deaths)
         self.endpoints = [Endpoint(self, cluster, rank, size) for rank in range(size)]
 
     def _deliver(self, message: Message) -> None:
@@ -63,6 +64,7 @@ class Endpoint:
         self.mailbox = Mailbox()
         self.exempt: frozenset[int] = frozenset()
         self.fiber = Fiber(rank, fabric.clock, cluster.pauses_of(rank), self.traffic)
+        self.on_failure: list[Callable[[int], None]] = []
         self._handlers: dict[int, tuple[int, Handler]] = {}
         self._held: dict[tuple[int, int], deque[tuple[Message, Event | None]]] = {}
         self._collectives: dict[int, Collective] = {}
@@ -234,6 +236,10 @@ class Endpoint:
             for message, _ in self._held.pop(key):
                 assert message.request is not None
                 self.fail(message.request, dead)
+        if not self.fiber.ended:
+            with self.fiber.handler():
+                for action in self.on_failure:
+                    action(dead)
 
     def keep_delivered(self, dead: int) -> None:
         """Copy what has arrived in full from ``dead``, whose end may change its buffers."""

@@ -31,6 +31,7 @@ from aladdin_mpi.transport.base import (
     ANY_SOURCE,
     Event,
     Handler,
+    PeerFailedError,
     Request,
     Traffic,
     Transport,
@@ -57,6 +58,13 @@ SHORT_NAP = 0.0002
 LONG_NAP = 0.0005
 """... and when nothing has moved lately."""
 
+LOOK_FOR_FAILURES = 0.02
+"""Seconds between two looks for ranks that have died."""
+ULFM = "OMPI_MCA_mpi_ft_enable"
+"""Set by ``mpirun --with-ft ulfm``: user-level fault mitigation, MPI-5.0, is there."""
+
+FAILURES = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
+
 REDUCIBLE = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
@@ -65,21 +73,29 @@ REDUCIBLE = {
 
 
 class _MpiRequest(Request):
-    __slots__ = ("handle", "receives", "tag")
+    __slots__ = ("handle", "peer", "receives", "tag")
 
     def __init__(self, what: str, buffer: Tensor | None, receives: bool) -> None:
         super().__init__(what, buffer)
         self.receives = receives
         self.tag = -1
+        self.peer = ANY_SOURCE
         self.handle: MPI.Request = MPI.REQUEST_NULL
+
+    @property
+    def is_collective(self) -> bool:
+        return self.tag < 0 and not self.receives
 
 
 class _Inbox:
-    """The receives posted ahead for one handler, in the order of posting."""
+    """The receives posted ahead for one handler, in the order of posting.
 
-    def __init__(self, tag: int, nbytes: int, handler: Handler) -> None:
+    ``source`` is a rank, or ``ANY_SOURCE``.
+    """
+
+    def __init__(self, source: int, tag: int, handler: Handler) -> None:
+        self.source = source
         self.tag = tag
-        self.nbytes = nbytes
         self.handler = handler
         self.posted: deque[_MpiRequest] = deque()
 
@@ -117,6 +133,12 @@ class MpiTransport(Transport):
         self._completions = 0
         self._lively_until = 0.0
         self._exempt: frozenset[int] = frozenset()
+        self.survives = os.environ.get(ULFM, "0").lower() in ("1", "true", "yes")
+        self._failed: frozenset[int] = frozenset()
+        self._look_again = 0.0
+        self._on_failure: list[Callable[[int], None]] = []
+        self._untold: deque[int] = deque()
+        self._abandoned: list[_MpiRequest] = []
         self._held_back: dict[tuple[int, int], deque[tuple[_MpiRequest, Event | None]]] = {}
         self._handling = threading.RLock()
         self._inboxes: list[_Inbox] = []
@@ -136,6 +158,9 @@ class MpiTransport(Transport):
         )
         self._progress_thread.start()
 
+    def host_name(self, rank: int) -> str:
+        return self.host_names[self.hosts[rank]]
+
     # -- time ---------------------------------------------------------------
     def now(self) -> float:
         return time.perf_counter() - self._start
@@ -146,6 +171,7 @@ class MpiTransport(Transport):
     # -- point to point -----------------------------------------------------
     def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
         request = _MpiRequest(f"send to rank {dest}, tag {tag}", buffer, receives=False)
+        request.peer, request.tag = dest, tag
         if tag not in self._exempt:
             self.traffic.bytes_sent += buffer.nbytes
             self.traffic.messages_sent += 1
@@ -163,7 +189,11 @@ class MpiTransport(Transport):
 
     def _send(self, request: _MpiRequest, dest: int, tag: int) -> None:
         assert request.buffer is not None
-        request.handle = self._messages.Isend(_bytes(request.buffer), dest, tag)
+        if dest not in self._failed:
+            try:
+                request.handle = self._messages.Isend(_bytes(request.buffer), dest, tag)
+            except MPI.Exception as error:
+                self._meet_failure(request, error)
         self._fresh.append(request)
 
     def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
@@ -171,6 +201,7 @@ class MpiTransport(Transport):
         name = "any rank" if source == ANY_SOURCE else f"rank {source}"
         request = _MpiRequest(f"receive from {name}, tag {tag}", buffer, receives=True)
         request.source, request.tag = source, tag
+        request.peer = source
         # Posted by the next poll: MPI copies a message that has been announced already
         # inside Irecv, which must not keep this thread from its work.
         self._fresh.append(request)
@@ -179,11 +210,16 @@ class MpiTransport(Transport):
     def _post_receive(self, request: _MpiRequest) -> None:
         assert request.buffer is not None
         source = MPI.ANY_SOURCE if request.source == ANY_SOURCE else request.source
-        request.handle = self._messages.Irecv(_bytes(request.buffer), source, request.tag)
+        try:
+            request.handle = self._messages.Irecv(_bytes(request.buffer), source, request.tag)
+        except MPI.Exception as error:
+            self._meet_failure(request, error)
 
     def test(self, request: Request) -> bool:
         if not request.done:
             self._poll()
+        if request.failed is not None:
+            raise PeerFailedError(request.failed, self.host_name(request.failed))
         return request.done
 
     def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
@@ -192,6 +228,8 @@ class MpiTransport(Transport):
             start = time.perf_counter()
             first = self._wait_until(lambda: _first_done(requests), requests, start, timeout)
             self.traffic.waiting += time.perf_counter() - start
+        if first >= 0 and requests[first].failed is not None:
+            self.test(requests[first])
         return first
 
     def _wait_until(
@@ -229,6 +267,8 @@ class MpiTransport(Transport):
             if request.done:
                 return
             self._take_fresh()
+            if request.done:
+                return
             request.handle.Cancel()
             status = MPI.Status()
             request.handle.Wait(status)
@@ -266,7 +306,13 @@ class MpiTransport(Transport):
                 if self._held_back:
                     self._release_held_back()
                 self._take_fresh()
-                self._complete_some()
+                if self.survives:
+                    self._complete_each()
+                    self._look_for_failures()
+                else:
+                    self._complete_some()
+        if self._untold:
+            self._tell_failures()
         for inbox in self._inboxes:
             if inbox.posted and inbox.posted[0].done:
                 self._dispatch(inbox)
@@ -274,9 +320,12 @@ class MpiTransport(Transport):
     def _take_fresh(self) -> None:
         while self._fresh:
             request = self._fresh.popleft()
-            if request.receives:
+            if request.peer in self._failed and not request.done:
+                self._fail(request, request.peer)
+            elif request.receives:
                 self._post_receive(request)
-            self._active.append(request)
+            if not request.done:
+                self._active.append(request)
 
     def _complete_some(self) -> None:
         active = self._active
@@ -289,6 +338,19 @@ class MpiTransport(Transport):
             self._complete(active[index], status)
         self._active = [request for request in active if not request.done]
         self._lively_until = time.perf_counter() + LIVELY
+
+    def _complete_each(self) -> None:
+        """The same one by one: of an error in several MPI does not say whose it is."""
+        status, before = MPI.Status(), self._completions
+        for request in self._active:
+            try:
+                if not request.done and request.handle.Test(status):
+                    self._complete(request, status)
+            except MPI.Exception as error:
+                self._meet_failure(request, error)
+        if self._completions != before:
+            self._active = [request for request in self._active if not request.done]
+            self._lively_until = time.perf_counter() + LIVELY
 
     def _complete(self, request: _MpiRequest, status: MPI.Status) -> None:
         if request.receives:
@@ -308,15 +370,78 @@ class MpiTransport(Transport):
             if not queue:
                 del self._held_back[dest, tag]
 
+    # -- ranks that die ---------------------------------------------------------
+    def _look_for_failures(self) -> None:
+        """Learn of deaths that no operation of this rank has met."""
+        now = time.perf_counter()
+        if now < self._look_again:
+            return
+        self._look_again = now + LOOK_FOR_FAILURES
+        dead = self._messages.Get_failed()
+        if dead.size > len(self._failed):
+            everyone = self._messages.Get_group()
+            ranks = MPI.Group.Translate_ranks(dead, list(range(dead.size)), everyone)
+            for rank in sorted(set(ranks) - self._failed):
+                self._learn(rank)
+
+    def _meet_failure(self, request: _MpiRequest, error: MPI.Exception) -> None:
+        """End ``request``, of which MPI says that a rank has died. Raises any other error."""
+        if not self.survives or error.Get_error_class() not in FAILURES:
+            raise error
+        if request.peer != ANY_SOURCE:
+            self._fail(request, request.peer)
+            return
+        self._look_again = 0.0
+        self._look_for_failures()  # this ends every collective
+        if not request.done:
+            raise error
+
+    def _learn(self, dead: int) -> None:
+        """End what needs the rank ``dead``; collectives need every rank."""
+        self._failed |= {dead}
+        self._untold.append(dead)
+        for request in self._active:
+            if not request.done and (request.peer == dead or request.is_collective):
+                self._fail(request, dead)
+        self._active = [request for request in self._active if not request.done]
+        for key in [key for key in self._held_back if key[0] == dead]:
+            for request, _ in self._held_back.pop(key):
+                self._fail(request, dead)
+
+    def _fail(self, request: _MpiRequest, dead: int) -> None:
+        """End a request; MPI may hold on to its buffer, so it is kept."""
+        if request.handle != MPI.REQUEST_NULL:
+            self._abandoned.append(request)
+        request.failed = dead
+        request.order = self._completions
+        self._completions += 1
+        request.done = True
+
+    def _tell_failures(self) -> None:
+        with self._handling:
+            while self._untold:
+                dead = self._untold.popleft()
+                self._inboxes = [inbox for inbox in self._inboxes if inbox.source != dead]
+                for action in self._on_failure:
+                    action(dead)
+
+    def on_failure(self, action: Callable[[int], None]) -> None:
+        self._on_failure.append(action)
+
     # -- messages that interrupt --------------------------------------------
     def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
-        inbox = _Inbox(tag, nbytes, handler)
-        for _ in range(HANDLER_DEPTH):
-            self._post(inbox, torch.empty(nbytes, dtype=torch.uint8))
-        self._inboxes.append(inbox)
+        # A receive from any rank ends with an error at every death: so one for each rank.
+        sources, depth = ([ANY_SOURCE], HANDLER_DEPTH)
+        if self.survives:
+            sources, depth = self.living, 1
+        for source in sources:
+            inbox = _Inbox(source, tag, handler)
+            for _ in range(depth):
+                self._post(inbox, torch.empty(nbytes, dtype=torch.uint8))
+            self._inboxes.append(inbox)
 
     def _post(self, inbox: _Inbox, buffer: Tensor) -> None:
-        request = self.irecv(buffer, ANY_SOURCE, inbox.tag)
+        request = self.irecv(buffer, inbox.source, inbox.tag)
         assert isinstance(request, _MpiRequest)
         inbox.posted.append(request)
 
@@ -325,6 +450,8 @@ class MpiTransport(Transport):
             while inbox.posted and inbox.posted[0].done:
                 request = inbox.posted.popleft()
                 assert request.buffer is not None
+                if request.failed is not None:
+                    continue  # no more of these will come
                 try:
                     inbox.handler(request.source, request.buffer[: request.nbytes])
                 finally:
@@ -340,6 +467,9 @@ class MpiTransport(Transport):
         """Start a collective; ``volume`` is what it is taken to send."""
         self.traffic.bytes_sent += volume
         request = _MpiRequest(name, None, receives=False)
+        if self._failed:
+            self._fail(request, min(self._failed))
+            return request
         with self._posting:
             request.handle = getattr(self._collectives, name)(*arguments)
         self._fresh.append(request)
@@ -373,7 +503,7 @@ class MpiTransport(Transport):
     # -- failure and end ------------------------------------------------------
     @property
     def failed(self) -> frozenset[int]:
-        return frozenset()
+        return self._failed
 
     def close(self) -> None:
         if self._closed:
@@ -382,8 +512,12 @@ class MpiTransport(Transport):
         if self._progress_thread is not None:
             self._progress_thread.join()
         self._take_fresh()
-        pending: list[Request] = [request for request in self._active if not request.receives]
-        self.wait_all(pending)
+        pending = [request for request in self._active if not request.receives]
+        for send in pending:
+            try:
+                self.wait(send)
+            except PeerFailedError:
+                continue
         for request in list(self._active):
             self.cancel(request)
         self._closed = True

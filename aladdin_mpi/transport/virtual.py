@@ -147,6 +147,7 @@ class VirtualTransport(Transport):
         self.size = endpoint.size
         self.traffic = endpoint.traffic
         self.hosts = endpoint.fabric.network.hosts
+        self.survives = endpoint.fabric.may_fail
         self._endpoint = endpoint
         self._fabric = endpoint.fabric
         self._clock = endpoint.fabric.clock
@@ -199,7 +200,7 @@ class VirtualTransport(Transport):
     def test(self, request: Request) -> bool:
         """See :meth:`Transport.test`. No time passes: a loop around it alone never ends."""
         if request.failed is not None:
-            raise PeerFailedError(request.failed)
+            raise PeerFailedError(request.failed, self.host_name(request.failed))
         return request.done
 
     def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
@@ -276,6 +277,10 @@ class VirtualTransport(Transport):
     def failed(self) -> frozenset[int]:
         """The ranks that have died; known to all at once."""
         return self._fabric.dead
+
+    def on_failure(self, action: Callable[[int], None]) -> None:
+        """See :meth:`Transport.on_failure`. All ranks are told at the moment of a death."""
+        self._endpoint.on_failure.append(action)
 
     def close(self) -> None:
         """Cancel the posted receives and the handlers; sends under way still arrive."""

@@ -1,0 +1,97 @@
+"""Ranks that fail while the others train on: what was lost with them, and who is told."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from aladdin_mpi.algorithms.base import Role, Server
+from aladdin_mpi.budget import Budget
+from aladdin_mpi.errors import LostError
+from aladdin_mpi.training.exchange import gather
+from aladdin_mpi.transport.base import Transport
+
+
+class Losses:
+    """Rank 0's record of the ranks that have failed.
+
+    Args:
+        first_worker: the first worker's rank.
+        needed: what cannot go on without a worker, such as "ar-sgd"; None: training can.
+        moment: where the run is, such as its samples drawn.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        budget: Budget,
+        first_worker: int,
+        needed: str | None,
+        moment: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._transport = transport
+        self._budget = budget
+        self._first_worker = first_worker
+        self._needed = needed
+        self._moment = moment
+        self._open: list[dict[str, Any]] = []
+        self.records: list[dict[str, Any]] = []
+        """A failure each: ``rank``, ``host``, ``samples`` and ``seconds`` of the run when it
+        was noticed, and ``samples_lost``."""
+        transport.on_failure(self._lose)
+
+    def _lose(self, rank: int) -> None:
+        workers = [r for r in self._transport.living if r >= self._first_worker]
+        moment = self._moment()
+        host = self._transport.host_name(rank)
+        what = f"rank {rank} (host {host}) has failed at sample {moment['samples']}"
+        if rank < self._first_worker or self._needed or not workers:
+            why = f"{self._needed} needs every worker" if self._needed else "no worker is left"
+            if rank < self._first_worker:
+                why = "it kept a part of the model"
+            raise LostError(f"{what}; {why}")
+        print(
+            f"aladdin_mpi: {what}; training goes on with {len(workers)} worker"
+            f"{'s' * (len(workers) > 1)}",
+            file=sys.stderr,
+            flush=True,
+        )
+        record = {"rank": rank, "host": host, **moment}
+        self._open.append(record)
+        self.records.append(record)
+
+    def close(self, taken: list[dict[str, int] | None]) -> None:
+        """A segment is over: count what was lost in it.
+
+        Args:
+            taken: of every rank what :func:`taken_from_failed` says there.
+        """
+        for record in self._open:
+            rank = record["rank"]
+            whole = [facts[str(rank)] for facts in taken if facts and str(rank) in facts]
+            steps = min(whole, default=self._budget.computed(rank))
+            record["samples_lost"] = self._budget.lost(rank, steps)
+        self._open.clear()
+
+    @property
+    def samples(self) -> int:
+        """Samples lost in all."""
+        return sum(record.get("samples_lost", 0) for record in self.records)
+
+
+def taken_from_failed(transport: Transport, role: Role, first_worker: int) -> dict[str, int]:
+    """Of a server: the gradients that it has taken, in this segment, from ranks that failed."""
+    if not isinstance(role, Server):
+        return {}
+    workers = [rank for rank in transport.failed if rank >= first_worker]
+    return {str(rank): role.taken_from(rank - first_worker) for rank in workers}
+
+
+def settle(transport: Transport, role: Role, first_worker: int, losses: Losses | None) -> None:
+    """At the end of a segment, on every rank: settle what was lost in it."""
+    if not transport.survives:
+        return
+    taken = gather(transport, taken_from_failed(transport, role, first_worker))
+    if losses is not None:
+        losses.close(taken)
