@@ -3,6 +3,7 @@
 # make test      every check that can run here
 PYTHON ?= python3
 NP ?= 4
+JOBS ?= 2
 ARGS ?=
 BIN := .venv/bin
 SETUP := PYTHON='$(PYTHON)' tools/setup-venv.sh
@@ -25,7 +26,7 @@ endif
 help:
 	@echo 'make train [NP=4] [ARGS="--epochs 5"]   train on this machine (rank 0 is the server)'
 	@echo 'make horovod                                 build Horovod into .venv, once'
-	@echo 'make test [ARGS="-k packaging"]              lint, type check and run the tests'
+	@echo 'make test [ARGS="-k packaging"] [JOBS=2]     lint, type check and run the tests'
 	@echo 'make lint | format                           only the checks | put the code in order'
 	@echo 'make clean | clean-venv                      remove caches | also the environment, .venv'
 	@echo 'PYTHON=python3.12 chooses the interpreter.'
@@ -39,7 +40,7 @@ horovod:
 	@tools/build-horovod.sh
 
 test: lint horovod
-	$(BIN)/python -m pytest -rs --durations=15 $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder -rs --durations=15 $(ARGS)
 
 lint:
 	@$(SETUP) test

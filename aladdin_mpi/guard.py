@@ -46,6 +46,9 @@ def run_guarded(main: Callable[[], int]) -> int:
         raise AssertionError("unreachable") from error
 
 
+_terminated: TerminatedError | None = None
+
+
 def install() -> None:
     """Make every uncaught error of this process end the whole job."""
     sys.excepthook = lambda kind, error, trace: end_job(error)
@@ -58,13 +61,16 @@ def install() -> None:
 def _terminate(signum: int, frame: FrameType | None) -> None:
     # A second signal ends the process at once, whatever it is cleaning up.
     signal.signal(signum, signal.SIG_DFL)
-    raise TerminatedError(signum)
+    global _terminated
+    _terminated = TerminatedError(signum)
+    raise _terminated
 
 
 def end_job(error: BaseException) -> None:
     """Say what has happened and end the job on every rank; does not return."""
     _ending.acquire()  # for good: another thread that fails as well has nothing to add
     rank, size = launched_place()
+    error = _terminated or error  # what was interrupted may have failed in some other way
     status = 1
     if isinstance(error, SystemExit):
         status = error.code if isinstance(error.code, int) else int(error.code is not None)

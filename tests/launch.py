@@ -6,6 +6,7 @@ a job that can be watched and hurt while it runs.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -204,6 +205,24 @@ def _content(file: IO[bytes]) -> str:
 
 
 @contextmanager
+def _turn() -> Iterator[None]:
+    """Wait until no other process of this test run has a job: the ranks of one fill the cores."""
+    global _jobs
+    _jobs += 1
+    name = f"aladdin_mpi-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}.lock"
+    with open(Path(tempfile.gettempdir()) / name, "w") as lock:
+        if _jobs == 1:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            _jobs -= 1
+
+
+_jobs = 0
+
+
+@contextmanager
 def start_ranks(
     n: int,
     args: Sequence[str],
@@ -229,11 +248,12 @@ def start_ranks(
     if mpi not in available_mpis():
         raise JobError(f"{mpi} is not installed: there is no {_launcher(mpi)}")
     command = [str(_launcher(mpi)), "-n", str(n), *mpirun, sys.executable, *args]
-    job = Job(command, _environment(mpi, env or {}), cwd)
-    try:
-        yield job
-    finally:
-        job.close()
+    with _turn():
+        job = Job(command, _environment(mpi, env or {}), cwd)
+        try:
+            yield job
+        finally:
+            job.close()
 
 
 def run_ranks(
