@@ -140,10 +140,18 @@ def _abort(status: int, size: int) -> None:
         try:
             from mpi4py import MPI
 
-            MPI.COMM_WORLD.Abort(status)
+            # Open MPI forgets the status of an abort when all others have died.
+            if not (_leaves_by_itself() and MPI.COMM_WORLD.Get_failed().size == size - 1):
+                MPI.COMM_WORLD.Abort(status)
         except ImportError:
             pass  # the launcher ends the job when a process exits with an error
     os._exit(status)
+
+
+def _leaves_by_itself() -> bool:
+    """Whether ranks end without MPI_Finalize, see :mod:`aladdin_mpi.transport.ulfm`."""
+    mpi4py = sys.modules.get("mpi4py")
+    return mpi4py is not None and mpi4py.rc.finalize is False
 
 
 def _leave(status: int) -> None:
@@ -151,7 +159,7 @@ def _leave(status: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and not mpi.Is_finalized():
+    if mpi is not None and not mpi.Is_finalized() and not _leaves_by_itself():
         mpi.Finalize()
     os._exit(status)
 

@@ -18,9 +18,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
+from aladdin_mpi.transport.ulfm import SURVIVES  # before MPI: it decides how that ends
+
+# isort: split
 from mpi4py import MPI  # before torch: Cray MPICH breaks the other way round
 
 # isort: split
@@ -60,8 +63,8 @@ LONG_NAP = 0.0005
 
 LOOK_FOR_FAILURES = 0.02
 """Seconds between two looks for ranks that have died."""
-ULFM = "OMPI_MCA_mpi_ft_enable"
-"""Set by ``mpirun --with-ft ulfm``: user-level fault mitigation, MPI-5.0, is there."""
+LEAVE_SECONDS = 5.0
+"""Longest time that rank 0 waits for the others to be gone."""
 
 FAILURES = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 
@@ -112,13 +115,11 @@ class MpiTransport(Transport):
     engine = "mpi"
 
     def __init__(self, timeout: float | None = None, progress: bool = True) -> None:
-        self._messages = MPI.COMM_WORLD.Dup()
-        self._collectives = MPI.COMM_WORLD.Dup()
-        self.rank = self._messages.Get_rank()
-        self.size = self._messages.Get_size()
+        self.rank = MPI.COMM_WORLD.Get_rank()
+        self.size = MPI.COMM_WORLD.Get_size()
         self.traffic = Traffic()
         self.timeout = timeout
-        names = self._messages.allgather(MPI.Get_processor_name())
+        self._messages, self._collectives, names = _set_up()
         numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
         self.hosts = [numbers[name] for name in names]
         self.host_names = list(numbers)
@@ -133,7 +134,7 @@ class MpiTransport(Transport):
         self._completions = 0
         self._lively_until = 0.0
         self._exempt: frozenset[int] = frozenset()
-        self.survives = os.environ.get(ULFM, "0").lower() in ("1", "true", "yes")
+        self.survives = SURVIVES
         self._failed: frozenset[int] = frozenset()
         self._look_again = 0.0
         self._on_failure: list[Callable[[int], None]] = []
@@ -269,10 +270,14 @@ class MpiTransport(Transport):
             self._take_fresh()
             if request.done:
                 return
-            request.handle.Cancel()
-            status = MPI.Status()
-            request.handle.Wait(status)
             self._active.remove(request)
+            status = MPI.Status()
+            try:
+                request.handle.Cancel()
+                request.handle.Wait(status)
+            except MPI.Exception as error:
+                self._meet_failure(request, error)
+                return
             if not status.Is_cancelled():
                 self._complete(request, status)
             request.done = True
@@ -521,8 +526,46 @@ class MpiTransport(Transport):
         for request in list(self._active):
             self.cancel(request)
         self._closed = True
+        if self.survives:
+            self._take_leave()
         if self._held_back:
             raise TransportError("closed while sends waited for their event")
+
+    def _take_leave(self) -> None:
+        """Leave together, as MPI_Finalize would have it: rank 0 last."""
+        nothing = bytearray(0)
+        farewell = self._collectives  # no other point-to-point messages are there
+        if self.rank:
+            farewell.Send(nothing, 0)
+            farewell.Recv(nothing, 0)
+            return
+        others = [rank for rank in range(1, self.size) if rank not in self._failed]
+        for rank in others:
+            with suppress(MPI.Exception):
+                farewell.Recv(nothing, rank)
+        for rank in others:
+            with suppress(MPI.Exception):
+                farewell.Send(nothing, rank)
+        end = time.perf_counter() + LEAVE_SECONDS
+        while self._messages.Get_failed().size < self.size - 1 and time.perf_counter() < end:
+            time.sleep(FAST_POLL)
+
+
+def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str]]:
+    """Communicators for messages and for collectives, and all ranks' hosts.
+
+    Raises:
+        PeerFailedError: a rank has died already.
+    """
+    try:
+        messages, collectives = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
+        return messages, collectives, messages.allgather(MPI.Get_processor_name())
+    except MPI.Exception as error:
+        if error.Get_error_class() not in FAILURES:
+            raise
+        dead = MPI.COMM_WORLD.Get_failed()
+        ranks = MPI.Group.Translate_ranks(dead, [0], MPI.COMM_WORLD.Get_group())
+        raise PeerFailedError(ranks[0] if dead.size else -1, "not known yet") from error
 
 
 def _check_buffer(buffer: Tensor) -> None:
