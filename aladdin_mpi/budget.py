@@ -27,12 +27,14 @@ class Ticket(NamedTuple):
     """The right to ``size`` samples out of a round of ``whole``, number ``start`` and following.
 
     Without rounds a ticket is a round of its own. ``whole`` is 0 when none are left;
-    ``size`` alone is 0 for a worker that gets nothing of a last, small round.
+    ``size`` alone is 0 for a worker that gets nothing of a last, small round. ``absent``
+    are the ranks of failed workers that take no part in the round, the same for all.
     """
 
     start: int
     size: int
     whole: int
+    absent: tuple[int, ...] = ()
 
     def size_of(self, worker: int, workers: int) -> int:
         """How many of the round's samples go to a worker."""
@@ -97,6 +99,7 @@ class Budget:
         self._early: list[tuple[int, int]] = []
         self._lockstep = lockstep > 0
         self._workers = list(range(transport.size - lockstep, transport.size))
+        self._absent: list[int] = []
         self._rounds: list[_Round] = []
         self._turns = [0] * transport.size
         self._granted: list[list[int]] = [[] for _ in range(transport.size)]
@@ -120,7 +123,7 @@ class Budget:
         ticket = self._part_of_round(rank, want) if self._lockstep else self._take(want)
         if ticket.size:
             self._granted[rank].append(ticket.size)
-        self._transport.isend(torch.tensor(ticket), rank, Tag.GRANT)
+        self._transport.isend(torch.tensor([*ticket[:3], *ticket.absent]), rank, Tag.GRANT)
 
     def _take(self, want: int) -> Ticket:
         count = min(want, max(self.limit - self.drawn, 0))
@@ -133,7 +136,8 @@ class Budget:
         self._turns[rank] += 1
         if turn == len(self._rounds):
             workers = list(self._workers)
-            self._rounds.append(_Round(self._take(want * len(workers)), workers))
+            ticket = self._take(want * len(workers))._replace(absent=tuple(self._absent))
+            self._rounds.append(_Round(ticket, workers))
         return self._rounds[turn].part(rank)
 
     def _lose(self, rank: int) -> None:
@@ -143,6 +147,7 @@ class Budget:
             rest = [decided.part(rank).size for decided in self._rounds[self._turns[rank] :]]
             self._granted[rank] += [size for size in rest if size]
             self._workers.remove(rank)
+            self._absent.append(rank)
 
     def computed(self, rank: int) -> int:
         """Steps that a rank has reported in this segment."""
@@ -207,7 +212,7 @@ class Draws:
 
     def request(self, want: int, report: Report) -> None:
         """Ask for ``want`` samples, and report; :meth:`take` gets the answer."""
-        grant = torch.zeros(len(Ticket._fields), dtype=torch.int64)
+        grant = torch.zeros(3 + self._transport.size, dtype=torch.int64)
         self._grants.append((self._transport.irecv(grant, KEEPER, Tag.GRANT), grant))
         self._send(want, report)
 
@@ -232,4 +237,5 @@ class Draws:
                 self._ahead = min(2 * self._ahead, MOST_AHEAD)
             self._transport.wait(receive)
         self._computing = True
-        return Ticket(*grant.tolist())
+        start, size, whole, *absent = grant.tolist()[: receive.nbytes // grant.itemsize]
+        return Ticket(start, size, whole, tuple(absent))

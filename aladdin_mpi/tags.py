@@ -20,6 +20,8 @@ class Tag(IntEnum):
     """From rank 0: send me your part of the model."""
     SHARD = 6
     """The answer: one bucket in a frame."""
+    BARRIER = 11
+    """To rank 0: I am here; and its answer: all are."""
     LOCAL_GRADIENT = 9
     """Worker to the leading worker of its host: a bucket."""
     LOCAL_MODEL = 10

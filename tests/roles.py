@@ -17,6 +17,7 @@ from aladdin_mpi.algorithms import registry
 from aladdin_mpi.algorithms.base import Role, Server
 from aladdin_mpi.algorithms.server import ParameterServer
 from aladdin_mpi.algorithms.worker import Pace, Worker
+from aladdin_mpi.barrier import barrier
 from aladdin_mpi.budget import Budget, Report, Ticket
 from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
@@ -189,10 +190,10 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
         if budget is not None:
             budget.open(job.samples * (segment + 1) // job.segments)
         role.run()
-        transport.wait(transport.ibarrier())
+        barrier(transport)
         if budget is not None:
             budget.close()
-        transport.wait(transport.ibarrier())  # no draw of the next segment comes before
+        barrier(transport)  # no draw of the next segment comes before
     if isinstance(role, Server):
         role.finish()
     role.close()

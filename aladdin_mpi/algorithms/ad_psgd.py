@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -24,12 +25,13 @@ from torch import Tensor
 from aladdin_mpi.algorithms.options import AdPsgdOptions
 from aladdin_mpi.algorithms.peers import ModelOutbox, PeerWorker
 from aladdin_mpi.algorithms.worker import Worker
+from aladdin_mpi.barrier import barrier
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.tags import Tag
-from aladdin_mpi.transport.base import Request
+from aladdin_mpi.transport.base import PeerFailedError, Request
 from aladdin_mpi.vectors import add, copy, host_vector
 
 
@@ -107,7 +109,9 @@ class PassiveSide(_Side):
 
     def flush(self) -> None:
         """Wait for the last answers."""
-        self.transport.wait_all([request for sent in self._sent for request in sent])
+        for request in [request for sent in self._sent for request in sent]:
+            with suppress(PeerFailedError):
+                self.transport.wait(request)
 
 
 class ActiveSide(_Side):
@@ -133,16 +137,23 @@ class ActiveSide(_Side):
         self._mine = self._theirs
         self._answers: list[Request] = []
 
-    def _choose(self) -> int:
+    def _choose(self) -> int | None:
+        """Whom to average with in this step; None if no passive worker lives."""
         self.steps += 1
+        passive = [rank for rank in self._passive if rank not in self.transport.failed]
+        if not passive:
+            return None
         if self._drawn:
-            return self.random.choice(self._passive)
+            return self.random.choice(passive)
         hop = self._hops[self.steps % len(self._hops)]
-        return self._passive[(self._place + hop) % len(self._passive)]
+        return passive[(self._place + hop) % len(passive)]
 
     def begin(self) -> None:
         """Send x, which nobody changes before :meth:`finish`."""
+        self._answers = []
         peer = self._choose()
+        if peer is None:
+            return
         self._answers = [
             self.transport.irecv(self._theirs[bucket.part], peer, Tag.AVERAGED)
             for bucket in self.layout.buckets
@@ -150,10 +161,13 @@ class ActiveSide(_Side):
         self._mine = self._outbox.send(self.master, peer)
 
     def finish(self) -> None:
-        """Wait for the answer, and average."""
-        for bucket, answer in zip(self.layout.buckets, self._answers, strict=True):
+        """Wait for the answer, and average; buckets that a dying peer did not answer stay."""
+        for bucket, answer in zip(self.layout.buckets, self._answers, strict=False):
             part = bucket.part
-            self.transport.wait(answer)
+            try:
+                self.transport.wait(answer)
+            except PeerFailedError:
+                continue
             with self.transport.atomic():
                 average(self.master[part], self._theirs[part], self._mine[part])
 
@@ -196,7 +210,7 @@ class AdPsgdWorker(PeerWorker):
             g = self.direction()  # [2]
             self.side.finish()  # [3]
             self._step(g)  # [4]
-        self.transport.wait(self.transport.ibarrier())  # the passive ones answer until all are done
+        barrier(self.transport)  # the passive ones answer until all are done
         self.side.flush()
         self._read()
 

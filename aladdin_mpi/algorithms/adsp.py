@@ -94,6 +94,11 @@ class AdspServer(AnsweringServer):
             notes = (self.schedule.interval(arrival.worker, self.server.transport.now()),)
         self.server.send_model(arrival.worker, arrival.bucket, notes=notes)
 
+    def ended(self, worker: int) -> None:
+        """The scheduler counts no longer on a worker that has failed."""
+        if self.schedule is not None and self.server.has_failed(worker):
+            self.schedule.leave_out(worker)
+
     def facts(self) -> dict[str, Any]:
         """The rate that was found, for the summary."""
         return {} if self.schedule is None else {"adsp": self.schedule.facts()}

@@ -39,6 +39,7 @@ class Schedule:
         self.period = self.minimum = self.epoch = nan
         self.target = 0
         self._step_seconds = [0.0] * workers
+        self._left_out: set[int] = set()
         self._elapsed = 0.0
         self._ends = 0.0
         self._searched = 0.0
@@ -71,13 +72,18 @@ class Schedule:
         self.loss.report(worker, loss, gradients)
         self._step_seconds[worker] = step_seconds
         if not self.started:
-            if all(self.commits):
+            if all(n or w in self._left_out for w, n in enumerate(self.commits)):
                 self._start(time)
             return
         if self.search.active and len(self._points) == 1 and self._is_late(time):
             self._points.append((time - self._searched, self.loss.value))
         if time >= self._ends:
             self._check(time)
+
+    def leave_out(self, worker: int) -> None:
+        """A worker has failed."""
+        self._left_out.add(worker)
+        self.loss.leave_out(worker)
 
     def interval(self, worker: int, now: float) -> float:
         """Seconds until the worker's next commit: ``Gamma / dC_i``, dC_i = C_target - c_i.
@@ -96,7 +102,7 @@ class Schedule:
 
     # -- check periods -------------------------------------------------------
     def _start(self, time: float) -> None:
-        steps = [max(seconds, 1e-9) for seconds in self._step_seconds]
+        steps = [seconds for seconds in self._step_seconds if seconds > 0] or [1e-9]
         mean = len(steps) / sum(1 / seconds for seconds in steps)
         self.period = _chosen(self.options.period, PERIOD_STEPS * mean)
         self.minimum = _chosen(self.options.min_interval, self.period / INTERVALS_PER_PERIOD)

@@ -218,6 +218,8 @@ class AshlServer(AnsweringServer):
     def ended(self, worker: int) -> None:
         """Nobody waits for a worker that has ended."""
         self.bound.ended(worker)
+        if self.head is not None and self.server.has_failed(worker):
+            self.head.loss.leave_out(worker)
 
     def facts(self) -> dict[str, Any]:
         """The plan, and when the fine stage began, for the summary."""
@@ -252,8 +254,12 @@ class Head:
         self.loss.report(worker, loss, gradients)
         if times:
             self.times[worker] = Times(*times)
-        if not self.plan and len(self.times) == self.server.worker_count:
-            self._make_plan()
+        if not self.plan and times:
+            missing = [w for w in range(self.server.worker_count) if w not in self.times]
+            if all(self.server.has_failed(w) for w in missing):
+                # Who has failed gets a part too, which nobody will ask for.
+                self.times |= dict.fromkeys(missing, Times(*times))
+                self._make_plan()
         if self.plan and self.phase == Phase.COARSE and self._is_fine():
             self.phase, self.fine_from = Phase.FINE, self.server.samples
 

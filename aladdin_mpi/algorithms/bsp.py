@@ -44,6 +44,7 @@ class BspServer(AnsweringServer):
         momentum: bool,
     ) -> None:
         super().__init__(server, optimizer if momentum else None)
+        self.host_first = options.host_first
         self.everyone = set(range(self.n))
         if options.host_first:
             servers = server.layout.servers
@@ -80,9 +81,10 @@ class BspServer(AnsweringServer):
         arrived = self.arrived[bucket.index]
         if not arrived or not self.senders <= arrived:
             return
+        workers = self.n if self.host_first else len(arrived)
         arrived.clear()
         mean = self.sums[bucket.index].values
-        scale(mean, 1 / self.n)
+        scale(mean, 1 / workers)
         self.step(bucket, self.server.values[bucket.index], mean)
         self.sums[bucket.index].clear()
         for sender in sorted(self.senders):

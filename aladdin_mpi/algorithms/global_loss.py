@@ -18,11 +18,15 @@ class GlobalLoss:
         """A worker's mean loss over so many gradients."""
         self._newest[worker] = (loss, gradients)
 
+    def leave_out(self, worker: int) -> None:
+        """A worker has failed: what it said last does not count."""
+        self._newest[worker] = (0.0, 0)
+
     @property
     def value(self) -> float:
         """The mean over all of them."""
         total = sum(loss * gradients for loss, gradients in self._newest)
-        return total / sum(gradients for _, gradients in self._newest)
+        return total / max(1, sum(gradients for _, gradients in self._newest))
 
     def state_dict(self) -> list[tuple[float, int]]:
         """What was heard."""

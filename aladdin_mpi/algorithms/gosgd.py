@@ -61,7 +61,12 @@ class GoSgdWorker(PeerWorker):
 
     def _send_to_somebody(self) -> None:
         """``alpha <- alpha / 2``, and as much goes with x to a worker drawn from the others."""
+        failed = self.transport.failed
         peer = (self.index + self.random.randrange(1, self.n)) % self.n
+        while peer in failed:
+            peer = (peer + 1) % self.n
+        if peer == self.index:
+            return
         if self.outbox.is_free and min(self.alpha) >= LEAST_ALPHA:
             halves = [alpha / 2 for alpha in self.alpha]
             self.outbox.send(self.x, peer, torch.tensor(halves, dtype=torch.float64))

@@ -34,10 +34,12 @@ class GossipInbox:
         self._announced: dict[int, deque[tuple[Bucket, float]]] = {
             rank: deque() for rank in self._others
         }
-        self._ended = 0
+        self._ended: set[int] = set()
+        self._all_told = False
         largest = worker.layout.largest * wire.dtype.itemsize
         nbytes = max(8 * len(worker.layout.buckets), largest)
         worker.transport.on_message(Tag.GOSSIP, nbytes, self._receive)
+        worker.transport.on_failure(lambda rank: self._check_ended())
 
     def _receive(self, source: int, message: Tensor) -> None:
         announced = self._announced[source]
@@ -48,18 +50,21 @@ class GossipInbox:
             weights = message.view(torch.float64).tolist()
             announced.extend(zip(self._layout.buckets, weights, strict=True))
         else:
-            self._end()
+            self._ended.add(source)
+            self._check_ended()
 
     def _mix(self, bucket: Bucket, weight: float, values: Tensor) -> None:
         # A running mean, not a sum of weighted values: it holds however small the weights are.
         self.weights[bucket.index] += weight
         lerp(self._mean[bucket.part], values, weight / self.weights[bucket.index])
 
-    def _end(self) -> None:
-        self._ended += 1
-        if self._ended == len(self._others):
+    def _check_ended(self) -> None:
+        """If no other has anything more to say in this segment, say so to who waits."""
+        if not self._all_told and self._ended.union(self._transport.failed).issuperset(
+            self._others
+        ):
             # Handlers cannot wake who waits; a message can.
-            self._ended = 0
+            self._all_told = True
             self._transport.isend(_nothing(), self._transport.rank, Tag.GOSSIP_ENDED)
 
     def take_into(self, x: Tensor, alpha: list[float]) -> None:
@@ -78,8 +83,14 @@ class GossipInbox:
     def drain(self) -> None:
         """Tell all others that this was all, and wait until all have said so."""
         all_ended = self._transport.irecv(_nothing(), self._transport.rank, Tag.GOSSIP_ENDED)
-        ends = [self._transport.isend(_nothing(), rank, Tag.GOSSIP) for rank in self._others]
-        self._transport.wait_all([*ends, all_ended])
+        for rank in self._others:
+            self._transport.isend(_nothing(), rank, Tag.GOSSIP)
+        with self._transport.atomic():
+            self._check_ended()
+        self._transport.wait(all_ended)
+        # Nobody ends the next segment before all have begun it.
+        self._ended.clear()
+        self._all_told = False
 
 
 def _nothing() -> Tensor:

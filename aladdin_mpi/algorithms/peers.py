@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.tags import Tag
-from aladdin_mpi.transport.base import Request
+from aladdin_mpi.transport.base import PeerFailedError, Request
 from aladdin_mpi.vectors import clear, scale
 
 
@@ -65,7 +67,18 @@ class ModelOutbox:
     @property
     def is_free(self) -> bool:
         """Whether :meth:`send` would not have to wait."""
-        return all(self._transport.test(request) for request in self._copies[0].requests)
+        return all(self._is_delivered(request) for request in self._copies[0].requests)
+
+    def _is_delivered(self, request: Request) -> bool:
+        try:
+            return self._transport.test(request)
+        except PeerFailedError:
+            return True  # nobody waits for it
+
+    def _await(self, requests: list[Request]) -> None:
+        for request in requests:
+            with suppress(PeerFailedError):
+                self._transport.wait(request)
 
     def send(self, vector: Tensor, dest: int, header: Tensor | None = None) -> Tensor:
         """Send to rank ``dest``; waits for the oldest copy if all are on their way.
@@ -74,7 +87,7 @@ class ModelOutbox:
         """
         copy = self._copies.pop(0)
         self._copies.append(copy)
-        self._transport.wait_all(copy.requests)
+        self._await(copy.requests)
         event = self._wire.encode(vector, copy.values)
         if isinstance(event, torch.cuda.Event):
             event.wait()  # what changes the vector from now on comes after the copying
@@ -87,5 +100,5 @@ class ModelOutbox:
     def flush(self) -> None:
         """Wait until everything is delivered."""
         for copy in self._copies:
-            self._transport.wait_all(copy.requests)
+            self._await(copy.requests)
             copy.requests = []

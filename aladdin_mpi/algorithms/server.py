@@ -292,8 +292,9 @@ class ParameterServer:
         self.staleness = 0.0
         self.partial = {b.index: 0 for b in self.buckets}
         """Gradients of a bucket whose worker failed before all buckets had come."""
-        self.from_failed = 0
-        """Gradients taken as a whole from workers that have failed."""
+        self.given = [0] * self.worker_count
+        """Gradients taken as a whole from every worker, up to the last segment."""
+        self._from_former = 0
         self.taken = self._nothing_taken()
         """Gradients taken in this segment, for every worker and bucket."""
         self._seen = [0] * self.worker_count
@@ -346,6 +347,7 @@ class ParameterServer:
                 heads[turn] = self._intakes[worker].head
             if self._sender.behind:
                 self._sender.advance()
+        self.given = [self.given[w] + self.whole_from(w) for w in range(self.worker_count)]
         self._sender.flush()
 
     def _take(self, worker: int) -> Iterator[Arrival]:
@@ -363,13 +365,23 @@ class ParameterServer:
         """Close the books on a worker that has failed."""
         self._intakes[worker].ended = True
         whole = self.whole_from(worker)
-        self.from_failed += whole
         for index, taken in self.taken[worker].items():
             self.partial[index] += taken - whole
+
+    def has_failed(self, worker: int) -> bool:
+        """Whether a worker is known to have failed."""
+        return self.layout.servers + worker in self.transport.failed
 
     def whole_from(self, worker: int) -> int:
         """Gradients of which all buckets have been taken from a worker in this segment."""
         return min(self.taken[worker].values(), default=0)
+
+    @property
+    def from_failed(self) -> int:
+        """Gradients taken as a whole from workers that have failed."""
+        return self._from_former + sum(
+            given for worker, given in enumerate(self.given) if self.has_failed(worker)
+        )
 
     def books(self, totals: dict[int, int], dropped: int = 0) -> dict[str, int]:
         """The accounts of a server whose buckets have seen ``totals`` gradients each.
@@ -418,6 +430,7 @@ class ParameterServer:
             "seen": self._seen,
             "partial": self.partial,
             "from_failed": self.from_failed,
+            "given": [0 if self.has_failed(w) else n for w, n in enumerate(self.given)],
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
@@ -435,4 +448,7 @@ class ParameterServer:
         partial = state["partial"]
         assert isinstance(partial, dict)
         self.partial = partial
-        self.from_failed = int(str(state["from_failed"]))
+        self._from_former = int(str(state["from_failed"]))
+        given = state["given"]
+        assert isinstance(given, list)
+        self.given = given

@@ -31,7 +31,7 @@ from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.tags import Tag
-from aladdin_mpi.transport.base import Request
+from aladdin_mpi.transport.base import PeerFailedError, Request
 from aladdin_mpi.vectors import add, lerp
 
 P = 1 / 2
@@ -71,7 +71,7 @@ class SgpWorker(PeerWorker):
     ) -> None:
         super().__init__(worker, optimizer, wire)
         self.tau = tau
-        self.hops = hops(self.n, options.graph)
+        self.graph = options.graph
         self.w = 1.0
         self.steps = 0
         self.outbox = ModelOutbox(worker, self.wire, Tag.PUSH, copies=tau + 1)
@@ -81,18 +81,32 @@ class SgpWorker(PeerWorker):
 
     def run(self) -> None:
         """Train until the segment's samples are used up."""
-        for _ in self.worker.batches():
-            hop = self.hops[self.steps % len(self.hops)]
-            self._expect((self.index - hop) % self.n)
+        self.steps = 0
+        for batch in self.worker.batches():
+            source, dest = self._neighbours(batch.absent)
+            self._expect(source)
             add(self.x, self.direction(), alpha=-self.worker.lr / self.w)  # [1]
-            self._push((self.index + hop) % self.n)  # [2]
+            self._push(dest)  # [2]
             self._pull(self.tau)  # [3, 4]
             self.steps += 1
         self._pull(0)
         self.outbox.flush()
 
+    def _neighbours(self, absent: tuple[int, ...]) -> tuple[int, int]:
+        """From whom this worker gets a message in this step of the segment, and to whom it sends.
+
+        All workers of a round leave out the same failed ones, so that nobody's weight
+        drains away to them.
+        """
+        members = [rank for rank in range(self.n) if rank not in absent]
+        distances = hops(len(members), self.graph) or [0]
+        hop, place = distances[self.steps % len(distances)], members.index(self.index)
+        return members[place - hop], members[(place + hop) % len(members)]
+
     def _expect(self, source: int) -> None:
         """Post the receives of this step: its message may come while this worker computes."""
+        if source in self.transport.failed or source == self.index:
+            return
         push = self._spare.pop()
         post = self.transport.irecv
         push.requests = [post(push.w, source, Tag.PUSH)]
@@ -101,19 +115,25 @@ class SgpWorker(PeerWorker):
         self.incoming.append(push)
 
     def _push(self, dest: int) -> None:
+        if dest in self.transport.failed or dest == self.index:
+            return  # nothing is sent, so all is kept
         self.outbox.send(self.x, dest, torch.tensor([P * self.w], dtype=torch.float64))
         self.w *= P
 
     def _pull(self, late: int) -> None:
         """Add what has come, in order; wait until no more than ``late`` messages are awaited."""
         while self.incoming:
-            requests = self.incoming[0].requests
-            if len(self.incoming) > late:
-                self.transport.wait_all(requests)
-            elif not all(self.transport.test(request) for request in requests):
-                break
+            requests, is_lost = self.incoming[0].requests, False
+            try:
+                if len(self.incoming) > late:
+                    self.transport.wait_all(requests)
+                elif not all(self.transport.test(request) for request in requests):
+                    break
+            except PeerFailedError:
+                is_lost = True
             push = self.incoming.popleft()
-            self._add(push)
+            if not is_lost:
+                self._add(push)
             self._spare.append(push)
 
     def _add(self, push: _Push) -> None:
@@ -128,9 +148,9 @@ class SgpWorker(PeerWorker):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next segment depends on."""
-        return {**super().state_dict(), "w": self.w, "steps": self.steps}
+        return {**super().state_dict(), "w": self.w}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
         super().load_state_dict(state)
-        self.w, self.steps = state["w"], state["steps"]
+        self.w = state["w"]

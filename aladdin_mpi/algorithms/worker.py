@@ -121,7 +121,9 @@ class Worker:
         It is 1 where every worker has as many samples; the mean of gradients times
         shares is that of all samples of the round.
         """
-        return self.ticket.size * self.count / self.ticket.whole if self._lockstep else 1.0
+        if not self._lockstep:
+            return 1.0
+        return self.ticket.size * (self.count - len(self.ticket.absent)) / self.ticket.whole
 
     def batches(self) -> Iterator[Ticket]:
         """This worker's batches until the segment's samples are used up.

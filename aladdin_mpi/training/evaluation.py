@@ -75,7 +75,8 @@ class Snapshots:
         self._done = done
         self._vector = torch.empty(0)
         self._weights: list[float] = []
-        self._missing = 0
+        self._missing: set[tuple[int, int]] = set()
+        transport.on_failure(self._lose)
         transport.exempt(Tag.SNAPSHOT, Tag.SHARD)
         self._others = {rank for ranks in self._holders.values() for rank in ranks} - {0}
         if self._others:
@@ -86,20 +87,33 @@ class Snapshots:
     @property
     def busy(self) -> bool:
         """Whether a copy is being collected."""
-        return self._missing > 0
+        return bool(self._missing)
 
     def take(self) -> None:
         """At rank 0: start to collect a copy."""
         self._vector = torch.zeros(self._layout.numel)
         self._weights = [0.0] * len(self._layout.buckets)
-        self._missing = sum(len(ranks) for ranks in self._holders.values())
-        for rank in sorted(self._others):
+        failed = self._transport.failed
+        self._missing = {
+            (rank, bucket.index)
+            for bucket, ranks in self._holders.items()
+            for rank in ranks
+            if rank not in failed
+        }
+        for rank in sorted(self._others - failed):
             self._transport.isend(torch.zeros(1, dtype=torch.uint8), rank, Tag.SNAPSHOT)
         self._role.when_whole(self._add_mine)
 
     def _add_mine(self) -> None:
         for bucket in self._mine():
-            self._add(bucket, self._role.weight(bucket), self._role.part(bucket))
+            self._add(0, bucket, self._role.weight(bucket), self._role.part(bucket))
+
+    def _lose(self, rank: int) -> None:
+        """Without the part of a rank that has failed the copy may be complete."""
+        lost = {key for key in self._missing if key[0] == rank}
+        if lost:
+            self._missing -= lost
+            self._finish()
 
     def _mine(self) -> list[Bucket]:
         rank = self._transport.rank
@@ -116,9 +130,9 @@ class Snapshots:
     def _collect(self, source: int, message: Tensor) -> None:
         index, weight = message[:FRAME_BYTES].clone().view(torch.float64).tolist()
         values = message[FRAME_BYTES:].clone().view(torch.float32)
-        self._add(self._layout.buckets[int(index)], weight, values)
+        self._add(source, self._layout.buckets[int(index)], weight, values)
 
-    def _add(self, bucket: Bucket, weight: float, values: Tensor) -> None:
+    def _add(self, source: int, bucket: Bucket, weight: float, values: Tensor) -> None:
         mine = self._vector[bucket.part]
         if len(self._holders[bucket]) == 1:
             mine.copy_(values)
@@ -126,7 +140,10 @@ class Snapshots:
             # The running mean: exact when all are the same.
             self._weights[bucket.index] += weight
             mine.lerp_(values.to(mine.device, mine.dtype), weight / self._weights[bucket.index])
-        self._missing -= 1
+        self._missing.discard((source, bucket.index))
+        self._finish()
+
+    def _finish(self) -> None:
         if not self._missing:
             self._done(self._vector)
 

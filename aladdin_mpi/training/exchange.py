@@ -38,15 +38,6 @@ def broadcast(transport: Transport, fact: Any) -> Any:
     return fact
 
 
-def barrier(transport: Transport) -> None:
-    """Wait until every rank that lives has come here."""
-    if transport.survives:
-        gather(transport, True)
-        broadcast(transport, True)
-    else:
-        transport.wait(transport.ibarrier())
-
-
 def spread(transport: Transport, values: Tensor, root: int) -> None:
     """Copy the CPU tensor ``values`` of rank ``root`` into that of every rank that lives."""
     if not transport.survives:

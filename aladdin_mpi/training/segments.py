@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from aladdin_mpi.algorithms.base import Role
+from aladdin_mpi.barrier import barrier
 from aladdin_mpi.training.checkpoint import CheckpointStore
-from aladdin_mpi.training.exchange import barrier, broadcast, gather
+from aladdin_mpi.training.exchange import broadcast, gather
 from aladdin_mpi.training.keeper import Keeper
 from aladdin_mpi.training.local_state import LocalState
 from aladdin_mpi.transport.base import Transport
