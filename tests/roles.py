@@ -103,22 +103,25 @@ class Outcome:
 
     job: Job
     first: Tensor
-    ranks: list[RankResult]
+    ranks: list[RankResult | None]
+    """None: it died."""
 
     @property
     def servers(self) -> list[RankResult]:
-        return self.ranks[: self.job.served_by]
+        return [rank for rank in self.ranks[: self.job.served_by] if rank is not None]
 
     @property
     def workers(self) -> list[RankResult]:
-        return self.ranks[self.job.served_by :]
+        """Those who have lived to the end."""
+        return [rank for rank in self.ranks[self.job.served_by :] if rank is not None]
 
     @property
     def model(self) -> Tensor:
         """The global model, flat: the weighted mean over those who hold it."""
         parts = []
         for bucket in self.job.layout.buckets:
-            roles = [self.ranks[r].role for r in self.job.kind.holders(bucket, len(self.ranks))]
+            ranks = [self.ranks[r] for r in self.job.kind.holders(bucket, len(self.ranks))]
+            roles = [rank.role for rank in ranks if rank is not None]
             total = sum(role.weight(bucket) for role in roles)
             parts.append(
                 sum(role.part(bucket).double() * (role.weight(bucket) / total) for role in roles)

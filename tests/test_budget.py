@@ -62,7 +62,7 @@ def open_all(transport: VirtualTransport, budget: Budget) -> None:
 def covered(tickets: list[list[Ticket]]) -> int:
     """Check that tickets follow each other without gap or overlap; returns their end."""
     position = 0
-    for start, size, _ in sorted(ticket for own in tickets for ticket in own):
+    for start, size, *_ in sorted(ticket for own in tickets for ticket in own):
         assert start == position
         position += size
     return position

@@ -65,6 +65,14 @@ class Role(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
 
+    def common(self) -> dict[str, Any]:
+        """What all ranks have in common, as JSON: for one that takes part again."""
+        return {}
+
+    def join(self, common: dict[str, Any]) -> None:
+        """Take part again, without a state of one's own, after a failure and a resumption."""
+        return
+
 
 class TrainingWorker(Role):
     """A rank that computes gradients, with a model and an optimizer of its own."""

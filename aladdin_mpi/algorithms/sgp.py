@@ -81,7 +81,6 @@ class SgpWorker(PeerWorker):
 
     def run(self) -> None:
         """Train until the segment's samples are used up."""
-        self.steps = 0
         for batch in self.worker.batches():
             source, dest = self._neighbours(batch.absent)
             self._expect(source)
@@ -93,7 +92,7 @@ class SgpWorker(PeerWorker):
         self.outbox.flush()
 
     def _neighbours(self, absent: tuple[int, ...]) -> tuple[int, int]:
-        """From whom this worker gets a message in this step of the segment, and to whom it sends.
+        """From whom this worker gets a message in this step, and to whom it sends.
 
         All workers of a round leave out the same failed ones, so that nobody's weight
         drains away to them.
@@ -148,9 +147,17 @@ class SgpWorker(PeerWorker):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next segment depends on."""
-        return {**super().state_dict(), "w": self.w}
+        return {**super().state_dict(), "w": self.w, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
         super().load_state_dict(state)
-        self.w = state["w"]
+        self.w, self.steps = state["w"], state["steps"]
+
+    def common(self) -> dict[str, Any]:
+        """The number of steps, on which the graph depends."""
+        return {"steps": self.steps}
+
+    def join(self, common: dict[str, Any]) -> None:
+        """Take up the others' number of steps."""
+        self.steps = common["steps"]

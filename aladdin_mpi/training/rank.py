@@ -252,6 +252,9 @@ class Rank:
     def _revive(self, is_new: bool) -> None:
         """Give the global model to workers that had failed when the checkpoint was written."""
         new = broadcast(self.transport, gather(self.transport, is_new))
+        common = broadcast(self.transport, self.role.common())
+        if is_new:
+            self.role.join(common)
         if not any(new) or self.options.compute != "real":
             return
         mine = self.replica.parameters.clone()

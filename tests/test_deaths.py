@@ -1,0 +1,95 @@
+"""Workers die at any moment, in virtual time: the others use up the budget, and accounts hold.
+
+``ALADDIN_MPI_SCHEDULES=500`` tries so many schedules for each algorithm instead of the few
+of everyday. A failure is named by its algorithm and seed, which replay it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.algorithms.base import Server
+from aladdin_mpi.options import RunOptions
+from tests.quadratic import Quadratic
+from tests.roles import Job, any_network, flat_start, run
+
+SCHEDULES = int(os.environ.get("ALADDIN_MPI_SCHEDULES", "20"))
+SURVIVORS = [
+    name
+    for name, algorithm in registry.ALGORITHMS.items()
+    if not algorithm.needs_all(RunOptions(algorithm=name))
+]
+LR = 0.05
+
+
+def schedule(algorithm: str, seed: int) -> Job:
+    """A run on a network with delays and pauses, in which all workers but one may die."""
+    r = random.Random(f"{algorithm} {seed}")
+    kind = registry.find(algorithm)
+    workers, servers = r.randint(2, 6), r.randint(1, 2)
+    ranks = workers + (servers if kind.server else 0)
+    # Rank 0 keeps the budget: its death ends the job, whatever it does besides.
+    mortal = list(range(ranks - workers, ranks))
+    mortal = [rank for rank in mortal if rank] if kind.server is None else mortal
+    dying = r.sample(mortal, r.randint(1, max(1, min(len(mortal), workers - 1))))
+    steps = r.choice([3, 12, 30])
+    network = any_network(seed, ranks).model_dump()
+    deaths = {rank: r.uniform(0.0, 1.3 * steps) for rank in dying}
+    return Job(
+        algorithm,
+        workers=workers,
+        servers=servers,
+        samples=4 * workers * steps + r.randint(0, 3),
+        segments=r.randint(1, 3),
+        bucket=r.choice([5, 17]),
+        settings={"weight_decay": 0.0, "momentum": r.choice([0.0, 0.5])},
+        schedule=lambda samples: LR,
+        slowdown={r.randrange(workers): r.choice([1.0, 3.0])},
+        jitter=0.3,
+        noise=0.1,
+        cluster=type(any_network(seed, ranks))(**{**network, "deaths": deaths}),
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("seed", range(SCHEDULES))
+@pytest.mark.parametrize("algorithm", SURVIVORS)
+def test_the_living_go_on(algorithm: str, seed: int) -> None:
+    job = schedule(algorithm, seed)
+    outcome = run(job)
+    living = [rank for rank in outcome.ranks if rank is not None]
+    budget = living[0].budget
+    assert budget is not None
+    assert budget.drawn == job.samples
+    workers = [rank for rank in living if not isinstance(rank.role, Server)]
+    computed = sum(rank.role.counts()["computed"] for rank in workers)
+    used = sum(ticket.size for rank in workers for ticket in rank.tickets)
+    assert used <= job.samples
+    if len(workers) == job.workers:  # who was to die had ended before
+        assert used == job.samples
+    for rank in living:
+        counts = rank.role.counts()
+        if isinstance(rank.role, Server):
+            assert counts["applied"] + counts["dropped"] - counts["from_failed"] == computed
+    # The model is as good as the samples that went into it, more or less.
+    before = (flat_start(job.numel) - Quadratic(job.numel).optimum).norm()
+    after = (outcome.model - Quadratic(job.numel).optimum).norm()
+    assert torch.isfinite(outcome.model).all()
+    assert after < 1.2 * before
+
+
+def test_all_dead_but_one() -> None:
+    """Half the budget is left to a single worker, which uses it up."""
+    job = Job("aladdin", workers=5, samples=400, schedule=lambda samples: LR, noise=0.0)
+    deaths = {rank: 10.0 + rank for rank in range(2, 6)}
+    job.cluster = any_network(0, 6).model_copy(update={"deaths": deaths, "hosts": 1})
+    outcome = run(job)
+    (survivor,) = outcome.workers
+    assert survivor.role.counts()["computed"] > 30
+    before = (flat_start(job.numel) - Quadratic(job.numel).optimum).norm()
+    assert (outcome.model - Quadratic(job.numel).optimum).norm() < 0.3 * before
