@@ -19,8 +19,8 @@ FLUSH_SECONDS = 0.3
 YIELD_SECONDS = 3.0
 """Time for another rank to say what has happened."""
 
-remedy = ""
-"""How to go on after the job has ended in mid-training; empty before."""
+remedy: Callable[[], str] = str
+"""Says how to go on after the job has ended in mid-training."""
 _ending = threading.Lock()
 
 
@@ -102,7 +102,8 @@ def end_job(error: BaseException) -> None:
 
 
 def _and_then() -> str:
-    return f"; {remedy}" if remedy else ""
+    text = remedy()
+    return f"; {text}" if text else ""
 
 
 def _peer(error: BaseException) -> int | None:

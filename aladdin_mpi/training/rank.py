@@ -154,7 +154,12 @@ class Rank:
             keeper.losses = Losses(
                 self.transport, keeper.budget, self.layout.servers, needed, keeper.moment
             )
-        guard.remedy = f"resume with: --resume {self.run_dir}"
+        guard.remedy = self._remedy
+
+    def _remedy(self) -> str:
+        if CheckpointStore(self.run_dir).exists:
+            return f"resume with: --resume {self.run_dir}"
+        return f"it has no checkpoint yet: start it again with --overwrite --run-dir {self.run_dir}"
 
     def _broadcast(self, tensor: Tensor, root: int = 0) -> None:
         staged = tensor.detach().cpu().contiguous()
@@ -242,8 +247,17 @@ class Rank:
             self._revive(state is None)
         if self.keeper is not None:
             self._open_books(self.keeper)
-            if (text := self.role.describe()) and not self.options.quiet:
+            texts = [self.role.describe(), self._prospects()]
+            if (text := "\n".join(filter(None, texts))) and not self.options.quiet:
                 print(text, flush=True)
+
+    def _prospects(self) -> str:
+        """What becomes of the run if a worker dies, where something can be done."""
+        if self.transport.engine != "mpi" or not self.transport.survives:
+            return ""
+        if self.algorithm.needs_all(self.options):
+            return f"ULFM: is there, but {self.options.algorithm} needs every worker"
+        return "ULFM: if workers die the others go on"
 
     def _settle(self) -> None:
         losses = self.keeper.losses if self.keeper else None
