@@ -20,7 +20,7 @@ class Tag(IntEnum):
     """From rank 0: send me your part of the model."""
     SHARD = 6
     """The answer: one bucket in a frame."""
-    BARRIER = 11
+    BARRIER = 12
     """To rank 0: I am here; and its answer: all are."""
     LOCAL_GRADIENT = 9
     """Worker to the leading worker of its host: a bucket."""
@@ -30,6 +30,8 @@ class Tag(IntEnum):
     """Before training: what all ranks must agree on."""
     REPORT = 8
     """After training: totals for the summary."""
+    SUSPEND = 11
+    """To the keeper: the number of a signal after which the run is to be saved and to end."""
     REDUCE_SCATTER = 40
     """Worker to worker: a part of a bucket, for its owner to add."""
     ALL_GATHER = 41

@@ -118,7 +118,7 @@ class CheckpointStore:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a checkpoint."""
+        """Whether there is a complete checkpoint."""
         return any(self.folder.glob("samples-*"))
 
     def _last(self) -> Path:
