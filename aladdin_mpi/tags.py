@@ -28,6 +28,8 @@ class Tag(IntEnum):
     """Before training: what all ranks must agree on."""
     REPORT = 8
     """After training: totals for the summary."""
+    REFUSAL = 20
+    """To rank 0: something was refused."""
     REDUCE_SCATTER = 40
     """Worker to worker: a part of a bucket, for its owner to add."""
     ALL_GATHER = 41

@@ -22,7 +22,9 @@ from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.options import RunOptions
+from aladdin_mpi.refusals import NBYTES, Refusal
 from aladdin_mpi.replica import Replica
+from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual import VirtualCluster
@@ -57,6 +59,10 @@ class Job:
     seed: int = 0
     start: Callable[[int], Tensor] | None = None
     probe: Probe | None = None
+    spoil: Callable[[int, int], Tensor | float] = lambda worker, step: 0.0
+    """Added to the noise of a worker's step, both counted from 0."""
+    wrap: Callable[[Transport], Transport] = lambda transport: transport
+    """What the ranks use instead of the engine's own."""
 
     @property
     def options(self) -> RunOptions:
@@ -94,6 +100,8 @@ class RankResult:
     tickets: list[Ticket]
     reports: list[tuple[int, Report]]
     budget: Budget | None
+    refusals: list[Refusal]
+    """What rank 0 heard of."""
 
 
 @dataclass
@@ -163,6 +171,7 @@ def flat_start(numel: int) -> Tensor:
 
 def run_rank(job: Job, transport: Transport) -> RankResult:
     """One rank's part of a run, on any transport."""
+    transport = job.wrap(transport)
     module = Quadratic(job.numel)
     replica = Replica(module)
     x, options = replica.parameters, job.options
@@ -179,7 +188,11 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
         worker = _worker(job, transport, module, replica, tickets, lambda: role)
         role = job.kind.worker(worker, sgd, wire, options)
     budget = None
+    refusals: list[Refusal] = []
     if transport.rank == 0:
+        transport.on_message(
+            Tag.REFUSAL, NBYTES, lambda _, message: refusals.append(Refusal.unpack(message))
+        )
         lockstep = job.workers if job.kind.lockstep else 0
         budget = Budget(
             transport, job.samples, lambda r, report: reports.append((r, report)), lockstep
@@ -198,7 +211,7 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
     role.close()
     if transport.engine == "virtual":
         transport.sleep(100.0)  # the last reports arrive
-    return RankResult(role, transport.traffic, tickets, reports, budget)
+    return RankResult(role, transport.traffic, tickets, reports, budget, refusals)
 
 
 def _worker(
@@ -214,7 +227,7 @@ def _worker(
     def compute(ticket: Ticket) -> float:
         if job.probe is not None:
             job.probe(transport, role(), ticket)
-        noise = noise_of_samples(job, index, tickets, ticket)
+        noise = noise_of_samples(job, index, tickets, ticket) + job.spoil(index, len(tickets))
         tickets.append(ticket)
         loss: Tensor = module(noise)
         loss.backward()
@@ -235,6 +248,7 @@ def _worker(
         job.schedule,
         job.options.wait_free,
         job.kind.lockstep,
+        job.options.max_loss,
     )
 
 

@@ -18,8 +18,10 @@ from aladdin_mpi.algorithms.frames import Header, Kind, new_header
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.difference import DifferenceEncoder
 from aladdin_mpi.layout import Bucket, Layout
+from aladdin_mpi.refusals import Reason, Refusal, is_finite, report
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Event, Request, Transport
+from aladdin_mpi.transport.sealed import is_void
 from aladdin_mpi.vectors import add
 
 Notes = tuple[float, ...]
@@ -41,6 +43,8 @@ class Arrival:
         codec: reads the message; None: it is dense.
         length: of the message, in values of the wire's dtype; None: the bucket's.
         notes: of the gradient's header.
+        refused: it was not finite, or damaged on its way, and holds zeros now: neutral for
+            gradients and differences, but not for a model.
     """
 
     worker: int
@@ -50,6 +54,7 @@ class Arrival:
     codec: GradientCodec | None = None
     length: int | None = None
     notes: tuple[float, ...] = ()
+    refused: bool = False
 
     @property
     def is_dense(self) -> bool:
@@ -74,6 +79,11 @@ class Arrival:
             add(target, self.values, alpha)
         else:
             self.codec.add(self.bucket, self.storage[: self.length], target, alpha)
+
+    def refuse(self) -> None:
+        """Let zeros stand in for what has come."""
+        self.refused = True
+        self.storage[: self.length].zero_()
 
     def exchange(self, storage: Tensor) -> Tensor:
         """Keep the received storage and give another for later receives: no copy."""
@@ -274,6 +284,8 @@ class ParameterServer:
         self.transport = transport
         self.layout = layout
         self.codec = codec
+        self.arriving = codec
+        """What arriving messages are read by; an algorithm may have its own."""
         self.buckets = layout.owned_by(transport.rank)
         self.worker_count = transport.size - layout.servers
         self.values = {b.index: parameters[b.part].clone() for b in self.buckets}
@@ -326,8 +338,26 @@ class ParameterServer:
             self._count(worker, intake.header)
         else:
             self._sender.note(arrival)
+            self._look(arrival)
             yield arrival
             intake.give_back(arrival)
+
+    def _look(self, arrival: Arrival) -> None:
+        """Refuse what is not finite: it would spoil the model for good.
+
+        Costs one reading of the values, 0.2 ms for a bucket of 4 MB, which the cache holds
+        then for the addition that follows (0.4 ms).
+        """
+        message = arrival.storage[: arrival.length]
+        if message.is_meta:
+            return
+        if is_void(message):
+            arrival.refuse()  # those who saw it arrive have told of it
+        elif not is_finite(self.arriving.numbers(arrival.bucket, message)):
+            arrival.refuse()
+            rank = self.layout.servers + arrival.worker
+            where = rank, arrival.bucket.index, self._intakes[arrival.worker].header.samples
+            report(self.transport, Refusal(Reason.ARRIVED, *where))
 
     def _count(self, worker: int, header: Header) -> None:
         if header.kind == Kind.BUCKETS:

@@ -190,22 +190,28 @@ class DataParallel:
             item = item.contiguous(memory_format=torch.channels_last)
         return item.to(self.device, non_blocking=True)
 
-    def step(self, loss: Tensor | float = float("nan")) -> None:
+    def step(self, loss: Tensor | float | None = None) -> None:
         """The gradients of a batch are there: hand them to the algorithm.
 
         The parameters change here, and gradients are cleared.
 
         Args:
-            loss: of the batch, for the metrics.
+            loss: of the batch, for the metrics and for ``max_loss``.
 
         Raises:
-            UserError: called twice for a batch, or the gradients are not where backward
-                has to put them, as after ``zero_grad()``.
+            UserError: called twice for a batch, or without the loss that ``max_loss``
+                needs; or the gradients are not where backward has to put them, as after
+                ``zero_grad()``.
         """
         if self._algorithm_side is None or self._stepped:
             raise UserError(
                 "training loop: expected step() once for each batch of run.batches(); got a call "
                 "without a batch"
+            )
+        if loss is None and self.options.max_loss is not None and self.options.compute == "real":
+            raise UserError(
+                "--max-loss: expected the loss of every batch, got a step() without one; call "
+                "run.step(loss), or leave --max-loss out"
             )
         self._stepped = True
         value = loss.item() if isinstance(loss, Tensor) else loss
@@ -214,10 +220,10 @@ class DataParallel:
         self._algorithm_side.parent = self._loop_side
         self._ticket = self._algorithm_side.switch(value)
 
-    def _compute(self, ticket: Ticket) -> float:
+    def _compute(self, ticket: Ticket) -> float | None:
         """On the algorithm's side: let the user's loop compute a batch, to its step()."""
         assert self._loop_side is not None
-        loss: float = self._loop_side.switch(ticket)
+        loss: float | None = self._loop_side.switch(ticket)
         return loss
 
     @contextmanager

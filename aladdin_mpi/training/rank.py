@@ -59,7 +59,7 @@ class Rank:
         algorithm: Algorithm,
         module: nn.Module,
         epoch: int,
-        compute: Callable[[Ticket], float],
+        compute: Callable[[Ticket], float | None],
         evaluate: Evaluate | None,
     ) -> None:
         self.transport = transport
@@ -151,7 +151,7 @@ class Rank:
     def _holders(self, bucket: Bucket) -> range:
         return self.algorithm.holders(bucket, self.transport.size)
 
-    def _role(self, compute: Callable[[Ticket], float]) -> Role:
+    def _role(self, compute: Callable[[Ticket], float | None]) -> Role:
         algorithm, options, x = self.algorithm, self.options, self.replica.parameters
         sgd = MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov)
         wire = self._codec(sgd)
@@ -170,6 +170,7 @@ class Rank:
             self.lr,
             options.wait_free,
             algorithm.lockstep,
+            options.max_loss,
         )
         return algorithm.worker(self.worker, sgd, wire, options)
 
