@@ -202,6 +202,11 @@ class RunOptions(BaseModel):
         "of gradients, for algorithms that send them; dgc: deep gradient compression",
         group="communication",
     )
+    checksum: bool = option(
+        False,
+        "send a checksum with every gradient and model, and refuse those that arrive damaged",
+        group="communication",
+    )
     wire: Precision = option("fp32", "number format of what is sent", group="communication")
 
     # -- computing

@@ -53,7 +53,7 @@ def test_every_algorithm_is_unharmed(algorithm: str, seed: int) -> None:
         segments=2,
         settings={"wire": ["fp32", "bf16"][seed % 2], "wait_free": seed != 1},
         jitter=0.3,
-        cluster=any_network(seed, 6),
+        cluster=any_network(seed, 4),
         seed=seed,
         spoil=spoilt(worker=1, value=[nan, inf, -inf][seed]),
     )

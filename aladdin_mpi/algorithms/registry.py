@@ -55,6 +55,7 @@ class Algorithm:
         least_workers: the smallest number of workers for which it makes sense.
         layout: cuts the flat vector where the usual cut will not do.
         compresses: its gradients can be sent compressed.
+        collective: its gradients or models travel in collectives, which have no checksums.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Algorithm:
     least_workers: int = 1
     layout: MakeLayout | None = None
     compresses: bool = False
+    collective: bool = False
 
     def holders(self, bucket: Bucket, ranks: int) -> range:
         """The ranks whose values of a bucket make up the global model's."""
@@ -137,12 +139,14 @@ ALGORITHMS = {
             lockstep=True,
             holder="first",
             compresses=True,
+            collective=True,
         ),
         Algorithm(
             "local-sgd",
             lambda worker, sgd, wire, options: LocalSgdWorker(worker, sgd, wire, options.local_sgd),
             lockstep=True,
             holder="all",
+            collective=True,
         ),
         Algorithm(
             "sgp",
@@ -182,6 +186,7 @@ ALGORITHMS = {
             lockstep=True,
             holder="first",
             layout=multistep_layout,
+            collective=True,
         ),
     )
 }
@@ -227,6 +232,20 @@ def check_compression(algorithm: Algorithm, options: RunOptions) -> None:
         raise UserError(
             f"--compression {options.compression}: expected without --bsp-host-first, which adds "
             "up whole gradients; leave one of the two out"
+        )
+
+
+def check_checksum(algorithm: Algorithm, options: RunOptions) -> None:
+    """Check that ``--checksum`` suits the algorithm.
+
+    Raises:
+        UserError: what it sends goes by collectives.
+    """
+    if options.checksum and algorithm.collective:
+        able = ", ".join(sorted(a.name for a in ALGORITHMS.values() if not a.collective))
+        raise UserError(
+            f"--checksum: expected an algorithm that sends messages from rank to rank ({able}), "
+            f"got {algorithm.name}, whose sums are made by a library; leave the option out"
         )
 
 

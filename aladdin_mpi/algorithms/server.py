@@ -191,6 +191,11 @@ class _ModelSender:
         if self._differences is not None:
             self._differences.forget()
 
+    def lost(self, source: int, message: Tensor) -> None:
+        """A worker has told that a difference did not reach it."""
+        if self._differences is not None:
+            self._differences.lost(source, int(message.view(torch.int64)))
+
     def note(self, arrival: Arrival) -> None:
         """Take note of a gradient, which will change the model."""
         if self._differences is not None and arrival.length is not None:
@@ -295,6 +300,7 @@ class ParameterServer:
         self._seen = [0] * self.worker_count
         self._schedule = schedule
         self._sender = _ModelSender(transport, codec, layout.largest)
+        transport.on_message(Tag.WHOLE, 8, self._sender.lost)
         self._intakes = [
             _Intake(transport, layout.servers + w, self.buckets, layout.largest, codec)
             for w in range(self.worker_count)

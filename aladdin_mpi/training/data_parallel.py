@@ -18,7 +18,9 @@ from aladdin_mpi.algorithms import registry
 from aladdin_mpi.budget import Ticket
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import RunOptions
+from aladdin_mpi.refusals import Reason, Refusal, report
 from aladdin_mpi.settings import Setting, Settings, build
+from aladdin_mpi.tags import SEALED
 from aladdin_mpi.training.device import choose_device
 from aladdin_mpi.training.evaluation import Evaluate
 from aladdin_mpi.training.exchange import agree
@@ -26,6 +28,7 @@ from aladdin_mpi.training.loading import BatchSource
 from aladdin_mpi.training.rank import Rank
 from aladdin_mpi.training.sampler import ShardedStream
 from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.sealed import SealedTransport
 
 
 class DataParallel:
@@ -71,6 +74,8 @@ class DataParallel:
         self.transport = transport
         self.options = agree(transport, lambda: _options(options, settings, module))
         self.algorithm = agree(transport, self._check)
+        if self.options.checksum:
+            transport = self.transport = _sealed(transport)
         servers = self.options.servers if self.algorithm.server else 0
         self.is_server = transport.rank < servers
         self.device = agree(
@@ -96,6 +101,7 @@ class DataParallel:
         algorithm = registry.find(self.options.algorithm)
         registry.check_ranks(algorithm, self.transport.size, self.options.servers)
         registry.check_compression(algorithm, self.options)
+        registry.check_checksum(algorithm, self.options)
         return algorithm
 
     @property
@@ -261,6 +267,15 @@ def _options(options: RunOptions | None, settings: dict[str, Any], module: nn.Mo
     if settings:
         raise UserError(f"options: expected no settings beside them, got {', '.join(settings)}")
     return options
+
+
+def _sealed(transport: Transport) -> Transport:
+    """With checksums; rank 0 hears of messages that are damaged."""
+
+    def damaged(source: int, tag: int) -> None:
+        report(transport, Refusal(Reason.CHECKSUM, source, value=tag))
+
+    return SealedTransport(transport, SEALED, damaged)
 
 
 def _over_mpi(timeout: float) -> Transport:
