@@ -14,24 +14,28 @@ from aladdin_mpi.transport.layer import Layer
 from aladdin_mpi.transport.sealed import SealedTransport
 
 Choice = Callable[[int, Tensor], bool]
-"""Whether to damage a rank's message, by its number among those with a checksum."""
+"""Whether to damage a message, by its number among the rank's headers, or its others."""
 
 
 class DamagingTransport(Layer):
     """Damages what it sends, if ``chosen``; ``damaged`` has the tags, in order."""
 
-    def __init__(self, inner: Transport, chosen: Choice) -> None:
+    def __init__(
+        self, inner: Transport, chosen: Choice, damage: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         super().__init__(inner)
         self._chosen = chosen
-        self._number = 0
+        self._damage = damage or changed
+        self._numbers = {True: 0, False: 0}
         self.damaged: list[int] = []
 
     def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
         if tag in SEALED and buffer.numel():
-            self._number += 1
-            if self._chosen(self._number, buffer):
+            kind = is_values(buffer)
+            self._numbers[kind] += 1
+            if self._chosen(self._numbers[kind], buffer):
                 self.damaged.append(tag)
-                buffer = changed(buffer)
+                buffer = self._damage(buffer)
         return self.inner.isend(buffer, dest, tag, after)
 
 

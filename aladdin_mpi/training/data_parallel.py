@@ -24,7 +24,7 @@ from aladdin_mpi.tags import SEALED
 from aladdin_mpi.training.device import choose_device
 from aladdin_mpi.training.evaluation import Evaluate
 from aladdin_mpi.training.exchange import agree
-from aladdin_mpi.training.loading import BatchSource
+from aladdin_mpi.training.loading import BatchSource, describe
 from aladdin_mpi.training.rank import Rank
 from aladdin_mpi.training.sampler import ShardedStream
 from aladdin_mpi.transport.base import Transport
@@ -133,12 +133,14 @@ class DataParallel:
 
     def _batches(self, dataset: Any) -> Iterator[Any]:
         length = len(dataset) if isinstance(dataset, Sized) else int(dataset)
+        facts = agree(self.transport, lambda: self._facts(dataset, length))
         self._rank = rank = Rank(
             self.transport,
             self.options,
             self.algorithm,
             self.module,
             length,
+            facts,
             self._compute,
             self._evaluate,
         )
@@ -151,6 +153,12 @@ class DataParallel:
         self._ended = True
         if self._owns_transport:
             self.transport.close()
+
+    def _facts(self, dataset: Any, length: int) -> dict[str, Any]:
+        """What this rank says of its data; a server has no need to read any."""
+        if self.is_server or self.options.compute == "timed" or not length:
+            return {"length": length}
+        return describe(dataset)
 
     def _check_ended(self) -> None:
         """At the end of the program: no rank goes while others wait for it."""

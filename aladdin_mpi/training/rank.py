@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class Rank:
     Args:
         module: on its device.
         epoch: samples of one epoch.
+        data: facts about this rank's data, in which all must agree.
         compute: see :class:`Worker`.
         evaluate: see :class:`Evaluator`; None: no evaluations.
 
@@ -59,6 +60,7 @@ class Rank:
         algorithm: Algorithm,
         module: nn.Module,
         epoch: int,
+        data: Mapping[str, Any],
         compute: Callable[[Ticket], float | None],
         evaluate: Evaluate | None,
     ) -> None:
@@ -71,7 +73,7 @@ class Rank:
         self.replica = agree(transport, self._replica)
         self.layout = self._layout(servers)
         agree(transport, self._check)
-        check_agreement(transport, options, self.replica.shapes)
+        check_agreement(transport, options, self.replica.shapes, data, servers)
         self.worker_count = transport.size - servers
         self.plan = _plan(options, epoch)
         self.lr = LearningRate(options, self.worker_count, epoch, self.plan.total)
