@@ -41,7 +41,7 @@ def _tensors(state: Any, name: str = "") -> list[tuple[str, Tensor]]:
     return [(name, state)] if isinstance(state, Tensor) else []
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("algorithm", NAMES)
 def test_every_algorithm_is_unharmed(algorithm: str, seed: int) -> None:
     job = Job(
@@ -49,13 +49,13 @@ def test_every_algorithm_is_unharmed(algorithm: str, seed: int) -> None:
         servers=2,
         numel=60,
         bucket=13,
-        samples=240,
+        samples=160,
         segments=2,
-        settings={"wire": ["fp32", "bf16"][seed % 2], "wait_free": seed != 1},
+        settings={"wire": ["fp32", "bf16"][seed], "wait_free": seed == 0},
         jitter=0.3,
         cluster=any_network(seed, 4),
         seed=seed,
-        spoil=spoilt(worker=1, value=[nan, inf, -inf][seed]),
+        spoil=spoilt(worker=1, value=[nan, -inf][seed]),
     )
     outcome = run(job)
     check_unharmed(outcome)
@@ -63,7 +63,7 @@ def test_every_algorithm_is_unharmed(algorithm: str, seed: int) -> None:
     spoilt_tickets = [worker.tickets[step] for step in STEPS]
     heard = outcome.ranks[0].refusals
     (bucket,) = (b for b in job.layout.buckets if b.start <= PLACE < b.stop)
-    assert [refusal.reason for refusal in heard] == [[1, 2, 2][seed]] * 3
+    assert [refusal.reason for refusal in heard] == [[1, 2][seed]] * 3
     assert {(refusal.rank, refusal.bucket) for refusal in heard} == {
         (job.served_by + 1, bucket.index)
     }
