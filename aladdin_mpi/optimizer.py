@@ -63,7 +63,6 @@ class MomentumSGD:
 
     def _clip(self, gradient: Tensor, largest: float) -> None:
         bound = largest * sqrt(gradient.numel() / self._numel)
-        # A gradient that is not a number stays so, to be refused where it is applied.
         gradient.mul_((bound / gradient.norm()).clamp_(max=1.0))
 
     def step(self, x: Tensor, gradient: Tensor, lr: float) -> None:

@@ -155,6 +155,15 @@ class RunOptions(BaseModel):
     weight_decay: float = option(
         1e-4, "weight decay (L2)", unit="FACTOR", group="optimisation", ge=0
     )
+    max_loss: float | None = option(
+        None,
+        "refuse the gradient of a batch whose loss is larger; gradients are then sent when "
+        "backward is over, as the loss is not known before",
+        unit="LOSS",
+        group="optimisation",
+        default_text="only gradients that are not finite are refused",
+        gt=0,
+    )
     precision: Precision = option(
         "fp32", "of the forward and backward pass; bf16: autocast", group="optimisation"
     )
@@ -193,6 +202,11 @@ class RunOptions(BaseModel):
     compression: Literal["none", "dgc"] = option(
         "none",
         "of gradients, for algorithms that send them; dgc: deep gradient compression",
+        group="communication",
+    )
+    checksum: bool = option(
+        False,
+        "send a checksum with every gradient and model, and refuse those that arrive damaged",
         group="communication",
     )
     wire: Precision = option("fp32", "number format of what is sent", group="communication")

@@ -115,6 +115,7 @@ class Replica:
         self.parameters = torch.empty(self.numel, dtype=first.dtype, device=first.device)
         self._views: dict[int, list[Tensor]] = {}
         self._bound: list[Tensor] = []
+        self._kept: tuple[list[Tensor], list[Tensor]] | None = None
         for parameter, view in zip(self._parameters, self._cut(self.parameters), strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
@@ -157,6 +158,21 @@ class Replica:
     def new_vector(self) -> Tensor:
         """A zeroed flat vector like the parameters."""
         return torch.zeros_like(self.parameters)
+
+    def keep_buffers(self) -> None:
+        """Remember the module's buffers of real numbers, such as batch norm's statistics."""
+        if self._kept is None:
+            assert self.module is not None
+            buffers = [b for b in self.module.buffers() if b.is_floating_point()]
+            self._kept = buffers, [torch.empty_like(b) for b in buffers]
+        buffers, kept = self._kept
+        if buffers:
+            torch._foreach_copy_(kept, buffers)
+
+    def restore_buffers(self) -> None:
+        """Make them what they were when :meth:`keep_buffers` was called last."""
+        if self._kept is not None and self._kept[0]:
+            torch._foreach_copy_(*self._kept)
 
     def bind_gradients(self, vector: Tensor) -> None:
         """Let autograd add into ``vector`` from now on."""
@@ -228,6 +244,12 @@ class PhantomReplica:
     def new_vector(self) -> Tensor:
         """A flat vector like the parameters."""
         return torch.zeros_like(self.parameters)
+
+    def keep_buffers(self) -> None:
+        """There are none."""
+
+    def restore_buffers(self) -> None:
+        """There are none."""
 
     def bind_gradients(self, vector: Tensor) -> None:
         """Nothing is calculated."""

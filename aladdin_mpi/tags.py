@@ -32,6 +32,10 @@ class Tag(IntEnum):
     """After training: totals for the summary."""
     SUSPEND = 11
     """To the keeper: the number of a signal after which the run is to be saved and to end."""
+    REFUSAL = 20
+    """To rank 0: something was refused."""
+    WHOLE = 21
+    """Worker to server: a difference was lost, send the bucket as a whole."""
     REDUCE_SCATTER = 40
     """Worker to worker: a part of a bucket, for its owner to add."""
     ALL_GATHER = 41
@@ -46,3 +50,18 @@ class Tag(IntEnum):
     """Worker to worker: a model in buckets, to be averaged."""
     AVERAGED = 54
     """The answer: the other model as it was before."""
+
+
+SEALED = frozenset(
+    {
+        Tag.GRADIENT,
+        Tag.MODEL,
+        Tag.LOCAL_GRADIENT,
+        Tag.LOCAL_MODEL,
+        Tag.PUSH,
+        Tag.GOSSIP,
+        Tag.AVERAGE,
+        Tag.AVERAGED,
+    }
+)
+"""Those of gradients and models, and what announces them: they have checksums if asked for."""

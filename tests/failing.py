@@ -16,9 +16,12 @@ class Net(nn.Module):
     steps = 0
     last = -1
     """The step, counted over all workers of a simulation, that fails."""
+    spoilt: range = range(0)
+    """Steps of a worker, counted from 1, whose output is NaN."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.own_steps = 0
         self.layers = nn.Sequential(
             nn.Flatten(),
             nn.Linear(64, 16),
@@ -33,6 +36,9 @@ class Net(nn.Module):
             Net.steps += 1
             if Net.steps == Net.last:
                 raise Failure
+            self.own_steps += 1
+            if self.own_steps in Net.spoilt:
+                x = x * float("nan")
         y: Tensor = self.layers(x)
         return y
 

@@ -23,7 +23,9 @@ from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.options import RunOptions
+from aladdin_mpi.refusals import NBYTES, Refusal
 from aladdin_mpi.replica import Replica
+from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual import VirtualCluster
@@ -58,6 +60,10 @@ class Job:
     seed: int = 0
     start: Callable[[int], Tensor] | None = None
     probe: Probe | None = None
+    spoil: Callable[[int, int], Tensor | float] = lambda worker, step: 0.0
+    """Added to the noise of a worker's step, both counted from 0."""
+    wrap: Callable[[Transport], Transport] = lambda transport: transport
+    """What the ranks use instead of the engine's own."""
 
     @property
     def options(self) -> RunOptions:
@@ -95,6 +101,8 @@ class RankResult:
     tickets: list[Ticket]
     reports: list[tuple[int, Report]]
     budget: Budget | None
+    refusals: list[Refusal]
+    """What rank 0 heard of."""
 
 
 @dataclass
@@ -103,7 +111,7 @@ class Outcome:
 
     job: Job
     first: Tensor
-    ranks: list[RankResult | None]
+    ranks: list[Any]  # of RankResult
     """None: it died."""
 
     @property
@@ -167,6 +175,7 @@ def flat_start(numel: int) -> Tensor:
 
 def run_rank(job: Job, transport: Transport) -> RankResult:
     """One rank's part of a run, on any transport."""
+    transport = job.wrap(transport)
     module = Quadratic(job.numel)
     replica = Replica(module)
     x, options = replica.parameters, job.options
@@ -183,7 +192,11 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
         worker = _worker(job, transport, module, replica, tickets, lambda: role)
         role = job.kind.worker(worker, sgd, wire, options)
     budget = None
+    refusals: list[Refusal] = []
     if transport.rank == 0:
+        transport.on_message(
+            Tag.REFUSAL, NBYTES, lambda _, message: refusals.append(Refusal.unpack(message))
+        )
         lockstep = job.workers if job.kind.lockstep else 0
         budget = Budget(
             transport, job.samples, lambda r, report: reports.append((r, report)), lockstep
@@ -202,7 +215,7 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
     role.close()
     if transport.engine == "virtual":
         transport.sleep(100.0)  # the last reports arrive
-    return RankResult(role, transport.traffic, tickets, reports, budget)
+    return RankResult(role, transport.traffic, tickets, reports, budget, refusals)
 
 
 def _worker(
@@ -218,7 +231,7 @@ def _worker(
     def compute(ticket: Ticket) -> float:
         if job.probe is not None:
             job.probe(transport, role(), ticket)
-        noise = noise_of_samples(job, index, tickets, ticket)
+        noise = noise_of_samples(job, index, tickets, ticket) + job.spoil(index, len(tickets))
         tickets.append(ticket)
         loss: Tensor = module(noise)
         loss.backward()
@@ -239,6 +252,7 @@ def _worker(
         job.schedule,
         job.options.wait_free,
         job.kind.lockstep,
+        job.options.max_loss,
     )
 
 

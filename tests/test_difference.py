@@ -41,7 +41,9 @@ class Line:
         message = self.encoder.encode(rank, self.bucket, self.values, room)
         received = message.clone()
         room.zero_()
-        return message.numel(), self.decoder.decode(self.bucket, received)
+        decoded = self.decoder.decode(self.bucket, received)
+        assert decoded is not None
+        return message.numel(), decoded
 
     def check(self) -> int:
         length, copy = self.send()
@@ -134,3 +136,17 @@ def test_timed_computing_counts_what_gradients_have_touched() -> None:
     assert (length(1), length(2)) == (90, 90)
     encoder.touch(BUCKET, 700)
     assert length(1) == NUMEL
+
+
+def test_after_a_loss_nothing_is_taken_until_the_bucket_comes_whole() -> None:
+    line = Line()
+    line.check()
+    line.values[7] += 1
+    line.encoder.encode(1, line.bucket, line.values, line.wire.buffer(NUMEL))  # never arrives
+    line.decoder.lost(line.bucket)
+    line.values[8] += 1
+    message = line.encoder.encode(1, line.bucket, line.values, line.wire.buffer(NUMEL))
+    assert line.decoder.decode(line.bucket, message) is None
+    line.encoder.lost(1, line.bucket.index)
+    assert line.check() == NUMEL
+    assert line.check() == 0

@@ -131,6 +131,27 @@ def test_a_model_that_differs(tmp_path: Path) -> None:
     assert re.search(r"rank 2: differs from rank 0 .*parameter\.", line), line
 
 
+USERS_DATA = """
+import os
+import torch
+from torch.utils.data import TensorDataset
+
+def data():
+    odd = os.environ["OMPI_COMM_WORLD_RANK"] == "2"
+    labels = torch.arange(60) % (5 if odd else 6)
+    images = torch.zeros(60, 64 if odd else 8, 1 if odd else 8)
+    return TensorDataset(images, labels), TensorDataset(images, labels)
+"""
+
+
+def test_data_that_differ(tmp_path: Path) -> None:
+    (tmp_path / "uneven_data.py").write_text(USERS_DATA)
+    options = ["--dataset", "uneven_data:data", "--model", "mlp"]
+    line = refusal(train(3, tmp_path / "run", *options, modules=tmp_path, check=False))
+    assert "rank 2: the training data differ from worker 0's" in line
+    assert "classes: 6 and 5; input: float32 [8, 8] and float32 [64, 1]" in line
+
+
 def test_help_needs_no_mpi(tmp_path: Path) -> None:
     done = train(2, None, "--help")
     assert done.stdout.count("--checkpoint-every") == 1

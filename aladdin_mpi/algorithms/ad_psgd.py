@@ -32,6 +32,7 @@ from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import PeerFailedError, Request
+from aladdin_mpi.transport.sealed import is_void, void
 from aladdin_mpi.vectors import add, copy, host_vector
 
 
@@ -87,9 +88,14 @@ class PassiveSide(_Side):
         self._next[source] = (bucket.index + 1) % len(self.layout.buckets)
         x = self.master[bucket.part]
         mine = self._room(bucket)
-        self.wire.encode(x, mine)
+        damaged = is_void(message)
+        if damaged:
+            void(mine)  # then neither side moves, and their sum stays as it is
+        else:
+            self.wire.encode(x, mine)
         self._sent[bucket.index].append(self.transport.isend(mine, source, Tag.AVERAGED))
-        average(x, message.view(self.wire.dtype), mine)
+        if not damaged:
+            average(x, message.view(self.wire.dtype), mine)
 
     def _room(self, bucket: Bucket) -> Tensor:
         """A buffer whose last answer is delivered, or a new one."""
@@ -168,6 +174,8 @@ class ActiveSide(_Side):
                 self.transport.wait(answer)
             except PeerFailedError:
                 continue
+            if is_void(self._theirs[part]):
+                continue  # damaged on one of the two ways
             with self.transport.atomic():
                 average(self.master[part], self._theirs[part], self._mine[part])
 

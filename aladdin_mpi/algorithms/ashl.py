@@ -185,7 +185,7 @@ class AshlServer(AnsweringServer):
 
     def __init__(self, server: ParameterServer, options: AshlOptions) -> None:
         super().__init__(server, optimizer=None)
-        self.codec = TopK(server.codec, server.layout)
+        self.codec = server.arriving = TopK(server.codec, server.layout)
         self.bound = StalenessBound(self.n, server.buckets, options.bound, self.reply)
         self.head = Head(server, options) if server.transport.rank == 0 else None
 

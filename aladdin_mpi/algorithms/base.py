@@ -42,6 +42,10 @@ class Role(ABC):
     def counts(self) -> dict[str, int]:
         """Totals of gradients for the accounts of the run."""
 
+    def doubt(self) -> str:
+        """Why a checkpoint of this moment may be worthless; empty if there is no reason."""
+        return ""
+
     @abstractmethod
     def part(self, bucket: Bucket) -> Tensor:
         """This rank's values of a bucket, for the global model."""
@@ -83,8 +87,15 @@ class TrainingWorker(Role):
         self.x = worker.parameters
 
     def counts(self) -> dict[str, int]:
-        """Gradients computed so far."""
-        return {"computed": self.worker.computed}
+        """Gradients computed so far, and how many of them were refused."""
+        return {"computed": self.worker.computed, "refused": self.worker.refused}
+
+    def doubt(self) -> str:
+        """One refused gradient may be that of one bad sample; several in a row are not."""
+        worker = self.worker
+        if worker.in_a_row < 2:
+            return ""
+        return f"the last {worker.in_a_row} gradients of worker {worker.index} were refused"
 
     def part(self, bucket: Bucket) -> Tensor:
         """This worker's own model."""

@@ -118,6 +118,7 @@ class DenseWeight(Piece):
             message, filled = self.ground.wire.buffer(n * rows * width), None
         else:
             values = stacked(self.capture.activations, rows, self.layer.inputs, self.ground.x)
+            self.ground.check.look(values, self.bucket.index)
             values = functional.pad(values, (0, n * width - self.layer.inputs))
             message, filled = self._stage(values.view(rows, n, width).transpose(0, 1))
         self._activations = self.ground.to_all(message, received, filled)
@@ -141,6 +142,7 @@ class DenseWeight(Piece):
             message, filled = self.ground.wire.buffer(rows * outputs), None
         else:
             values = stacked(self.capture.errors, rows, outputs, self.ground.x) * share
+            self.ground.check.look(values, self.bucket.index)
             message, filled = self._stage(values)
         self._moving = self.ground.gather(message, received, filled)
         self._sent.append(message)

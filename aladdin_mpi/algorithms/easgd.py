@@ -80,7 +80,8 @@ class EasgdServer(AnsweringServer):
         """Answer with the centre as it is, then move it: both use the same difference."""
         centre = self.server.values[arrival.bucket.index]
         self.server.send_model(arrival.worker, arrival.bucket, self.alpha, exact=True)
-        lerp(centre, arrival.values, self.alpha)
+        if not arrival.refused:
+            lerp(centre, arrival.values, self.alpha)
 
     def answer(self, arrival: Arrival) -> None:
         """It has gone already."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.transport.base import Request
+from aladdin_mpi.transport.sealed import intact
 
 MOST_NOTES = 8
 """The largest number of notes in a header."""
@@ -48,9 +49,14 @@ class Header(NamedTuple):
 
     @staticmethod
     def received(request: Request) -> Header:
-        """What a completed receive into a :func:`new_header` has brought."""
+        """What a completed receive into a :func:`new_header` has brought.
+
+        Raises:
+            TransportError: it was damaged on its way.
+        """
         assert request.buffer is not None
-        return Header.unpack(request.buffer[: request.nbytes // request.buffer.itemsize])
+        message = request.buffer[: request.nbytes // request.buffer.itemsize]
+        return Header.unpack(intact(message, request.source))
 
 
 def new_header() -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import nan
+from math import isfinite, nan
 
 
 class GlobalLoss:
@@ -15,8 +15,9 @@ class GlobalLoss:
         self._newest: list[tuple[float, int]] = [(nan, 1)] * workers
 
     def report(self, worker: int, loss: float, gradients: int) -> None:
-        """A worker's mean loss over so many gradients."""
-        self._newest[worker] = (loss, gradients)
+        """A worker's mean loss over so many gradients; NaN if all of them were refused."""
+        if isfinite(loss):
+            self._newest[worker] = (loss, gradients)
 
     def leave_out(self, worker: int) -> None:
         """A worker has failed: what it said last does not count."""

@@ -11,6 +11,7 @@ from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.layout import Bucket
 from aladdin_mpi.tags import Tag
+from aladdin_mpi.transport.sealed import intact, is_void
 from aladdin_mpi.vectors import host_vector, lerp
 
 
@@ -31,6 +32,8 @@ class GossipInbox:
         self._others = [rank for rank in range(worker.transport.size) if rank != worker.index]
         self._mean = host_vector(worker.parameters)
         self.weights = [0.0] * len(worker.layout.buckets)
+        self._lost = [0.0] * len(worker.layout.buckets)
+        """Weights of buckets that were damaged on their way."""
         self._announced: dict[int, deque[tuple[Bucket, float]]] = {
             rank: deque() for rank in self._others
         }
@@ -47,13 +50,16 @@ class GossipInbox:
             bucket, weight = announced.popleft()
             self._mix(bucket, weight, message.view(self._wire.dtype))
         elif message.numel():
-            weights = message.view(torch.float64).tolist()
+            weights = intact(message, source).view(torch.float64).tolist()
             announced.extend(zip(self._layout.buckets, weights, strict=True))
         else:
             self._ended.add(source)
             self._check_ended()
 
     def _mix(self, bucket: Bucket, weight: float, values: Tensor) -> None:
+        if is_void(values):
+            self._lost[bucket.index] += weight
+            return
         # A running mean, not a sum of weighted values: it holds however small the weights are.
         self.weights[bucket.index] += weight
         lerp(self._mean[bucket.part], values, weight / self.weights[bucket.index])
@@ -70,10 +76,13 @@ class GossipInbox:
     def take_into(self, x: Tensor, alpha: list[float]) -> None:
         """``x <- (alpha x + a m) / (alpha + a)``, ``alpha <- alpha + a`` for every bucket.
 
-        m is the mean in this inbox and a its weight, which is 0 then.
+        m is the mean in this inbox and a its weight, which is 0 then. The weight of what was
+        damaged goes to x, as if it had been like x: the sum of all weights stays 1.
         """
         for bucket in self._layout.buckets:
             with self._transport.atomic():
+                alpha[bucket.index] += self._lost[bucket.index]
+                self._lost[bucket.index] = 0.0
                 a = self.weights[bucket.index]
                 if a:
                     total = alpha[bucket.index] + a

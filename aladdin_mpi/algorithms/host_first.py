@@ -14,6 +14,7 @@ from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Request, Transport
+from aladdin_mpi.transport.sealed import SealedTransport, is_void
 from aladdin_mpi.vectors import clear, copy
 
 
@@ -80,7 +81,9 @@ class LeadingWorker(PushPullWorker):
         mine = g[bucket.part]
         if not mine.is_meta:
             for buffer in self.received.values():
-                mine.add_(buffer[bucket.part].to(mine.device))
+                theirs = buffer[bucket.part]
+                if not is_void(theirs):
+                    mine.add_(theirs.to(mine.device))
 
     def pull(self) -> None:
         """Wait for the model and hand it on."""
@@ -113,7 +116,9 @@ class FollowingWorker(PushPullWorker):
         self.leader = group[0]
         self.g = worker.replica.new_vector()
         self.sent = wire.buffer_for(self.g)
-        self.model = wire.buffer_for(self.x)
+        # Straight into x, unless it may arrive damaged.
+        checked = isinstance(self.transport, SealedTransport)
+        self.model = wire.buffer(self.layout.numel) if checked else wire.buffer_for(self.x)
         self.requests: list[Request] = []
 
     def push(self, batch: Ticket) -> Tensor:
@@ -140,4 +145,6 @@ class FollowingWorker(PushPullWorker):
         ]
         self.transport.wait_all(receives)
         if self.model.data_ptr() != self.x.data_ptr():
-            copy(self.x, self.model)
+            for bucket in self.layout.buckets:
+                if not is_void(self.model[bucket.part]):
+                    copy(self.x[bucket.part], self.model[bucket.part])

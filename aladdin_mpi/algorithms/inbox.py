@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms.frames import Header, Kind, new_header
@@ -13,6 +14,7 @@ from aladdin_mpi.compression.difference import DifferenceDecoder
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Request, Transport
+from aladdin_mpi.transport.sealed import is_void
 from aladdin_mpi.vectors import lerp
 
 
@@ -120,7 +122,8 @@ class ModelInbox:
     def blend_into(self, parameters: Tensor) -> int:
         """``x <- (1 - alpha) x + alpha x~`` with the newest arrival of each bucket.
 
-        Returns how many buckets have come.
+        Returns how many buckets have come, those among them that were damaged on their way:
+        these are not taken, the next ones are.
         """
         count = 0
         for line in self._lines:
@@ -135,18 +138,28 @@ class ModelInbox:
 
     def _blend(self, arrived: list[Model], parameters: Tensor) -> None:
         values = [self._read(model) for model in arrived]  # of every one, in their order
-        newest = {model.bucket.index: turn for turn, model in enumerate(arrived)}
-        for turn in newest.values():
-            self.put(parameters, arrived[turn].bucket, values[turn], arrived[turn].alpha)
+        newest = {
+            model.bucket.index: (model, read)
+            for model, read in zip(arrived, values, strict=True)
+            if read is not None
+        }
+        for model, read in newest.values():
+            self.put(parameters, model.bucket, read, model.alpha)
 
     def put(self, parameters: Tensor, bucket: Bucket, values: Tensor, alpha: float) -> None:
         """Blend in one bucket."""
         lerp(parameters[bucket.part], values, alpha)
 
-    def _read(self, model: Model) -> Tensor:
-        """The values of all of the model's bucket."""
+    def _read(self, model: Model) -> Tensor | None:
+        """The values of all of the model's bucket, if they have come."""
+        damaged = is_void(model.message)
         if self._differences is None:
-            return model.message
+            return None if damaged else model.message
+        if damaged:
+            self._differences.lost(model.bucket)
+            index = torch.tensor([model.bucket.index])
+            self._transport.isend(index, model.bucket.server, Tag.WHOLE)
+            return None
         return self._differences.decode(model.bucket, model.message)
 
     def await_into(self, parameters: Tensor) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from aladdin_mpi.algorithms.in_order import InOrder, Queued
 from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.layout import Bucket
+from aladdin_mpi.refusals import GradientCheck
 from aladdin_mpi.transport.base import Event, Transport
 from aladdin_mpi.vectors import copy, scale
 
@@ -26,6 +27,7 @@ class Ground:
         x: the module's flat parameters.
         wire: for gradients, activations and errors.
         weights: for weights, which travel in full: every rank has to get the same.
+        check: looks at what is sent in place of a gradient, and clears what is not finite.
     """
 
     transport: Transport
@@ -33,6 +35,7 @@ class Ground:
     x: Tensor
     wire: DenseWire
     weights: DenseWire
+    check: GradientCheck
 
     @property
     def n(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite, nan
 from typing import Any
 
 from torch import Tensor
@@ -49,7 +50,7 @@ class DifferenceWorker(LocalStepWorker):
         self.base = inbox.base
         self._losses = 0.0
         self._seconds = 0.0
-        self._timed = 0
+        self._timed = self._sound = 0
 
     def open(self) -> None:
         """Between segments nothing is left to be pushed."""
@@ -61,8 +62,10 @@ class DifferenceWorker(LocalStepWorker):
         start = now()
         super().local_step()
         self._seconds += now() - start
-        self._losses += self.worker.loss
         self._timed += 1
+        if isfinite(self.worker.loss):
+            self._losses += self.worker.loss
+            self._sound += 1
 
     @property
     def step_seconds(self) -> float:
@@ -71,8 +74,8 @@ class DifferenceWorker(LocalStepWorker):
 
     @property
     def loss(self) -> float:
-        """Mean loss of the local steps since the last push."""
-        return self._losses / max(1, self._timed)
+        """Mean loss of the local steps since the last push, less those refused; NaN: of none."""
+        return self._losses / self._sound if self._sound else nan
 
     def push(self, *notes: float) -> None:
         """Send ``x - base``, which holds ``steps`` gradients; ``base <- x``."""
@@ -80,7 +83,7 @@ class DifferenceWorker(LocalStepWorker):
         self.send(self.x, less=self.base, notes=notes)
         copy(self.base, self.x)
         self._losses = self._seconds = 0.0
-        self._timed = 0
+        self._timed = self._sound = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next segment depends on."""

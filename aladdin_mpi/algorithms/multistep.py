@@ -60,7 +60,7 @@ class MultistepWorker(TrainingWorker):
     ) -> None:
         x, transport = worker.parameters, worker.transport
         weights = DenseWire(x.dtype, x.device, moves_bytes=transport.engine == "mpi")
-        ground = Ground(transport, InOrder(transport), x, wire.plain, weights)
+        ground = Ground(transport, InOrder(transport), x, wire.plain, weights, worker.check)
         self.pieces = _pieces(ground, worker.layout, exchanged, batch)
         self.dense = [piece for piece in self.pieces if isinstance(piece, DenseWeight)]
         # Momentum: 1/n of it on each rank, one part of the vector for each piece.

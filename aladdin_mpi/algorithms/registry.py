@@ -56,6 +56,7 @@ class Algorithm:
         layout: cuts the flat vector where the usual cut will not do.
         compresses: its gradients can be sent compressed.
         needs_all: whether, with these options, it cannot go on without every worker.
+        collective: its gradients or models travel in collectives, which have no checksums.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Algorithm:
     layout: MakeLayout | None = None
     compresses: bool = False
     needs_all: Callable[[RunOptions], bool] = lambda options: False
+    collective: bool = False
 
     def holders(self, bucket: Bucket, ranks: int) -> range:
         """The ranks whose values of a bucket make up the global model's."""
@@ -145,6 +147,7 @@ ALGORITHMS = {
             holder="first",
             compresses=True,
             needs_all=_always,
+            collective=True,
         ),
         Algorithm(
             "local-sgd",
@@ -152,6 +155,7 @@ ALGORITHMS = {
             lockstep=True,
             holder="all",
             needs_all=_always,
+            collective=True,
         ),
         Algorithm(
             "sgp",
@@ -192,6 +196,7 @@ ALGORITHMS = {
             holder="first",
             layout=multistep_layout,
             needs_all=_always,
+            collective=True,
         ),
     )
 }
@@ -237,6 +242,20 @@ def check_compression(algorithm: Algorithm, options: RunOptions) -> None:
         raise UserError(
             f"--compression {options.compression}: expected without --bsp-host-first, which adds "
             "up whole gradients; leave one of the two out"
+        )
+
+
+def check_checksum(algorithm: Algorithm, options: RunOptions) -> None:
+    """Check that ``--checksum`` suits the algorithm.
+
+    Raises:
+        UserError: what it sends goes by collectives.
+    """
+    if options.checksum and algorithm.collective:
+        able = ", ".join(sorted(a.name for a in ALGORITHMS.values() if not a.collective))
+        raise UserError(
+            f"--checksum: expected an algorithm that sends messages from rank to rank ({able}), "
+            f"got {algorithm.name}, whose sums are made by a library; leave the option out"
         )
 
 

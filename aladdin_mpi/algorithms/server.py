@@ -19,8 +19,10 @@ from aladdin_mpi.algorithms.frames import Header, Kind, new_header
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.difference import DifferenceEncoder
 from aladdin_mpi.layout import Bucket, Layout
+from aladdin_mpi.refusals import Reason, Refusal, is_finite, report
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Event, PeerFailedError, Request, Transport
+from aladdin_mpi.transport.sealed import is_void
 from aladdin_mpi.vectors import add
 
 Notes = tuple[float, ...]
@@ -42,6 +44,8 @@ class Arrival:
         codec: reads the message; None: it is dense.
         length: of the message, in values of the wire's dtype; None: the bucket's.
         notes: of the gradient's header.
+        refused: it was not finite, or damaged on its way, and holds zeros now: neutral for
+            gradients and differences, but not for a model.
     """
 
     worker: int
@@ -51,6 +55,7 @@ class Arrival:
     codec: GradientCodec | None = None
     length: int | None = None
     notes: tuple[float, ...] = ()
+    refused: bool = False
 
     @property
     def is_dense(self) -> bool:
@@ -75,6 +80,11 @@ class Arrival:
             add(target, self.values, alpha)
         else:
             self.codec.add(self.bucket, self.storage[: self.length], target, alpha)
+
+    def refuse(self) -> None:
+        """Let zeros stand in for what has come."""
+        self.refused = True
+        self.storage[: self.length].zero_()
 
     def exchange(self, storage: Tensor) -> Tensor:
         """Keep the received storage and give another for later receives: no copy."""
@@ -184,6 +194,11 @@ class _ModelSender:
         if self._differences is not None:
             self._differences.forget()
 
+    def lost(self, source: int, message: Tensor) -> None:
+        """A worker has told that a difference did not reach it."""
+        if self._differences is not None:
+            self._differences.lost(source, int(message.view(torch.int64)))
+
     def note(self, arrival: Arrival) -> None:
         """Take note of a gradient, which will change the model."""
         if self._differences is not None and arrival.length is not None:
@@ -284,6 +299,8 @@ class ParameterServer:
         self.transport = transport
         self.layout = layout
         self.codec = codec
+        self.arriving = codec
+        """What arriving messages are read by; an algorithm may have its own."""
         self.buckets = layout.owned_by(transport.rank)
         self.worker_count = transport.size - layout.servers
         self.values = {b.index: parameters[b.part].clone() for b in self.buckets}
@@ -300,6 +317,7 @@ class ParameterServer:
         self._seen = [0] * self.worker_count
         self._schedule = schedule
         self._sender = _ModelSender(transport, codec, layout.largest)
+        transport.on_message(Tag.WHOLE, 8, self._sender.lost)
         self._intakes = [
             _Intake(transport, layout.servers + w, self.buckets, layout.largest, codec)
             for w in range(self.worker_count)
@@ -358,6 +376,7 @@ class ParameterServer:
         else:
             self._sender.note(arrival)
             self.taken[worker][arrival.bucket.index] += arrival.count
+            self._look(arrival)
             yield arrival
             intake.give_back(arrival)
 
@@ -394,6 +413,23 @@ class ParameterServer:
             raise AssertionError(f"gradients applied differ between buckets: {sorted(alike)}")
         total = alike.pop() if alike else 0
         return {"applied": total - dropped, "dropped": dropped, "from_failed": self.from_failed}
+
+    def _look(self, arrival: Arrival) -> None:
+        """Refuse what is not finite: it would spoil the model for good.
+
+        Costs one reading of the values, 0.2 ms for a bucket of 4 MB, which the cache holds
+        then for the addition that follows (0.4 ms).
+        """
+        message = arrival.storage[: arrival.length]
+        if message.is_meta:
+            return
+        if is_void(message):
+            arrival.refuse()  # those who saw it arrive have told of it
+        elif not is_finite(self.arriving.numbers(arrival.bucket, message)):
+            arrival.refuse()
+            rank = self.layout.servers + arrival.worker
+            where = rank, arrival.bucket.index, self._intakes[arrival.worker].header.samples
+            report(self.transport, Refusal(Reason.ARRIVED, *where))
 
     def _count(self, worker: int, header: Header) -> None:
         if header.kind == Kind.BUCKETS:

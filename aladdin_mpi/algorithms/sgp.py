@@ -32,7 +32,8 @@ from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import PeerFailedError, Request
-from aladdin_mpi.vectors import add, lerp
+from aladdin_mpi.transport.sealed import intact, is_void
+from aladdin_mpi.vectors import add, copy, lerp
 
 P = 1 / 2
 """What a worker keeps, and sends to its only out-peer."""
@@ -136,7 +137,11 @@ class SgpWorker(PeerWorker):
             self._spare.append(push)
 
     def _add(self, push: _Push) -> None:
-        w = push.w.item()
+        w = intact(push.w, push.requests[0].source).item()
+        for bucket in self.layout.buckets:
+            theirs = push.values[bucket.part]
+            if is_void(theirs):
+                copy(theirs, self.x[bucket.part])  # as if the sender had the same: w is kept
         with self.transport.atomic():
             lerp(self.x, push.values, w / (self.w + w))
             self.w += w

@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import isfinite, nan
 
 from torch import Tensor
 
 from aladdin_mpi.budget import Draws, Report, Ticket
 from aladdin_mpi.layout import Bucket, Layout
+from aladdin_mpi.refusals import GradientCheck, Reason, Refusal, report
 from aladdin_mpi.replica import BucketWatch, PhantomReplica, Replica
 from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.vectors import clear
 
 FORWARD_SHARE = 1 / 3
 """Share of a step's computing that is the forward pass, in modelled time."""
@@ -53,14 +56,21 @@ class Worker:
     ``index`` counts the workers from 0, ``count`` is their number and ``servers``
     that of the servers, which are ranks 0 to ``servers`` - 1.
 
+    A gradient that is not finite is refused where it is made, so that no algorithm has to
+    know: what is not sound is cleared before anybody is told of it, and everything else
+    goes on as with any gradient. Rank 0 is told. ``refused`` counts such steps,
+    ``in_a_row`` those at the end of the steps so far.
+
     Args:
         compute: does forward and backward of the current batch into the bound
-            gradients and returns the loss.
+            gradients and returns the loss; None: there is none.
         batch_size: samples of one step.
         schedule: learning rate as a function of the samples drawn by all workers.
         wait_free: tell of a bucket as soon as backward has completed it (wait-free
             backpropagation); otherwise of all of them when backward is over.
         lockstep: batches are parts of rounds that all workers take together.
+        max_loss: refuse the gradient of a batch with a larger loss. The loss is known when
+            backward is over: so nothing is told before.
     """
 
     def __init__(
@@ -68,12 +78,13 @@ class Worker:
         transport: Transport,
         layout: Layout,
         replica: Replica | PhantomReplica,
-        compute: Callable[[Ticket], float],
+        compute: Callable[[Ticket], float | None],
         pace: Pace,
         batch_size: int,
         schedule: Callable[[int], float],
         wait_free: bool = True,
         lockstep: bool = False,
+        max_loss: float | None = None,
     ) -> None:
         self.transport = transport
         self.layout = layout
@@ -86,13 +97,18 @@ class Worker:
         self.ticket = Ticket(0, 0, 0)
         self.samples = 0
         self.computed = 0
+        self.refused = 0
+        self.in_a_row = 0
+        self.check = GradientCheck()
         self._compute = compute
         self._batch_size = batch_size
         self._schedule = schedule
         self._draws = Draws(transport)
         self._report = Report()
-        self._wait_free = wait_free
+        self._wait_free = wait_free and max_loss is None
+        self._max_loss = max_loss
         self._lockstep = lockstep
+        self._vector = replica.parameters
         self._completed: list[Bucket] = []
         self._on_bucket: OnBucket = _ignore
         self.before_forward: OnBucket | None = None
@@ -102,7 +118,7 @@ class Worker:
         self.watch: BucketWatch | None = None
         if pace.seconds is None:
             assert isinstance(replica, Replica)
-            self.watch = replica.watch(layout, lambda index: self._tell(layout.buckets[index]))
+            self.watch = replica.watch(layout, lambda index: self._complete(layout.buckets[index]))
 
     @property
     def lr(self) -> float:
@@ -111,7 +127,7 @@ class Worker:
 
     @property
     def loss(self) -> float:
-        """Loss of the step just computed; not a number with timed computing."""
+        """Loss of the step just computed; not a number with timed computing, or if refused."""
         return self._report.loss
 
     @property
@@ -160,21 +176,29 @@ class Worker:
 
         ``on_bucket`` is called for every bucket, in order, as soon as it is complete:
         during backward, or spread over the modelled one; None: nobody asks. Without
-        samples in the round the gradient is zero and takes no time.
+        samples in the round the gradient is zero and takes no time. Of one that is refused
+        at least the bucket that is not finite, and those after it, are zero.
         """
         on_bucket = on_bucket or _ignore
         self._on_bucket = on_bucket if self._wait_free else self._completed.append
+        loss = None
+        self.check.begin()
         if self.ticket.size:
-            self._compute_into(vector)
+            loss = self._compute_into(vector)
         else:
             for bucket in self.layout.buckets:
-                self._tell(bucket)
+                self._on_bucket(bucket)
         for bucket in self._completed:
             on_bucket(bucket)
         self._completed.clear()
+        if self.ticket.size:
+            self._conclude(loss)
 
-    def _compute_into(self, vector: Tensor) -> None:
+    def _compute_into(self, vector: Tensor) -> float | None:
+        """Compute; returns the loss. If nothing has been told yet, all of it may be cleared."""
+        self._vector = vector
         self.replica.bind_gradients(vector)
+        self.replica.keep_buffers()
         start = self.transport.now()
         if self.watch is not None:
             self.watch.start()
@@ -193,10 +217,36 @@ class Worker:
             self._model_time(start, duration)
         self.computed += 1
         self.samples += self.ticket.size
-        self._report = Report(samples=self.ticket.size, loss=loss)
+        if self._completed and (self._is_too_large(loss) or self.check.verdict()):
+            self.check.refuse()
+            clear(vector)
+        return loss
 
-    def _tell(self, bucket: Bucket) -> None:
+    def _is_too_large(self, loss: float | None) -> bool:
+        return self._max_loss is not None and loss is not None and not loss <= self._max_loss
+
+    def _complete(self, bucket: Bucket) -> None:
+        """Backward has completed a bucket: look at it and tell of it."""
+        self.check.look(self._vector[bucket.part], bucket.index)
         self._on_bucket(bucket)
+
+    def _conclude(self, loss: float | None) -> None:
+        """The step is computed, and perhaps refused: take note, and tell rank 0 of that."""
+        reason, bucket = self.check.verdict() or (None, -1)
+        if reason is None and self._is_too_large(loss):
+            reason = Reason.LOSS
+        refused = reason is not None
+        if refused:
+            self.refused += 1
+            self.replica.restore_buffers()
+        elif loss is not None and not isfinite(loss):
+            reason = Reason.LOSS_ONLY
+        self.in_a_row = self.in_a_row + 1 if refused else 0
+        value = nan if loss is None else loss
+        if reason is not None:
+            where = self.transport.rank, bucket, self.ticket.start
+            report(self.transport, Refusal(reason, *where, value, self.in_a_row))
+        self._report = Report(self.ticket.size, nan if refused else value)
 
     def _model_forward(self, start: float, duration: float) -> float:
         """Let the forward pass's time pass, if somebody asks for it; when it began, less waits."""
@@ -214,13 +264,15 @@ class Worker:
             done = bucket.stop / self.layout.numel
             moment = start + duration * (FORWARD_SHARE + (1 - FORWARD_SHARE) * done)
             self.transport.sleep(max(0.0, moment - self.transport.now()))
-            self._tell(bucket)
+            self._complete(bucket)
 
     def state_dict(self) -> dict[str, object]:
         """Counters and random state, for a checkpoint between segments."""
         return {
             "samples": self.samples,
             "computed": self.computed,
+            "refused": self.refused,
+            "in_a_row": self.in_a_row,
             "pace": self.pace.random.getstate(),
         }
 
@@ -228,6 +280,8 @@ class Worker:
         """Take up a state from :meth:`state_dict`."""
         self.samples = int(str(state["samples"]))
         self.computed = int(str(state["computed"]))
+        self.refused = int(str(state["refused"]))
+        self.in_a_row = int(str(state["in_a_row"]))
         pace = state["pace"]
         assert isinstance(pace, tuple)
         self.pace.random.setstate(pace)

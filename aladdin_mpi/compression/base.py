@@ -63,6 +63,10 @@ class GradientCodec(ABC):
     def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
         """``target <- target + alpha * gradient``; ``target`` has the bucket's length."""
 
+    def numbers(self, bucket: Bucket, message: Tensor) -> Tensor:
+        """The part of ``message`` that is values, and no positions."""
+        return message
+
     def selected(self, bucket: Bucket, length: int) -> int:
         """Number of values that were chosen for a message of ``length``, besides the vectors'."""
         return bucket.numel

@@ -102,6 +102,12 @@ class DeepGradientCompression(GradientCodec):
             self._lengths[key] = min(length, bucket.numel)
         return self._lengths[key]
 
+    def numbers(self, bucket: Bucket, message: Tensor) -> Tensor:
+        """See :meth:`GradientCodec.numbers`."""
+        if message.numel() == bucket.numel:
+            return message
+        return message[self.selected(bucket, message.numel()) * self._index_values :]
+
     def selected(self, bucket: Bucket, length: int) -> int:
         """See :meth:`GradientCodec.selected`."""
         always = self.always_sent(bucket)

@@ -41,6 +41,10 @@ class DifferenceEncoder:
         self._last.clear()
         self._touched_at_send.clear()
 
+    def lost(self, rank: int, bucket: int) -> None:
+        """A worker has not got the last message: send it the whole bucket the next time."""
+        self._last.pop((rank, bucket), None)
+
     def touch(self, bucket: Bucket, count: int) -> None:
         """Note that a gradient has changed ``count`` values; for timed computing."""
         self._touched[bucket.index] = self._touched.get(bucket.index, 0) + count
@@ -112,12 +116,21 @@ class DifferenceDecoder:
         """Expect every bucket whole the next time."""
         self._last.clear()
 
-    def decode(self, bucket: Bucket, message: Tensor) -> Tensor:
-        """The server's values of ``bucket``; they stay so until its next message."""
+    def lost(self, bucket: Bucket) -> None:
+        """A message about ``bucket`` is lost."""
+        self._last.pop(bucket.index, None)
+
+    def decode(self, bucket: Bucket, message: Tensor) -> Tensor | None:
+        """The server's values of ``bucket``; they stay so until its next message.
+
+        None after a loss, until the bucket comes whole.
+        """
         if message.numel() == bucket.numel:
-            last = self._last.setdefault(bucket.index, torch.empty_like(message))
-            return last.copy_(message)
-        last = self._last[bucket.index]
+            whole = self._last.setdefault(bucket.index, torch.empty_like(message))
+            return whole.copy_(message)
+        last = self._last.get(bucket.index)
+        if last is None:
+            return None
         count = message.numel() // _entry(message.dtype)
         places = message[: message.numel() - count].view(torch.int32).long()
         return last.index_copy_(0, places, message[message.numel() - count :])

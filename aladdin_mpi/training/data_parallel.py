@@ -18,15 +18,18 @@ from aladdin_mpi.algorithms import registry
 from aladdin_mpi.budget import Ticket
 from aladdin_mpi.errors import SUSPENDED_STATUS, SuspendedError, UserError
 from aladdin_mpi.options import RunOptions
+from aladdin_mpi.refusals import Reason, Refusal, report
 from aladdin_mpi.settings import Setting, Settings, build
+from aladdin_mpi.tags import SEALED
 from aladdin_mpi.training.auto_resume import settle
 from aladdin_mpi.training.device import choose_device
 from aladdin_mpi.training.evaluation import Evaluate
 from aladdin_mpi.training.exchange import agree
-from aladdin_mpi.training.loading import BatchSource
+from aladdin_mpi.training.loading import BatchSource, describe
 from aladdin_mpi.training.rank import Rank
 from aladdin_mpi.training.sampler import ShardedStream
 from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.sealed import SealedTransport
 
 
 class DataParallel:
@@ -78,6 +81,8 @@ class DataParallel:
         self.transport = transport
         self.options = _settled(transport, options, settings, module)
         self.algorithm = agree(transport, self._check)
+        if self.options.checksum:
+            transport = self.transport = _sealed(transport)
         servers = self.options.servers if self.algorithm.server else 0
         self.is_server = transport.rank < servers
         self.device = agree(
@@ -103,6 +108,7 @@ class DataParallel:
         algorithm = registry.find(self.options.algorithm)
         registry.check_ranks(algorithm, self.transport.size, self.options.servers)
         registry.check_compression(algorithm, self.options)
+        registry.check_checksum(algorithm, self.options)
         return algorithm
 
     @property
@@ -134,12 +140,14 @@ class DataParallel:
 
     def _batches(self, dataset: Any) -> Iterator[Any]:
         length = len(dataset) if isinstance(dataset, Sized) else int(dataset)
+        facts = agree(self.transport, lambda: self._facts(dataset, length))
         self._rank = rank = Rank(
             self.transport,
             self.options,
             self.algorithm,
             self.module,
             length,
+            facts,
             self._compute,
             self._evaluate,
         )
@@ -156,6 +164,12 @@ class DataParallel:
         self._ended = True
         if self._owns_transport:
             self.transport.close()
+
+    def _facts(self, dataset: Any, length: int) -> dict[str, Any]:
+        """What this rank says of its data; a server has no need to read any."""
+        if self.is_server or self.options.compute == "timed" or not length:
+            return {"length": length}
+        return describe(dataset)
 
     def _check_ended(self) -> None:
         """At the end of the program: no rank goes while others wait for it."""
@@ -204,22 +218,28 @@ class DataParallel:
             item = item.contiguous(memory_format=torch.channels_last)
         return item.to(self.device, non_blocking=True)
 
-    def step(self, loss: Tensor | float = float("nan")) -> None:
+    def step(self, loss: Tensor | float | None = None) -> None:
         """The gradients of a batch are there: hand them to the algorithm.
 
         The parameters change here, and gradients are cleared.
 
         Args:
-            loss: of the batch, for the metrics.
+            loss: of the batch, for the metrics and for ``max_loss``.
 
         Raises:
-            UserError: called twice for a batch, or the gradients are not where backward
-                has to put them, as after ``zero_grad()``.
+            UserError: called twice for a batch, or without the loss that ``max_loss``
+                needs; or the gradients are not where backward has to put them, as after
+                ``zero_grad()``.
         """
         if self._algorithm_side is None or self._stepped:
             raise UserError(
                 "training loop: expected step() once for each batch of run.batches(); got a call "
                 "without a batch"
+            )
+        if loss is None and self.options.max_loss is not None and self.options.compute == "real":
+            raise UserError(
+                "--max-loss: expected the loss of every batch, got a step() without one; call "
+                "run.step(loss), or leave --max-loss out"
             )
         self._stepped = True
         value = loss.item() if isinstance(loss, Tensor) else loss
@@ -228,10 +248,10 @@ class DataParallel:
         self._algorithm_side.parent = self._loop_side
         self._ticket = self._algorithm_side.switch(value)
 
-    def _compute(self, ticket: Ticket) -> float:
+    def _compute(self, ticket: Ticket) -> float | None:
         """On the algorithm's side: let the user's loop compute a batch, to its step()."""
         assert self._loop_side is not None
-        loss: float = self._loop_side.switch(ticket)
+        loss: float | None = self._loop_side.switch(ticket)
         return loss
 
     @contextmanager
@@ -281,6 +301,15 @@ def _settled(
 def _check_alone(settings: dict[str, Any]) -> None:
     if settings:
         raise UserError(f"options: expected no settings beside them, got {', '.join(settings)}")
+
+
+def _sealed(transport: Transport) -> Transport:
+    """With checksums; rank 0 hears of messages that are damaged."""
+
+    def damaged(source: int, tag: int) -> None:
+        report(transport, Refusal(Reason.CHECKSUM, source, value=tag))
+
+    return SealedTransport(transport, SEALED, damaged)
 
 
 def _over_mpi(timeout: float) -> Transport:

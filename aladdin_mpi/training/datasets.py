@@ -163,13 +163,21 @@ def _checked(name: str, function: Callable[..., Any], result: Any) -> DatasetPai
     return _pair(name, result, _count_classes(name, result[0]))
 
 
-def _count_classes(name: str, dataset: Any) -> int:
+def known_classes(dataset: Any) -> int | None:
+    """The number of classes, if the data set tells it; all of its labels may be looked at."""
     if hasattr(dataset, "classes"):
         return len(dataset.classes)
     if hasattr(dataset, "targets"):
         return int(torch.as_tensor(dataset.targets).max()) + 1
-    if isinstance(dataset, torch.utils.data.TensorDataset):
+    if isinstance(dataset, torch.utils.data.TensorDataset) and len(dataset.tensors) > 1:
         return int(dataset.tensors[1].max()) + 1
+    return None
+
+
+def _count_classes(name: str, dataset: Any) -> int:
+    classes = known_classes(dataset)
+    if classes is not None:
+        return classes
     raise UserError(
         f"--dataset {name}: cannot tell the number of classes: the training set has neither "
         "classes nor targets; return a DatasetPair, which states it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,14 +11,20 @@ import torch
 import aladdin_mpi
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import RunOptions, agreed, differences
-from aladdin_mpi.training.exchange import agree, broadcast
+from aladdin_mpi.training.exchange import agree, broadcast, gather
 from aladdin_mpi.transport.base import Transport
 
 
 def check_agreement(
-    transport: Transport, options: RunOptions, shapes: list[tuple[int, ...]]
+    transport: Transport,
+    options: RunOptions,
+    shapes: list[tuple[int, ...]],
+    data: Mapping[str, Any],
+    first_worker: int,
 ) -> None:
     """Check that every rank has rank 0's options, parameter shapes and versions.
+
+    And the same data as the first worker, who says more of them than a server does.
 
     Raises:
         UserError: at rank 0, with what differs on which rank.
@@ -33,11 +40,26 @@ def check_agreement(
         },
     }
     first = broadcast(transport, mine)
-    agree(transport, lambda: _compare(first, mine))
+    everyone = gather(transport, dict(data))
+    reference = broadcast(transport, everyone and everyone[first_worker])
+    expected = {name: reference[name] for name in data}
+    agree(transport, lambda: _compare(first, mine, expected, data))
 
 
-def _compare(first: dict[str, Any], mine: dict[str, Any]) -> None:
+def _compare(
+    first: dict[str, Any],
+    mine: dict[str, Any],
+    expected: dict[str, Any],
+    data: Mapping[str, Any],
+) -> None:
     found = differences(first, _plain(mine))
+    others = differences(expected, data)
+    if others and not any(line.startswith("option.") for line in found):
+        # Of which other shapes of parameters may be the consequence.
+        raise UserError(
+            f"the training data differ from worker 0's (its value first): {'; '.join(others)}; "
+            "give every worker the same data set"
+        )
     if found:
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         raise UserError(

@@ -12,6 +12,7 @@ from torch import Tensor
 from aladdin_mpi.algorithms.server import ParameterServer
 from aladdin_mpi.budget import Budget, Report
 from aladdin_mpi.training.evaluation import Evaluator, Snapshots
+from aladdin_mpi.training.ledger import Ledger
 from aladdin_mpi.training.losses import Losses
 from aladdin_mpi.training.recorder import Metrics, Progress
 from aladdin_mpi.transport.base import Transport
@@ -60,6 +61,7 @@ class Keeper:
         self._workers = workers
         self._server = server
         self.budget = Budget(transport, plan.total, self._report, lockstep)
+        self.ledger = Ledger(transport, transport.size - workers)
         self.metrics: Metrics | None = None
         self.progress: Progress | None = None
         self.evaluator: Evaluator | None = None
@@ -72,6 +74,7 @@ class Keeper:
         self._steps: dict[int, int] = {}
         self._loss_sum = 0.0
         self._loss_samples = 0
+        self._unlogged = 0
         self._last_log = (0, 0.0)
         self._next_log = plan.log_every
         self._next_eval = plan.eval_every
@@ -118,7 +121,7 @@ class Keeper:
         """End a segment: time stands still. Log what came behind the last line of metrics."""
         self._seconds, self._opened = self.seconds, None
         drawn = self.budget.drawn
-        if self.budget.used_up and self._last_log[0] < drawn and self._loss_samples:
+        if self.budget.used_up and self._last_log[0] < drawn and self._unlogged:
             self._log(drawn)
 
     # -- reports ----------------------------------------------------------------
@@ -126,12 +129,13 @@ class Keeper:
         self._waiting[rank] = report.waiting
         self._sent[rank] = report.sent
         self._steps[rank] = report.steps
-        if report.samples:
+        self._unlogged += report.samples
+        if report.samples and isfinite(report.loss):
             self._loss_sum += report.loss * report.samples
             self._loss_samples += report.samples
         self._stop_in_time()
         drawn = self.budget.drawn
-        if self._next_log <= drawn and self._loss_samples:
+        if self._next_log <= drawn and self._unlogged:
             self._next_log = (drawn // self.plan.log_every + 1) * self.plan.log_every
             self._log(drawn)
         if self.plan.eval_every and self._next_eval <= drawn < self.plan.total:
@@ -150,17 +154,18 @@ class Keeper:
         samples_before, seconds_before = self._last_log
         values = {
             **self.moment(),
-            "loss": _number(self._loss_sum / self._loss_samples),
+            "loss": self._loss_sum / self._loss_samples if self._loss_samples else None,
             "lr": self._lr(drawn),
             "samples_per_second": (drawn - samples_before) / max(seconds - seconds_before, 1e-9),
             "wait_fraction": self.wait_fraction,
             "bytes_sent_per_step": self.bytes_sent_per_step,
+            "gradients_refused": self.ledger.count("gradient refused"),
         }
         if self._server is not None:
             values["staleness"] = self._server.staleness
             values["gradients"] = self._server.received
         self._last_log = (drawn, seconds)
-        self._loss_sum, self._loss_samples = 0.0, 0
+        self._loss_sum, self._loss_samples, self._unlogged = 0.0, 0, 0
         self.metrics.append("train", values)
         self._show(drawn, values, seconds)
 
@@ -219,7 +224,8 @@ class Keeper:
             "waiting": self._waiting,
             "sent": self._sent,
             "steps": self._steps,
-            "loss": (self._loss_sum, self._loss_samples),
+            "loss": (self._loss_sum, self._loss_samples, self._unlogged),
+            "ledger": self.ledger.state_dict(),
             "last_log": self._last_log,
             "next": (self._next_log, self._next_eval),
             "failures": self.losses.records if self.losses else [],
@@ -232,14 +238,10 @@ class Keeper:
         self._seconds = state["seconds"]
         self._waiting, self._sent = state["waiting"], state["sent"]
         self._steps = state["steps"]
-        self._loss_sum, self._loss_samples = state["loss"]
+        self._loss_sum, self._loss_samples, self._unlogged = state["loss"]
+        self.ledger.load_state_dict(state["ledger"])
         self._last_log = state["last_log"]
         self._next_log, self._next_eval = state["next"]
         if self.losses is not None:
             self.losses.records = state["failures"]
         self._measuring = state["measuring"]
-
-
-def _number(value: float) -> float | None:
-    """JSON has no word for what is not finite; timed computing has no loss."""
-    return value if isfinite(value) else None

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.training.datasets import MapDataset
+from aladdin_mpi.training.datasets import MapDataset, known_classes
 from aladdin_mpi.training.images import ImageArrays
 from aladdin_mpi.training.randomness import AUGMENTATION, sample_keys
 from aladdin_mpi.training.sampler import ShardedStream
@@ -133,6 +133,18 @@ def train_batches_for_statistics(
     source = BatchSource(dataset, stream, batch_size, augment=False)
     for _ in range(count):
         yield source.next_batch()
+
+
+def describe(dataset: MapDataset) -> dict[str, Any]:
+    """What the data sets of all workers must have in common: sizes, and the first sample."""
+    with _global_generators_kept():
+        inputs, labels = _collate([dataset[0]])
+    return {
+        "length": len(dataset),
+        "classes": known_classes(dataset) if not labels.is_floating_point() else None,
+        "input": f"{inputs.dtype} {list(inputs.shape[1:])}".removeprefix("torch."),
+        "label": f"{labels.dtype} {list(labels.shape[1:])}".removeprefix("torch."),
+    }
 
 
 class _KeyBatches:

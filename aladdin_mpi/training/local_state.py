@@ -10,7 +10,7 @@ import torch
 from aladdin_mpi.budget import Ticket
 from aladdin_mpi.replica import PhantomReplica, Replica
 
-Compute = Callable[[Ticket], float]
+Compute = Callable[[Ticket], float | None]
 
 
 class LocalState:
@@ -37,7 +37,7 @@ class LocalState:
         if not self._shared:
             return compute
 
-        def compute_so(ticket: Ticket) -> float:
+        def compute_so(ticket: Ticket) -> float | None:
             kept = torch.get_rng_state()
             torch.set_rng_state(self._random)
             loss = compute(ticket)

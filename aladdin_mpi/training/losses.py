@@ -57,7 +57,7 @@ class Losses:
             file=sys.stderr,
             flush=True,
         )
-        record = {"rank": rank, "host": host, **moment}
+        record = {"rank": rank, "host": host, "what": "died", **moment}
         self._open.append(record)
         self.records.append(record)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class Rank:
     Args:
         module: on its device.
         epoch: samples of one epoch.
+        data: facts about this rank's data, in which all must agree.
         compute: see :class:`Worker`.
         evaluate: see :class:`Evaluator`; None: no evaluations.
 
@@ -64,7 +65,8 @@ class Rank:
         algorithm: Algorithm,
         module: nn.Module,
         epoch: int,
-        compute: Callable[[Ticket], float],
+        data: Mapping[str, Any],
+        compute: Callable[[Ticket], float | None],
         evaluate: Evaluate | None,
     ) -> None:
         self.transport = transport
@@ -76,7 +78,7 @@ class Rank:
         self.replica = agree(transport, self._replica)
         self.layout = self._layout(servers)
         agree(transport, self._check)
-        check_agreement(transport, options, self.replica.shapes)
+        check_agreement(transport, options, self.replica.shapes, data, servers)
         self.worker_count = transport.size - servers
         self.plan = _plan(options, epoch)
         self.lr = LearningRate(options, self.worker_count, epoch, self.plan.total)
@@ -174,7 +176,7 @@ class Rank:
     def _holders(self, bucket: Bucket) -> range:
         return self.algorithm.holders(bucket, self.transport.size)
 
-    def _role(self, compute: Callable[[Ticket], float]) -> Role:
+    def _role(self, compute: Callable[[Ticket], float | None]) -> Role:
         algorithm, options, x = self.algorithm, self.options, self.replica.parameters
         sgd = MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov)
         wire = self._codec(sgd)
@@ -193,6 +195,7 @@ class Rank:
             self.lr,
             options.wait_free,
             algorithm.lockstep,
+            options.max_loss,
         )
         return algorithm.worker(self.worker, sgd, wire, options)
 

@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
+
 from aladdin_mpi.algorithms.base import Role
 from aladdin_mpi.barrier import barrier
+from aladdin_mpi.refusals import is_finite
 from aladdin_mpi.training.checkpoint import CheckpointStore
 from aladdin_mpi.training.exchange import broadcast, gather
 from aladdin_mpi.training.keeper import Keeper
@@ -119,10 +122,17 @@ class Segments:
     # -- checkpoints ------------------------------------------------------------
     def _save(self, store: CheckpointStore) -> None:
         rank = self._transport.rank
-        if rank == 0:
-            store.begin(self._drawn)
-        broadcast(self._transport, True)
-        entry = store.write(self._drawn, rank, self._state())
+        state = self._state()
+        doubts = gather(self._transport, self._role.doubt() or _not_finite(state["role"]))
+        doubt = next(filter(None, doubts), "")
+        if self._keeper is not None:
+            if doubt:
+                self._keeper.ledger.left_out(self._drawn, doubt)
+            else:
+                store.begin(self._drawn)
+        if broadcast(self._transport, doubt):
+            return  # the last checkpoint stays: it is sound
+        entry = store.write(self._drawn, rank, state)
         entries = gather(self._transport, entry)
         if rank == 0:
             store.commit(self._drawn, entries, {**self._about, "moment": self._moment})
@@ -164,3 +174,12 @@ class Segments:
         """
         assert self._store is not None
         return self._store.load(self._transport.rank, self._about)
+
+
+def _not_finite(state: Any, name: str = "") -> str:
+    """What in a role's state is not finite, or nothing."""
+    if isinstance(state, Tensor):
+        sound = not state.is_floating_point() or is_finite(state)
+        return "" if sound else f"the state of a rank is not finite:{name}"
+    items = state.items() if isinstance(state, dict) else ()
+    return next(filter(None, (_not_finite(value, f"{name} {key}") for key, value in items)), "")

@@ -77,7 +77,8 @@ def _about(rank: Rank) -> dict[str, Any]:
         "test_accuracy": None,
         "test_loss": None,
         "bytes_sent_per_step": keeper.bytes_sent_per_step,
-        "failures": keeper.losses.records if keeper.losses else [],
+        "messages_refused": keeper.ledger.count("message refused"),
+        "failures": (keeper.losses.records if keeper.losses else []) + keeper.ledger.failures(),
         "samples_lost": keeper.losses.samples if keeper.losses else 0,
         "version": aladdin_mpi.__version__,
     }
@@ -98,6 +99,7 @@ def _accounts(totals: list[dict[str, Any]], servers: int) -> dict[str, int]:
         "gradients_applied": computed,
         "gradients_coalesced": sum(total.get("coalesced", 0) for total in totals),
         "gradients_dropped": 0,
+        "gradients_refused": sum(total.get("refused", 0) for total in totals),
     }
     for rank in range(servers):
         applied, dropped = totals[rank]["applied"], totals[rank]["dropped"]

@@ -1,0 +1,89 @@
+"""A transport on top of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from aladdin_mpi.transport.base import Event, Handler, Request, Transport
+
+
+class Layer(Transport):
+    """A transport that hands everything on to another one, to be changed by subclasses."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.rank, self.size = inner.rank, inner.size
+        self.traffic, self.hosts, self.engine = inner.traffic, inner.hosts, inner.engine
+        self.survives = inner.survives
+
+    def __getattr__(self, name: str) -> Any:
+        """What only one engine has."""
+        return getattr(self.inner, name)
+
+    def host_name(self, rank: int) -> str:
+        return self.inner.host_name(rank)
+
+    def now(self) -> float:
+        return self.inner.now()
+
+    def sleep(self, seconds: float) -> None:
+        self.inner.sleep(seconds)
+
+    def sleep_until(self, moment: float) -> None:
+        self.inner.sleep_until(moment)
+
+    def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
+        return self.inner.isend(buffer, dest, tag, after)
+
+    def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
+        return self.inner.irecv(buffer, source, tag)
+
+    def test(self, request: Request) -> bool:
+        return self.inner.test(request)
+
+    def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
+        return self.inner.wait_any(requests, timeout)
+
+    def cancel(self, request: Request) -> None:
+        self.inner.cancel(request)
+
+    def exempt(self, *tags: int) -> None:
+        self.inner.exempt(*tags)
+
+    def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
+        self.inner.on_message(tag, nbytes, handler)
+
+    def atomic(self) -> AbstractContextManager[None]:
+        return self.inner.atomic()
+
+    def ibarrier(self) -> Request:
+        return self.inner.ibarrier()
+
+    def ibroadcast(self, buffer: Tensor, root: int) -> Request:
+        return self.inner.ibroadcast(buffer, root)
+
+    def iallreduce(self, buffer: Tensor) -> Request:
+        return self.inner.iallreduce(buffer)
+
+    def iallgather(self, buffer: Tensor, gathered: Tensor) -> Request:
+        return self.inner.iallgather(buffer, gathered)
+
+    def ialltoall(self, buffer: Tensor, received: Tensor) -> Request:
+        return self.inner.ialltoall(buffer, received)
+
+    @property
+    def failed(self) -> frozenset[int]:
+        return self.inner.failed
+
+    def on_failure(self, action: Callable[[int], None]) -> None:
+        self.inner.on_failure(action)
+
+    def watch(self, look: Callable[[], None] | None) -> None:
+        self.inner.watch(look)
+
+    def close(self) -> None:
+        self.inner.close()

@@ -1,0 +1,60 @@
+"""A network that damages messages: one bit of a copy is changed on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.refusals import Reason, Refusal, report
+from aladdin_mpi.tags import SEALED
+from aladdin_mpi.transport.base import Event, Request, Transport
+from aladdin_mpi.transport.layer import Layer
+from aladdin_mpi.transport.sealed import SealedTransport
+
+Choice = Callable[[int, Tensor], bool]
+"""Whether to damage a message, by its number among the rank's headers, or its others."""
+
+
+class DamagingTransport(Layer):
+    """Damages what it sends, if ``chosen``; ``damaged`` has the tags, in order."""
+
+    def __init__(
+        self, inner: Transport, chosen: Choice, damage: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        super().__init__(inner)
+        self._chosen = chosen
+        self._damage = damage or changed
+        self._numbers = {True: 0, False: 0}
+        self.damaged: list[int] = []
+
+    def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
+        if tag in SEALED and buffer.numel():
+            kind = is_values(buffer)
+            self._numbers[kind] += 1
+            if self._chosen(self._numbers[kind], buffer):
+                self.damaged.append(tag)
+                buffer = self._damage(buffer)
+        return self.inner.isend(buffer, dest, tag, after)
+
+
+def changed(buffer: Tensor) -> Tensor:
+    """A copy; the highest bit of the last value's exponent is the other way round."""
+    copy = buffer.clone()
+    copy.view(torch.uint8)[-1] ^= 0x40
+    return copy
+
+
+def sealed(transport: Transport) -> Transport:
+    """With checksums, as ``--checksum`` has it."""
+
+    def damaged(source: int, tag: int) -> None:
+        report(transport, Refusal(Reason.CHECKSUM, source, value=tag))
+
+    return SealedTransport(transport, SEALED, damaged)
+
+
+def is_values(buffer: Tensor) -> bool:
+    """Headers are in float64."""
+    return buffer.dtype != torch.float64
