@@ -102,6 +102,12 @@ start_ranks() {
 }
 
 start_srun() {
+    if [ -n "${HET_GROUPS:-}" ]; then # Slurm itself has placed the tasks
+        srun --het-group="$HET_GROUPS" --mpi="$SRUN_MPI" --kill-on-bad-exit=0 --wait=60 \
+            "${SITE_SRUN[@]}" "$@" &
+        STEP=$!
+        return
+    fi
     # A list of places instead of numbers a node: the first node has more ranks than the others.
     # Its servers share its cores (--overcommit): they wait for messages most of the time.
     # A rank that ends before the others must not take them with it (--kill-on-bad-exit=0), as all
