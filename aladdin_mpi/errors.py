@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+SUSPENDED_STATUS = os.EX_TEMPFAIL
+"""75: "temporary failure; the user is invited to retry" (sysexits.h)."""
+
 
 class UserError(Exception):
     """What was asked for cannot be done as asked.
@@ -18,3 +23,14 @@ class UserError(Exception):
 
 class RefusedError(Exception):
     """The run is refused, and another rank says why."""
+
+
+class SuspendedError(SystemExit):
+    """A signal has ended the run, which is saved and can be resumed.
+
+    Raised on every rank. As every ``SystemExit`` it ends the program, without a traceback,
+    with its status: :data:`SUSPENDED_STATUS`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(SUSPENDED_STATUS)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from types import FrameType
 
-from aladdin_mpi.errors import RefusedError, UserError
+from aladdin_mpi.errors import SUSPENDED_STATUS, RefusedError, SuspendedError, UserError
 
 FLUSH_SECONDS = 0.3
 """Time for the launcher to pass on what was printed before the job is ended."""
@@ -59,12 +59,14 @@ def end_job(error: BaseException) -> None:
     """Say what has happened and end the job on every rank; does not return."""
     rank, size = launched_place()
     status = 1
-    if isinstance(error, SystemExit):
+    if isinstance(error, SuspendedError):
+        leave(SUSPENDED_STATUS)
+    elif isinstance(error, SystemExit):
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
         if status == 0:
-            _leave(0)
+            leave(0)
     elif isinstance(error, RefusedError):
-        _leave(0)  # the status is that of the rank which says why
+        leave(0)  # the status is that of the rank which says why
     elif isinstance(error, TerminatedError):
         status = 128 + error.signum
         if rank == 0:
@@ -74,7 +76,7 @@ def end_job(error: BaseException) -> None:
         where = f" (rank {rank})" if size > 1 and not error.agreed else ""
         print(f"aladdin_mpi: error{where}: {error}", file=sys.stderr)
         if error.agreed:
-            _leave(status)
+            leave(status)
     else:
         _print_traceback(error, rank, size)
     _abort(status, size)
@@ -115,10 +117,13 @@ def _abort(status: int, size: int) -> None:
     os._exit(status)
 
 
-def _leave(status: int) -> None:
-    """Exit when every rank does so by itself."""
+def leave(status: int) -> None:
+    """Exit when every rank does so by itself; does not return."""
     sys.stdout.flush()
     sys.stderr.flush()
+    if threading.current_thread() is threading.main_thread():
+        # Open MPI ends the others as soon as the first has left with an error.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and not mpi.Is_finalized():
         mpi.Finalize()

@@ -31,11 +31,12 @@ from aladdin_mpi.compression.options import DgcOptions
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.fields import nested, option, shown
 from aladdin_mpi.intervals import CheckpointInterval, Interval
-from aladdin_mpi.resume import CONFIG_NAME, RESUME_FIELDS, resumed_options
-from aladdin_mpi.settings import build, to_toml
+from aladdin_mpi.resume import AUTO, CONFIG_NAME, RESUME_FIELDS, resumed_options
+from aladdin_mpi.settings import Settings, build, to_toml
 from aladdin_mpi.transport.cluster import Cluster
 
 __all__ = [
+    "AUTO",
     "CONFIG_NAME",
     "RESUME_FIELDS",
     "CheckpointInterval",
@@ -47,6 +48,7 @@ __all__ = [
     "check_workers",
     "differences",
     "fingerprint",
+    "followed",
     "parse",
     "resumed_options",
     "to_toml",
@@ -232,9 +234,10 @@ class RunOptions(BaseModel):
         default_text="runs/ALGORITHM-MODEL-DATASET-TIME",
     )
     overwrite: bool = option(False, "replace the results in an existing --run-dir", group="output")
-    resume: Path | None = option(
+    resume: Literal["auto"] | Path | None = option(
         None,
-        "go on with the run in this folder from its last checkpoint",
+        "go on with the run in this folder from its last checkpoint; auto: with the one in "
+        "--run-dir if it has a checkpoint, and start it if not",
         unit="FOLDER",
         group="output",
     )
@@ -310,6 +313,14 @@ class RunOptions(BaseModel):
             (
                 self.nesterov and self.momentum == 0,
                 "--nesterov: expected a momentum above 0, got 0; add --momentum 0.9",
+            ),
+            (
+                self.resume == AUTO and self.run_dir is None,
+                "--resume auto: expected the folder of the run too, got none; add --run-dir FOLDER",
+            ),
+            (
+                self.resume == AUTO and self.overwrite,
+                "--resume auto and --overwrite exclude each other; give one of them",
             ),
         ):
             if wrong:
@@ -388,9 +399,19 @@ def parse(model: type[Options], argv: Sequence[str] | None, prog: str, descripti
     Raises:
         UserError: an option or a key of a TOML file is unknown or its value bad.
     """
-    given = cli.read(model, argv, prog, description)
+    return followed(model, cli.read(model, argv, prog, description))
+
+
+def followed(model: type[Options], given: Settings) -> Options:
+    """Return the options that the user's settings ask for; ``--resume`` is followed.
+
+    But not ``--resume auto``, which all ranks have to settle together.
+
+    Raises:
+        UserError: a value is bad, or there is no run to resume.
+    """
     resume = given.get(("resume",))
-    if resume is not None and resume.value is not None:
+    if resume is not None and resume.value not in (None, AUTO):
         given = resumed_options(model, given, Path(resume.value))
     return build(model, given)
 

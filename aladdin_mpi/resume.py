@@ -14,6 +14,9 @@ from aladdin_mpi.settings import Setting, Settings, overlay, read_toml
 CONFIG_NAME = "config.toml"
 """The file in a run folder that holds the run's complete configuration."""
 
+AUTO = "auto"
+"""As the value of ``--resume``: the run in ``--run-dir``, if there is one to go on with."""
+
 RESUME_FIELDS = (LOCAL_FIELDS - {"run_dir", "overwrite"}) | {
     "checkpoint_every",
     "log_every",

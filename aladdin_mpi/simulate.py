@@ -18,13 +18,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    from aladdin_mpi.options import SimulateOptions, parse
+    from aladdin_mpi.cli import read
+    from aladdin_mpi.options import SimulateOptions, followed
 
-    options = parse(SimulateOptions, argv, "aladdin_mpi.simulate", DESCRIPTION)
+    given = read(SimulateOptions, argv, "aladdin_mpi.simulate", DESCRIPTION)
+    options = followed(SimulateOptions, given)
 
+    from aladdin_mpi.training.auto_resume import decide, follow
     from aladdin_mpi.training.simulator import simulate
 
-    simulate(options)
+    settled = follow(decide(SimulateOptions, given, options), SimulateOptions, given, options)
+    if settled is not None:
+        simulate(settled)
     return 0
 
 

@@ -28,6 +28,8 @@ class Tag(IntEnum):
     """Before training: what all ranks must agree on."""
     REPORT = 8
     """After training: totals for the summary."""
+    SUSPEND = 11
+    """To the keeper: the number of a signal after which the run is to be saved and to end."""
     REDUCE_SCATTER = 40
     """Worker to worker: a part of a bucket, for its owner to add."""
     ALL_GATHER = 41

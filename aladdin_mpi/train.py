@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from aladdin_mpi import stop_signal
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.guard import launched_place, quiet_unless_first, run_guarded
 
@@ -18,14 +19,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    from aladdin_mpi.options import TrainOptions, parse
+    stop_signal.install()  # before the slow imports
+
+    from aladdin_mpi.cli import read
+    from aladdin_mpi.options import TrainOptions, followed
 
     # Options are read before MPI starts, so that --help works where MPI does not.
     rank, size = launched_place()
     problem: UserError | None = None
     try:
         with quiet_unless_first(rank):
-            options = parse(TrainOptions, argv, "aladdin_mpi.train", DESCRIPTION)
+            given = read(TrainOptions, argv, "aladdin_mpi.train", DESCRIPTION)
+            options = followed(TrainOptions, given)
     except UserError as error:
         if size == 1:
             raise
@@ -34,12 +39,15 @@ def _main(argv: Sequence[str] | None) -> int:
     from aladdin_mpi.transport.mpi import MpiTransport
 
     # isort: split
+    from aladdin_mpi.training.auto_resume import settle
     from aladdin_mpi.training.exchange import agree
     from aladdin_mpi.training.trainer import train
 
     transport = MpiTransport(timeout=AGREEMENT_SECONDS if problem else options.timeout)
     agree(transport, lambda: _raise(problem))
-    train(options, transport)
+    settled = settle(transport, TrainOptions, given, options)
+    if settled is not None:
+        train(settled, transport)
     transport.close()
     return 0
 

@@ -109,6 +109,11 @@ class CheckpointStore:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         return state
 
+    @property
+    def exists(self) -> bool:
+        """Whether there is a complete checkpoint."""
+        return any(self.folder.glob("samples-*"))
+
     def _last(self) -> Path:
         found = sorted(self.folder.glob("samples-*"))
         if not found:

@@ -13,12 +13,13 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from aladdin_mpi import guard
+from aladdin_mpi import guard, stop_signal
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.budget import Ticket
-from aladdin_mpi.errors import UserError
+from aladdin_mpi.errors import SUSPENDED_STATUS, SuspendedError, UserError
 from aladdin_mpi.options import RunOptions
 from aladdin_mpi.settings import Setting, Settings, build
+from aladdin_mpi.training.auto_resume import settle
 from aladdin_mpi.training.device import choose_device
 from aladdin_mpi.training.evaluation import Evaluate
 from aladdin_mpi.training.exchange import agree
@@ -39,6 +40,12 @@ class DataParallel:
             loss = loss_function(model(images), labels)
             loss.backward()
             run.step(loss)
+
+    A signal SIGUSR1 or SIGUSR2 at any rank, as batch systems send before a time limit, ends
+    the loop: the run is saved, and the loop raises
+    :class:`aladdin_mpi.errors.SuspendedError`, a ``SystemExit`` of status 75, on every rank.
+    With ``run_dir=DIR, resume="auto"`` the program goes on when it is started again, and ends
+    with status 0 if the run is complete.
 
     The loop turns on workers; a server serves inside :meth:`batches`, which gives it
     no batch. After the loop every rank's ``model`` is the trained global model and
@@ -70,7 +77,7 @@ class DataParallel:
         if transport is None:
             transport = _over_mpi(float(settings.get("timeout", 1800.0)))
         self.transport = transport
-        self.options = agree(transport, lambda: _options(options, settings, module))
+        self.options = _settled(transport, options, settings, module)
         self.algorithm = agree(transport, self._check)
         servers = self.options.servers if self.algorithm.server else 0
         self.is_server = transport.rank < servers
@@ -143,13 +150,19 @@ class DataParallel:
             rank.segments.run()
         else:
             yield from self._worker_batches(rank, dataset, length)
-        self.summary = rank.finish()
         self._ended = True
+        if rank.segments.suspended:
+            rank.suspend()
+            raise SuspendedError
+        self.summary = rank.finish()
         if self._owns_transport:
             self.transport.close()
 
     def _check_ended(self) -> None:
         """At the end of the program: no rank goes while others wait for it."""
+        if self._rank is not None and self._rank.segments.suspended and self._rank.evaluating:
+            # Python cannot end in order while a thread computes.
+            guard.leave(SUSPENDED_STATUS)
         if not self._ended:
             guard.end_job(
                 UserError(
@@ -248,19 +261,32 @@ class DataParallel:
         return self._rank
 
 
-def _options(options: RunOptions | None, settings: dict[str, Any], module: nn.Module) -> RunOptions:
-    if options is None:
-        # The commands' defaults name the built-in model and data, which these are not.
-        named = {"model": type(module).__name__, "dataset": "own", **settings}
-        given: Settings = {(name,): Setting(value, name) for name, value in named.items()}
-        return build(RunOptions, given)
+def _settled(
+    transport: Transport, options: RunOptions | None, settings: dict[str, Any], module: nn.Module
+) -> RunOptions:
+    """The options of the run; for a run that is complete the program ends here."""
+    if options is not None:
+        agree(transport, lambda: _check_alone(settings))
+        return options
+    # The commands' defaults name the built-in model and data, which these are not.
+    named = {"model": type(module).__name__, "dataset": "own", **settings}
+    given: Settings = {(name,): Setting(value, name) for name, value in named.items()}
+    asked = agree(transport, lambda: build(RunOptions, given))
+    settled = settle(transport, RunOptions, given, asked)
+    if settled is None:
+        transport.close()
+        raise SystemExit(0)
+    return settled
+
+
+def _check_alone(settings: dict[str, Any]) -> None:
     if settings:
         raise UserError(f"options: expected no settings beside them, got {', '.join(settings)}")
-    return options
 
 
 def _over_mpi(timeout: float) -> Transport:
     from aladdin_mpi.transport.mpi import MpiTransport
 
     guard.install()
+    stop_signal.install()
     return MpiTransport(timeout=timeout)

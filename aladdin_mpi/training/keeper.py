@@ -74,6 +74,9 @@ class Keeper:
         self._next_log = plan.log_every
         self._next_eval = plan.eval_every
         self._moment: dict[str, Any] = {}
+        self._measuring: int | None = None
+        self.suspended = 0
+        """The signal after which the run is to end before its budget is used up."""
 
     @property
     def seconds(self) -> float:
@@ -98,8 +101,16 @@ class Keeper:
     def open(self) -> None:
         """Begin a segment: grant samples up to the next checkpoint."""
         every, drawn = self.plan.checkpoint_every, self.budget.drawn
-        self.budget.open((drawn // every + 1) * every if every else self.plan.total)
+        limit = (drawn // every + 1) * every if every else self.plan.total
+        with self._transport.atomic():
+            self.budget.open(drawn if self.suspended else limit)
         self._opened = self._transport.now()
+
+    def suspend(self, number: int) -> None:
+        """Grant nothing more, now and in later segments, because of this signal."""
+        with self._transport.atomic():
+            self.suspended = self.suspended or number
+            self.budget.stop()
 
     def close(self) -> None:
         """End a segment: time stands still. Log what came behind the last line of metrics."""
@@ -171,6 +182,7 @@ class Keeper:
         if not (self.evaluator.busy or self.snapshots.busy):
             self._moment = self.moment()
             self._moment["gradients"] = self._server.received if self._server else 0
+            self._measuring = self._moment["samples"]
             self.snapshots.take()
 
     def evaluate_copy(self, vector: Tensor) -> None:
@@ -186,6 +198,15 @@ class Keeper:
         self.metrics.append(
             "eval", {**moment, **measured, "gradients_meanwhile": gradients - before}
         )
+        self._measuring = None
+
+    def make_up_for_evaluation(self) -> None:
+        """Evaluate soon, if the resumed run ended before its last evaluation did."""
+        assert self.metrics is not None
+        due = self._measuring
+        if due is not None and not self.metrics.has("eval", due):
+            self._next_eval = due
+        self._measuring = None
 
     # -- checkpoint ---------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
@@ -199,6 +220,7 @@ class Keeper:
             "loss": (self._loss_sum, self._loss_samples),
             "last_log": self._last_log,
             "next": (self._next_log, self._next_eval),
+            "measuring": self._measuring,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -210,6 +232,7 @@ class Keeper:
         self._loss_sum, self._loss_samples = state["loss"]
         self._last_log = state["last_log"]
         self._next_log, self._next_eval = state["next"]
+        self._measuring = state["measuring"]
 
 
 def _number(value: float) -> float | None:

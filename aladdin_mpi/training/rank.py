@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable
 from math import sqrt
 from pathlib import Path
@@ -34,6 +36,7 @@ from aladdin_mpi.training.recorder import Metrics, Progress
 from aladdin_mpi.training.schedule import LearningRate
 from aladdin_mpi.training.segments import Segments
 from aladdin_mpi.training.summary import summarise
+from aladdin_mpi.training.suspension import Suspension
 from aladdin_mpi.transport.base import Transport
 
 WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -119,7 +122,8 @@ class Rank:
 
     def _folder(self) -> Path:
         options = self.options
-        name = str(options.run_dir or Path("runs") / run_folder.default_name(options))
+        given = options.resume or options.run_dir
+        name = str(given or Path("runs") / run_folder.default_name(options))
         folder = Path(broadcast(self.transport, name))
         if options.resume is None:
             agree(self.transport, lambda: self._prepare(folder))
@@ -224,7 +228,10 @@ class Rank:
         if self.options.resume is not None:
             state = agree(self.transport, self.segments.load)
             self.segments.restore(state)
+        self.suspension = Suspension(self.transport, self.keeper)
         if self.keeper is not None:
+            if self.options.resume is not None and not self.keeper.budget.used_up:
+                run_folder.reopen(self.run_dir, self.options)
             self._open_books(self.keeper)
             if (text := self.role.describe()) and not self.options.quiet:
                 print(text, flush=True)
@@ -232,14 +239,39 @@ class Rank:
     def _open_books(self, keeper: Keeper) -> None:
         drawn = keeper.budget.drawn
         keeper.metrics = Metrics(self.run_dir, drawn)
+        keeper.make_up_for_evaluation()
         keeper.progress = Progress(self.plan.total, drawn, self.options.quiet)
         if self.evaluate is not None:
             keeper.evaluator = Evaluator(
                 self.module, self.evaluate, keeper.evaluated, self.transport.engine == "mpi"
             )
 
+    def suspend(self) -> None:
+        """A signal has ended the run, which is saved: close the books and go."""
+        self.suspension.close()
+        if self.keeper is not None:
+            assert self.keeper.metrics is not None and self.keeper.progress is not None
+            self.keeper.progress.close()
+            self.keeper.metrics.close()
+            name = signal.Signals(self.segments.suspended).name
+            print(
+                f"aladdin_mpi: stopped by {name} at sample {self.keeper.budget.drawn} of "
+                f"{self.plan.total}; resume with: --resume {self.run_dir}",
+                file=sys.stderr,
+                flush=True,
+            )
+        self.role.close()
+        self.transport.close()
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether an evaluation goes on in a thread of its own."""
+        evaluator = self.keeper.evaluator if self.keeper else None
+        return evaluator is not None and evaluator.busy
+
     def finish(self) -> dict[str, Any]:
         """Complete the model everywhere, measure it, write the books; the summary at rank 0."""
+        self.suspension.close()
         waiting = self.transport.traffic.waiting  # what follows is not training
         if isinstance(self.role, Server):
             self.role.finish()

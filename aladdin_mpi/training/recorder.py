@@ -35,6 +35,7 @@ class Metrics:
 
         self.path = folder / METRICS
         self._lock = threading.Lock()
+        self._closed = False
         self.lines = [line for line in read_metrics(folder) if line["samples"] <= samples]
         self._rewrite()
         self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=samples)
@@ -48,6 +49,8 @@ class Metrics:
         """Add a line of ``kind``; ``values`` has ``samples``."""
         line = {"kind": kind, **values}
         with self._lock:
+            if self._closed:  # an evaluation that ends after a suspended run
+                return
             self.lines.append(line)
             with self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -60,8 +63,10 @@ class Metrics:
         return any(line["kind"] == kind and line["samples"] == samples for line in self.lines)
 
     def close(self) -> None:
-        """Write out what is buffered."""
-        self._board.close()
+        """Write out what is buffered, and take no more."""
+        with self._lock:
+            self._closed = True
+            self._board.close()
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import CONFIG_NAME, RunOptions, to_toml
+from aladdin_mpi.settings import build, read_toml
 from aladdin_mpi.training.checkpoint import FOLDER as CHECKPOINT
 from aladdin_mpi.training.recorder import METRICS
 
@@ -52,6 +53,17 @@ def prepare(folder: Path, options: RunOptions) -> None:
         raise UserError(
             f"--run-dir: cannot write into {str(folder)!r}: {error.strerror}; give another folder"
         ) from error
+
+
+def reopen(folder: Path, options: RunOptions) -> None:
+    """A run goes on: it has no summary any more, and the length that is asked for now."""
+    (folder / SUMMARY).unlink(missing_ok=True)
+    config = folder / CONFIG_NAME
+    stored = build(type(options), read_toml(type(options), config, "--resume"))
+    length = {"epochs": options.epochs, "samples": options.samples}
+    if any(getattr(stored, name) != value for name, value in length.items()):
+        command = config.read_text().partition("\n")[0]
+        write_text(config, f"{command}\n{to_toml(stored.model_copy(update=length))}")
 
 
 def check_seen(folder: Path) -> None:

@@ -56,11 +56,14 @@ class Segments:
         self._drawn = 0
         self._moment = 0.0
         self._total = total
+        self._saved: int | None = None
         self._over = False
+        self.suspended = 0
+        """The signal that ended the run before its budget was used up, on every rank."""
 
     def run(self) -> None:
-        """Train until the budget is used up."""
-        while not self._over:
+        """Train until the budget is used up, or the keeper ends the run for a signal."""
+        while not (self._over or self.suspended):
             self._start_together()
             if self._keeper is not None:
                 self._keeper.open()
@@ -77,13 +80,17 @@ class Segments:
         if self._keeper is not None:
             budget = self._keeper.budget
             budget.close()
-            fact = (budget.drawn, budget.used_up, self._transport.now() + SETTLE_SECONDS)
-        self._drawn, self._over, self._moment = broadcast(self._transport, fact)
+            suspended = 0 if budget.used_up else self._keeper.suspended
+            moment = self._transport.now() + SETTLE_SECONDS
+            fact = (budget.drawn, budget.used_up, suspended, moment)
+        self._drawn, self._over, self.suspended, self._moment = broadcast(self._transport, fact)
         if self._transport.engine == "virtual":
             # A worker's last report may come after the barrier: it belongs to the checkpoint.
             self._transport.sleep_until(self._moment)
-        if self._store is not None:
+        # A run that was suspended at once is where its last checkpoint is.
+        if self._store is not None and self._drawn != self._saved:
             self._save(self._store)
+            self._saved = self._drawn
 
     def _start_together(self) -> None:
         """Start when all are ready; in virtual time, when a resumed run starts as well."""
@@ -134,6 +141,7 @@ class Segments:
             self._keeper.load_state_dict(state["keeper"])
         self._moment, self._drawn = state["moment"], state["drawn"]
         self._over = self._drawn >= self._total
+        self._saved = self._drawn
         self._transport.traffic.waiting = state["waiting"]
         self._transport.traffic.bytes_sent = state["bytes_sent"]
         self._local.load_state_dict(state["local"])

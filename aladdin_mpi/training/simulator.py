@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.algorithms import registry
@@ -20,7 +21,7 @@ def simulate(options: SimulateOptions) -> dict[str, Any]:
     algorithm = registry.find(options.algorithm)
     size = options.workers + (options.servers if algorithm.server else 0)
     check_ranks(options, size)
-    start = 0.0 if options.resume is None else resumed_moment(options.resume)
+    start = 0.0 if options.resume is None else resumed_moment(Path(options.resume))
     cluster = VirtualCluster(size, options.cluster, options.seed, start_time=start)
     summaries = cluster.run(lambda transport: train(options, transport))
     return summaries[0] or {}

@@ -193,6 +193,14 @@ class Transport(ABC):
     def atomic(self) -> AbstractContextManager[None]:
         """A section during which no handler of this rank runs."""
 
+    def watch(self, look: Callable[[], None] | None) -> None:
+        """Have ``look`` called now and then, also while the rank computes; None: no more.
+
+        For what comes from outside, such as signals; so never in virtual time. It is
+        called by any thread, must be quick, and may do what a handler may.
+        """
+        return
+
     # -- collectives: every rank calls them in the same order ----------------
     @abstractmethod
     def ibarrier(self) -> Request:

@@ -120,6 +120,7 @@ class MpiTransport(Transport):
         self._held_back: dict[tuple[int, int], deque[tuple[_MpiRequest, Event | None]]] = {}
         self._handling = threading.RLock()
         self._inboxes: list[_Inbox] = []
+        self._look: Callable[[], None] | None = None
         self._waiters = 0
         self._progress_thread: threading.Thread | None = None
         self._stopping = self._closed = False
@@ -270,6 +271,9 @@ class MpiTransport(Transport):
         for inbox in self._inboxes:
             if inbox.posted and inbox.posted[0].done:
                 self._dispatch(inbox)
+        look = self._look
+        if look is not None:
+            look()
 
     def _take_fresh(self) -> None:
         while self._fresh:
@@ -329,6 +333,9 @@ class MpiTransport(Transport):
                     inbox.handler(request.source, request.buffer[: request.nbytes])
                 finally:
                     self._post(inbox, request.buffer)
+
+    def watch(self, look: Callable[[], None] | None) -> None:
+        self._look = look
 
     @contextmanager
     def atomic(self) -> Iterator[None]:

@@ -1,0 +1,33 @@
+"""SIGUSR1 and SIGUSR2: batch systems send them before a time limit, to have a run saved.
+
+A handler does no more than to remember the signal. ``training/suspension.py`` looks.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+
+_received: list[signal.Signals] = []
+
+
+def install() -> None:
+    """Remember these signals from now on; a handler of the program's own stays."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in SIGNALS:
+        # Anew where it is ours: some MPIs put theirs in its place when they start.
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN, None, _remember):
+            signal.signal(number, _remember)
+
+
+def _remember(number: int, frame: FrameType | None) -> None:
+    _received.append(signal.Signals(number))
+
+
+def received() -> signal.Signals | None:
+    """The first that has come to this process."""
+    return _received[0] if _received else None
