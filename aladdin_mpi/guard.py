@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -12,7 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from types import FrameType
 
-from aladdin_mpi.errors import SUSPENDED_STATUS, RefusedError, SuspendedError, UserError
+from aladdin_mpi.errors import (
+    SUSPENDED_STATUS,
+    RefusedError,
+    SuspendedError,
+    UserError,
+    system_error,
+)
 
 FLUSH_SECONDS = 0.3
 """Time for the launcher to pass on what was printed before the job is ended."""
@@ -77,6 +84,13 @@ def end_job(error: BaseException) -> None:
         print(f"aladdin_mpi: error{where}: {error}", file=sys.stderr)
         if error.agreed:
             leave(status)
+    elif (full := system_error(error)) and full.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" (rank {rank})" if size > 1 else ""
+        print(
+            f"aladdin_mpi: error{where}: {full}; make room there, then go on from the last "
+            "checkpoint with --resume",
+            file=sys.stderr,
+        )
     else:
         _print_traceback(error, rank, size)
     _abort(status, size)

@@ -1,6 +1,12 @@
 # shellcheck shell=bash
 # What the batch scripts have in common: place ranks, start them, pass signals on, requeue.
 
+# SIGUSR2, which Slurm sends to this shell before the time limit, and SIGUSR1 go to the ranks.
+STEP=
+CAME=
+trap 'pass_on USR1' USR1
+trap 'pass_on USR2' USR2
+
 ALADDIN_STOPPED=75 # status of a run that a signal has stopped behind a checkpoint
 
 if [ -z "${SLURM_JOB_ID:-}" ]; then
@@ -84,9 +90,8 @@ place_ranks() {
     done
 }
 
-# start_ranks PROGRAM...: start it in the background on all PLACES, and wait for its end.
-# Returns its status. SIGUSR2, which Slurm sends to this shell before the time limit, and SIGUSR1
-# are passed on.
+# start_ranks PROGRAM...: start it in the background on all PLACES, so that this shell can pass
+# signals on, and wait for its end. Returns its status.
 start_ranks() {
     local bind=()
     if [ ${#SITE_CORES[@]} -gt 0 ]; then
@@ -133,21 +138,24 @@ start_mpirun() {
     STEP=$!
 }
 
-# await_step: wait for the process STEP, passing signals on to it; returns its status.
 await_step() {
     local status=0
-    trap 'pass_on USR1' USR1
-    trap 'pass_on USR2' USR2
+    if [ -n "$CAME" ]; then
+        pass_on "$CAME"
+    fi
     # A signal ends `wait` before the step has ended.
     while status=0 && { wait "$STEP" || status=$?; } && kill -0 "$STEP" 2>/dev/null; do :; done
-    trap - USR1 USR2
+    STEP=
     rm -f "${PLACES_FILE:-}"
     return "$status"
 }
 
 pass_on() {
-    echo "$ALADDIN_SCRIPT: SIG$1, passed on to the ranks"
-    kill -s "$1" "$STEP" 2>/dev/null || true
+    CAME=$1
+    if [ -n "$STEP" ]; then
+        echo "$ALADDIN_SCRIPT: SIG$1, passed on to the ranks"
+        kill -s "$1" "$STEP" 2>/dev/null || true
+    fi
 }
 
 # last_checkpoint: its name, or nothing.

@@ -7,13 +7,14 @@ depends on the saved state alone, and a resumed run goes on as the uninterrupted
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from aladdin_mpi.algorithms.base import Role
+from aladdin_mpi.errors import UserError
 from aladdin_mpi.training.checkpoint import CheckpointStore
-from aladdin_mpi.training.exchange import broadcast, gather
+from aladdin_mpi.training.exchange import agree, broadcast, gather
 from aladdin_mpi.training.keeper import Keeper
 from aladdin_mpi.training.local_state import LocalState
 from aladdin_mpi.transport.base import Transport
@@ -113,14 +114,21 @@ class Segments:
 
     # -- checkpoints ------------------------------------------------------------
     def _save(self, store: CheckpointStore) -> None:
-        rank = self._transport.rank
-        if rank == 0:
-            store.begin(self._drawn)
-        broadcast(self._transport, True)
-        entry = store.write(self._drawn, rank, self._state())
-        entries = gather(self._transport, entry)
-        if rank == 0:
-            store.commit(self._drawn, entries, {**self._about, "moment": self._moment})
+        """Write a checkpoint. Raises UserError, RefusedError if one rank cannot."""
+        transport, drawn = self._transport, self._drawn
+        about = {**self._about, "moment": self._moment}
+
+        def first(step: Callable[[], None]) -> None:
+            agree(transport, lambda: step() if transport.rank == 0 else None)
+
+        try:
+            first(lambda: store.begin(drawn))
+            entry = agree(transport, lambda: store.write(drawn, transport.rank, self._state()))
+            entries = gather(transport, entry)
+            first(lambda: store.commit(drawn, entries, about))
+        except UserError:  # at rank 0, when every rank has tried
+            store.discard(drawn)
+            raise
 
     def _state(self) -> dict[str, Any]:
         waiting, bytes_sent = self._counted
