@@ -39,7 +39,7 @@ horovod:
 	@tools/build-horovod.sh
 
 test: lint horovod
-	$(BIN)/python -m pytest -rs --durations=15 $(ARGS)
+	$(BIN)/python -m pytest -rs --durations=15 -m 'not slow_slurm' $(ARGS)
 
 lint:
 	@$(SETUP) test
