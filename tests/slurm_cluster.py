@@ -183,7 +183,10 @@ class SlurmCluster:
                 os.kill(pid, 9)
 
     def revive_node(self, host: str) -> None:
-        """Bring a dead node back."""
+        """Bring a dead node back, as after a reboot: without what its processes have left."""
+        shutil.rmtree(self.folder / f"spool-{host}")
+        shutil.rmtree(self.folder / f"tmp-{host}")
+        (self.folder / f"tmp-{host}").mkdir()
         netns.run_tool("ip", "-n", host, "link", "set", netns.INTERFACE, "up")
         self.start_node(host)
         self.wait_ready()
