@@ -5,6 +5,7 @@ A handler does no more than to remember the signal. ``training/suspension.py`` l
 
 from __future__ import annotations
 
+import atexit
 import signal
 import threading
 from types import FrameType
@@ -22,6 +23,15 @@ def install() -> None:
         # Anew where it is ours: some MPIs put theirs in its place when they start.
         if signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN, None, _remember):
             signal.signal(number, _remember)
+    atexit.unregister(_ignore)
+    atexit.register(_ignore)
+
+
+def _ignore() -> None:
+    """While Python ends it would give these signals back their default, which is to kill."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is _remember:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _remember(number: int, frame: FrameType | None) -> None:

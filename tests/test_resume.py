@@ -115,6 +115,7 @@ def test_a_finished_run_can_be_extended(tmp_path: Path, modules: Path) -> None:
     short = metrics(run_dir)
     simulate(None, "--resume", run_dir, "--epochs", 2, modules=modules)
     assert summary(run_dir)["samples"] == 2 * EPOCH
+    assert "\nepochs = 2.0\n" in (run_dir / "config.toml").read_text()  # if it has to go on again
     assert metrics(run_dir)[: len(short)] == short
     assert rises(metrics(run_dir, "train"))
     # The end of the first run is measured, and so is the model with which it goes on.

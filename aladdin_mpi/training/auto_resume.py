@@ -84,9 +84,11 @@ def _is_complete(folder: Path, stored: RunOptions, wanted: RunOptions) -> bool:
     if (stored.epochs, stored.samples) == (wanted.epochs, wanted.samples):
         return True  # also if the program has ended it early
     summary = json.loads((folder / SUMMARY).read_text())
-    epoch = summary["samples"] / summary["epochs"]
-    total = wanted.samples or round((wanted.epochs or 0) * epoch)
-    return bool(summary["samples"] >= total)
+    done = summary["samples"]
+    if wanted.samples is not None or not done:
+        return bool(done >= (wanted.samples or 1))
+    epoch = done / summary["epochs"]
+    return bool(done >= round((wanted.epochs or 0) * epoch))
 
 
 def follow(

@@ -150,11 +150,12 @@ class DataParallel:
             rank.segments.run()
         else:
             yield from self._worker_batches(rank, dataset, length)
-        self._ended = True
         if rank.segments.suspended:
             rank.suspend()
+            self._ended = True
             raise SuspendedError
         self.summary = rank.finish()
+        self._ended = True
         if self._owns_transport:
             self.transport.close()
 
