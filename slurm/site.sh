@@ -25,8 +25,10 @@ if [ ! -f "$ALADDIN_SLURM/sites/$ALADDIN_SITE.sh" ]; then
         "$(cd "$ALADDIN_SLURM/sites" && echo *.sh | sed 's/\.sh//g'), got '$ALADDIN_SITE'" >&2
     exit 2
 fi
+set +u # `module` uses variables that may not be set
 # shellcheck source=slurm/sites/generic.sh
 . "$ALADDIN_SLURM/sites/$ALADDIN_SITE.sh"
+set -u
 
 PYTHON=${PYTHON:-python}
 LAUNCHER=${LAUNCHER:-srun}

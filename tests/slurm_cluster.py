@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes.util
+import functools
 import os
 import shutil
 import subprocess
@@ -80,6 +80,7 @@ PartitionName=gpu Nodes={others} MaxTime=60 State=UP
 """
 
 
+@functools.cache
 def why_unavailable() -> str | None:
     """Return why no Slurm can be started on this machine, or None where it can."""
     reason = netns.why_unavailable()
@@ -88,8 +89,9 @@ def why_unavailable() -> str | None:
     for tool in TOOLS:
         if shutil.which(tool) is None:
             return f"a Slurm of its own needs the command '{tool}': apt-get install {PACKAGES}"
-    if ctypes.util.find_library("pmix") is None:
-        return f"a Slurm of its own needs the library libpmix: apt-get install {PACKAGES}"
+    load = [sys.executable, "-c", "import ctypes; ctypes.CDLL('libpmix.so')"]  # as srun does
+    if subprocess.run(load, capture_output=True).returncode != 0:
+        return f"a Slurm of its own needs the library libpmix.so: apt-get install {PACKAGES}"
     return None
 
 

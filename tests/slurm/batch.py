@@ -18,7 +18,7 @@ GPU_NODES = ("-p", "gpu", "--gpus-per-node=2", "--ntasks-per-node=2", "--cpus-pe
 """Nodes with two workers each."""
 TIMED = ("--compute", "timed", "--compute-time", "0.05", "--model", "size:1", "--device", "cpu")
 """Training that takes time and no processor."""
-RUNNING = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"}
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
 @dataclass
@@ -42,8 +42,13 @@ class BatchJob:
 
     def wait(self, timeout: float = 270) -> str:
         """Wait for its end; returns its state, such as COMPLETED. A requeued job starts at once."""
-        self.until(lambda: not self.states() & RUNNING, timeout, hasten=True)
+        self.until(self.ended, timeout, hasten=True)
         return ",".join(sorted(self.states()))
+
+    def ended(self) -> bool:
+        """Whether all of it is over."""
+        seen = self.states()
+        return bool(seen) and seen <= ENDED
 
     def until(
         self, condition: Callable[[], bool], timeout: float = 270, hasten: bool = False
