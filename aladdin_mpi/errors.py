@@ -38,3 +38,10 @@ class SuspendedError(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(SUSPENDED_STATUS)
+
+
+def system_error(error: BaseException | None) -> OSError | None:
+    """The OSError that an error is, or that led to it: torch tells one as a RuntimeError."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error

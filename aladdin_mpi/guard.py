@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from aladdin_mpi.errors import (
     RefusedError,
     SuspendedError,
     UserError,
+    system_error,
 )
 
 FLUSH_SECONDS = 0.3
@@ -104,6 +106,13 @@ def end_job(error: BaseException) -> None:
             print(f"aladdin_mpi: error: {error}{_and_then()}", file=sys.stderr)
         else:
             time.sleep(YIELD_SECONDS)
+    elif (full := system_error(error)) and full.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" (rank {rank})" if size > 1 else ""
+        print(
+            f"aladdin_mpi: error{where}: {full}; make room there, then go on from the last "
+            "checkpoint with --resume",
+            file=sys.stderr,
+        )
     else:
         _print_traceback(error, rank, size)
     _abort(status, size)

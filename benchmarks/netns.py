@@ -113,11 +113,25 @@ def claim_name() -> str:
     for letter in string.ascii_lowercase:
         name = f"aladdin{os.getpid()}{letter}"
         with contextlib.suppress(FileExistsError):
-            (STATE / name).mkdir(mode=0o700)
-            owner = f"{os.getpid()} {_start_time(os.getpid())}"
-            (STATE / name / "owner").write_text(owner, encoding="ascii")
+            claim(name)
             return name
     raise UserError("network lab: 26 labs are open in this process: close some first")
+
+
+def claim(name: str) -> None:
+    """Take this lab name. The caller holds the lock.
+
+    Raises:
+        FileExistsError: there is such a lab.
+    """
+    (STATE / name).mkdir(mode=0o700)
+    own(name, os.getpid())
+
+
+def own(name: str, pid: int) -> None:
+    """Let a lab last until its removal, or until this process ends and another lab is built."""
+    owner = f"{pid} {_start_time(pid)}"
+    (STATE / name / "owner").write_text(owner, encoding="ascii")
 
 
 def labs() -> dict[str, bool]:

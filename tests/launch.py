@@ -73,7 +73,8 @@ def _launcher(mpi: str) -> Path:
     return PREFIXES[mpi] / "bin" / ("mpirun" if mpi == "openmpi" else "mpiexec")
 
 
-def _environment(mpi: str, extra: Mapping[str, str]) -> dict[str, str]:
+def environment(mpi: str, extra: Mapping[str, str]) -> dict[str, str]:
+    """What a job of this MPI is started with on a small machine, and ``extra``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     kept |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     if mpi == "openmpi":
@@ -249,7 +250,7 @@ def start_ranks(
         raise JobError(f"{mpi} is not installed: there is no {_launcher(mpi)}")
     command = [str(_launcher(mpi)), "-n", str(n), *mpirun, sys.executable, *args]
     with _turn():
-        job = Job(command, _environment(mpi, env or {}), cwd)
+        job = Job(command, environment(mpi, env or {}), cwd)
         try:
             yield job
         finally:

@@ -105,12 +105,12 @@ def check_budget(end: Outcome) -> None:
     setup = end.setup
     tickets = sorted(ticket for worker in end.workers for ticket in worker.tickets)
     position = 0
-    for start, size, _ in tickets:
+    for start, size, *_ in tickets:
         assert start == position
         assert 1 <= size <= setup.batch
         position += size
     assert position == setup.samples
-    short = [size for _, size, _ in tickets if size < setup.batch]
+    short = [size for _, size, *_ in tickets if size < setup.batch]
     assert len(short) <= setup.segments
     budget = end.servers[0].budget
     assert budget is not None

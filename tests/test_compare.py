@@ -23,7 +23,7 @@ from aladdin_mpi.comparison.options import read_request
 from aladdin_mpi.comparison.plan import plan
 from aladdin_mpi.errors import UserError
 from tests.commands import end_of, summary
-from tests.launch import ROOT, Completed, _environment, needs
+from tests.launch import ROOT, Completed, environment, needs
 
 SMALL = ["--epochs", "2", "--eval-every", "0.5", "--checkpoint-every", "0.25epochs"]
 LABELS = ["aladdin", "pi1"]
@@ -43,7 +43,7 @@ def start(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as file:
         return subprocess.Popen(
             [sys.executable, "-m", "aladdin_mpi.compare", *words],
-            env=_environment("openmpi", {}),
+            env=environment("openmpi", {}),
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -55,7 +55,7 @@ def run(words: Sequence[str], check: bool = True) -> Completed:
     begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "aladdin_mpi.compare", *words],
-        env=_environment("openmpi", {}),
+        env=environment("openmpi", {}),
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -11,13 +11,15 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from aladdin_mpi.agreement import differences
-from aladdin_mpi.errors import UserError
+from aladdin_mpi.errors import UserError, system_error
 
 FORMAT = "aladdin_mpi checkpoint 1"
 MANIFEST = "manifest.json"
@@ -41,20 +43,26 @@ class CheckpointStore:
         return self.folder / f"samples-{samples:012d}"
 
     def begin(self, samples: int) -> None:
-        """At rank 0, before any rank writes: make room, remove what an earlier death left."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self.folder.glob("writing-*"):
-            shutil.rmtree(leftover)
-        self._temporary(samples).mkdir()
+        """At rank 0, before any rank writes: make room, remove what an earlier death left.
+
+        Raises:
+            UserError: it cannot be written, as in :meth:`write` and :meth:`commit`.
+        """
+        with self._writing():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for leftover in self.folder.glob("writing-*"):
+                shutil.rmtree(leftover)
+            self._temporary(samples).mkdir()
 
     def write(self, samples: int, rank: int, state: dict[str, Any]) -> dict[str, Any]:
         """Write one rank's part; returns its entry for the manifest."""
         path = self._temporary(samples) / f"rank-{rank}.pt"
-        with path.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        return {"file": path.name, "bytes": path.stat().st_size, "sha256": _digest(path)}
+        with self._writing():
+            with path.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            return {"file": path.name, "bytes": path.stat().st_size, "sha256": _digest(path)}
 
     def commit(
         self, samples: int, entries: list[dict[str, Any] | None], about: dict[str, Any]
@@ -65,17 +73,37 @@ class CheckpointStore:
         """
         temporary, final = self._temporary(samples), self._final(samples)
         manifest = {"format": FORMAT, "samples": samples, "parts": entries, **about}
-        with (temporary / MANIFEST).open("w") as file:
-            json.dump(manifest, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        if final.exists():
-            shutil.rmtree(final)
-        temporary.rename(final)
-        _sync_folder(self.folder)
-        for older in self.folder.glob("samples-*"):
-            if older != final:
-                shutil.rmtree(older)
+        with self._writing():
+            with (temporary / MANIFEST).open("w") as file:
+                json.dump(manifest, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            if final.exists():
+                shutil.rmtree(final)
+            temporary.rename(final)
+            _sync_folder(self.folder)
+            for older in self.folder.glob("samples-*"):
+                if older != final:
+                    shutil.rmtree(older)
+
+    def discard(self, samples: int) -> None:
+        """At rank 0, when no rank writes any more: remove one that could not be completed."""
+        shutil.rmtree(self._temporary(samples), ignore_errors=True)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            reason = system_error(error)
+            if reason is None:
+                raise
+            kept = max(self.folder.glob("samples-*"), default=None)
+            last = f"the last one, {kept.name}, is kept" if kept else "there is none before it"
+            raise UserError(
+                f"checkpoint: cannot write it to {self.folder} ({reason.strerror}); {last}; make "
+                f"room for two of them, then go on with --resume {self.folder.parent}"
+            ) from error
 
     def load(self, rank: int, about: dict[str, Any]) -> dict[str, Any] | None:
         """This rank's part of the last checkpoint; None if the rank had failed by then.

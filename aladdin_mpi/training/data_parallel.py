@@ -26,6 +26,7 @@ from aladdin_mpi.training.device import choose_device
 from aladdin_mpi.training.evaluation import Evaluate
 from aladdin_mpi.training.exchange import agree
 from aladdin_mpi.training.loading import BatchSource, describe
+from aladdin_mpi.training.placement import tell_placement
 from aladdin_mpi.training.rank import Rank
 from aladdin_mpi.training.sampler import ShardedStream
 from aladdin_mpi.transport.base import Transport
@@ -88,6 +89,7 @@ class DataParallel:
         self.device = agree(
             transport, lambda: choose_device(self.options.device, transport, servers)
         )
+        tell_placement(transport, self.device, servers, self.options.quiet)
         # Timed computing needs no more than the parameters' sizes: they may be on "meta".
         self.module = module if self.options.compute == "timed" else module.to(self.device)
         self._evaluate = evaluate

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
 from aladdin_mpi.errors import UserError
@@ -12,6 +10,9 @@ from aladdin_mpi.transport.base import Transport
 
 def choose_device(wanted: str, transport: Transport, servers: int) -> torch.device:
     """A GPU by the worker's place among the workers of its host; servers take none.
+
+    A task that was given one GPU of its own sees no other, and takes that one. With more workers
+    than GPUs they share, of which :mod:`aladdin_mpi.training.placement` warns.
 
     In virtual time all ranks share one process and, with ``cuda``, its first GPU.
 
@@ -36,10 +37,4 @@ def choose_device(wanted: str, transport: Transport, servers: int) -> torch.devi
     if transport.engine == "virtual":
         return torch.device("cuda", 0)
     place = list(transport.hosts[servers : transport.rank]).count(transport.host)
-    if place == gpus:
-        print(
-            f"aladdin_mpi: warning: more workers than GPUs ({gpus}) on rank {transport.rank}'s "
-            "host: they share",
-            file=sys.stderr,
-        )
     return torch.device("cuda", place % gpus)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from aladdin_mpi.algorithms.base import Role
 from aladdin_mpi.barrier import barrier
+from aladdin_mpi.errors import UserError
 from aladdin_mpi.refusals import is_finite
 from aladdin_mpi.training.checkpoint import CheckpointStore
-from aladdin_mpi.training.exchange import broadcast, gather
+from aladdin_mpi.training.exchange import agree, broadcast, gather
 from aladdin_mpi.training.keeper import Keeper
 from aladdin_mpi.training.local_state import LocalState
 from aladdin_mpi.transport.base import Transport
@@ -121,21 +122,30 @@ class Segments:
 
     # -- checkpoints ------------------------------------------------------------
     def _save(self, store: CheckpointStore) -> None:
-        rank = self._transport.rank
-        state = self._state()
-        doubts = gather(self._transport, self._role.doubt() or _not_finite(state["role"]))
-        doubt = next(filter(None, doubts), "")
-        if self._keeper is not None:
-            if doubt:
-                self._keeper.ledger.left_out(self._drawn, doubt)
-            else:
-                store.begin(self._drawn)
-        if broadcast(self._transport, doubt):
+        """Write a checkpoint, unless the last one is better.
+
+        Raises UserError, RefusedError if one rank cannot.
+        """
+        transport, drawn, state = self._transport, self._drawn, self._state()
+        doubts = gather(transport, self._role.doubt() or _not_finite(state["role"]))
+        doubt = broadcast(transport, next(filter(None, doubts), ""))
+        if doubt:
+            if self._keeper is not None:
+                self._keeper.ledger.left_out(drawn, doubt)
             return  # the last checkpoint stays: it is sound
-        entry = store.write(self._drawn, rank, state)
-        entries = gather(self._transport, entry)
-        if rank == 0:
-            store.commit(self._drawn, entries, {**self._about, "moment": self._moment})
+        about = {**self._about, "moment": self._moment}
+
+        def first(step: Callable[[], None]) -> None:
+            agree(transport, lambda: step() if transport.rank == 0 else None)
+
+        try:
+            first(lambda: store.begin(drawn))
+            entry = agree(transport, lambda: store.write(drawn, transport.rank, state))
+            entries = gather(transport, entry)
+            first(lambda: store.commit(drawn, entries, about))
+        except UserError:  # at rank 0, when every rank has tried
+            store.discard(drawn)
+            raise
 
     def _state(self) -> dict[str, Any]:
         waiting, bytes_sent = self._counted

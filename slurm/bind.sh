@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Started for each rank: bind it to the cores near its GPU, then become the program.
+# ALADDIN_CORES lists those of GPU 0, 1 ...; servers are not bound.
+set -euo pipefail
+
+rank=${SLURM_PROCID:-0}
+place=${SLURM_LOCALID:-0}
+if [ -n "${OMPI_COMM_WORLD_RANK:-}" ]; then # mpirun's ranks see Slurm's numbers of its daemon
+    rank=$OMPI_COMM_WORLD_RANK
+    place=$OMPI_COMM_WORLD_LOCAL_RANK
+fi
+if [ "$rank" -ge "$ALADDIN_SERVERS" ]; then
+    # Ranks go node after node: only on the first is the place on the node the rank itself.
+    if [ "$rank" = "$place" ]; then
+        place=$((place - ALADDIN_SERVERS))
+    fi
+    read -ra cores <<<"$ALADDIN_CORES"
+    exec taskset -c "${cores[place % ${#cores[@]}]}" "$@"
+fi
+exec "$@"

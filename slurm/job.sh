@@ -1,0 +1,195 @@
+# shellcheck shell=bash
+# What the batch scripts have in common: place ranks, start them, pass signals on, requeue.
+
+# SIGUSR2, which Slurm sends to this shell before the time limit, and SIGUSR1 go to the ranks.
+STEP=
+CAME=
+trap 'pass_on USR1' USR1
+trap 'pass_on USR2' USR2
+
+ALADDIN_STOPPED=75 # status of a run that a signal has stopped behind a checkpoint
+
+if [ -z "${SLURM_JOB_ID:-}" ]; then
+    echo "$ALADDIN_SCRIPT: not inside a Slurm job; submit it: sbatch slurm/$ALADDIN_SCRIPT ..." >&2
+    exit 2
+fi
+# shellcheck source=slurm/site.sh
+. "$ALADDIN_SLURM/site.sh"
+
+fail() {
+    echo "$ALADDIN_SCRIPT: $*" >&2
+    exit 2
+}
+
+# option NAME WORDS...: print the value of --NAME among the words; fails if it is not there.
+option() {
+    local name=$1 found=1 value=
+    shift
+    while [ $# -gt 0 ]; do
+        case $1 in
+            "--$name") found=0 value=${2:-} ;;
+            "--$name="*) found=0 value=${1#*=} ;;
+        esac
+        shift
+    done
+    [ $found = 0 ] && printf '%s\n' "$value"
+    return $found
+}
+
+# job_name: this job as scontrol knows it.
+job_name() {
+    if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+        echo "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
+    else
+        echo "${SLURM_HET_JOB_ID:-$SLURM_JOB_ID}"
+    fi
+}
+
+# complete_options WORDS...: set OPTIONS to the words, and RUN_DIR; add what lets the job go on
+# where it was stopped: a run folder that is the same after a requeue, and checkpoints.
+complete_options() {
+    OPTIONS=("$@")
+    if ! RUN_DIR=$(option resume "$@") || [ "$RUN_DIR" = auto ]; then
+        if ! RUN_DIR=$(option run-dir "$@"); then
+            RUN_DIR=runs/${SLURM_JOB_NAME:-aladdin}-$(job_name)
+            OPTIONS+=(--run-dir "$RUN_DIR")
+        fi
+        option resume "$@" >/dev/null || OPTIONS+=(--resume auto)
+    fi
+    option checkpoint-every "$@" >/dev/null || OPTIONS+=(--checkpoint-every 15min)
+}
+
+# workers_per_node: one for each GPU of a node, or each task that was asked for where it has none.
+workers_per_node() {
+    local gpus=${SLURM_GPUS_ON_NODE:-0}
+    if [ "$gpus" = 0 ]; then
+        gpus=${SLURM_NTASKS_PER_NODE:-1}
+    fi
+    echo "${WORKERS_PER_NODE:-$gpus}"
+}
+
+# count_servers: set SERVERS to the number of server ranks of a run with OPTIONS.
+count_servers() {
+    SERVERS=$("$PYTHON" -m aladdin_mpi.servers "${OPTIONS[@]}") || exit $?
+}
+
+# place_ranks SERVERS WORKERS HOSTS...: so many workers on each host, the servers before those of
+# the first. Sets PLACES (the host of each rank) and SLOTS (HOST:RANKS).
+place_ranks() {
+    local servers=$1 workers=$2 host count i
+    shift 2
+    PLACES=()
+    SLOTS=()
+    for host in "$@"; do
+        count=$((workers + servers))
+        servers=0
+        SLOTS+=("$host:$count")
+        for ((i = 0; i < count; i++)); do
+            PLACES+=("$host")
+        done
+    done
+}
+
+# start_ranks PROGRAM...: start it in the background on all PLACES, so that this shell can pass
+# signals on, and wait for its end. Returns its status.
+start_ranks() {
+    local bind=()
+    if [ ${#SITE_CORES[@]} -gt 0 ]; then
+        export ALADDIN_CORES="${SITE_CORES[*]}" ALADDIN_SERVERS=$SERVERS
+        bind=(bash "$ALADDIN_SLURM/bind.sh")
+    fi
+    case $LAUNCHER in
+        srun) start_srun "${bind[@]}" "$@" ;;
+        mpirun) start_mpirun "${bind[@]}" "$@" ;;
+        *) fail "LAUNCHER: expected srun or mpirun, got '$LAUNCHER'" ;;
+    esac
+    await_step
+}
+
+start_srun() {
+    if [ -n "${HET_GROUPS:-}" ]; then # Slurm itself has placed the tasks
+        srun --het-group="$HET_GROUPS" --mpi="$SRUN_MPI" --kill-on-bad-exit=0 --wait=60 \
+            "${SITE_SRUN[@]}" "$@" &
+        STEP=$!
+        return
+    fi
+    # A list of places instead of numbers a node: the first node has more ranks than the others.
+    # Its servers share its cores (--overcommit): they wait for messages most of the time.
+    # A rank that ends before the others must not take them with it (--kill-on-bad-exit=0), as all
+    # end with a status of their own when a signal stops the run; one that dies ends the job after
+    # a minute at the latest.
+    PLACES_FILE=$(mktemp "${TMPDIR:-/tmp}/aladdin-places.XXXXXX")
+    printf '%s\n' "${PLACES[@]}" >"$PLACES_FILE"
+    (
+        unset SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE
+        export SLURM_HOSTFILE=$PLACES_FILE
+        exec srun --mpi="$SRUN_MPI" --ntasks="${#PLACES[@]}" --distribution=arbitrary \
+            --overcommit --kill-on-bad-exit=0 --wait=60 \
+            "${SITE_SRUN[@]}" "$@"
+    ) &
+    STEP=$!
+}
+
+start_mpirun() {
+    local list
+    list=$(IFS=,; echo "${SLOTS[*]}")
+    mpirun -np "${#PLACES[@]}" --host "$list" --map-by :OVERSUBSCRIBE --bind-to none \
+        "${SITE_MPIRUN[@]}" "$@" &
+    STEP=$!
+}
+
+await_step() {
+    local status=0
+    if [ -n "$CAME" ]; then
+        pass_on "$CAME"
+    fi
+    # A signal ends `wait` before the step has ended.
+    while status=0 && { wait "$STEP" || status=$?; } && kill -0 "$STEP" 2>/dev/null; do :; done
+    STEP=
+    rm -f "${PLACES_FILE:-}"
+    return "$status"
+}
+
+pass_on() {
+    CAME=$1
+    if [ -n "$STEP" ]; then
+        echo "$ALADDIN_SCRIPT: SIG$1, passed on to the ranks"
+        kill -s "$1" "$STEP" 2>/dev/null || true
+    fi
+}
+
+# last_checkpoint: its name, or nothing.
+last_checkpoint() {
+    local found=("$RUN_DIR"/checkpoint/samples-*)
+    if [ -e "${found[-1]}" ]; then
+        basename "${found[-1]}"
+    fi
+}
+
+# train OPTIONS...: train on PLACES; if a signal stops the run, put the job into the queue again.
+# Returns the status of the training, if it has ended.
+train() {
+    local status=0 before
+    before=$(last_checkpoint)
+    start_ranks "$PYTHON" -m aladdin_mpi.train "$@" || status=$?
+    if [ $status = $ALADDIN_STOPPED ]; then
+        requeue "$before"
+    fi
+    return $status
+}
+
+requeue() {
+    if [ "$(last_checkpoint)" = "$1" ]; then
+        echo "$ALADDIN_SCRIPT: not put into the queue again: there is no checkpoint behind the" \
+            "one it began with; ask for more time" >&2
+        return
+    fi
+    echo "$ALADDIN_SCRIPT: stopped at $(last_checkpoint);" \
+        "put into the queue again as $(job_name)"
+    if ! scontrol requeue "$(job_name)"; then
+        echo "$ALADDIN_SCRIPT: could not be put into the queue again; submit it again with" \
+            "--run-dir $RUN_DIR --resume auto" >&2
+        return
+    fi
+    sleep 60 # Slurm ends this shell
+}

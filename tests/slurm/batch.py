@@ -1,0 +1,110 @@
+"""Batch jobs of the tests: submitted, followed, and what they printed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from tests.launch import ROOT, environment
+from tests.slurm_cluster import SlurmCluster
+
+SCRIPTS = ROOT / "slurm"
+GPU_NODES = ("-p", "gpu", "--gpus-per-node=2", "--ntasks-per-node=2", "--cpus-per-task=1")
+"""Nodes with two workers each."""
+TIMED = ("--compute", "timed", "--compute-time", "0.05", "--model", "size:1", "--device", "cpu")
+"""Training that takes time and no processor."""
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+
+
+@dataclass
+class BatchJob:
+    """A job in the queue, or at its end."""
+
+    cluster: SlurmCluster
+    number: str
+    pattern: Path
+    """Its output, with %a for the place in an array."""
+
+    def output(self, place: int = 0) -> str:
+        """What it has printed; of an array's task."""
+        path = Path(str(self.pattern).replace("%a", str(place)))
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def states(self) -> set[str]:
+        """The states of the job, its parts and its tasks."""
+        seen = self.cluster.run("squeue", "-h", "-t", "all", "-j", self.number, "-o", "%T")
+        return set(seen.stdout.split())
+
+    def wait(self, timeout: float = 270) -> str:
+        """Wait for its end; returns its state, such as COMPLETED. A requeued job starts at once."""
+        self.until(self.ended, timeout, hasten=True)
+        return ",".join(sorted(self.states()))
+
+    def ended(self) -> bool:
+        """Whether all of it is over."""
+        seen = self.states()
+        return bool(seen) and seen <= ENDED
+
+    def until(
+        self, condition: Callable[[], bool], timeout: float = 270, hasten: bool = False
+    ) -> None:
+        """Wait for a condition.
+
+        Raises:
+            AssertionError: it did not come to be; with the output.
+        """
+        end = time.monotonic() + timeout
+        while not condition():
+            if time.monotonic() > end:
+                self.cluster.run("scancel", self.number, check=False)
+                logs = "".join(p.read_text() for p in self.pattern.parent.glob("*.out"))
+                raise AssertionError(
+                    f"job {self.number}: {self.states()} after {timeout} s\n{logs}"
+                )
+            if hasten:  # Slurm would let a requeued job wait for two minutes
+                self.hasten()
+            time.sleep(0.3)
+
+    def hasten(self) -> None:
+        """Let requeued tasks begin in two seconds: what ran before them must be over by then."""
+        words = ("squeue", "-h", "-r", "-t", "PENDING", "-j", self.number, "-o", "%i %r %S")
+        for line in self.cluster.run(*words, check=False).stdout.splitlines():
+            number, reason, start = line.split(maxsplit=2)
+            if reason == "BeginTime" and start != "N/A" and _seconds_until(start) > 10:
+                self.cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now+2seconds")
+
+
+def _seconds_until(moment: str) -> float:
+    """From now to a local time as Slurm prints it."""
+    return (datetime.fromisoformat(moment) - datetime.now()).total_seconds()
+
+
+def submit(
+    cluster: SlurmCluster,
+    script: str,
+    options: Sequence[object],
+    words: Sequence[object],
+    env: Mapping[str, str] | None = None,
+) -> BatchJob:
+    """``sbatch OPTIONS slurm/SCRIPT WORDS``, from a folder that the cluster takes away."""
+    name = f"{script.partition('.')[0]}-{time.monotonic_ns()}"
+    output = cluster.shared / f"{name}.out"
+    if "--array" in " ".join(map(str, options)):
+        output = cluster.shared / f"{name}-%a.out"
+    variables = {
+        "PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT),
+        "ALADDIN_SLURM": str(SCRIPTS),
+    }
+    done = cluster.run(
+        *("sbatch", "--parsable", "--chdir", cluster.shared, "--output", output),
+        *(*options, SCRIPTS / script, *words),
+        env=environment("openmpi", {**variables, **(env or {})}),
+    )
+    return BatchJob(cluster, done.stdout.strip().partition(";")[0], output)

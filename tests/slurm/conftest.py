@@ -1,0 +1,19 @@
+"""One Slurm for all tests here; they are skipped where none can be started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests import slurm_cluster
+from tests.slurm_cluster import SlurmCluster
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[SlurmCluster]:
+    reason = slurm_cluster.why_unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    with slurm_cluster.cluster(nodes=3) as made:
+        yield made

@@ -1,0 +1,96 @@
+"""Jobs that end before their time: signals, time limits, scancel, the death of a node."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aladdin_mpi.training.checkpoint import MANIFEST
+from tests.commands import checkpoint, metrics, rises, summary
+from tests.slurm.batch import GPU_NODES, TIMED, BatchJob, submit
+from tests.slurm_cluster import SlurmCluster
+
+SAMPLES = 8000
+LENGTH = (*TIMED, "--samples", SAMPLES, "--log-every", 320)
+TWO_NODES = (*GPU_NODES, "--nodes=2")
+
+
+def started(job: BatchJob, run_dir: Path) -> None:
+    """Wait until it trains."""
+    job.until(lambda: (run_dir / "metrics.jsonl").exists() and bool(metrics(run_dir, "train")))
+
+
+def check_continuous(run_dir: Path, samples: int) -> None:
+    """One run, as if nothing had stopped it."""
+    found = summary(run_dir)
+    assert found["samples"] == samples
+    assert found["gradients_computed"] == found["gradients_applied"]
+    lines = metrics(run_dir, "train")
+    assert rises(lines)
+    assert lines[-1]["samples"] == samples
+
+
+def check_last_checkpoint(run_dir: Path) -> None:
+    """It is whole: the parts are as long as its manifest says."""
+    folder = checkpoint(run_dir)
+    parts = json.loads((folder / MANIFEST).read_text())["parts"]
+    assert [(folder / part["file"]).stat().st_size for part in parts] == [
+        part["bytes"] for part in parts
+    ]
+
+
+@pytest.mark.slow
+def test_a_signal_saves_the_run_and_it_goes_on(cluster: SlurmCluster) -> None:
+    """Under mpirun; under srun a task of the comparison does the same."""
+    run_dir = cluster.shared / "stopped"
+    words = [*LENGTH, "--run-dir", run_dir]
+    job = submit(cluster, "train.sbatch", TWO_NODES, words, {"LAUNCHER": "mpirun"})
+    started(job, run_dir)
+    cluster.run("scancel", "--signal=USR2", "--batch", job.number)
+    assert job.wait() == "COMPLETED", job.output()
+    assert "stopped by SIGUSR2 at sample" in job.output()
+    assert f"job {job.number}, start 2:" in job.output()
+    check_continuous(run_dir, SAMPLES)
+
+
+@pytest.mark.slow
+@pytest.mark.slow_slurm
+@pytest.mark.timeout(600)
+def test_a_time_limit_that_is_too_short_costs_nothing(cluster: SlurmCluster) -> None:
+    run_dir = cluster.shared / "limit"
+    words = [*TIMED, "--samples", 400_000, "--log-every", 3200, "--run-dir", run_dir]
+    options = [*TWO_NODES, "--time=2", "--signal=B:USR2@30"]
+    job = submit(cluster, "train.sbatch", options, words)
+    assert job.wait(timeout=550) == "COMPLETED", job.output()
+    assert "SIGUSR2, passed on to the ranks" in job.output()
+    check_continuous(run_dir, 400_000)
+
+
+@pytest.mark.slow
+def test_scancel_leaves_the_last_checkpoint(cluster: SlurmCluster) -> None:
+    run_dir = cluster.shared / "cancelled"
+    words = [*LENGTH[:-4], "--samples", 200_000, "--log-every", 320, "--checkpoint-every", "1s"]
+    job = submit(cluster, "train.sbatch", TWO_NODES, [*words, "--run-dir", run_dir])
+    job.until(lambda: any((run_dir / "checkpoint").glob("samples-*")))
+    cluster.run("scancel", job.number)
+    assert job.wait() == "CANCELLED"
+    assert "aladdin_mpi: stopped by SIGTERM" in job.output()
+    check_last_checkpoint(run_dir)
+
+
+@pytest.mark.slow
+def test_a_dead_node_costs_what_came_behind_the_last_checkpoint(cluster: SlurmCluster) -> None:
+    run_dir = cluster.shared / "dead"
+    words = [*LENGTH, "--checkpoint-every", "1s", "--run-dir", run_dir]
+    job = submit(cluster, "train.sbatch", TWO_NODES, words)
+    job.until(lambda: any((run_dir / "checkpoint").glob("samples-*")))
+    node = cluster.hosts[-1]
+    cluster.kill_node(node)
+    job.until(lambda: job.states() == {"PENDING"})
+    check_last_checkpoint(run_dir)
+    cluster.revive_node(node)
+    assert job.wait() == "COMPLETED", job.output()
+    assert f"job {job.number}, start 2:" in job.output()
+    check_continuous(run_dir, SAMPLES)

@@ -1,0 +1,120 @@
+"""Every batch script, submitted to a real Slurm, with CPUs in place of GPUs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.commands import EPOCH, summary
+from tests.slurm.batch import GPU_NODES, SCRIPTS, TIMED, submit
+from tests.slurm_cluster import SlurmCluster
+
+DIGITS = ("--epochs", 4, "--device", "cpu")
+
+
+def ranks(output: str) -> list[list[str]]:
+    """Rank, host, role and cores, as the program tells them at its start."""
+    lines = [line.split() for line in output.splitlines() if line.startswith("rank ")]
+    return [[words[1], words[2].rpartition("-")[2], words[3], words[-1]] for words in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_two_nodes_train_and_the_workers_are_bound(
+    cluster: SlurmCluster, tmp_path: Path, launcher: str
+) -> None:
+    core = str(min(os.sched_getaffinity(0)))
+    scripts = shutil.copytree(SCRIPTS, tmp_path / "slurm")
+    (scripts / "sites" / "mine.sh").write_text(
+        f"LAUNCHER={launcher}\nSITE_CORES=({core})\nexport PMIX_MCA_psec=native\n"
+    )
+    env = {"ALADDIN_SLURM": str(scripts), "ALADDIN_SITE": "mine"}
+    job = submit(cluster, "train.sbatch", [*GPU_NODES, "--nodes=2"], DIGITS, env)
+    assert job.wait() == "COMPLETED", job.output()
+    told = ranks(job.output())
+    assert [line[:3] for line in told] == [
+        ["0", "n1", "server"],
+        ["1", "n1", "worker"],
+        ["2", "n1", "worker"],
+        ["3", "n2", "worker"],
+        ["4", "n2", "worker"],
+    ]
+    assert {line[3] for line in told[1:]} == {core}
+    found = summary(cluster.shared / "runs" / f"aladdin-{job.number}")
+    assert (found["workers"], found["samples"]) == (4, 4 * EPOCH)
+    assert found["test_accuracy"] > 0.85
+
+
+@pytest.mark.slow
+def test_servers_and_workers_on_nodes_of_their_own(cluster: SlurmCluster) -> None:
+    run_dir = cluster.shared / "het"
+    options = ["-p", "cpu", "--ntasks=2", "--cpus-per-task=1", ":", *GPU_NODES, "--nodes=2"]
+    job = submit(cluster, "hetjob.sbatch", options, [*DIGITS, "--run-dir", run_dir])
+    assert job.wait() == "COMPLETED", job.output()
+    assert [line[:3] for line in ranks(job.output())] == [
+        ["0", "n0", "server"],
+        ["1", "n0", "server"],
+        ["2", "n1", "worker"],
+        ["3", "n1", "worker"],
+        ["4", "n2", "worker"],
+        ["5", "n2", "worker"],
+    ]
+    found = summary(run_dir)
+    assert (found["servers"], found["workers"]) == (2, 4)
+    assert found["test_accuracy"] > 0.85
+
+
+@pytest.mark.slow
+def test_an_array_ends_in_one_report_also_if_a_task_is_stopped(cluster: SlurmCluster) -> None:
+    out = cluster.shared / "comparison"
+    env = {"ALGORITHMS": "aladdin ar-sgd", "SEEDS": "3", "OUT": str(out)}
+    words = [*TIMED, "--samples", 6000, "--log-every", 320]
+    job = submit(cluster, "compare.sbatch", [*GPU_NODES, "--array=0-1"], words, env)
+    metrics = out / "runs" / "ar-sgd" / "seed-3" / "metrics.jsonl"
+    job.until(lambda: metrics.exists() and metrics.stat().st_size > 0)
+    cluster.run("scancel", "--signal=USR2", "--batch", f"{job.number}_1")
+    assert job.wait() == "COMPLETED", job.output(1)
+    assert f"put into the queue again as {job.number}_1" in job.output(1)
+    report = (out / "report" / "report.md").read_text()
+    assert "aladdin" in report
+    assert "ar-sgd" in report
+    for algorithm in ("aladdin", "ar-sgd"):
+        assert summary(out / "runs" / algorithm / "seed-3")["samples"] == 6000
+
+
+@pytest.mark.slow
+def test_one_and_two_nodes_end_in_a_table(cluster: SlurmCluster) -> None:
+    env = {"SAMPLES_PER_WORKER": "1600", "OUT": "table"}
+    job = submit(cluster, "scaling.sbatch", [*GPU_NODES, "--nodes=2"], TIMED, env)
+    assert job.wait() == "COMPLETED", job.output()
+    lines = [line.split() for line in (cluster.shared / "table/scaling.txt").open()]
+    assert [line[:3] for line in lines[1:]] == [["nodes-1", "2", "1"], ["nodes-2", "4", "1"]]
+    assert float(lines[2][4]) > 1.0  # the speed-up of twice the nodes
+    assert lines[1][4:6] == ["1.00", "100.0"]
+
+
+@pytest.mark.parametrize(
+    ("script", "env", "words", "expected"),
+    [
+        (
+            "train.sbatch",
+            {"ALADDIN_SITE": "moon"},
+            [],
+            "ALADDIN_SITE: expected one of csc ",
+        ),
+        ("train.sbatch", {"LAUNCHER": "ssh"}, [], "LAUNCHER: expected srun or mpirun, got 'ssh'"),
+        ("train.sbatch", {}, ["--algoritm", "bsp"], "--algoritm: no such option"),
+        ("compare.sbatch", {}, [], "ALGORITHMS: expected names, got none"),
+        ("compare.sbatch", {"ALGORITHMS": "bsp asp"}, [], "expected sbatch --array=0-1"),
+        ("scaling.sbatch", {}, ["--epochs", 3], "--epochs: set for each run by this script"),
+    ],
+)
+def test_what_cannot_be_done_is_said_at_once(
+    cluster: SlurmCluster, script: str, env: dict[str, str], words: list[object], expected: str
+) -> None:
+    job = submit(cluster, script, [*GPU_NODES, "--nodes=1"], words, env)
+    assert job.wait() == "FAILED"
+    assert expected in job.output()
