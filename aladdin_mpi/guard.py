@@ -76,7 +76,12 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 def end_job(error: BaseException) -> None:
     """Say what has happened and end the job on every rank; does not return."""
-    _ending.acquire()  # for good: another thread that fails as well has nothing to add
+    if not _ending.acquire(blocking=False):  # it is never released
+        time.sleep(2 * YIELD_SECONDS)  # who came first ends the process meanwhile
+        os._exit(1)
+    if threading.current_thread() is threading.main_thread():
+        # The others are ended by the launcher, and so is this one: it has its say first.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     rank, size = launched_place()
     error = _terminated or error  # what was interrupted may have failed in some other way
     status = 1
