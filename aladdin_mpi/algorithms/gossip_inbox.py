@@ -48,7 +48,7 @@ class GossipInbox:
             bucket, weight = announced.popleft()
             self._mix(bucket, weight, message.view(self._wire.dtype))
         elif message.numel():
-            weights = intact(message, source).view(torch.float64).tolist()
+            weights = intact(message.view(torch.float64), source).tolist()
             announced.extend(zip(self._layout.buckets, weights, strict=True))
         else:
             self._end()
