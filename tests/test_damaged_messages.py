@@ -19,7 +19,7 @@ from aladdin_mpi.refusals import Reason
 from aladdin_mpi.training.simulator import simulate
 from aladdin_mpi.training.trainer import train
 from aladdin_mpi.transport.base import Transport, TransportError
-from aladdin_mpi.transport.sealed import SealedTransport
+from aladdin_mpi.transport.sealed import SealedTransport, is_void, void
 from aladdin_mpi.transport.virtual import VirtualCluster
 from tests.conformance import CHECKS
 from tests.damage import Choice, DamagingTransport, is_values, sealed
@@ -142,6 +142,19 @@ def test_sparse_answers_are_sent_whole_after_a_loss(tmp_path: Path) -> None:
     assert summary["messages_refused"] == damaged.total()
     assert summary["gradients_refused"] == 0
     assert summary["test_accuracy"] > 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_only_what_was_made_so_is_void(dtype: torch.dtype) -> None:
+    sound = [nan, -nan, 0.0, -1.0, 1 - 2**-53, torch.finfo(dtype).max]
+    assert not any(is_void(torch.tensor([value, value], dtype=dtype)) for value in sound)
+    position = torch.tensor([2**16 - 1, 2**31 - 1], dtype=torch.int32)
+    assert not is_void(position.view(dtype))
+    for length in (1, 2, 9):
+        message = torch.zeros(length, dtype=dtype)
+        void(message)
+        assert is_void(message)
+        assert message.isnan().all()
 
 
 @pytest.mark.parametrize("algorithm", ["ar-sgd", "local-sgd", "multistep"])

@@ -88,14 +88,15 @@ class PassiveSide(_Side):
         self._next[source] = (bucket.index + 1) % len(self.layout.buckets)
         x = self.master[bucket.part]
         mine = self._room(bucket)
-        damaged = is_void(message)
+        theirs = message.view(self.wire.dtype)
+        damaged = is_void(theirs)
         if damaged:
             void(mine)  # then neither side moves, and their sum stays as it is
         else:
             self.wire.encode(x, mine)
         self._sent[bucket.index].append(self.transport.isend(mine, source, Tag.AVERAGED))
         if not damaged:
-            average(x, message.view(self.wire.dtype), mine)
+            average(x, theirs, mine)
 
     def _room(self, bucket: Bucket) -> Tensor:
         """A buffer whose last answer is delivered, or a new one."""

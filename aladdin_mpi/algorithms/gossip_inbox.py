@@ -50,7 +50,7 @@ class GossipInbox:
             bucket, weight = announced.popleft()
             self._mix(bucket, weight, message.view(self._wire.dtype))
         elif message.numel():
-            weights = intact(message, source).view(torch.float64).tolist()
+            weights = intact(message.view(torch.float64), source).tolist()
             announced.extend(zip(self._layout.buckets, weights, strict=True))
         else:
             self._ended.add(source)

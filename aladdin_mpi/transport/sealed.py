@@ -30,6 +30,8 @@ SEAL = 16384
 """Added to a tag for the seals of its messages."""
 SEAL_BYTES = 8
 VOID = 0xFF
+POSITION_BYTES = 4
+"""Of a position in a message that leaves values out."""
 
 OnDamage = Callable[[int, int], None]
 """Called with source and tag of a message that is not what was sent."""
@@ -38,11 +40,17 @@ OnDamage = Callable[[int, int], None]
 def is_void(message: Tensor) -> bool:
     """Whether ``message`` arrived as something else than what was sent.
 
-    Looks at the first value only. NaN that was calculated has other bits.
+    Looks at its beginning only: at a value, which is NaN of such bits as no calculation
+    makes, or at an int32 position, which would be -1.
+
+    Args:
+        message: as the numbers that it holds: single bytes would not tell.
     """
+    assert message.is_floating_point()
     if message.is_meta or not message.numel():
         return False
-    return bool((message.view(-1)[:1].view(torch.uint8) == VOID).all())
+    head = message.view(-1).view(torch.uint8)[: max(POSITION_BYTES, message.itemsize)]
+    return bool((head == VOID).all())
 
 
 def void(message: Tensor) -> None:
