@@ -40,7 +40,7 @@ horovod:
 	@tools/build-horovod.sh
 
 test: lint horovod
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder -rs --durations=15 \
+	$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder -rs --durations=15 \
 		-m 'not slow_slurm' $(ARGS)
 
 lint:

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+SHARED = (
+    "tests/test_compare.py",
+    "tests/test_multistep.py",
+    "tests/test_resume.py",
+    "tests/test_suspend.py",
+    "tests/test_train.py",
+)
+"""Files whose tests share what is slow to make: they stay in one process."""
+HOSTS = ("tests/slurm/", "tests/test_lab.py", "tests/test_benchmarks.py")
+"""Those that build a network of hosts, one at a time."""
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Several processes share the tests one by one; those of one slow fixture stay together."""
-    for item in items:
-        if item.get_closest_marker("xdist_group"):
-            continue
-        fixtures = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009
-        if any(fixture[-1].scope == "module" for fixture in fixtures):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Several processes share the tests one by one, but for those that belong together."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            if file.startswith(HOSTS):
+                return "hosts"
+            return file if file in SHARED else nodeid
+
+    return Scheduling(config, log)

@@ -17,7 +17,7 @@ from tests.launch import ROOT, needs
 
 REASON = Lab.available()
 needs_lab = pytest.mark.skipif(REASON is not None, reason=REASON or "")
-pytestmark = [pytest.mark.timeout(280), pytest.mark.xdist_group("lab")]
+pytestmark = pytest.mark.timeout(280)
 
 
 def run_script(name: str, folder: Path, *args: str) -> dict[str, Any]:

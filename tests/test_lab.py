@@ -24,7 +24,6 @@ REASON = Lab.available()
 pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=REASON or ""),
     pytest.mark.timeout(120),
-    pytest.mark.xdist_group("lab"),
 ]
 
 WHERE = """

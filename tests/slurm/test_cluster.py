@@ -16,8 +16,6 @@ from tests import slurm_cluster
 from tests.commands import running
 from tests.launch import ROOT
 
-pytestmark = pytest.mark.xdist_group("lab")  # one network of hosts at a time
-
 NAME = f"slurmtest{os.getpid()}"
 # The command line under another name than its own: that cluster may be in use.
 COMMAND = f"import tests.slurm_cluster as s; s.NAME = {NAME!r}; raise SystemExit(s.main())"

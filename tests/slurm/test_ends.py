@@ -12,8 +12,6 @@ from tests.commands import checkpoint, metrics, rises, summary
 from tests.slurm.batch import GPU_NODES, TIMED, BatchJob, submit
 from tests.slurm_cluster import SlurmCluster
 
-pytestmark = pytest.mark.xdist_group("lab")  # one network of hosts at a time
-
 SAMPLES = 8000
 LENGTH = (*TIMED, "--samples", SAMPLES, "--log-every", 320)
 TWO_NODES = (*GPU_NODES, "--nodes=2")

@@ -12,8 +12,6 @@ from tests.commands import EPOCH, summary
 from tests.slurm.batch import GPU_NODES, SCRIPTS, TIMED, submit
 from tests.slurm_cluster import SlurmCluster
 
-pytestmark = pytest.mark.xdist_group("lab")  # one network of hosts at a time
-
 DIGITS = ("--epochs", 4, "--device", "cpu")
 
 
