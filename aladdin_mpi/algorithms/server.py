@@ -412,7 +412,8 @@ class ParameterServer:
         if len(alike) > 1:
             raise AssertionError(f"gradients applied differ between buckets: {sorted(alike)}")
         total = alike.pop() if alike else 0
-        return {"applied": total - dropped, "dropped": dropped, "from_failed": self.from_failed}
+        accounts = {"applied": total - dropped, "dropped": dropped}
+        return accounts | ({"from_failed": self.from_failed} if self.from_failed else {})
 
     def _look(self, arrival: Arrival) -> None:
         """Refuse what is not finite: it would spoil the model for good.

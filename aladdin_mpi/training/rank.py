@@ -251,7 +251,8 @@ class Rank:
         if self.options.resume is not None:
             state = agree(self.transport, self.segments.load)
             self.segments.restore(state)
-            self._revive(state is None)
+            with self.segments.uncounted():
+                self._revive(state is None)
         self.suspension = Suspension(self.transport, self.keeper)
         if self.keeper is not None:
             if self.options.resume is not None and not self.keeper.budget.used_up:

@@ -78,7 +78,7 @@ class Segments:
             self._role.run()
             if self._keeper is not None:
                 self._keeper.close()
-            with self._uncounted():
+            with self.uncounted():
                 self._end()
 
     def _end(self) -> None:
@@ -105,7 +105,7 @@ class Segments:
         """Start when all are ready; in virtual time, when a resumed run starts as well."""
         transport = self._transport
         if transport.engine != "virtual":
-            with self._uncounted():
+            with self.uncounted():
                 barrier(transport)
             return
         transport.sleep_until(self._moment + SETTLE_SECONDS + STAGGER_SECONDS * transport.rank)
@@ -113,8 +113,8 @@ class Segments:
             transport.reseed(self._drawn)  # type: ignore[attr-defined]
 
     @contextmanager
-    def _uncounted(self) -> Iterator[None]:
-        """Waiting and sending between segments is not that of training."""
+    def uncounted(self) -> Iterator[None]:
+        """For what is done between segments: its waiting and sending is not that of training."""
         traffic = self._transport.traffic
         self._counted = traffic.waiting, traffic.bytes_sent
         yield

@@ -93,7 +93,7 @@ def _accounts(totals: list[dict[str, Any]], servers: int) -> dict[str, int]:
         AccountsError: one was lost, or counted twice.
     """
     living = sum(total.get("computed", 0) for total in totals)
-    computed = living + min((total["from_failed"] for total in totals[:servers]), default=0)
+    computed = living + min((total.get("from_failed", 0) for total in totals[:servers]), default=0)
     accounts = {
         "gradients_computed": computed,
         "gradients_applied": computed,
@@ -103,7 +103,7 @@ def _accounts(totals: list[dict[str, Any]], servers: int) -> dict[str, int]:
     }
     for rank in range(servers):
         applied, dropped = totals[rank]["applied"], totals[rank]["dropped"]
-        from_failed = totals[rank]["from_failed"]
+        from_failed = totals[rank].get("from_failed", 0)
         if applied + dropped - from_failed != living:
             raise AccountsError(
                 f"server {rank} applied {applied} gradients and dropped {dropped}, but "
