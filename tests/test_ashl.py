@@ -404,7 +404,7 @@ def test_timed_computing_stays_coarse_unless_told(tmp_path: Path) -> None:
 
 
 @needs("openmpi")
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("wire", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 def test_over_mpi(tmp_path: Path, wire: str) -> None:
     options = ["--epochs", 4, "--servers", 2, "--ashl-loss", 2.0, "--slowdown", "1=3"]
     train(5, tmp_path, "--algorithm", "ashl", *options, "--wire", wire, "--bucket-mb", 0.005)

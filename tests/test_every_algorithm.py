@@ -17,6 +17,7 @@ from tests.failing import Failure, Net
 NAMES = sorted(registry.ALGORITHMS)
 COMPRESSING = sorted(name for name in NAMES if registry.find(name).compresses)
 # One of each kind; tests/mpi has all of them over MPI.
+EVERYDAY = ("ar-sgd", "bsp")
 OVER_MPI = ["ad-psgd", "adsp", "ar-sgd", "bsp"]
 GOSSIPS = ("sgp", "osgp", "gosgd", "ad-psgd")
 DGC = ["--compression", "dgc", "--dgc-ratio", 0.05, "--dgc-warmup-epochs", 1]
@@ -74,7 +75,10 @@ def test_every_number_of_workers(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OVER_MPI)
+@pytest.mark.parametrize(
+    "name",  # every one of them runs over MPI in tests/mpi/test_algorithms.py
+    [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.long) for name in OVER_MPI],
+)
 def test_trains_over_mpi(tmp_path: Path, name: str) -> None:
     plan = ["--algorithm", name, "--epochs", 2, "--lr-scaling", "none", "--lr", 0.05]
     train(3, tmp_path / "run", *plan)

@@ -44,8 +44,8 @@ def kill(job: Job, run_dir: Path, ranks: list[int], at: int) -> None:
     ("algorithm", "ranks", "killed", "options"),
     [
         ("aladdin", 5, [3], ["--servers", 2]),
-        ("bsp", 4, [1, 3], []),
-        ("gosgd", 3, [2], []),
+        pytest.param("bsp", 4, [1, 3], [], marks=pytest.mark.long),
+        pytest.param("gosgd", 3, [2], [], marks=pytest.mark.long),
     ],
 )
 def test_the_others_train_on(
@@ -79,8 +79,14 @@ def test_the_others_train_on(
     ("algorithm", "killed", "ulfm", "words"),
     [
         ("ar-sgd", 2, True, "; ar-sgd needs every worker; resume with: --resume "),
-        ("aladdin", 1, True, "; it kept a part of the model; resume with: --resume "),
-        ("aladdin", 0, True, "rank 0 (host "),
+        pytest.param(
+            "aladdin",
+            1,
+            True,
+            "; it kept a part of the model; resume with: --resume ",
+            marks=pytest.mark.long,
+        ),
+        pytest.param("aladdin", 0, True, "rank 0 (host ", marks=pytest.mark.long),
         ("asp", 2, False, "stopped by SIGTERM; resume with: --resume "),
     ],
 )

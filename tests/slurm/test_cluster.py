@@ -58,6 +58,7 @@ def test_up_twice_and_down_twice_are_harmless() -> None:
     assert "no cluster is up" in command("run", "sinfo", status=2)
 
 
+@pytest.mark.long
 def test_a_crashed_cluster_is_removed_and_started_again() -> None:
     command("up")
     command("run", "sbatch", "-o", "/dev/null", "--wrap", "sleep 100")

@@ -56,7 +56,7 @@ def test_a_signal_saves_the_run_and_it_goes_on(cluster: SlurmCluster) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow_slurm
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_time_limit_that_is_too_short_costs_nothing(cluster: SlurmCluster) -> None:
     run_dir = cluster.shared / "limit"
@@ -80,7 +80,7 @@ def test_scancel_leaves_the_last_checkpoint(cluster: SlurmCluster) -> None:
     check_last_checkpoint(run_dir)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_dead_node_costs_what_came_behind_the_last_checkpoint(cluster: SlurmCluster) -> None:
     run_dir = cluster.shared / "dead"
     words = [*LENGTH, "--checkpoint-every", "1s", "--run-dir", run_dir]

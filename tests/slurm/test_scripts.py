@@ -22,7 +22,7 @@ def ranks(output: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("mpirun", marks=pytest.mark.long)])
 def test_two_nodes_train_and_the_workers_are_bound(
     cluster: SlurmCluster, tmp_path: Path, launcher: str
 ) -> None:
