@@ -35,8 +35,14 @@ def run(job: Job, transport: MpiTransport) -> RankResult:
     for server in counts[: job.served_by]:
         assert server["applied"] == sum(count.get("computed", 0) for count in counts)
     transport.wait(transport.ibarrier())
-    transport.sleep(0.05)  # the last refusals arrive
     return mine
+
+
+def await_refusals(transport: MpiTransport, mine: RankResult, wanted: int) -> None:
+    """The last of them may arrive behind the end."""
+    end = transport.now() + 20
+    while len(mine.refusals) < wanted and transport.now() < end:
+        transport.sleep(0.01)
 
 
 @pytest.mark.parametrize("algorithm", ["aladdin", "bsp", "ar-sgd", "gosgd", "multistep"])
@@ -49,7 +55,8 @@ def test_a_gradient_is_refused(transport: MpiTransport, algorithm: str) -> None:
     steps = gather(transport, len(mine.tickets))
     if transport.rank == 0:
         wanted = len([step for step in range(steps[-1]) if step % 9 == 3])
-        assert wanted
+        assert wanted or not job.kind.lockstep  # one among many may take few steps
+        await_refusals(transport, mine, wanted)
         found = [(r.reason, r.rank, r.bucket) for r in mine.refusals]
         assert found == [(Reason.NAN, transport.size - 1, 0)] * wanted
 
@@ -66,6 +73,7 @@ def test_a_damaged_message_is_refused(transport: MpiTransport, algorithm: str) -
     mine = run(job, transport)
     damaged = gather(transport, links[0].damaged)
     if transport.rank == 0:
+        await_refusals(transport, mine, sum(map(len, damaged)))
         heard = sorted((r.rank, int(r.value)) for r in mine.refusals)
         assert heard == sorted((rank, tag) for rank, tags in enumerate(damaged) for tag in tags)
-        assert heard
+        assert heard or not job.kind.lockstep
