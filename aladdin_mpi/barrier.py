@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import torch
 
 from aladdin_mpi.tags import Tag
-from aladdin_mpi.transport.base import PeerFailedError, Transport
+from aladdin_mpi.transport.base import Transport
 
 
 def barrier(transport: Transport) -> None:
@@ -27,9 +25,7 @@ def barrier(transport: Transport) -> None:
 
 def _wait_for_all(transport: Transport) -> None:
     others = transport.living[1:]
-    for request in [transport.irecv(_nothing(), rank, Tag.BARRIER) for rank in others]:
-        with suppress(PeerFailedError):
-            transport.wait(request)
+    transport.wait_ended([transport.irecv(_nothing(), rank, Tag.BARRIER) for rank in others])
     for rank in others:
         transport.isend(_nothing(), rank, Tag.BARRIER)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -116,9 +115,7 @@ class PassiveSide(_Side):
 
     def flush(self) -> None:
         """Wait for the last answers."""
-        for request in [request for sent in self._sent for request in sent]:
-            with suppress(PeerFailedError):
-                self.transport.wait(request)
+        self.transport.wait_ended([request for sent in self._sent for request in sent])
 
 
 class ActiveSide(_Side):

@@ -168,19 +168,11 @@ class AladdinServer(Server):
         for shard in self.shards.values():
             self._update(shard)
 
-    def part(self, bucket: Bucket) -> Tensor:
-        """This server's values."""
-        return self.server.values[bucket.index]
-
     def counts(self) -> dict[str, int]:
         """Gradients applied and dropped so far, which must be alike on all shards."""
         totals = {index: shard.applied + shard.dropped for index, shard in self.shards.items()}
         dropped = max((shard.dropped for shard in self.shards.values()), default=0)
         return self.server.books(totals, dropped)
-
-    def taken_from(self, worker: int) -> int:
-        """Gradients of a worker taken in this segment."""
-        return self.server.whole_from(worker)
 
     def state_dict(self) -> dict[str, object]:
         """Everything that the next segment depends on."""

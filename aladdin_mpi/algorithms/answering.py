@@ -68,17 +68,9 @@ class AnsweringServer(Server):
     def finish(self) -> None:
         """Nothing is left to be applied."""
 
-    def part(self, bucket: Bucket) -> Tensor:
-        """This server's values."""
-        return self.server.values[bucket.index]
-
     def counts(self) -> dict[str, int]:
         """Gradients applied so far, which must be alike on all buckets."""
         return self.server.books(self.applied)
-
-    def taken_from(self, worker: int) -> int:
-        """Gradients of a worker taken in this segment."""
-        return self.server.whole_from(worker)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next segment depends on."""

@@ -12,6 +12,7 @@ from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
 
 if TYPE_CHECKING:
+    from aladdin_mpi.algorithms.server import ParameterServer
     from aladdin_mpi.algorithms.worker import Worker
 
 
@@ -119,9 +120,15 @@ class TrainingWorker(Role):
 class Server(Role):
     """A rank that keeps a part of the global model."""
 
-    @abstractmethod
+    server: ParameterServer
+
+    def part(self, bucket: Bucket) -> Tensor:
+        """This server's values."""
+        return self.server.values[bucket.index]
+
     def taken_from(self, worker: int) -> int:
         """Gradients that have come as a whole from a worker in this segment."""
+        return self.server.whole_from(worker)
 
     @abstractmethod
     def finish(self) -> None:

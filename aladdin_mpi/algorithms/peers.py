@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import torch
 from torch import Tensor
 
@@ -75,11 +73,6 @@ class ModelOutbox:
         except PeerFailedError:
             return True  # nobody waits for it
 
-    def _await(self, requests: list[Request]) -> None:
-        for request in requests:
-            with suppress(PeerFailedError):
-                self._transport.wait(request)
-
     def send(self, vector: Tensor, dest: int, header: Tensor | None = None) -> Tensor:
         """Send to rank ``dest``; waits for the oldest copy if all are on their way.
 
@@ -87,7 +80,7 @@ class ModelOutbox:
         """
         copy = self._copies.pop(0)
         self._copies.append(copy)
-        self._await(copy.requests)
+        self._transport.wait_ended(copy.requests)
         event = self._wire.encode(vector, copy.values)
         if isinstance(event, torch.cuda.Event):
             event.wait()  # what changes the vector from now on comes after the copying
@@ -100,5 +93,5 @@ class ModelOutbox:
     def flush(self) -> None:
         """Wait until everything is delivered."""
         for copy in self._copies:
-            self._await(copy.requests)
+            self._transport.wait_ended(copy.requests)
             copy.requests = []

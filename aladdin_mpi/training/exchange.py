@@ -66,9 +66,7 @@ def add_up(transport: Transport, values: Tensor) -> None:
 
 def _pass_on(transport: Transport, values: Tensor, source: int, dests: list[int]) -> None:
     if transport.rank == source:
-        for request in [transport.isend(values, dest, Tag.SETUP) for dest in dests]:
-            with suppress(PeerFailedError):
-                transport.wait(request)
+        transport.wait_ended([transport.isend(values, dest, Tag.SETUP) for dest in dests])
     elif transport.rank in dests:
         transport.wait(transport.irecv(values, source, Tag.SETUP))
 

@@ -75,9 +75,7 @@ class Ledger:
         print(f"aladdin_mpi: {text}", file=sys.stderr, flush=True)
 
     def _name(self, rank: int) -> str:
-        names = getattr(self._transport, "host_names", None)
-        host = self._transport.hosts[rank]
-        where = f"rank {rank}, host {names[host] if names else host}"
+        where = f"rank {rank}, host {self._transport.host_name(rank)}"
         if rank < self._first_worker:
             return f"server {rank} ({where})"
         return f"worker {rank - self._first_worker} ({where})"

@@ -46,11 +46,12 @@ class Losses:
         moment = self._moment()
         host = self._transport.host_name(rank)
         what = f"rank {rank} (host {host}) has failed at sample {moment['samples']}"
-        if rank < self._first_worker or self._needed or not workers:
-            why = f"{self._needed} needs every worker" if self._needed else "no worker is left"
-            if rank < self._first_worker:
-                why = "it kept a part of the model"
-            raise LostError(f"{what}; {why}")
+        if rank < self._first_worker:
+            raise LostError(f"{what}; it kept a part of the model")
+        if self._needed:
+            raise LostError(f"{what}; {self._needed} needs every worker")
+        if not workers:
+            raise LostError(f"{what}; no worker is left")
         print(
             f"aladdin_mpi: {what}; training goes on with {len(workers)} worker"
             f"{'s' * (len(workers) > 1)}",

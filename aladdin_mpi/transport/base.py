@@ -8,8 +8,8 @@ and runs over MPI (:mod:`aladdin_mpi.transport.mpi`) or in virtual time
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,7 +29,7 @@ class TransportError(RuntimeError):
 class PeerFailedError(TransportError):
     """The rank at the other end of an operation has died.
 
-    ``rank`` is the dead rank, ``host`` the name of its host.
+    ``rank`` is the dead rank; the message names its host.
     """
 
     def __init__(self, rank: int, host: str) -> None:
@@ -171,6 +171,12 @@ class Transport(ABC):
         """Wait until all are done. Raises as :meth:`wait_any` does."""
         for request in requests:
             self.wait_any([request])
+
+    def wait_ended(self, requests: Iterable[Request]) -> None:
+        """Wait until all have ended, be it because a peer died."""
+        for request in requests:
+            with suppress(PeerFailedError):
+                self.wait(request)
 
     @abstractmethod
     def cancel(self, request: Request) -> None:

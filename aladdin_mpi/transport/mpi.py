@@ -524,12 +524,7 @@ class MpiTransport(Transport):
         if self._progress_thread is not None:
             self._progress_thread.join()
         self._take_fresh()
-        pending = [request for request in self._active if not request.receives]
-        for send in pending:
-            try:
-                self.wait(send)
-            except PeerFailedError:
-                continue
+        self.wait_ended([request for request in self._active if not request.receives])
         for request in list(self._active):
             self.cancel(request)
         self._closed = True
