@@ -11,11 +11,14 @@ import faulthandler
 import os
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import pytest
+
+if TYPE_CHECKING:
+    from aladdin_mpi.transport.mpi import MpiTransport
 
 LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
 UNDER_MPIRUN = any(name in os.environ for name in LAUNCHERS)
@@ -41,6 +44,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 _screen: TextIO = sys.stderr
+
+
+@pytest.fixture
+def transport() -> Iterator[MpiTransport]:
+    """One of this test's own, after which nothing is under way."""
+    from aladdin_mpi.transport.mpi import MpiTransport
+
+    transport = MpiTransport(timeout=30)
+    yield transport
+    transport.close()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,6 @@ from tests.roles import Job, flat, flat_start, run_rank, single_process
 
 CPU = torch.device("cpu")
 NO_HOROVOD = over_horovod.obstacle(CPU, torch.float32)
-
-
-@pytest.fixture
-def transport() -> Iterator[MpiTransport]:
-    transport = MpiTransport(timeout=30)
-    yield transport
-    transport.close()
 
 
 def job_for(transport: MpiTransport, algorithm: str, **values: Any) -> Job:

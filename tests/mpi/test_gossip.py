@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from tests.gossip import starts
 from tests.quadratic import Quadratic
 from tests.roles import Job, flat, run_rank
 
-PATIENCE = 30.0
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("sgp", {}),
     ("osgp", {"osgp": {"tau": 2}}),
@@ -24,13 +22,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("ad-psgd", {}),
     ("ad-psgd", {"ad_psgd": {"graph": "exponential"}, "wire": "bf16"}),
 ]
-
-
-@pytest.fixture
-def transport() -> Iterator[MpiTransport]:
-    transport = MpiTransport(timeout=PATIENCE)
-    yield transport
-    transport.close()
 
 
 def total(transport: MpiTransport, values: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,13 +13,6 @@ from aladdin_mpi.algorithms.multistep import MultistepWorker
 from aladdin_mpi.transport.mpi import MpiTransport
 from tests.multistep_lab import Job, alone, run_rank, small
 from tests.test_multistep import ACTIVATIONS, GRADIENTS, MOMENTUM, TINY, Functional, Tied
-
-
-@pytest.fixture
-def transport() -> Iterator[MpiTransport]:
-    transport = MpiTransport(timeout=30)
-    yield transport
-    transport.close()
 
 
 def train(job: Job, transport: MpiTransport) -> MultistepWorker:

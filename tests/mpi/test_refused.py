@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from math import nan
 
@@ -16,13 +15,6 @@ from aladdin_mpi.transport.mpi import MpiTransport
 from tests.damage import DamagingTransport, is_values, sealed
 from tests.mpi.test_algorithms import job_for
 from tests.roles import Job, RankResult, run_rank
-
-
-@pytest.fixture
-def transport() -> Iterator[MpiTransport]:
-    transport = MpiTransport(timeout=30)
-    yield transport
-    transport.close()
 
 
 def run(job: Job, transport: MpiTransport) -> RankResult:
