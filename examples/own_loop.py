@@ -6,12 +6,12 @@ mpirun -np 4 python examples/own_loop.py
 from __future__ import annotations
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from aladdin_mpi import DataParallel  # +
+from aladdin_mpi.training.builtin_sets import read_digits
 
 
 class Net(nn.Module):
@@ -28,14 +28,11 @@ class Net(nn.Module):
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
-    """The handwritten digits that come with scikit-learn, to train and to test."""
-    digits = load_digits()
-    images = torch.from_numpy(digits.images).float().unsqueeze(1) / 16
-    labels = torch.from_numpy(digits.target)
-    split = torch.arange(len(labels)) % 5 == 0
-    return TensorDataset(images[~split], labels[~split]), TensorDataset(
-        images[split], labels[split]
-    )
+    """Handwritten digits of 8x8 pixels, to train and to test."""
+    digits = read_digits()
+    images, labels = digits["pixels"].unsqueeze(1) / 16, digits["labels"].long()
+    train, test = digits["train"], digits["test"]
+    return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
 
 
 def accuracy(model: nn.Module, data: TensorDataset) -> float:

@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from aladdin_mpi.algorithms import registry
@@ -27,6 +26,7 @@ from aladdin_mpi.layout import Layout, cut
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.options import RunOptions
 from aladdin_mpi.replica import PhantomReplica, Replica, outline
+from aladdin_mpi.training.builtin_sets import read_digits
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual import VirtualCluster
@@ -124,9 +124,10 @@ class Outcome:
 @cache
 def digits() -> tuple[Tensor, Tensor]:
     """Images from 0 to 1 and labels, shuffled."""
-    images, labels = load_digits(return_X_y=True)
+    found = read_digits()
+    images, labels = found["pixels"].flatten(1) / 16, found["labels"].long()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    return torch.tensor(images / 16, dtype=torch.float32)[order], torch.tensor(labels)[order]
+    return images[order], labels[order]
 
 
 def perceptron(hidden: int) -> nn.Module:

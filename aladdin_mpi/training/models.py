@@ -66,7 +66,7 @@ def build_model(
     build = SMALL_MODELS.get(name, partial(_build_torchvision, name))
     try:
         model = build(num_classes, in_channels, image_size)
-        _try_without_data(model, in_channels, image_size)
+        _try(model, in_channels, image_size)
     except (RuntimeError, ValueError, AssertionError) as error:
         raise UserError(
             f"--model {name}: cannot take images of {image_size}x{image_size} pixels ({error}); "
@@ -98,14 +98,14 @@ def _repeat_channel(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tens
     return (inputs[0].expand(-1, 3, -1, -1), *inputs[1:])
 
 
-def _try_without_data(model: nn.Module, in_channels: int, image_size: int) -> None:
-    """Pass shapes, and no data, through the model, so that a wrong size is found at once."""
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shapes = {name: tensor.detach().to("meta") for name, tensor in state.items()}
-    image = torch.empty(1, in_channels, image_size, image_size, device="meta")
+def _try(model: nn.Module, in_channels: int, image_size: int) -> None:
+    """Pass an empty image through the model, so that a wrong size is found at once."""
+    # On "meta" only if the model is there: torch then imports its compiler, which takes as long
+    # as all the rest of a rank's start.
+    device = next(model.parameters()).device
+    image = torch.zeros(1, in_channels, image_size, image_size, device=device)
     with torch.no_grad():
-        # Not in training mode, in which batch norm refuses a single value per channel.
-        torch.func.functional_call(model.eval(), shapes, image)
+        model.eval()(image)  # in training mode batch norm refuses a single value per channel
     model.train()
 
 
