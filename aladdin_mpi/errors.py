@@ -25,6 +25,10 @@ class LostError(Exception):
     """The job cannot go on, because a rank has failed. The message says which and why."""
 
 
+class LeftOutError(Exception):
+    """This rank has to leave the run, which goes on without it. The message says why."""
+
+
 class RefusedError(Exception):
     """The run is refused, and another rank says why."""
 

@@ -15,6 +15,7 @@ from types import FrameType
 
 from aladdin_mpi.errors import (
     SUSPENDED_STATUS,
+    LeftOutError,
     LostError,
     RefusedError,
     SuspendedError,
@@ -29,6 +30,8 @@ YIELD_SECONDS = 3.0
 
 remedy: Callable[[], str] = str
 """Says how to go on after the job has ended in mid-training."""
+parting: Callable[[], object] = bool
+"""The last that a process does which ends by itself, when nothing else is left to do."""
 _ending = threading.Lock()
 
 
@@ -93,6 +96,9 @@ def end_job(error: BaseException) -> None:
             leave(0)
     elif isinstance(error, RefusedError):
         leave(0)  # the status is that of the rank which says why
+    elif isinstance(error, LeftOutError):
+        print(f"aladdin_mpi: {error}", file=sys.stderr)
+        leave(0)
     elif isinstance(error, TerminatedError):
         status = 128 + error.signum
         if rank == 0:
@@ -184,6 +190,7 @@ def leave(status: int) -> None:
     if threading.current_thread() is threading.main_thread():
         # Open MPI ends the others as soon as the first has left with an error.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parting()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and not mpi.Is_finalized() and not _leaves_by_itself():
         mpi.Finalize()

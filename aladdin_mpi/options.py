@@ -97,6 +97,15 @@ class RunOptions(BaseModel):
         1800.0, "longest wait for another rank", unit="SECONDS", group="run", gt=0
     )
 
+    worker_timeout: float = option(
+        60.0,
+        "a rank that has not been heard of for so long, because it hangs or the network has cut "
+        "it off, is left out of the run, or ends it where ranks cannot be spared; 0: never",
+        unit="SECONDS",
+        group="run",
+        ge=0,
+    )
+
     # -- data
     dataset: str = option(
         "digits", "name of the data set, or package.module:function", group="data"

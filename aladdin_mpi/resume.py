@@ -22,6 +22,7 @@ RESUME_FIELDS = (LOCAL_FIELDS - {"run_dir", "overwrite"}) | {
     "log_every",
     "epochs",
     "samples",
+    "worker_timeout",
 }
 """What may be given beside ``--resume``."""
 

@@ -32,6 +32,10 @@ class Tag(IntEnum):
     """After training: totals for the summary."""
     SUSPEND = 11
     """To the keeper: the number of a signal after which the run is to be saved and to end."""
+    ALIVE = 13
+    """A sign of life: to rank 0, its answer, and to the rank that watches rank 0."""
+    LEFT_OUT = 14
+    """From rank 0, to all: a rank that is left out of the run."""
     REFUSAL = 20
     """To rank 0: something was refused."""
     WHOLE = 21

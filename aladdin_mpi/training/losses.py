@@ -20,6 +20,7 @@ class Losses:
         first_worker: the first worker's rank.
         needed: what cannot go on without a worker, such as "ar-sgd"; None: training can.
         moment: where the run is, such as its samples drawn.
+        silence: seconds after which a silent rank is left out.
     """
 
     def __init__(
@@ -29,38 +30,49 @@ class Losses:
         first_worker: int,
         needed: str | None,
         moment: Callable[[], dict[str, Any]],
+        silence: float,
     ) -> None:
         self._transport = transport
         self._budget = budget
         self._first_worker = first_worker
         self._needed = needed
         self._moment = moment
+        self._silence = silence
         self._open: list[dict[str, Any]] = []
         self.records: list[dict[str, Any]] = []
-        """A failure each: ``rank``, ``host``, ``samples`` and ``seconds`` of the run when it
-        was noticed, and ``samples_lost``."""
+        """A failure each: ``rank``, ``host``, ``what`` ("died" or "left out"), ``samples`` and
+        ``seconds`` of the run when it was noticed, and ``samples_lost``."""
         transport.on_failure(self._lose)
 
     def _lose(self, rank: int) -> None:
         workers = [r for r in self._transport.living if r >= self._first_worker]
         moment = self._moment()
         host = self._transport.host_name(rank)
-        what = f"rank {rank} (host {host}) has failed at sample {moment['samples']}"
+        what = f"rank {rank} (host {host}) {self._fate(rank)} at sample {moment['samples']}"
         if rank < self._first_worker:
             raise LostError(f"{what}; it kept a part of the model")
         if self._needed:
             raise LostError(f"{what}; {self._needed} needs every worker")
+        if not self._transport.survives:
+            raise LostError(f"{what}; without ULFM (mpirun --with-ft ulfm) the others cannot go on")
         if not workers:
             raise LostError(f"{what}; no worker is left")
+        left_out = rank in self._transport.left_out
         print(
-            f"aladdin_mpi: {what}; training goes on with {len(workers)} worker"
-            f"{'s' * (len(workers) > 1)}",
+            f"aladdin_mpi: {what}; {'it is left out, and ' * left_out}training goes on with "
+            f"{len(workers)} worker{'s' * (len(workers) > 1)}",
             file=sys.stderr,
             flush=True,
         )
-        record = {"rank": rank, "host": host, "what": "died", **moment}
+        fate = "left out" if left_out else "died"
+        record = {"rank": rank, "host": host, "what": fate, **moment}
         self._open.append(record)
         self.records.append(record)
+
+    def _fate(self, rank: int) -> str:
+        if rank in self._transport.left_out:
+            return f"has not been heard of for {self._silence:g} s"
+        return "has failed"
 
     def close(self, taken: list[dict[str, int] | None]) -> None:
         """A segment is over: count what was lost in it.

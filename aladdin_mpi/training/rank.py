@@ -21,7 +21,7 @@ from aladdin_mpi.budget import Ticket
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.compression.dgc import DeepGradientCompression
-from aladdin_mpi.errors import UserError
+from aladdin_mpi.errors import SUSPENDED_STATUS, UserError
 from aladdin_mpi.layout import Bucket, Layout, cut
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.options import RESUME_FIELDS, RunOptions, agreed, check_workers
@@ -31,6 +31,7 @@ from aladdin_mpi.training.checkpoint import CheckpointStore
 from aladdin_mpi.training.evaluation import Evaluate, Evaluator, Snapshots
 from aladdin_mpi.training.exchange import add_up, agree, broadcast, gather, spread
 from aladdin_mpi.training.handshake import check_agreement
+from aladdin_mpi.training.heartbeats import Heartbeats
 from aladdin_mpi.training.keeper import Keeper, Plan
 from aladdin_mpi.training.local_state import LocalState
 from aladdin_mpi.training.losses import Losses, settle
@@ -158,7 +159,12 @@ class Rank:
             needed = options.algorithm if self.algorithm.needs_all(options) else None
             keeper = self.keeper
             keeper.losses = Losses(
-                self.transport, keeper.budget, self.layout.servers, needed, keeper.moment
+                self.transport,
+                keeper.budget,
+                self.layout.servers,
+                needed,
+                keeper.moment,
+                options.worker_timeout,
             )
         guard.remedy = self._remedy
 
@@ -254,6 +260,7 @@ class Rank:
             with self.segments.uncounted():
                 self._revive(state is None)
         self.suspension = Suspension(self.transport, self.keeper)
+        self.heartbeats = Heartbeats(self.transport, self.options.worker_timeout)
         if self.keeper is not None:
             if self.options.resume is not None and not self.keeper.budget.used_up:
                 run_folder.reopen(self.run_dir, self.options)
@@ -311,8 +318,9 @@ class Rank:
                 file=sys.stderr,
                 flush=True,
             )
+        self.heartbeats.close()
         self.role.close()
-        self.transport.close()
+        self.transport.close(SUSPENDED_STATUS)
 
     @property
     def evaluating(self) -> bool:
@@ -328,6 +336,7 @@ class Rank:
             self.role.finish()
         model = self._final_model()
         summary = summarise(self, model, waiting)
+        self.heartbeats.close()
         self.role.close()
         return summary
 

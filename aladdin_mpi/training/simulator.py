@@ -22,6 +22,7 @@ def simulate(options: SimulateOptions) -> dict[str, Any]:
     size = options.workers + (options.servers if algorithm.server else 0)
     check_ranks(options, size)
     start = 0.0 if options.resume is None else resumed_moment(Path(options.resume))
-    cluster = VirtualCluster(size, options.cluster, options.seed, start_time=start)
+    silence = options.worker_timeout or None
+    cluster = VirtualCluster(size, options.cluster, options.seed, start, silence)
     summaries = cluster.run(lambda transport: train(options, transport))
     return summaries[0] or {}

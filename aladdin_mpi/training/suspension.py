@@ -34,7 +34,7 @@ class Suspension:
 
     def close(self) -> None:
         """The run is over: signals change nothing any more."""
-        self._transport.watch(None)
+        self._transport.unwatch(self._look)
 
     def _look(self) -> None:
         number = stop_signal.received()

@@ -108,6 +108,8 @@ class Transport(ABC):
     """``"mpi"`` or ``"virtual"``."""
     survives: bool
     """Whether the living are told of a rank's death and can go on."""
+    progresses: bool
+    """Whether messages move, and are handled, while the rank computes."""
 
     @property
     def host(self) -> int:
@@ -205,12 +207,16 @@ class Transport(ABC):
     def atomic(self) -> AbstractContextManager[None]:
         """A section during which no handler of this rank runs."""
 
-    def watch(self, look: Callable[[], None] | None) -> None:
-        """Have ``look`` called now and then, also while the rank computes; None: no more.
+    def watch(self, look: Callable[[], None]) -> None:
+        """Have ``look`` called now and then, also while the rank computes.
 
         For what comes from outside, such as signals; so never in virtual time. It is
         called by any thread, must be quick, and may do what a handler may.
         """
+        return
+
+    def unwatch(self, look: Callable[[], None]) -> None:
+        """Have ``look`` called no more."""
         return
 
     # -- collectives: every rank calls them in the same order ----------------
@@ -253,10 +259,27 @@ class Transport(ABC):
         """
 
     @property
+    @abstractmethod
+    def left_out(self) -> frozenset[int]:
+        """Those of ``failed`` that may live, but have not been heard of for too long."""
+
+    @abstractmethod
+    def leave_out(self, rank: int) -> None:
+        """Take ``rank`` as failed from now on, though it may live.
+
+        That is all between this rank and that one: nothing is sent to it any more, nothing
+        that comes from it is taken. The others have to do the same.
+        """
+
+    @property
     def living(self) -> list[int]:
         """The ranks that are not known to have failed."""
         return [rank for rank in range(self.size) if rank not in self.failed]
 
     @abstractmethod
-    def close(self) -> None:
-        """Complete or cancel what is under way and stop. To be called once, by every rank."""
+    def close(self, status: int = 0) -> None:
+        """Complete or cancel what is under way and stop. To be called once, by every rank.
+
+        Args:
+            status: with which the program is going to end.
+        """

@@ -24,13 +24,18 @@ EVENT_POLL = 10e-6
 
 
 class Fabric:
-    """All endpoints and the network between them."""
+    """All endpoints and the network between them.
 
-    def __init__(self, cluster: Cluster, size: int, clock: Clock) -> None:
+    Args:
+        may_fail: whether ranks may die, or be left out.
+    """
+
+    def __init__(self, cluster: Cluster, size: int, clock: Clock, may_fail: bool) -> None:
         self.clock = clock
         self.network = Network(cluster, size, clock, self._deliver)
         self.dead: frozenset[int] = frozenset()
-        self.may_fail = bool(cluster.deaths)
+        self.left_out: frozenset[int] = frozenset()
+        self.may_fail = may_fail
         self.endpoints = [Endpoint(self, cluster, rank, size) for rank in range(size)]
 
     def _deliver(self, message: Message) -> None:

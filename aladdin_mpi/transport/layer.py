@@ -18,7 +18,7 @@ class Layer(Transport):
         self.inner = inner
         self.rank, self.size = inner.rank, inner.size
         self.traffic, self.hosts, self.engine = inner.traffic, inner.hosts, inner.engine
-        self.survives = inner.survives
+        self.survives, self.progresses = inner.survives, inner.progresses
 
     def __getattr__(self, name: str) -> Any:
         """What only one engine has."""
@@ -79,11 +79,21 @@ class Layer(Transport):
     def failed(self) -> frozenset[int]:
         return self.inner.failed
 
+    @property
+    def left_out(self) -> frozenset[int]:
+        return self.inner.left_out
+
+    def leave_out(self, rank: int) -> None:
+        self.inner.leave_out(rank)
+
     def on_failure(self, action: Callable[[int], None]) -> None:
         self.inner.on_failure(action)
 
-    def watch(self, look: Callable[[], None] | None) -> None:
+    def watch(self, look: Callable[[], None]) -> None:
         self.inner.watch(look)
 
-    def close(self) -> None:
-        self.inner.close()
+    def unwatch(self, look: Callable[[], None]) -> None:
+        self.inner.unwatch(look)
+
+    def close(self, status: int = 0) -> None:
+        self.inner.close(status)

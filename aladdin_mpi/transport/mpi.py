@@ -12,15 +12,17 @@ copies what has come; meanwhile another works on what it has and, with
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from aladdin_mpi import guard
 from aladdin_mpi.transport.ulfm import SURVIVES  # before MPI: it decides how that ends
 
 # isort: split
@@ -63,8 +65,10 @@ LONG_NAP = 0.0005
 
 LOOK_FOR_FAILURES = 0.02
 """Seconds between two looks for ranks that have died."""
+FAREWELL_SECONDS = 60.0
+"""Longest time that rank 0 waits for the others to say that they leave, ..."""
 LEAVE_SECONDS = 5.0
-"""Longest time that rank 0 waits for the others to be gone."""
+"""... and to be gone."""
 
 FAILURES = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 
@@ -136,6 +140,8 @@ class MpiTransport(Transport):
         self._exempt: frozenset[int] = frozenset()
         self.survives = SURVIVES
         self._failed: frozenset[int] = frozenset()
+        self._left_out: frozenset[int] = frozenset()
+        self._known_dead = 0
         self._look_again = 0.0
         self._on_failure: list[Callable[[int], None]] = []
         self._untold: deque[int] = deque()
@@ -143,12 +149,13 @@ class MpiTransport(Transport):
         self._held_back: dict[tuple[int, int], deque[tuple[_MpiRequest, Event | None]]] = {}
         self._handling = threading.RLock()
         self._inboxes: list[_Inbox] = []
-        self._look: Callable[[], None] | None = None
+        self._looks: list[Callable[[], None]] = []
         self._waiters = 0
         self._progress_thread: threading.Thread | None = None
         self._stopping = self._closed = False
+        self.progresses = progress and threads >= MPI.THREAD_SERIALIZED
         self._spins = 50 if self.hosts.count(self.host) <= (os.cpu_count() or 1) else 0
-        if progress and threads >= MPI.THREAD_SERIALIZED:
+        if self.progresses:
             self._start_progress()
 
     def _start_progress(self) -> None:
@@ -322,8 +329,7 @@ class MpiTransport(Transport):
         for inbox in self._inboxes:
             if inbox.posted and inbox.posted[0].done:
                 self._dispatch(inbox)
-        look = self._look
-        if look is not None:
+        for look in self._looks:
             look()
 
     def _take_fresh(self) -> None:
@@ -387,7 +393,8 @@ class MpiTransport(Transport):
             return
         self._look_again = now + LOOK_FOR_FAILURES
         dead = self._messages.Get_failed()
-        if dead.size > len(self._failed):
+        if dead.size > self._known_dead:
+            self._known_dead = dead.size
             everyone = self._messages.Get_group()
             ranks = MPI.Group.Translate_ranks(dead, list(range(dead.size)), everyone)
             for rank in sorted(set(ranks) - self._failed):
@@ -409,6 +416,9 @@ class MpiTransport(Transport):
         """End what needs the rank ``dead``; collectives need every rank."""
         self._failed |= {dead}
         self._untold.append(dead)
+        self._end_what_needs(dead)
+
+    def _end_what_needs(self, dead: int) -> None:
         for request in self._active:
             if not request.done and (request.peer == dead or request.is_collective):
                 self._fail(request, dead)
@@ -436,6 +446,26 @@ class MpiTransport(Transport):
 
     def on_failure(self, action: Callable[[int], None]) -> None:
         self._on_failure.append(action)
+
+    @property
+    def failed(self) -> frozenset[int]:
+        return self._failed
+
+    @property
+    def left_out(self) -> frozenset[int]:
+        return self._left_out
+
+    def leave_out(self, rank: int) -> None:
+        with self._polling:
+            if rank in self._failed:
+                return
+            self._left_out |= {rank}
+            self._failed |= {rank}
+            self._untold.append(rank)
+        # First, so that who cannot go on without the rank says so, and no request that ends.
+        self._tell_failures()
+        with self._polling:
+            self._end_what_needs(rank)
 
     # -- messages that interrupt --------------------------------------------
     def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
@@ -466,8 +496,11 @@ class MpiTransport(Transport):
                 finally:
                     self._post(inbox, request.buffer)
 
-    def watch(self, look: Callable[[], None] | None) -> None:
-        self._look = look
+    def watch(self, look: Callable[[], None]) -> None:
+        self._looks = [*self._looks, look]  # anew: another thread may be going through it
+
+    def unwatch(self, look: Callable[[], None]) -> None:
+        self._looks = [each for each in self._looks if each != look]
 
     @contextmanager
     def atomic(self) -> Iterator[None]:
@@ -512,12 +545,8 @@ class MpiTransport(Transport):
         volume = alltoall_bytes(buffer.nbytes, self.size)
         return self._collective("Ialltoall", volume, _bytes(buffer), _bytes(received))
 
-    # -- failure and end ------------------------------------------------------
-    @property
-    def failed(self) -> frozenset[int]:
-        return self._failed
-
-    def close(self) -> None:
+    # -- end ------------------------------------------------------------------
+    def close(self, status: int = 0) -> None:
         if self._closed:
             return
         self._stopping = True
@@ -529,28 +558,50 @@ class MpiTransport(Transport):
             self.cancel(request)
         self._closed = True
         if self.survives:
-            self._take_leave()
+            self._take_leave(status)
         if self._held_back:
             raise TransportError("closed while sends waited for their event")
 
-    def _take_leave(self) -> None:
+    def _take_leave(self, status: int) -> None:
         """Leave together, as MPI_Finalize would have it: rank 0 last."""
         nothing = bytearray(0)
         farewell = self._collectives  # no other point-to-point messages are there
         if self.rank:
-            farewell.Send(nothing, 0)
-            farewell.Recv(nothing, 0)
+            _end_within(self.timeout, [farewell.Isend(nothing, 0), farewell.Irecv(nothing, 0)])
             return
-        others = [rank for rank in range(1, self.size) if rank not in self._failed]
-        for rank in others:
-            with suppress(MPI.Exception):
-                farewell.Recv(nothing, rank)
-        for rank in others:
-            with suppress(MPI.Exception):
-                farewell.Send(nothing, rank)
+        others = self.living[1:]
+        _end_within(FAREWELL_SECONDS, [farewell.Irecv(nothing, rank) for rank in others])
+        _end_within(FAREWELL_SECONDS, [farewell.Isend(nothing, rank) for rank in others])
         end = time.perf_counter() + LEAVE_SECONDS
         while self._messages.Get_failed().size < self.size - 1 and time.perf_counter() < end:
             time.sleep(FAST_POLL)
+        if self._messages.Get_failed().size < self.size - 1:
+            guard.parting = lambda: self._end_those_left(status)
+            atexit.register(self._end_those_left, status)
+
+    def _end_those_left(self, status: int) -> None:
+        """Ranks that were left out and never came back keep the launcher waiting."""
+        names = ", ".join(f"rank {r} (host {self.host_name(r)})" for r in sorted(self._left_out))
+        print(f"aladdin_mpi: {names} is still hanging: ended with the job", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(guard.FLUSH_SECONDS)
+        MPI.COMM_WORLD.Abort(status)
+
+
+def _end_within(seconds: float | None, requests: list[MPI.Request]) -> None:
+    """Wait until each has ended, be it because its peer has died, or the time is over."""
+    start = time.perf_counter()
+    while requests and (seconds is None or time.perf_counter() - start < seconds):
+        requests = [request for request in requests if not _has_ended(request)]
+        time.sleep(FAST_POLL)
+
+
+def _has_ended(request: MPI.Request) -> bool:
+    try:
+        return bool(request.Test())
+    except MPI.Exception:
+        return True
 
 
 def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str]]:

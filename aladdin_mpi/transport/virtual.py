@@ -49,12 +49,21 @@ class VirtualCluster:
         seed: decides the order of simultaneous events and the random delays.
         start_time: virtual seconds at which the clock starts, for a run that goes
             on from a checkpoint. Ranks whose death lies before it are dead.
+        silence: a rank that pauses for longer, in virtual seconds, is left out from then
+            on, and ends; None: never.
 
     Raises:
         UserError: ``size`` is not positive, or the cluster names a rank beyond it.
     """
 
-    def __init__(self, size: int, cluster: Cluster, seed: int = 0, start_time: float = 0.0) -> None:
+    def __init__(
+        self,
+        size: int,
+        cluster: Cluster,
+        seed: int = 0,
+        start_time: float = 0.0,
+        silence: float | None = None,
+    ) -> None:
         if size < 1:
             raise UserError(f"size: expected 1 rank or more, got {size}")
         _check_ranks("deaths", list(cluster.deaths), size)
@@ -63,6 +72,7 @@ class VirtualCluster:
         self.cluster = cluster
         self.seed = seed
         self.start_time = start_time
+        self.silence = silence
 
     def run(self, main: Callable[[VirtualTransport], T]) -> list[T | None]:
         """Run ``main(transport)`` on every rank; return the results by rank, None for the dead.
@@ -79,8 +89,10 @@ class _Run:
 
     def __init__(self, setup: VirtualCluster) -> None:
         self.clock = Clock(setup.seed, setup.start_time)
-        self.fabric = Fabric(setup.cluster, setup.size, self.clock)
         self.deaths = setup.cluster.deaths
+        self.silences = _silences(setup)
+        may_fail = bool(self.deaths or self.silences)
+        self.fabric = Fabric(setup.cluster, setup.size, self.clock, may_fail)
         self.live = 0
 
     def run(self, main: Callable[[VirtualTransport], T]) -> list[T | None]:
@@ -91,6 +103,8 @@ class _Run:
             endpoint.fiber.start(self._body(endpoint, main, results))
         for rank, time in sorted(self.deaths.items()):
             self.clock.at(max(time, self.clock.now), self._die, endpoints[rank], EARLY)
+        for rank, time in sorted(self.silences.items()):
+            self.clock.at(max(time, self.clock.now), self._leave_out, endpoints[rank], EARLY)
         self._count_live()
         try:
             while self.live:
@@ -123,6 +137,11 @@ class _Run:
             self.fabric.remove(endpoint.rank)
             self._count_live()  # a rank killed before it began has counted nothing
 
+    def _leave_out(self, endpoint: Endpoint) -> None:
+        if not endpoint.fiber.ended:
+            self.fabric.left_out |= {endpoint.rank}
+            self._die(endpoint)
+
     def _deadlock(self) -> str:
         title = f"deadlock at {self.clock.now:.6f} s: nothing is under way that could end a wait"
         lines = [
@@ -148,6 +167,7 @@ class VirtualTransport(Transport):
         self.traffic = endpoint.traffic
         self.hosts = endpoint.fabric.network.hosts
         self.survives = endpoint.fabric.may_fail
+        self.progresses = True
         self._endpoint = endpoint
         self._fabric = endpoint.fabric
         self._clock = endpoint.fabric.clock
@@ -278,13 +298,34 @@ class VirtualTransport(Transport):
         """The ranks that have died; known to all at once."""
         return self._fabric.dead
 
+    @property
+    def left_out(self) -> frozenset[int]:
+        """Those that have paused for too long; known to all at once."""
+        return self._fabric.left_out
+
+    def leave_out(self, rank: int) -> None:
+        """Not here: the cluster itself leaves out who pauses for longer than its ``silence``."""
+        raise TransportError(f"rank {rank} cannot be left out by a rank in virtual time")
+
     def on_failure(self, action: Callable[[int], None]) -> None:
         """See :meth:`Transport.on_failure`. All ranks are told at the moment of a death."""
         self._endpoint.on_failure.append(action)
 
-    def close(self) -> None:
+    def close(self, status: int = 0) -> None:
         """Cancel the posted receives and the handlers; sends under way still arrive."""
         self._endpoint.close()
+
+
+def _silences(setup: VirtualCluster) -> dict[int, float]:
+    """When each rank that pauses for too long is left out."""
+    if setup.silence is None:
+        return {}
+    found: dict[int, float] = {}
+    for rank in {pause[0] for pause in setup.cluster.pauses}:
+        for start, end in setup.cluster.pauses_of(rank).spans:
+            if end - start > setup.silence:
+                found.setdefault(rank, start + setup.silence)
+    return found
 
 
 def _nbytes(buffer: Tensor) -> int:

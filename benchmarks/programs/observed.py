@@ -1,0 +1,65 @@
+"""`aladdin_mpi.train`, of which every rank writes down what it holds, now and then.
+
+    mpirun -n 5 python -m benchmarks.programs.observed FOLDER SECONDS -- OPTIONS OF TRAIN
+
+Each rank appends a line of JSON to FOLDER/rank-R.jsonl: its process, and how many bytes of memory,
+requests of MPI, abandoned requests, file descriptors and threads it has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from aladdin_mpi import train
+from aladdin_mpi.transport import mpi
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class ObservedTransport(mpi.MpiTransport):
+    """Writes down what it holds, until it is closed."""
+
+    folder: Path
+    every: float
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        threading.Thread(target=self._observe, daemon=True).start()
+
+    def _observe(self) -> None:
+        path = self.folder / f"rank-{self.rank}.jsonl"
+        while not self._closed:
+            with path.open("a") as file:
+                file.write(json.dumps(self._held()) + "\n")
+            time.sleep(self.every)
+
+    def _held(self) -> dict[str, float]:
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+        return {
+            "time": time.time(),
+            "pid": os.getpid(),
+            "resident": resident,
+            "requests": len(self._active),
+            "abandoned": len(self._abandoned),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": threading.active_count(),
+        }
+
+
+def main() -> int:
+    """The command line; returns the exit status of training."""
+    folder, every, dashes, *options = sys.argv[1:]
+    assert dashes == "--"
+    ObservedTransport.folder, ObservedTransport.every = Path(folder), float(every)
+    mpi.MpiTransport = ObservedTransport  # type: ignore[misc]
+    return train.main(options)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
