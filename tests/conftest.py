@@ -17,7 +17,12 @@ SHARED = (
     "tests/test_train.py",
 )
 """Files whose tests share what is slow to make: they stay in one process."""
-HOSTS = ("tests/slurm/", "tests/test_lab.py", "tests/test_benchmarks.py")
+HOSTS = (
+    "tests/slurm/",
+    "tests/test_benchmarks.py",
+    "tests/test_cut_links.py",
+    "tests/test_lab.py",
+)
 """Those that build a network of hosts, one at a time."""
 
 

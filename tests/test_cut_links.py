@@ -1,0 +1,95 @@
+"""A host's link is cut while its workers train: the others go on, and nobody hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks import netns
+from benchmarks.lab import Lab
+from tests.commands import EPOCH, end_of, metrics, words
+
+REASON = Lab.available()
+
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=REASON or ""),
+    pytest.mark.slow,
+]
+
+SILENCE = 5
+SUSPENDED = 75
+PLAN = ["--worker-timeout", SILENCE, "--epochs", 10_000, "--lr-schedule", "constant"]
+
+
+class Run:
+    """A job in the lab, whose output can be read while it runs."""
+
+    def __init__(self, lab: Lab, folder: Path, placement: list[int]) -> None:
+        self.folder = folder / "run"
+        self._log = (folder / "output.log").open("w+")
+        train = [sys.executable, "-m", "aladdin_mpi.train"]
+        program = [*train, *words(self.folder, [*PLAN, "--log-every", 320])]
+        command = lab.mpirun_command(placement, program, options=["--with-ft", "ulfm"])
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT
+        )
+
+    def said(self) -> str:
+        return Path(self._log.name).read_text()
+
+    def until(self, what: Callable[[], bool], seconds: float = 100) -> None:
+        end = time.monotonic() + seconds
+        while not what():
+            assert self.process.poll() is None and time.monotonic() < end, self.said()
+            time.sleep(0.05)
+
+    def samples(self) -> int:
+        if not (self.folder / "metrics.jsonl").exists():
+            return 0
+        lines = metrics(self.folder)
+        return int(lines[-1]["samples"]) if lines else 0
+
+
+@contextmanager
+def cut(lab: Lab, host: int) -> Iterator[None]:
+    """Take down a host's link to the switch for the time of the block."""
+    port = ["ip", "-n", f"{lab.name}-switch", "link", "set", f"h{host}"]
+    netns.run_tool(*port, "down")
+    try:
+        yield
+    finally:
+        netns.run_tool(*port, "up")
+
+
+def test_workers_behind_a_cut_link_are_left_out_and_told(tmp_path: Path) -> None:
+    with Lab(hosts=3) as lab:
+        run = Run(lab, tmp_path, [0, 1, 2, 2])
+        run.until(lambda: run.samples() >= EPOCH)
+        with cut(lab, 2):
+            for rank in (2, 3):
+                name = f"rank {rank} (host {lab.host_name(2)})"
+                text = f"{name} has not been heard of for {SILENCE} s at sample"
+                run.until(lambda text=text: text in run.said())  # type: ignore[misc]
+        # Told by rank 0, or by themselves, if that comes first.
+        ends = [f"rank {rank} (host {lab.host_name(2)})" for rank in (2, 3)]
+        run.until(
+            lambda: all(
+                f"{name} was left out of the run" in run.said()
+                or f"{name} takes itself for cut off" in run.said()
+                for name in ends
+            )
+        )
+        samples = run.samples()
+        run.until(lambda: run.samples() >= samples + EPOCH)
+        os.kill(run.process.pid, signal.SIGUSR1)  # mpirun hands it on
+        assert run.process.wait(60) == SUSPENDED, run.said()
+        assert "Traceback" not in run.said()
+        assert end_of(str(run.folder), 10)
