@@ -353,6 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("extra", nargs="*", help="after '--': further options for aladdin_mpi.train")
     args = parser.parse_args(argv)
     facts = machine()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # end the job as well
     with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as folder:
         soak = Soak(args, Path(folder))
         summary = soak.run()
