@@ -174,6 +174,11 @@ train() {
     start_ranks "$PYTHON" -m aladdin_mpi.train "$@" || status=$?
     if [ $status = $ALADDIN_STOPPED ]; then
         requeue "$before"
+    elif [ $status = 0 ] && [ ! -e "$RUN_DIR/summary.json" ]; then
+        # So Open MPI's mpirun ends when it has lost a host.
+        echo "$ALADDIN_SCRIPT: the run has ended without a summary.json; submit it again with" \
+            "--run-dir $RUN_DIR --resume auto" >&2
+        status=1
     fi
     return $status
 }

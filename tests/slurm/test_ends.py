@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,20 @@ def test_a_time_limit_that_is_too_short_costs_nothing(cluster: SlurmCluster) -> 
     assert job.wait(timeout=550) == "COMPLETED", job.output()
     assert "SIGUSR2, passed on to the ranks" in job.output()
     check_continuous(run_dir, 400_000)
+
+
+def test_success_without_a_summary_is_none(cluster: SlurmCluster) -> None:
+    """As Open MPI's mpirun ends when it has lost a host."""
+    run_dir = cluster.shared / "no-summary"
+    launcher = cluster.shared / "mpirun"
+    launcher.write_text("#!/bin/sh\nexit 0\n")
+    launcher.chmod(0o755)
+    env = {"LAUNCHER": "mpirun", "PATH": f"{cluster.shared}:{os.environ['PATH']}"}
+    job = submit(cluster, "train.sbatch", TWO_NODES, [*LENGTH, "--run-dir", run_dir], env)
+    assert job.wait() == "FAILED", job.output()
+    assert f"has ended without a summary.json; submit it again with --run-dir {run_dir} " in (
+        job.output()
+    )
 
 
 @pytest.mark.slow
