@@ -1,0 +1,57 @@
+"""The benchmark of learning: what it makes of the runs' files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import convergence
+from tests.launch import ROOT
+
+
+def line(samples: int, seconds: float, accuracy: float) -> dict[str, Any]:
+    return {"kind": "eval", "samples": samples, "seconds": seconds, "test_accuracy": accuracy}
+
+
+def test_the_accuracy_in_time_is_that_of_the_last_evaluation_before() -> None:
+    run = [line(100, 1.0, 0.2), line(200, 2.0, 0.5), line(300, 3.0, 0.6)]
+    assert convergence.accuracy_at(run, 2.9) == 50
+    assert convergence.accuracy_at(run, 0.5) is None
+    assert convergence.half_time([run, [line(100, 2.0, 0.1), line(200, 4.0, 0.5)]]) == 2.0
+
+
+def test_bars() -> None:
+    sync = {"part": "vgg", "algorithm": "ar-sgd", "accuracy": "80.00 ± 0.10", "faster": 1.0}
+    ours = {"part": "vgg", "algorithm": "aladdin", "accuracy": "79.75", "faster": 2.6}
+    assert convergence.missed([sync, ours]) == []
+    (text,) = convergence.missed([sync, {**ours, "accuracy": "79.50"}])
+    assert "0.50 points below" in text
+    (text,) = convergence.missed([sync, {**ours, "faster": 2.4}])
+    assert "2.40 times as fast" in text
+    (text,) = convergence.missed([sync, {**ours, "faster": None}])
+    assert "at the target never" in text
+
+
+def test_a_gradient_takes_its_share_of_a_step() -> None:
+    """Of the small network as of the large one, at 10 Gbit/s."""
+    for stand in convergence.STANDS.values():
+        words = stand.options()
+        gbit = float(words[words.index("--bandwidth-gbit") + 1])
+        assert stand.megabytes / gbit == pytest.approx(stand.original_mb / 10)
+
+
+@pytest.mark.long
+def test_quick(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.convergence", "--quick", "--save", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "convergence.json").read_text())
+    rows = {row["algorithm"]: row for row in result["rows"]}
+    assert set(rows) == set(convergence.VGG.published)
+    assert rows["ar-sgd"]["faster"] == 1
+    assert all(float(row["accuracy"]) > 50 for row in rows.values())
