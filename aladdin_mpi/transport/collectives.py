@@ -81,7 +81,7 @@ class Collective(Request):
                 return
         self._finish(self)
 
-    def operation_done(self) -> None:
+    def operation_done(self, operation: Request) -> None:
         """Note that an operation that this collective waits for is done."""
         self._missing -= 1
         if not self._missing:
