@@ -199,6 +199,10 @@ class VirtualTransport(Transport):
         """
         self._clock.reseed(*key)
 
+    def carried(self) -> dict[str, list[int]]:
+        """See :meth:`Network.carried`: for "out", "in" and "local" the bytes by host."""
+        return self._fabric.network.carried()
+
     # -- point to point -----------------------------------------------------
     def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
         """See :meth:`Transport.isend`; ``after`` is looked at every 10 virtual microseconds."""
