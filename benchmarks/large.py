@@ -132,15 +132,20 @@ def point(store: Store, case: Case) -> dict[str, Any]:
     return found
 
 
-def follow(store: Store, line: Curve) -> Found:
-    """All points of a curve; those only there for a knee end behind it."""
-    points: list[tuple[int, dict[str, Any]]] = []
+def run_all(store: Store, curves: Sequence[Curve]) -> None:
+    """Run what is missing, all small numbers of workers first; curves end behind their knees."""
+    for workers in WORKERS:
+        for line in curves:
+            cases = [case for case in line.cases if case.workers == workers]
+            if cases and not is_over(store, line):
+                point(store, cases[0])
+
+
+def is_over(store: Store, line: Curve) -> bool:
+    """Whether a curve that is only there for its knee has come to its end."""
     usual = line.gbit == USUAL_LINK and line.servers in (0, USUAL_SERVERS)
-    for case in line.cases:
-        points.append((case.workers, point(store, case)))
-        if not usual and Found(line, points).judged[-1][1] < STOP:
-            break
-    return Found(line, points)
+    found = kept(store, [line])
+    return not usual and bool(found) and found[0].judged[-1][1] < STOP
 
 
 def settled(store: Store, workloads: Iterable[str], workers: int) -> list[dict[str, Any]]:
@@ -215,12 +220,12 @@ def _place(args: argparse.Namespace) -> Path | None:
 
 
 def kept(store: Store, curves: Iterable[Curve]) -> list[Found]:
-    """The curves of which two points or more are there, as far as they go."""
+    """The curves of which points are there, as far as they go."""
     founds = []
     for line in curves:
         points = [(case.workers, store.get(case)) for case in line.cases]
         there = [(workers, known) for workers, known in points if known is not None]
-        if len(there) > 1:
+        if there:
             founds.append(Found(line, there))
     return founds
 
@@ -232,7 +237,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     curves = _chosen(args)
     facts = machine()
     store = Store(_place(args))
-    founds = kept(store, curves) if args.kept_only else [follow(store, line) for line in curves]
+    if not args.kept_only:
+        run_all(store, curves)
+    founds = kept(store, curves)
     if not founds:
         raise UserError(f"--points: expected finished points in {_place(args)}, got none; run some")
     checked: list[dict[str, Any]] = []

@@ -134,9 +134,17 @@ class Network:
         return self._hosts
 
     def carried(self) -> dict[str, list[int]]:
-        """Bytes that every host's links have begun to carry, short messages left out."""
+        """Bytes that every host's links have carried, but for short messages.
+
+        Of a link out the piece that it carries counts as a whole.
+        """
         links = {"out": self._out, "in": self._in, "local": self._local}
-        return {name: [link.carried for link in those] for name, those in links.items()}
+        return {name: [self._through(link) for link in those] for name, those in links.items()}
+
+    def _through(self, link: _Link) -> int:
+        """A link in takes pieces when they leave the sender: some may still queue for it."""
+        queued = max(0.0, link.free - self._clock.now) / link.seconds_per_byte
+        return max(0, link.carried - round(queued))
 
     def send(self, message: Message) -> None:
         """Put ``message`` behind the earlier ones of its pair of ranks."""
