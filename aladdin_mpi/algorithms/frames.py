@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from math import isnan
 from typing import NamedTuple
 
 import torch
@@ -56,7 +57,9 @@ class Header(NamedTuple):
         """
         assert request.buffer is not None
         message = request.buffer[: request.nbytes // request.buffer.itemsize]
-        return Header.unpack(intact(message, request.source))
+        if isnan(message[0].item()):  # as all numbers of a void message are
+            intact(message, request.source)
+        return Header.unpack(message)
 
 
 def new_header() -> Tensor:

@@ -342,27 +342,27 @@ class ParameterServer:
         open_workers = [w for w in range(self.worker_count) if first + w not in failed]
         for worker in open_workers:
             self._intakes[worker].open()
-        heads = [self._intakes[worker].head for worker in open_workers]
+        heads = self.transport.wait_set()
+        for worker in open_workers:
+            heads.put(worker, self._intakes[worker].head)
         for worker in set(range(self.worker_count)).difference(open_workers):
             if on_end is not None:
                 on_end(worker)
-        while heads:
+        while heads.requests:
             try:
-                turn = self.transport.wait_any(heads)
-                worker = open_workers[turn]
+                worker = heads.wait()
                 yield from self._take(worker)
             except PeerFailedError as failure:
                 worker = failure.rank - first
-                turn = open_workers.index(worker)
                 self._lose(worker)
             if self._intakes[worker].ended:
-                del open_workers[turn], heads[turn]
+                heads.drop(worker)
                 self._intakes[worker].close()
                 if on_end is not None:
                     on_end(worker)
                 self._sender.end(self.layout.servers + worker)
             else:
-                heads[turn] = self._intakes[worker].head
+                heads.put(worker, self._intakes[worker].head)
             if self._sender.behind:
                 self._sender.advance()
         self.given = [self.given[w] + self.whole_from(w) for w in range(self.worker_count)]

@@ -11,9 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from aladdin_mpi.transport.wait_set import WaitSet
 
 ANY_SOURCE = -1
 """Receive from whichever rank sends first with the given tag."""
@@ -173,6 +176,12 @@ class Transport(ABC):
         """Wait until all are done. Raises as :meth:`wait_any` does."""
         for request in requests:
             self.wait_any([request])
+
+    def wait_set(self) -> WaitSet:
+        """An empty set of requests to be waited for again and again."""
+        from aladdin_mpi.transport.wait_set import WaitSet
+
+        return WaitSet(self.wait_any)
 
     def wait_ended(self, requests: Iterable[Request]) -> None:
         """Wait until all have ended, be it because a peer died."""

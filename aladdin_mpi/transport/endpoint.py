@@ -84,7 +84,7 @@ class Endpoint:
         request.order = self._completions
         waiter = request.waiter
         if waiter is not None:
-            waiter.operation_done()
+            waiter.operation_done(request)
         else:
             self.fiber.notify(request)
 

@@ -8,8 +8,9 @@ seed: one seed is one interleaving, and it can be replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -30,6 +31,8 @@ from aladdin_mpi.transport.clock import EARLY, Clock
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.endpoint import Endpoint, Fabric
 from aladdin_mpi.transport.matching import Operation
+from aladdin_mpi.transport.virtual_wait import VirtualWaitSet
+from aladdin_mpi.transport.wait_set import WaitSet
 
 T = TypeVar("T")
 
@@ -196,6 +199,10 @@ class VirtualTransport(Transport):
         """
         self._clock.reseed(*key)
 
+    def carried(self) -> dict[str, list[int]]:
+        """See :meth:`Network.carried`: for "out", "in" and "local" the bytes by host."""
+        return self._fabric.network.carried()
+
     # -- point to point -----------------------------------------------------
     def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
         """See :meth:`Transport.isend`; ``after`` is looked at every 10 virtual microseconds."""
@@ -236,6 +243,10 @@ class VirtualTransport(Transport):
         if first >= 0 and requests[first].failed is not None:
             self.test(requests[first])
         return first
+
+    def wait_set(self) -> WaitSet:
+        """See :meth:`Transport.wait_set`. A wait costs the same however many requests there are."""
+        return VirtualWaitSet(self._endpoint)
 
     def cancel(self, request: Request) -> None:
         """See :meth:`Transport.cancel`; the request is done then, with ``nbytes`` 0."""
@@ -347,6 +358,6 @@ def _check_ranks(name: str, ranks: list[int], size: int) -> None:
             )
 
 
-def _summary(requests: Sequence[Request]) -> str:
-    shown = ", ".join(map(repr, requests[:4]))
+def _summary(requests: Collection[Request]) -> str:
+    shown = ", ".join(map(repr, islice(requests, 4)))
     return shown + (f" and {len(requests) - 4} more" if len(requests) > 4 else "")
