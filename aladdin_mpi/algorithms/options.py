@@ -143,6 +143,13 @@ class BspOptions(BaseModel):
         description="add up the gradients of a host's workers on the host; one worker of each "
         "host talks to the servers",
     )
+    group: int | None = Field(
+        None,
+        ge=1,
+        description="with --bsp-host-first: most workers that are added up together, where a host "
+        "is several machines in one, such as containers or sockets",
+        json_schema_extra={"unit": "WORKERS", "default_text": "all of a host"},
+    )
 
 
 class SgpOptions(BaseModel):
