@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aladdin_mpi.algorithms.base import Role
 from aladdin_mpi.algorithms.shat import staleness_weight
+from aladdin_mpi.algorithms.ssp import SspWorker
 from aladdin_mpi.budget import Ticket
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.cluster import Cluster
@@ -339,6 +340,26 @@ def test_ssp_reads_all_updates_up_to_its_bound(monkeypatch: pytest.MonkeyPatch) 
     )
     monkeypatch.setattr(roles, "Quadratic", Falling)
     run(job).check_accounts()
+
+
+def test_on_bound_sends_every_gradient_unless_it_coalesces() -> None:
+    """A server that needs 3 s for each gradient, and workers that need 1 s.
+
+    The buckets are too large to be buffered, and more than receives are posted for.
+    """
+    coalesced = {}
+    large: dict[str, Any] = {"workers": 2, "numel": 68_000, "bucket": 17_000, "samples": 64}
+    for coalesce in (True, False):
+        settings = {"ssp": {"bound": 3, "pull": "on-bound", "coalesce": coalesce}}
+        slow = NO_DELAY.model_copy(update={"handling_us": 0.75e6})
+        end = run(Job("ssp", settings=settings, cluster=slow, **large))
+        end.check_accounts()
+        ssp_workers = [rank.role for rank in end.workers]
+        coalesced[coalesce] = sum(
+            w.outbox.coalesced for w in ssp_workers if isinstance(w, SspWorker)
+        )
+    assert coalesced[True] > 0
+    assert coalesced[False] == 0
 
 
 def test_on_bound_pulls_every_bound_plus_one_steps() -> None:

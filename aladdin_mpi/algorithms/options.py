@@ -112,6 +112,11 @@ class SspOptions(AspOptions):
         description="with --ssp-pull on-bound: what a worker divides its gradient by when it "
         "applies it to its own model: the number of workers, or nothing",
     )
+    coalesce: bool = Field(
+        True,
+        description="with --ssp-pull on-bound: add a gradient to the next one while the last is "
+        "still on the wire; otherwise wait until it has gone",
+    )
 
 
 class EasgdOptions(BaseModel):
