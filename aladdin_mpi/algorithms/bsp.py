@@ -25,7 +25,7 @@ def bsp_worker(
 ) -> PushPullWorker:
     """Push ``g_i``, wait for ``x~``, take it: by oneself or with the others of one's host."""
     if options.host_first:
-        groups = host_groups(worker.transport, worker.servers)
+        groups = host_groups(worker.transport, worker.servers, options.group)
         group = next(group for group in groups if worker.transport.rank in group)
         if len(group) > 1:
             kind = LeadingWorker if group[0] == worker.transport.rank else FollowingWorker
@@ -48,7 +48,8 @@ class BspServer(AnsweringServer):
         self.everyone = set(range(self.n))
         if options.host_first:
             servers = server.layout.servers
-            self.everyone = {group[0] - servers for group in host_groups(server.transport, servers)}
+            groups = host_groups(server.transport, servers, options.group)
+            self.everyone = {group[0] - servers for group in groups}
         self.senders = set(self.everyone)
         largest = server.layout.largest
         self.sums = {

@@ -27,6 +27,10 @@ from aladdin_mpi.vectors import add
 
 Notes = tuple[float, ...]
 
+TAKEN = 5
+"""Bytes that move in memory for each that comes: copied in (2), and added (3)."""
+SENT = 2
+"""Bytes that move in memory for each that is sent: copied out."""
 RECEIVES_AHEAD = 8
 """Messages of each worker for which a receive is posted."""
 
@@ -61,6 +65,12 @@ class Arrival:
     def is_dense(self) -> bool:
         """Whether the message is the bucket's values as they are."""
         return self.codec is None or self.length == self.bucket.numel
+
+    @property
+    def nbytes(self) -> int:
+        """Of the message."""
+        length = self.bucket.numel if self.length is None else self.length
+        return length * self.storage.itemsize
 
     @property
     def values(self) -> Tensor:
@@ -222,6 +232,7 @@ class _ModelSender:
             return
         wire = self._free.pop() if self._free else self._wire.buffer(self._largest)
         message, event = self._write(rank, bucket, values, wire)
+        self._transport.handle(SENT * message.nbytes)
         header = Header(Kind.BUCKETS, bucket=bucket.index, alpha=alpha, notes=notes)
         self._transport.isend(header.pack(), rank, Tag.MODEL)
         request = self._transport.isend(message, rank, Tag.MODEL, after=event)
@@ -374,6 +385,7 @@ class ParameterServer:
         if arrival is None:
             self._count(worker, intake.header)
         else:
+            self.transport.handle(TAKEN * arrival.nbytes)
             self._sender.note(arrival)
             self.taken[worker][arrival.bucket.index] += arrival.count
             self._look(arrival)

@@ -132,6 +132,13 @@ class Transport(ABC):
     def sleep(self, seconds: float) -> None:
         """Let time pass as computing does: messages move on meanwhile."""
 
+    @abstractmethod
+    def handle(self, nbytes: int) -> None:
+        """A message is taken in or written, for which ``nbytes`` are read or written in memory.
+
+        Where time is real that takes time by itself; where it is modelled, this lets it pass.
+        """
+
     def sleep_until(self, moment: float) -> None:
         """As :meth:`sleep`, until ``now()`` is ``moment``; in virtual time exactly so."""
         self.sleep(max(0.0, moment - self.now()))

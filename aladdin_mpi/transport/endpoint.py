@@ -36,6 +36,7 @@ class Fabric:
         self.dead: frozenset[int] = frozenset()
         self.left_out: frozenset[int] = frozenset()
         self.may_fail = may_fail
+        self.handling = cluster.handling
         self.endpoints = [Endpoint(self, cluster, rank, size) for rank in range(size)]
 
     def _deliver(self, message: Message) -> None:

@@ -177,6 +177,9 @@ class MpiTransport(Transport):
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def handle(self, nbytes: int) -> None:
+        """Takes its time by itself."""
+
     # -- point to point -----------------------------------------------------
     def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
         request = _MpiRequest(f"send to rank {dest}, tag {tag}", buffer, receives=False)

@@ -175,6 +175,7 @@ class VirtualTransport(Transport):
         self._fabric = endpoint.fabric
         self._clock = endpoint.fabric.clock
         self._fiber = endpoint.fiber
+        self._handling = endpoint.fabric.handling
 
     # -- time ---------------------------------------------------------------
     def now(self) -> float:
@@ -186,6 +187,12 @@ class VirtualTransport(Transport):
         if not seconds >= 0:
             raise ValueError(f"sleep: expected 0 seconds or more, got {seconds}")
         self._fiber.sleep(seconds)
+
+    def handle(self, nbytes: int) -> None:
+        """Let the time pass that the cluster's processes need; it may be none."""
+        seconds = self._handling(nbytes)
+        if seconds:
+            self._fiber.sleep(seconds)
 
     def sleep_until(self, moment: float) -> None:
         """Let virtual time pass until ``moment`` exactly, or the end of a pause after it."""
