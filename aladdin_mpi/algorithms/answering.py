@@ -22,6 +22,9 @@ class AnsweringServer(Server):
         divisor: what gradients are divided by.
     """
 
+    look = True
+    """Whether arrivals are looked at for values that are not finite before :meth:`apply`."""
+
     def __init__(
         self, server: ParameterServer, optimizer: MomentumSGD | None, divisor: float = 1.0
     ) -> None:
@@ -34,7 +37,7 @@ class AnsweringServer(Server):
     def run(self) -> None:
         """Serve until every worker has ended the segment."""
         self.begin()
-        for arrival in self.server.gradients(self.ended):
+        for arrival in self.server.gradients(self.ended, self.look):
             self.apply(arrival)
             self.applied[arrival.bucket.index] += arrival.count
             self.answer(arrival)
