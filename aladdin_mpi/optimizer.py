@@ -57,6 +57,26 @@ class MomentumSGD:
         for g, x_part, v in blocks(gradient, x, velocity):
             self._turn(g, x_part, v)
 
+    def descend(
+        self, part: slice, gradient: Tensor, x: Tensor, lr: float, factor: float = 1.0
+    ) -> None:
+        """One step of a part along ``factor`` times ``gradient``, which is overwritten.
+
+        As scaling, :meth:`correct` and an addition, in fewer passes over memory.
+        """
+        if gradient.is_meta:
+            return
+        if self.clip is not None:
+            gradient.mul_(factor)
+            factor = 1.0
+            self._clip(gradient, self.clip)
+        velocity = gradient if self.velocity is None else self.velocity[part]
+        for g, x_part, v in blocks(gradient, x, velocity):
+            if factor != 1.0:
+                g.mul_(factor)
+            self._turn(g, x_part, v)
+            x_part.add_(g, alpha=-lr)
+
     def _turn(self, g: Tensor, x: Tensor, v: Tensor) -> None:
         """Gradient into step; ``v`` is the velocity, if there is any."""
         if self.weight_decay:

@@ -40,8 +40,7 @@ Record = Mapping[str, Any]
 NOTES = """\
 For one gradient, over all its buckets, means over the run. Passes: what torch's operations read
 and write, in lengths of the gradient; from the cache or from memory. Messages, polls (looks into
-MPI), completions and sleeps: of the rank and of its progress thread, of whole runs with their
-start and end."""
+MPI), completions and sleeps: of the rank and of its progress thread, while it trains."""
 QUICK = {"model": "digits", "batch": 2, "steps": 8, "bucket_mb": 0.04}
 
 

@@ -154,3 +154,18 @@ def test_blocks_change_no_bit(nesterov: bool) -> None:
         sgd.step(x, g, 0.1)
         assert torch.equal(g, before)
         assert torch.equal(x, plain)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_descending_is_scaling_correcting_and_adding(momentum: float, clip: float | None) -> None:
+    part = slice(11, NUMEL)
+    x, other = values(1), values(1)
+    one, two = (MomentumSGD(x, momentum, 0.01, clip=clip) for _ in range(2))
+    for seed in range(2, 5):
+        g, h = values(seed)[part], values(seed)[part]
+        one.descend(part, g, x[part], 0.1, 0.25)
+        h.mul_(0.25)
+        two.correct(part, h, other[part])
+        other[part].add_(h, alpha=-0.1)
+    assert torch.equal(x, other)

@@ -56,10 +56,10 @@ class AnsweringServer(Server):
     def step(self, bucket: Bucket, x: Tensor, g: Tensor) -> None:
         """One step of a bucket along ``g``, which is overwritten."""
         lr = self.server.lr / self.divisor
-        if self.optimizer is not None:
-            g = g.to(x.dtype)
-            self.optimizer.correct(bucket.part, g, x)
-        add(x, g, alpha=-lr)
+        if self.optimizer is None:
+            add(x, g, alpha=-lr)
+        else:
+            self.optimizer.descend(bucket.part, g.to(x.dtype), x, lr)
 
     def answer(self, arrival: Arrival) -> None:
         """Send the model back."""

@@ -107,7 +107,8 @@ class Passes(TorchDispatchMode):
             return  # computing
         name = func.overloadpacket.__name__
         overwrites = name in ("copy_", "zero_", "fill_")
-        read = sum(t.nbytes for t, is_changed in pairs if not (is_changed and overwrites))
+        used = {t.data_ptr(): t for t, is_changed in pairs if not (is_changed and overwrites)}
+        read = sum(tensor.nbytes for tensor in used.values())
         made = [] if changed else [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
         written = sum(t.nbytes for t in changed + made if t.nbytes > SMALL)
         if read or written:
@@ -123,6 +124,21 @@ def mark(passes: Passes) -> None:
     """Make every stage tell when it begins and ends."""
     for owner, name, stage in STAGES:
         setattr(owner, name, _marked(passes, getattr(owner, name), stage))
+
+
+def count_training_only(transport: CountingTransport) -> None:
+    """Leave out the start of the job and its end."""
+    for role in (aladdin.AladdinServer, aladdin.AladdinWorker):
+        setattr(role, "run", _counted(transport, role.run))  # noqa: B010
+
+
+def _counted(transport: CountingTransport, run: Callable[..., None]) -> Callable[..., None]:
+    def call(self: Any) -> None:
+        transport.counts.clear()
+        run(self)
+        transport.in_training = transport.counts.copy()
+
+    return call
 
 
 def _marked(passes: Passes, function: Callable[..., Any], stage: str) -> Callable[..., Any]:
@@ -144,6 +160,7 @@ class CountingTransport(mpi.MpiTransport):
 
     def __init__(self, timeout: float) -> None:
         self.counts: Counter[str] = Counter()
+        self.in_training: Counter[str] = Counter()
         super().__init__(timeout)
 
     def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
@@ -203,6 +220,7 @@ def train(task: Task, pi: int, bucket_mb: float) -> dict[str, Any]:
     vars(mpi)["time"] = CountingTime(transport)
     transport._news = CountingEvent(transport)
     transport._takes_over = CountingEvent(transport)
+    count_training_only(transport)
     folder = Path(tempfile.mkdtemp(prefix="gradient-"))
     workers = transport.size - 1
     run = DataParallel(
@@ -234,7 +252,7 @@ def train(task: Task, pi: int, bucket_mb: float) -> dict[str, Any]:
         "gradients": role_counts["applied" if run.is_server else "computed"],
         "gradient bytes": 4 * rank.replica.numel,
         "buckets": len(rank.layout.buckets),
-        "counts": dict(transport.counts),
+        "counts": dict(transport.in_training),
         "stages": {
             stage: {
                 "calls": passes.calls[stage],
