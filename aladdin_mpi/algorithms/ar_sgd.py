@@ -76,6 +76,7 @@ class ArSgdWorker(SummingWorker):
     def _step(self, bucket: Bucket, total: Tensor) -> None:
         x, lr, mean = self.x[bucket.part], self.worker.lr, 1 / self.worker.count
         if self.compresses:
-            add(x, total, alpha=-lr * mean)
+            scale(total, mean)
+            add(x, total, alpha=-lr)
         else:
             self.optimizer.descend(bucket.part, total, x, lr, mean)
