@@ -130,7 +130,12 @@ def test_progress_refuses_to_compute_too_little(capsys: pytest.CaptureFixture[st
 
 
 def test_intake_compares_medians() -> None:
-    seconds = {"bare": [1.0, 9.0, 2.0], "accumulate": [4.0, 1.0, 9.0], "pi 4": [5.0, 5.0, 5.0]}
+    seconds = {
+        "bare": [1.0, 9.0, 2.0],
+        "accumulate": [4.0, 1.0, 9.0],
+        "pi 4": [5.0, 5.0, 5.0],
+        "torch rpc": [3.0, 2.0, 4.0],
+    }
     records = [
         {"bucket_mb": 4.0, "receiver": receiver, "seconds": value}
         for receiver, values in seconds.items()
@@ -138,8 +143,10 @@ def test_intake_compares_medians() -> None:
     ]
     rows = intake.rows(records, workers=2, gigabytes=8.0)
     assert [row["ratio"] for row in rows] == [0.5, 0.4]
+    assert rows[0]["ratio to rpc"] == 0.75
     assert rows[0]["intake, GB/s"] == 2.0
-    assert len(intake.missed(rows)) == 1, "the bar is for accumulating alone"
+    bare, rpc = intake.missed(rows)  # the bars are for accumulating alone
+    assert "0.50 of the bare loop" in bare and "0.75 of RPC" in rpc
 
 
 def case(slowdown: float = 1.0) -> throughput.Case:

@@ -36,6 +36,8 @@ def bsp_worker(
 class BspServer(AnsweringServer):
     """``x~ <- x~ - lr/n (g_1 + ... + g_n)``, then an answer to all."""
 
+    look = False  # adding looks
+
     def __init__(
         self,
         server: ParameterServer,
@@ -64,7 +66,8 @@ class BspServer(AnsweringServer):
 
     def apply(self, arrival: Arrival) -> None:
         """Add up."""
-        self.sums[arrival.bucket.index].add(arrival)
+        if not self.sums[arrival.bucket.index].add(arrival):
+            self.server.tell_refused(arrival)
         self.arrived[arrival.bucket.index].add(arrival.worker)
 
     def answer(self, arrival: Arrival) -> None:
