@@ -105,12 +105,18 @@ class Curve:
     def cases(self) -> Iterator[Case]:
         """One for each number of workers."""
         for workers in self.workers:
-            yield Case(self.algorithm, self.workload, workers, self.servers, self.gbit)
+            # So that what is the same on few hosts is run once.
+            servers = min(self.servers, _hosts(workers))
+            yield Case(self.algorithm, self.workload, workers, servers, self.gbit)
 
     @property
     def model(self) -> Workload:
         """The network."""
         return WORKLOADS[self.workload]
+
+
+def _hosts(workers: int) -> int:
+    return -(-workers // WORKERS_PER_HOST)
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ class Case:
     algorithm: str
     workload: str
     workers: int
-    most_servers: int
+    servers: int
     gbit: float
     times: int = 1
     seed: int = 0
@@ -138,12 +144,7 @@ class Case:
     @property
     def hosts(self) -> int:
         """Eight workers to a host."""
-        return -(-self.workers // WORKERS_PER_HOST)
-
-    @property
-    def servers(self) -> int:
-        """One on each host, up to ``most_servers``."""
-        return min(self.most_servers, self.hosts)
+        return _hosts(self.workers)
 
     @property
     def phase(self) -> Phase:
