@@ -12,7 +12,7 @@ from aladdin_mpi.algorithms.registry import ALGORITHMS
 from benchmarks import large
 from benchmarks.harness import run_main
 from benchmarks.scale import plots
-from benchmarks.scale.cases import USUAL_LINK, Case, Phase, all_algorithms, curve, study
+from benchmarks.scale.cases import USUAL_LINK, WORKERS, Case, Phase, all_algorithms, curve, study
 from benchmarks.scale.measure import Diary, figures, run
 from benchmarks.scale.prediction import Knee, efficiency, knee, load, predicted_knee
 from benchmarks.scale.table import Found, limit, row, words
@@ -28,13 +28,13 @@ def simulated(algorithm: str, workers: int, gbit: float, servers: int = 0) -> di
 def test_a_study_runs_saves_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [curve("asp", "vgg16", USUAL_LINK, servers, 16) for servers in (1, 2)]
+    lines = [curve("asp", "vgg16", USUAL_LINK, servers, (8, 16)) for servers in (1, 2)]
     monkeypatch.setattr(large, "quick_study", lambda: lines)
     points = tmp_path / "points.jsonl"
     options = ["--quick", "--points", str(points), "--save", str(tmp_path)]
     assert large.main(options) == 0
     said = capfd.readouterr()
-    assert said.err.count("of ideal") == 4
+    assert said.err.count("of ideal") == 3
     saved = json.loads((tmp_path / "large.json").read_text())
     assert [found["servers"] for found in saved["rows"]] == [1, 2]
     assert all(0 < found["their speed-up"] <= 16.5 for found in saved["rows"])
@@ -56,8 +56,8 @@ def test_a_damaged_file_of_points_is_refused(
     points.write_text('{"case": 1\n')
     assert run_main(lambda: large.main(["--quick", "--points", str(points)])) == 2
     assert "--points: expected a line of JSON" in capsys.readouterr().err
-    assert run_main(lambda: large.main(["--most-workers", "8"])) == 2
-    assert "--most-workers: expected 16 or more" in capsys.readouterr().err
+    assert run_main(lambda: large.main(["--workers", "8", "12"])) == 2
+    assert "--workers: expected multiples of 8" in capsys.readouterr().err
 
 
 def test_nothing_kept_nothing_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +73,7 @@ def test_asp_is_as_fast_as_its_servers_links() -> None:
     # The 8 workers on the server's own host do not use its link, and are as fast as alone.
     expected = 8 + 1.25e9 / 94e6 * 0.447
     assert found["speed_up"] == pytest.approx(expected, rel=0.05)
-    bound = efficiency(curve("asp", "resnet50", 10.0, 1, 32), 32, overlapped=True)
+    bound = efficiency(curve("asp", "resnet50", 10.0, 1), 32, overlapped=True)
     assert bound == pytest.approx(expected / 32)
     assert found["busy"] > 0.95
     assert "a server's host" in found["busiest_link"]
@@ -120,7 +120,7 @@ def test_a_knee_lies_between_points() -> None:
 
 
 def test_predictions_are_the_bytes_over_the_links() -> None:
-    line = curve("asp", "resnet50", 10.0, 4, 1024)
+    line = curve("asp", "resnet50", 10.0, 4)
     found = load(line, 64)
     assert found is not None
     # A server's host: a quarter of 56 others' gradients; models of three servers for its eight.
@@ -135,7 +135,7 @@ def test_predictions_are_the_bytes_over_the_links() -> None:
 
 def test_more_servers_and_faster_links_move_the_predicted_knee() -> None:
     def at(gbit: float, servers: int) -> float:
-        found = predicted_knee(curve("aladdin", "vgg16", gbit, servers, 1024), overlapped=True)
+        found = predicted_knee(curve("aladdin", "vgg16", gbit, servers), overlapped=True)
         assert found is not None
         return found.workers
 
@@ -144,7 +144,7 @@ def test_more_servers_and_faster_links_move_the_predicted_knee() -> None:
 
 
 def found_of(algorithm: str, speed_ups: dict[int, float], busy: float) -> Found:
-    line = curve(algorithm, "vgg16", USUAL_LINK, 16, 1024)
+    line = curve(algorithm, "vgg16", USUAL_LINK, 16)
     figures = {"sent_mb": 552.0, "busiest_link": "into a host", "busy": busy, "wait_fraction": 0.1}
     return Found(line, [(n, {"speed_up": value, **figures}) for n, value in speed_ups.items()])
 
@@ -165,7 +165,7 @@ def test_aladdin_is_judged_by_the_gradients_that_travel_alone() -> None:
 
 
 def test_words_name_what_moved() -> None:
-    lines = [curve("asp", "vgg16", USUAL_LINK, servers, 1024) for servers in (4, 16)]
+    lines = [curve("asp", "vgg16", USUAL_LINK, servers) for servers in (4, 16)]
     points = [found_of("asp", {8: 8.0, 16: last, 32: 8.0}, 1.0).points for last in (9.6, 16.0)]
     said = words([Found(line, each) for line, each in zip(lines, points, strict=True)])
     assert any("4 servers" in line and "16 servers" in line and "moved by" in line for line in said)
@@ -173,7 +173,7 @@ def test_words_name_what_moved() -> None:
 
 # -- the study ------------------------------------------------------------------------------
 def test_every_algorithm_is_in_the_study_once() -> None:
-    curves = study(["resnet50", "vgg16"], 1024)
+    curves = study(["resnet50", "vgg16"], WORKERS, all_algorithms())
     assert len(set(curves)) == len(curves)
     assert set(ALGORITHMS) < set(all_algorithms())
     assert {line.algorithm for line in curves} == set(all_algorithms())
@@ -182,7 +182,7 @@ def test_every_algorithm_is_in_the_study_once() -> None:
 
 def test_a_host_has_eight_workers_and_at_most_one_server(tmp_path: Path) -> None:
     for algorithm, servers in (("asp", 16), ("ar-sgd", 0)):
-        case = list(curve(algorithm, "vgg16", 10.0, servers, 64).cases)[-1]
+        case = next(iter(curve(algorithm, "vgg16", 10.0, servers, [64]).cases))
         assert case.workers == 64
         cluster = case.options(tmp_path).cluster
         size = case.workers + case.servers
