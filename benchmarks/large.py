@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,11 @@ from benchmarks.scale.cases import (
     USUAL_LINK,
     USUAL_SERVERS,
     WORKERS,
+    WORKERS_PER_HOST,
     WORKLOADS,
     Case,
     Curve,
+    all_algorithms,
     curve,
     quick_study,
     study,
@@ -134,7 +136,7 @@ def point(store: Store, case: Case) -> dict[str, Any]:
 
 def run_all(store: Store, curves: Sequence[Curve]) -> None:
     """Run what is missing, all small numbers of workers first; curves end behind their knees."""
-    for workers in WORKERS:
+    for workers in sorted({number for line in curves for number in line.workers}):
         for line in curves:
             cases = [case for case in line.cases if case.workers == workers]
             if cases and not is_over(store, line):
@@ -148,21 +150,21 @@ def is_over(store: Store, line: Curve) -> bool:
     return not usual and bool(found) and found[0].judged[-1][1] < STOP
 
 
-def settled(store: Store, workloads: Iterable[str], workers: int) -> list[dict[str, Any]]:
+def settled(
+    store: Store, workloads: Iterable[str], algorithms: Collection[str]
+) -> list[dict[str, Any]]:
     """What twice as many steps change."""
     rows = []
     for workload in workloads:
-        for name in SETTLED:
-            line = curve(name, workload, USUAL_LINK, USUAL_SERVERS, workers)
-            once, twice = (
-                point(store, Case(name, workload, workers, line.servers, line.gbit, times))
-                for times in (1, 2)
-            )
+        for name in filter(algorithms.__contains__, SETTLED):
+            line = curve(name, workload, USUAL_LINK, USUAL_SERVERS, [SETTLED_AT])
+            (case,) = line.cases
+            once, twice = (point(store, replace(case, times=times)) for times in (1, 2))
             rows.append(
                 {
                     "model": line.model.name,
                     "algorithm": name,
-                    "workers": workers,
+                    "workers": SETTLED_AT,
                     "speed-up": once["speed_up"],
                     "with twice the steps": twice["speed_up"],
                     "change": f"{twice['speed_up'] / once['speed_up'] - 1:+.1%}",
@@ -191,7 +193,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--quick", action="store_true", help="a few curves up to 32 workers")
     add("--workload", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS), help="models")
-    add("--most-workers", type=int, default=max(WORKERS), help="where the curves end")
+    add("--algorithm", choices=all_algorithms(), nargs="+", default=all_algorithms(), help="curves")
+    add("--workers", type=int, nargs="+", default=list(WORKERS), help="points of each curve")
     add(
         "--points",
         type=Path,
@@ -204,12 +207,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _chosen(args: argparse.Namespace) -> list[Curve]:
-    if args.most_workers < WORKERS[1]:
-        raise UserError(
-            f"--most-workers: expected {WORKERS[1]} or more, which is two hosts, got "
-            f"{args.most_workers}"
-        )
-    return quick_study() if args.quick else study(args.workload, args.most_workers)
+    for workers in args.workers:
+        if workers < WORKERS_PER_HOST or workers % WORKERS_PER_HOST:
+            raise UserError(
+                f"--workers: expected multiples of {WORKERS_PER_HOST}, which share a host, got "
+                f"{workers}; write for example --workers 8 64 512"
+            )
+    return quick_study() if args.quick else study(args.workload, args.workers, args.algorithm)
 
 
 def _place(args: argparse.Namespace) -> Path | None:
@@ -244,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--points: expected finished points in {_place(args)}, got none; run some")
     checked: list[dict[str, Any]] = []
     if not (args.quick or args.kept_only):
-        checked = settled(store, args.workload, min(SETTLED_AT, args.most_workers))
+        checked = settled(store, args.workload, args.algorithm)
     title = f"How far the algorithms scale: up to {max(f.points[-1][0] for f in founds)} workers"
     found = harness.Findings(title, [row(each) for each in founds], notes(founds, checked))
     status = harness.publish("large", argv, args, facts, found)

@@ -37,6 +37,39 @@ def test_deadlock_names_every_rank_and_what_it_waits_for() -> None:
     assert "rank 3" not in text
 
 
+def test_deadlock_names_what_a_set_waits_for() -> None:
+    def main(t: VirtualTransport) -> None:
+        if t.rank == 0:
+            awaited = t.wait_set()
+            for tag in range(6):
+                awaited.put(tag, t.irecv(torch.empty(1), 1, tag))
+            awaited.wait()
+
+    with pytest.raises(DeadlockError, match="from rank 1, tag 3: pending> and 2 more"):
+        run(2, main)
+
+
+def test_a_set_raises_the_death_of_a_peer_in_its_turn() -> None:
+    def main(t: VirtualTransport) -> list[object]:
+        if t.rank:
+            t.wait(t.isend(torch.ones(1), 0, 0))
+            t.sleep(10.0)
+            return []
+        awaited = t.wait_set()
+        for rank in (1, 2):
+            awaited.put(rank, t.irecv(torch.empty(1), rank, 0))
+        found: list[object] = []
+        for _ in range(2):
+            rank = awaited.wait()
+            found.append(rank)
+            awaited.put(rank, t.irecv(torch.empty(1), rank, 0))
+        with pytest.raises(PeerFailedError) as caught:
+            awaited.wait()
+        return [*sorted(map(str, found)), caught.value.rank, t.now()]
+
+    assert run(3, main, lab(2, deaths={1: 3.0}))[0] == ["1", "2", 1, 3.0]
+
+
 def test_unmatched_large_send_is_a_deadlock() -> None:
     def main(t: VirtualTransport) -> None:
         if t.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from enum import IntEnum
 from math import isnan
 from typing import NamedTuple
@@ -40,7 +41,10 @@ class Header(NamedTuple):
 
     def pack(self) -> Tensor:
         """As a message."""
-        return torch.tensor([*self[:-1], *self.notes], dtype=torch.float64)
+        values = (*self[:-1], *self.notes)
+        # Half the time of torch.tensor(), and every message of a model has a header.
+        data = bytearray(struct.pack(f"{len(values)}d", *values))
+        return torch.frombuffer(data, dtype=torch.float64)
 
     @staticmethod
     def unpack(message: Tensor) -> Header:
@@ -57,7 +61,7 @@ class Header(NamedTuple):
         """
         assert request.buffer is not None
         message = request.buffer[: request.nbytes // request.buffer.itemsize]
-        if isnan(message[0].item()):  # as all numbers of a void message are
+        if isnan(message.tolist()[0]):  # as all numbers of a void message are
             intact(message, request.source)
         return Header.unpack(message)
 

@@ -142,7 +142,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
     if not tensor.numel():
         return torch.empty(0, dtype=torch.uint8)  # its strides may not allow the view
     if tensor.dim() == 1 and not tensor.requires_grad:
-        return tensor.view(torch.uint8)  # as most are: every view takes a microsecond
+        # As most are: every view takes a microsecond.
+        return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
     return tensor.detach().view(-1).view(torch.uint8)
 
 

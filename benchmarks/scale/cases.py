@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,12 +105,18 @@ class Curve:
     def cases(self) -> Iterator[Case]:
         """One for each number of workers."""
         for workers in self.workers:
-            yield Case(self.algorithm, self.workload, workers, self.servers, self.gbit)
+            # So that what is the same on few hosts is run once.
+            servers = min(self.servers, _hosts(workers))
+            yield Case(self.algorithm, self.workload, workers, servers, self.gbit)
 
     @property
     def model(self) -> Workload:
         """The network."""
         return WORKLOADS[self.workload]
+
+
+def _hosts(workers: int) -> int:
+    return -(-workers // WORKERS_PER_HOST)
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ class Case:
     algorithm: str
     workload: str
     workers: int
-    most_servers: int
+    servers: int
     gbit: float
     times: int = 1
     seed: int = 0
@@ -138,12 +144,7 @@ class Case:
     @property
     def hosts(self) -> int:
         """Eight workers to a host."""
-        return -(-self.workers // WORKERS_PER_HOST)
-
-    @property
-    def servers(self) -> int:
-        """One on each host, up to ``most_servers``."""
-        return min(self.most_servers, self.hosts)
+        return _hosts(self.workers)
 
     @property
     def phase(self) -> Phase:
@@ -185,12 +186,14 @@ class Case:
         return parse(SimulateOptions, [*words, "--quiet"], "benchmarks.large", "")
 
 
-def curve(algorithm: str, workload: str, gbit: float, servers: int, most: int) -> Curve:
-    """A curve up to ``most`` workers, or as many as can be simulated."""
+def curve(
+    algorithm: str, workload: str, gbit: float, servers: int, workers: Sequence[int] = WORKERS
+) -> Curve:
+    """A curve over these numbers of workers, as far as they can be simulated."""
     name = "bsp" if algorithm == HOST_FIRST else algorithm
-    limit = min(most, ALL_TO_ALL_WORKERS) if name == "multistep" else most
-    workers = tuple(n for n in WORKERS if n <= limit)
-    return Curve(algorithm, workload, servers if find(name).server else 0, gbit, workers)
+    limit = ALL_TO_ALL_WORKERS if name == "multistep" else max(workers)
+    numbers = tuple(n for n in sorted(set(workers)) if n <= limit)
+    return Curve(algorithm, workload, servers if find(name).server else 0, gbit, numbers)
 
 
 OVER_SERVERS = ("aladdin", "asp", HOST_FIRST)
@@ -204,26 +207,29 @@ def all_algorithms() -> list[str]:
     return names
 
 
-def study(workloads: Sequence[str], most: int) -> list[Curve]:
-    """All curves of the full pass; those that everybody asks for first."""
+def study(
+    workloads: Sequence[str], workers: Sequence[int], algorithms: Collection[str]
+) -> list[Curve]:
+    """The curves of the full pass, of these algorithms; first one of each."""
     curves: dict[Curve, None] = {}
     for workload in workloads:
-        for name in all_algorithms():
-            curves[curve(name, workload, USUAL_LINK, USUAL_SERVERS, most)] = None
+        for name in filter(algorithms.__contains__, all_algorithms()):
+            curves[curve(name, workload, USUAL_LINK, USUAL_SERVERS, workers)] = None
     for workload in workloads:
-        for name in OVER_SERVERS:
+        for name in filter(algorithms.__contains__, OVER_SERVERS):
             for servers in SERVERS:
-                curves[curve(name, workload, USUAL_LINK, servers, most)] = None
-        for name in OVER_LINKS:
+                curves[curve(name, workload, USUAL_LINK, servers, workers)] = None
+        for name in filter(algorithms.__contains__, OVER_LINKS):
             for gbit in LINKS:
-                curves[curve(name, workload, gbit, USUAL_SERVERS, most)] = None
-    return list(curves)
+                curves[curve(name, workload, gbit, USUAL_SERVERS, workers)] = None
+    return [line for line in curves if line.workers]
 
 
 def quick_study() -> list[Curve]:
     """A few small curves, of which some have a knee."""
+    few = (8, 16, 32)
     return [
-        *(curve("asp", "vgg16", USUAL_LINK, servers, 32) for servers in (1, USUAL_SERVERS)),
-        curve("aladdin", "vgg16", USUAL_LINK, 1, 32),
-        *(curve("ar-sgd", "vgg16", gbit, 0, 32) for gbit in (10.0, USUAL_LINK)),
+        *(curve("asp", "vgg16", USUAL_LINK, servers, few) for servers in (1, USUAL_SERVERS)),
+        curve("aladdin", "vgg16", USUAL_LINK, 1, few),
+        *(curve("ar-sgd", "vgg16", gbit, 0, few) for gbit in (10.0, USUAL_LINK)),
     ]

@@ -60,38 +60,73 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _algorithms(founds: Sequence[Found], path: Path) -> Path | None:
-    """Speed-up over workers, all algorithms, a panel for each model."""
+    """Speed-up, and share of the ideal, over workers: all algorithms, a column for each model."""
     usual = [
         f for f in founds if f.curve.gbit == USUAL_LINK and f.curve.servers in (0, USUAL_SERVERS)
     ]
     names = [key for key in WORKLOADS if any(f.curve.workload == key for f in usual)]
     if not names:
         return None
-    figure = _figure(6.4 * len(names) + 1.6, 5.4)
-    looks = {name: style(place) for place, name in enumerate(all_algorithms())}
-    axes = figure.subplots(1, len(names), squeeze=False)[0]
-    for axis, key in zip(axes, names, strict=True):
+    figure = _figure(6.4 * len(names) + 1.6, 9.2)
+    axes = figure.subplots(2, len(names), squeeze=False)
+    for (speed, share), key in zip(axes.T, names, strict=True):
         here = [found for found in usual if found.curve.workload == key]
-        for found in here:
-            look = looks[found.curve.algorithm]
-            numbers = [n for n, _ in found.points]
-            speeds = [point["speed_up"] for _, point in found.points]
-            axis.plot(numbers, speeds, label=found.curve.algorithm, lw=1.4, ms=3.5, **look)
-        longest = max(here, key=lambda found: found.points[-1][0])
-        numbers = [n for n, _ in longest.points]
-        axis.plot(numbers, numbers, color="grey", lw=1, ls=(0, (6, 4)), label="ideal")
-        axis.plot(numbers, [KNEE * n for n in numbers], color="grey", lw=0.8, ls=":")
-        _over_workers(axis, numbers)
-        axis.set_yscale("log", base=2)
-        axis.set_ylabel("speed-up over one worker")
-        axis.set_title(
-            f"{WORKLOADS[key].name}, {USUAL_LINK:g} Gbit/s, at most {USUAL_SERVERS} servers; "
-            f"dotted: {KNEE:.0%} of ideal",
-            fontsize=9,
-        )
-    axes[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, handlelength=3)
+        _speeds(speed, here)
+        _shares(share, here)
+        about = f"{USUAL_LINK:g} Gbit/s, at most {USUAL_SERVERS} servers"
+        speed.set_title(f"{WORKLOADS[key].name}, {about}", fontsize=10)
+    right = axes[0][-1]
+    right.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, handlelength=3)
     figure.savefig(path, dpi=DPI)
     return path
+
+
+def _speeds(axis: Any, founds: Sequence[Found]) -> None:
+    looks = _looks()
+    for found in founds:
+        numbers = [n for n, _ in found.points]
+        speeds = [point["speed_up"] for _, point in found.points]
+        name = found.curve.algorithm
+        axis.plot(numbers, speeds, label=name, lw=1.3, ms=3.5, **looks[name])
+    numbers = _longest(founds)
+    axis.plot(numbers, numbers, color="grey", lw=1, ls=(0, (6, 4)), label="ideal")
+    axis.plot(
+        numbers,
+        [KNEE * n for n in numbers],
+        color="grey",
+        lw=0.8,
+        ls=":",
+        label=f"{KNEE:.0%} of it",
+    )
+    _over_workers(axis, numbers)
+    axis.set_yscale("log", base=2)
+    axis.set_yticks(numbers, [str(n) for n in numbers], fontsize=8)
+    axis.set_ylabel("speed-up over one worker")
+
+
+def _shares(axis: Any, founds: Sequence[Found]) -> None:
+    looks = _looks()
+    for found in founds:
+        numbers, values = zip(*found.efficiencies, strict=True)
+        axis.plot(numbers, values, lw=1.3, ms=3.5, **looks[found.curve.algorithm])
+        if found.curve.algorithm == "aladdin":
+            look = {**looks["aladdin"], "linestyle": "none", "marker": "x"}
+            numbers, values = zip(*found.alone, strict=True)
+            axis.plot(numbers, values, label="aladdin, gradients sent by themselves", **look)
+    axis.axhline(KNEE, color="grey", lw=0.8, ls=":")
+    _over_workers(axis, _longest(founds))
+    axis.set_ylim(0, 1.08)
+    axis.set_ylabel("share of the ideal")
+    axis.legend(frameon=False, fontsize=8, loc="lower left")
+
+
+def _looks() -> dict[str, dict[str, Any]]:
+    return {name: style(place) for place, name in enumerate(all_algorithms())}
+
+
+def _longest(founds: Sequence[Found]) -> list[int]:
+    """The numbers of workers of the curve that goes farthest."""
+    return [n for n, _ in max(founds, key=lambda found: found.points[-1][0]).points]
 
 
 def _over_workers(axis: Any, numbers: Sequence[int]) -> None:
@@ -140,8 +175,7 @@ def _family(
         numbers, values = zip(*found.judged, strict=True)
         axis.plot(numbers, values, label=label(found.curve), lw=1.5, ms=3.5, **style(turn))
     if family:
-        longest = max(family, key=lambda found: found.points[-1][0])
-        _over_workers(axis, [n for n, _ in longest.points])
+        _over_workers(axis, _longest(family))
         axis.legend(frameon=False, fontsize=7, loc="lower left")
     axis.axhline(KNEE, color="grey", lw=0.8, ls=":")
     axis.set_ylim(0, 1.08)

@@ -96,7 +96,11 @@ def efficiency(curve: Curve, workers: float, overlapped: bool) -> float | None:
         step = max(seconds, max(found.into, found.out) * second_per_model)
     else:
         step = seconds + (found.into + found.out) * second_per_model
-    return curve.model.seconds / step
+    share = curve.model.seconds / step
+    if curve.servers == 1 and not steps:
+        # Whose server is on their own host do not use the link, and wait for nobody.
+        return (WORKERS_PER_HOST + (workers - WORKERS_PER_HOST) * share) / workers
+    return share
 
 
 def slowest(workers: float, steps: int) -> float:
