@@ -22,7 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness, ipdps_plots, ipdps_reasons
-from benchmarks.ipdps_paper import FIGURE_2, FIGURE_4, NETS, NETWORKS, SERVED, STAGES
+from benchmarks.ipdps_paper import (
+    ALGORITHMS,
+    FIGURE_2,
+    FIGURE_4,
+    NETS,
+    NETWORKS,
+    SERVED,
+    STAGES,
+)
 from benchmarks.ipdps_run import VM, Run, speed_up
 from benchmarks.machine import machine
 
@@ -107,12 +115,12 @@ class Book:
         return replace(run, per_vm=next(ratio for ratio in ratios if found[ratio] >= enough))
 
 
-def measure(cell: Cell, book: Book) -> dict[str, Any]:
+def measure(cell: Cell, book: Book, rounds: int) -> dict[str, Any]:
     """The row of a cell: the study's value, ours, and with assumptions changed."""
-    plain = Run(cell.network, cell.gbit, cell.algorithm, cell.workers, cell.stage)
+    plain = replace(_plain(cell), rounds=rounds)
     links = book.best(plain)
     hosts = book.best(replace(plain, cluster=HOSTS))
-    third = _third(hosts)
+    third = _third(hosts, cell)
     found: dict[str, Any] = {
         "figure": cell.figure,
         "network": cell.network,
@@ -130,22 +138,29 @@ def measure(cell: Cell, book: Book) -> dict[str, Any]:
     return {**found, "reason": ipdps_reasons.reason(found)}
 
 
-def _third(run: Run) -> Run | None:
+def _plain(cell: Cell) -> Run:
+    """With the links alone, and the smallest ratio of servers."""
+    return Run(cell.network, cell.gbit, cell.algorithm, cell.workers, cell.stage)
+
+
+def _third(run: Run, cell: Cell) -> Run | None:
     """The assumption that only some runs ask for, besides those about hosts."""
-    if run.algorithm == "ad-psgd":
-        return replace(run, extra=AVERAGING[run.network])
-    if run.stage == "dgc":
+    if cell.algorithm == "ad-psgd":
+        return replace(run, extra=AVERAGING[cell.network])
+    if cell.stage == "dgc":
         return replace(run, extra=SELECTION)
-    return replace(run, bucket_mb=WHOLE_MB) if run.stage in ("none", "sharding") else None
+    if cell.network == "vgg16" and cell.algorithm in ("asp", "ssp") and cell.workers == 8:
+        return replace(run, stage="none")
+    return replace(run, bucket_mb=WHOLE_MB) if cell.stage in ("none", "sharding") else None
 
 
-def sensitivity(chosen: Iterable[Cell], book: Book) -> str:
+def sensitivity(chosen: Iterable[Cell], book: Book, rounds: int) -> str:
     """How the links' speed-ups of figure 2 at 24 workers depend on the time of a step."""
     lines = []
     for cell in chosen:
         if cell.figure != 2 or cell.workers != 24 or cell.gbit != NETS[0]:
             continue
-        run = book.best(Run(cell.network, cell.gbit, cell.algorithm, cell.workers))
+        run = book.best(replace(_plain(cell), rounds=rounds))
         values = [book.speed_up(replace(run, factor=factor)) for factor in (1.0, *FACTORS)]
         texts = " / ".join(f"{value:.2f}" for value in values)
         lines.append(f"- {NETWORKS[cell.network].name}, {cell.algorithm}: {texts}")
@@ -162,6 +177,7 @@ def _chosen(args: argparse.Namespace) -> list[Cell]:
         if cell.figure in args.figure
         and cell.network in args.network
         and cell.gbit in args.gbit
+        and cell.algorithm in args.algorithm
         and (args.workers is None or cell.workers in args.workers)
     ]
 
@@ -172,8 +188,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="VGG-16 with 24 workers at 10 Gbit/s only")
     add("--figure", type=int, nargs="+", choices=(2, 4), default=[2, 4], help="of the study")
     add("--network", nargs="+", choices=list(NETWORKS), default=list(NETWORKS), help="to train")
+    add("--algorithm", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS), help="to run")
     add("--gbit", type=int, nargs="+", choices=NETS, default=list(NETS), help="links in Gbit/s")
     add("--workers", type=int, nargs="+", help="only cells of so many")
+    add(
+        "--rounds",
+        type=int,
+        default=8,
+        help="steps of each worker before those that are measured, and as many of those",
+    )
     add("--sensitivity", action="store_true", help="also vary the time of a step")
     add(
         "--done",
@@ -191,10 +214,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.quick:
         args.network, args.gbit, args.workers = ["vgg16"], [10], [24]
+        args.rounds = min(args.rounds, 3)
     facts = machine()
     book, chosen = Book(args.done), _chosen(args)
-    rows = [measure(cell, book) for cell in chosen]
-    notes = ipdps_reasons.NOTES + (sensitivity(chosen, book) if args.sensitivity else "")
+    rows = [measure(cell, book, args.rounds) for cell in chosen]
+    notes = ipdps_reasons.NOTES + (
+        sensitivity(chosen, book, args.rounds) if args.sensitivity else ""
+    )
     title = "Speed-ups of the IPDPS 2021 study in virtual time"
     found = harness.Findings(title, rows, notes, ipdps_reasons.unexplained(rows))
     status = harness.publish("ipdps", argv, args, facts, found)
