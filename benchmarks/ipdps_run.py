@@ -23,6 +23,8 @@ JITTER = 0.013
 COARSE_MB = 16.0
 """The largest message without servers: nothing there takes time for each message."""
 SSP_BOUND = 10
+WHOLE_MODELS = 3
+"""Steps more until a run with differences is settled: the first answers are whole models."""
 PERIOD = {"ssp": SSP_BOUND + 1}
 """Steps after which an algorithm's traffic repeats itself, where it is not each step."""
 
@@ -115,8 +117,8 @@ class Run:
 
     @property
     def hosts(self) -> int:
-        """Two virtual machines are on two machines, four on two, six on three."""
-        return 1 if self.workers <= VM else MACHINES if self.workers > 4 * VM else 2
+        """One virtual machine, or two on a machine each, or all three machines."""
+        return min(MACHINES, -(-self.workers // VM))
 
     def options(self, folder: Path, steps: int) -> SimulateOptions:
         """Those of `aladdin_mpi.simulate`."""
@@ -165,6 +167,8 @@ def speed_up(run: Run) -> float:
     """
     first = max(run.rounds, PERIOD.get(run.algorithm, 1))
     last = 2 * first
+    if run.stage == "dgc":
+        first, last = first + WHOLE_MODELS, last + WHOLE_MODELS
     with tempfile.TemporaryDirectory(prefix="ipdps-") as folder:
         simulate(run.options(Path(folder), last + 1))
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]

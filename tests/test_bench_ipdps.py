@@ -104,13 +104,15 @@ def test_the_two_figures_of_the_study_agree_where_they_show_the_same() -> None:
 
 def row(**changes: Any) -> dict[str, Any]:
     found = {"network": "resnet50", "algorithm": "asp", "workers": 24, "stage": "wait-free"}
-    return {**found, "Gbit/s": 10, "published": 10.0, "third": None, **changes}
+    return {**found, "Gbit/s": 10, "published": 10.0, "third": None, "with": None, **changes}
 
 
 def test_a_reason_is_asked_for_beyond_a_quarter() -> None:
     assert ipdps_reasons.reason(row(links=12.4, hosts=20.0)) == ""
     assert ipdps_reasons.reason(row(links=7.6, hosts=20.0)) == ""
     assert ipdps_reasons.reason(row(links=12.6, hosts=11.0)).startswith("A")
+    third = row(links=20.0, hosts=20.0, third=9.0) | {"with": "DF"}
+    assert ipdps_reasons.reason(third) == "A, D, F"
     lost = row(links=20.0, hosts=20.0, reason="")
     assert ipdps_reasons.unexplained([lost, row(links=10.0, hosts=10.0, reason="")]) == [
         "resnet50, asp, 24 workers, wait-free at 10 Gbit/s: 20.00 beside 10 published, and no "
