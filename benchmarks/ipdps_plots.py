@@ -59,7 +59,7 @@ def _panel(ax: Axes, rows: Rows, groups: str, bars: str, colours: Mapping[str, s
         ax.bar(at, outline, 0.9 * width, fill=False, edgecolor="0.6", linewidth=0.7, zorder=0)
         published = [row["published"] for row in mine]
         ax.plot(at, published, "k_", markersize=9, markeredgewidth=1.8, zorder=3)
-    ax.bar([], [], fill=False, edgecolor="0.6", label="links alone")
+    ax.plot([], [], "s", markerfacecolor="none", color="0.6", label="links alone")
     ax.plot([], [], "k_", markersize=9, markeredgewidth=1.8, label="published")
     ax.set_xticks(range(len(names)), [str(name) for name in names])
     ax.set_xlabel(groups)

@@ -23,8 +23,10 @@ JITTER = 0.013
 COARSE_MB = 16.0
 """The largest message without servers: nothing there takes time for each message."""
 SSP_BOUND = 10
+WHOLE_MODELS = 3
+"""Steps more until a run with differences is settled: the first answers are whole models."""
 PERIOD = {"ssp": SSP_BOUND + 1}
-"""Steps after which an algorithm's traffic repeats itself; 3 are enough for others."""
+"""Steps after which an algorithm's traffic repeats itself, where it is not each step."""
 
 
 class ImageNetShape:
@@ -79,6 +81,8 @@ class Run:
         extra: seconds that a step takes besides computing, not hidden by anything.
         factor: on the time of computing.
         coalesce: ``--ssp-coalesce``.
+        rounds: steps of each worker until the run is taken to be settled, and then as many that
+            are measured; more where an algorithm's traffic repeats itself after more.
         cluster: changed options of the modelled cluster.
         bucket_mb: the largest message; None: the network's.
     """
@@ -93,20 +97,15 @@ class Run:
     factor: float = 1.0
     bucket_mb: float | None = None
     coalesce: bool = False
+    rounds: int = 8
     cluster: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
         """Names the run in the file of those that are done."""
         parts = (self.network, self.gbit, self.algorithm, self.workers, self.stage, self.per_vm)
-        more = (
-            self.extra,
-            self.factor,
-            self.bucket_mb,
-            self.coalesce,
-            sorted(self.cluster.items()),
-        )
-        return json.dumps([*parts, *more])
+        more = (self.extra, self.factor, self.bucket_mb, self.coalesce, self.rounds)
+        return json.dumps([*parts, *more, sorted(self.cluster.items())])
 
     @property
     def servers(self) -> int:
@@ -118,8 +117,8 @@ class Run:
 
     @property
     def hosts(self) -> int:
-        """Two virtual machines are on two machines, four on two, six on three."""
-        return 1 if self.workers <= VM else MACHINES if self.workers > 4 * VM else 2
+        """One virtual machine, or two on a machine each, or all three machines."""
+        return min(MACHINES, -(-self.workers // VM))
 
     def options(self, folder: Path, steps: int) -> SimulateOptions:
         """Those of `aladdin_mpi.simulate`."""
@@ -166,9 +165,10 @@ def speed_up(run: Run) -> float:
 
     Virtual time: the same for every machine and every call.
     """
-    period = PERIOD.get(run.algorithm, 3)
-    first = period
-    last = first + period
+    first = max(run.rounds, PERIOD.get(run.algorithm, 1))
+    last = 2 * first
+    if run.stage == "dgc":
+        first, last = first + WHOLE_MODELS, last + WHOLE_MODELS
     with tempfile.TemporaryDirectory(prefix="ipdps-") as folder:
         simulate(run.options(Path(folder), last + 1))
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms.base import Role
+from aladdin_mpi.algorithms.frames import Header
 from aladdin_mpi.algorithms.shat import staleness_weight
 from aladdin_mpi.algorithms.ssp import SspWorker
 from aladdin_mpi.budget import Ticket
@@ -113,6 +114,27 @@ def test_host_first_sends_one_gradient_a_host() -> None:
     # Per round: a gradient from each worker, or one from each host; headers and draws on top.
     assert workers <= sent[False] < workers + 0.6
     assert hosts <= sent[True] < hosts + 0.6
+
+
+def test_every_header_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker looks at all servers whenever a bucket comes: that must not cost more for each."""
+    read = 0
+    unpack = Header.unpack
+
+    def counted(message: Tensor) -> Header:
+        nonlocal read
+        read += 1
+        return unpack(message)
+
+    monkeypatch.setattr(Header, "unpack", staticmethod(counted))
+    # Headers come long before what they announce: 20 kB take 0.2 s, so there is much to look at.
+    slow = Cluster.model_validate({"hosts": 5, "bandwidth_gbit": 8e-4})
+    job = Job("asp", workers=2, servers=3, numel=60_000, bucket=5000, samples=80, cluster=slow)
+    end = run(job)
+    end.check_accounts()
+    steps, buckets = 20, len(job.layout.buckets)
+    # A gradient has one for each server, a model one for each bucket; and each side's last.
+    assert read == steps * (3 + buckets) + 2 * 2 * 3
 
 
 def test_a_group_has_so_many_workers_at_most() -> None:
