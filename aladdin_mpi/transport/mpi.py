@@ -466,6 +466,7 @@ class MpiTransport(Transport):
         request.order = self._completions
         self._completions += 1
         request.done = True
+        self._news.set()
 
     def _tell_failures(self) -> None:
         with self._handling:
