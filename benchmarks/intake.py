@@ -54,7 +54,7 @@ def measure(args: argparse.Namespace, workers: int) -> list[Record]:
     }
     words = [word for name, values in options.items() for word in (name, *map(str, values))]
     runs = args.repeats * len(args.bucket_mb) * (2 + len(PI))
-    limit = 60 + runs * args.gradients * workers * args.megabytes * 1e6 / _SLOWEST
+    limit = 180 + runs * args.gradients * workers * args.megabytes * 1e6 / _SLOWEST
     program = ["-m", "benchmarks.programs.intake", *words]
     records: list[Record] = harness.json_printed(harness.run_here(1 + workers, program, limit))
     return records

@@ -8,8 +8,8 @@ back off into short sleeps.
 One thread at a time posts receives and tests for completions, which is when MPI
 copies what has come; meanwhile another works on what it has and, with
 ``MPI_THREAD_MULTIPLE``, sends. With ``MPI_THREAD_SERIALIZED`` one lock covers every call.
-So nobody waits for that lock in order to poll: who finds another thread at it is told by
-that thread of what it completes, at once and not when it comes out.
+A rank that waits for a message does not wait for that lock: who finds another thread at it
+is told by that thread of what it completes, at once and not when it comes out.
 """
 
 from __future__ import annotations
@@ -235,7 +235,8 @@ class MpiTransport(Transport):
 
     def test(self, request: Request) -> bool:
         if not request.done:
-            self._poll()
+            # Not while another thread polls: what has ended by now is to be seen by now.
+            self._poll(patient=True)
         if request.failed is not None:
             raise PeerFailedError(request.failed, self.host_name(request.failed))
         return request.done
@@ -326,12 +327,12 @@ class MpiTransport(Transport):
     def _lively(self) -> bool:
         return time.perf_counter() < self._lively_until
 
-    def _poll(self) -> bool:
+    def _poll(self, patient: bool = False) -> bool:
         """Complete what can be completed, then run the handlers of what has come.
 
-        Returns False if another thread is at it, which is left to do so.
+        Returns False if another thread is at it, which is left to do so, unless ``patient``.
         """
-        free = self._polling.acquire(blocking=False)
+        free = self._polling.acquire(blocking=patient)
         if free:
             try:
                 self._complete_all()
@@ -469,6 +470,7 @@ class MpiTransport(Transport):
         request.order = self._completions
         self._completions += 1
         request.done = True
+        self._news.set()
 
     def _tell_failures(self) -> None:
         with self._handling:

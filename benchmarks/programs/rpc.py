@@ -21,7 +21,7 @@ from torch.distributed import rpc
 
 from aladdin_mpi.layout import Layout
 
-SERVER = "rank 0"
+SERVER = "rank-0"
 
 
 class Sums:
@@ -86,7 +86,7 @@ class RpcIntake:
             init_method=f"file://{self._folder / 'store'}", rpc_timeout=timeout
         )
         rpc.init_rpc(
-            f"rank {world.rank}",
+            f"rank-{world.rank}",
             rank=world.rank,
             world_size=world.size,
             rpc_backend_options=options,
