@@ -26,8 +26,9 @@ LIMIT = 300.0
 NOTES = """\
 One: half the time of a message and its answer, on an idle network. Each: of messages that are
 sent at once and follow each other. Both ranks wait with the transport's short sleeps, as in
-training. Rate: that of the largest messages in a row; latency: what the smallest takes alone;
-overhead: what each of the larger ones takes in a row beyond its bytes at that rate."""
+training. Rate: that of the largest messages in a row; latency: what one of 1 MB, which is announced
+first as most in training are, takes alone beyond its bytes at that rate; overhead: the same of
+each of many in a row."""
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -55,12 +56,11 @@ def constants(table: Sequence[Mapping[str, Any]], path: str) -> dict[str, float]
     """Gbit/s and microseconds of one path."""
     rows = {row["bytes"]: row for row in table if row["path"] == path}
     rate = float(rows[SIZES[-1]]["each, Gbit/s"])
-    middle = rows[SIZES[-2]]
-    overhead = 1e3 * float(middle["each, ms"]) - 8e-3 * SIZES[-2] / rate
+    middle, wire = rows[SIZES[-2]], 8e-6 * SIZES[-2] / rate
     return {
         "rate, Gbit/s": rate,
-        "latency, us": 1e3 * float(rows[SIZES[0]]["one, ms"]),
-        "overhead, us": max(0.0, overhead),
+        "latency, us": max(0.0, 1e3 * (float(middle["one, ms"]) - wire)),
+        "overhead, us": max(0.0, 1e3 * (float(middle["each, ms"]) - wire)),
     }
 
 
