@@ -186,9 +186,9 @@ def test_messages_from_and_to_a_pausing_rank_stand_still() -> None:
 
 
 def test_pause_in_the_middle_of_a_message_stops_its_next_piece() -> None:
-    cluster = lab(2, pauses=[(0, 0.001, 1.0)])
+    cluster = lab(2, pauses=[(0, PIECE / 2, 1.0)])
     [(time, *_)] = arrivals(cluster, 2, [(0.0, 0, 1, 2 * QUANTUM)])
-    assert time == pytest.approx(1.001 + LATENCY + PIECE)
+    assert time == pytest.approx(PIECE / 2 + 1.0 + LATENCY + PIECE)
 
 
 def test_pauses_stretch_computing() -> None:

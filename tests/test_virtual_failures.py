@@ -14,7 +14,7 @@ from aladdin_mpi.transport.base import ANY_SOURCE, PeerFailedError, Request, Tra
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.network import QUANTUM
 from aladdin_mpi.transport.virtual import DeadlockError, VirtualCluster, VirtualTransport
-from tests.virtual_lab import PIECE, Main, lab, meta, run
+from tests.virtual_lab import LATENCY, OVERHEAD, PIECE, Main, lab, meta, run
 
 
 # -- what ranks are told ------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_message_cut_by_death_vanishes_and_frees_the_link() -> None:
     # Until the death at 3.5 pieces the two take turns, then there are eight or nine left.
     text, end = run(4, main, lab(2, deaths={1: 3.5 * PIECE}))[0]
     assert text == f"failed at {3.5 * PIECE:g}"
-    assert end == pytest.approx(12 * PIECE, rel=0.01)
+    assert end == pytest.approx(LATENCY + 2 * OVERHEAD + 12 * PIECE)
 
 
 def test_killing_a_rank_unwinds_its_nested_greenlets() -> None:

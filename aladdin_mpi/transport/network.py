@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 EXPRESS = 4096
 """Bytes up to which a message goes past the bulk data that is queued."""
-QUANTUM = 4 * 2**20
-"""Bytes of one flow that a link serves before it turns to the next."""
+QUANTUM = 256 * 2**10
+"""Bytes of one flow that a link serves before it turns to the next. TCP shares a link packet by
+packet: with whole messages of 4 MB in turn EASGD came out up to a fifth faster than over TCP."""
 
 
 class Message:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from aladdin_mpi.algorithms.registry import ALGORITHMS, find
 from aladdin_mpi.options import SimulateOptions, parse
-from benchmarks.throughput import WORKLOADS as TENTHS
+from benchmarks.cells import WORKLOADS as TENTHS
 
 WORKERS_PER_HOST = 8
 LOCAL_GBIT = 1600.0
