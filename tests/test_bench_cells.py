@@ -229,6 +229,7 @@ def test_agreement_needs_both_engines(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--engine: expected virtual and real, got virtual" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @needs_lab
 def test_agreement_over_mpi(tmp_path: Path) -> None:

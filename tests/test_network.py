@@ -54,7 +54,7 @@ def test_carried_bytes_are_those_that_are_through() -> None:
     for source in (1, 2):
         network.send(Message(source, 0, 0, QUANTUM, None, None))
     found = []
-    clock.at(LATENCY + 0.5 * PIECE, lambda _: found.append(network.carried()), None)
+    clock.at(2 * OVERHEAD + LATENCY + 0.5 * PIECE, lambda _: found.append(network.carried()), None)
     clock.at(1.0, lambda _: found.append(network.carried()), None)
     while clock.step():
         pass
