@@ -177,5 +177,7 @@ def _family(
     if family:
         _over_workers(axis, _longest(family))
         axis.legend(frameon=False, fontsize=7, loc="lower left")
+    else:
+        axis.set_axis_off()
     axis.axhline(KNEE, color="grey", lw=0.8, ls=":")
     axis.set_ylim(0, 1.08)
