@@ -145,7 +145,8 @@ def measure(cell: Cell, book: Book, rounds: int) -> dict[str, Any]:
         "with": None if third is None else third[1],
     }
     found["ratio, links"] = found["links"] / cell.published
-    found["ratio, all"] = (found["third"] or found["hosts"]) / cell.published
+    found["explained"] = ipdps_reasons.explained(found)
+    found["ratio, explained"] = found["explained"] / cell.published
     return {**found, "reason": ipdps_reasons.reason(found)}
 
 
@@ -161,7 +162,8 @@ def _third(run: Run, cell: Cell) -> tuple[Run, str] | None:
     if cell.stage == "dgc":
         return replace(run, extra=SELECTION), "B"
     letters = ""
-    if cell.stage in ("none", "sharding"):
+    # With one server each message's own time counts: ResNet-50 in one message would have none.
+    if cell.stage == "sharding" or (cell.stage, cell.network) == ("none", "vgg16"):
         run, letters = replace(run, bucket_mb=WHOLE_MB), letters + "D"
     if cell.network == "vgg16" and cell.algorithm in ("asp", "ssp") and cell.workers == 8:
         run, letters = replace(run, stage="none"), letters + "E"

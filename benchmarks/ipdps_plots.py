@@ -53,7 +53,7 @@ def _panel(ax: Axes, rows: Rows, groups: str, bars: str, colours: Mapping[str, s
     for place, kind in enumerate(kinds):
         mine = [row for row in rows if row[bars] == kind]
         at = [names.index(row[groups]) + (place - (len(kinds) - 1) / 2) * width for row in mine]
-        explained = [_best(row) for row in mine]
+        explained = [row["explained"] for row in mine]
         ax.bar(at, explained, 0.9 * width, color=colours[kind], label=kind)
         outline = [row["links"] for row in mine]
         ax.bar(at, outline, 0.9 * width, fill=False, edgecolor="0.6", linewidth=0.7, zorder=0)
@@ -66,9 +66,3 @@ def _panel(ax: Axes, rows: Rows, groups: str, bars: str, colours: Mapping[str, s
     ax.set_ylabel("speed-up")
     ax.set_ylim(0, 24.5)
     ax.grid(axis="y", alpha=0.3)
-
-
-def _best(row: Mapping[str, Any]) -> float:
-    """With all that hosts need time for, as far as it is modelled in this row."""
-    third = row.get("third")
-    return float(row["hosts"] if third is None else third)

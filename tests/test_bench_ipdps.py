@@ -122,6 +122,11 @@ def test_a_reason_is_asked_for_beyond_a_quarter() -> None:
     ring = row(algorithm="ar-sgd", network="vgg16", links=20.0, hosts=2.0, published=5.8)
     # 7 of 8 workers send 2 x 23/24 of 553.4 MB inside their machine, in 2.07 s and 0.44 s before.
     assert "24 Gbit/s" in ipdps_reasons.reason(ring)
+    assert ipdps_reasons.explained(third) == 9.0
+    other = row(links=9.6, hosts=9.5, published=7.47)
+    assert ipdps_reasons.reason(other) == "A; the study's figure 2 has 8.67 for the same"
+    assert ipdps_reasons.explained(row(links=12.0, hosts=10.0)) == 12.0
+    assert ipdps_reasons.explained(row(links=20.0, hosts=15.0)) == 15.0
     lost = row(links=20.0, hosts=20.0, reason="")
     assert ipdps_reasons.unexplained([lost, row(links=10.0, hosts=10.0, reason="")]) == [
         "resnet50, asp, 24 workers, wait-free at 10 Gbit/s: 20.00 beside 10 published, and no "

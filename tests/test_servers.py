@@ -370,7 +370,7 @@ def test_on_bound_sends_every_gradient_unless_it_coalesces() -> None:
     The buckets are too large to be buffered, and more than receives are posted for.
     """
     coalesced = {}
-    large: dict[str, Any] = {"workers": 2, "numel": 68_000, "bucket": 17_000, "samples": 64}
+    large: dict[str, Any] = {"workers": 2, "numel": 68_000, "bucket": 17_000, "samples": 120}
     for coalesce in (True, False):
         settings = {"ssp": {"bound": 3, "pull": "on-bound", "coalesce": coalesce}}
         slow = NO_DELAY.model_copy(update={"handling_us": 0.75e6})
