@@ -35,8 +35,9 @@ NOTES = f"""\
 
 {ROW_NOTES}
 
-`ar-sgd` sums by Horovod over MPI; in virtual time by a ring. The study's SGP overlaps its messages
-with one step, which is `osgp` here: its figures stand beside both."""
+`ar-sgd` sums by Horovod over MPI, without Open MPI's sums by hosts first, which are slower there;
+in virtual time by a ring. The study's SGP overlaps its messages with one step, which is `osgp`
+here: its figures stand beside both."""
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
