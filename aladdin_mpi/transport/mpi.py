@@ -141,7 +141,6 @@ class MpiTransport(Transport):
         self.survives = SURVIVES
         self._failed: frozenset[int] = frozenset()
         self._left_out: frozenset[int] = frozenset()
-        self._known_dead = 0
         self._look_again = 0.0
         self._on_failure: list[Callable[[int], None]] = []
         self._untold: deque[int] = deque()
@@ -392,13 +391,8 @@ class MpiTransport(Transport):
         if now < self._look_again:
             return
         self._look_again = now + LOOK_FOR_FAILURES
-        dead = self._messages.Get_failed()
-        if dead.size > self._known_dead:
-            self._known_dead = dead.size
-            everyone = self._messages.Get_group()
-            ranks = MPI.Group.Translate_ranks(dead, list(range(dead.size)), everyone)
-            for rank in sorted(set(ranks) - self._failed):
-                self._learn(rank)
+        for rank in sorted(_dead(self._messages) - self._failed):
+            self._learn(rank)
 
     def _meet_failure(self, request: _MpiRequest, error: MPI.Exception) -> None:
         """End ``request``, of which MPI says that a rank has died. Raises any other error."""
@@ -573,15 +567,18 @@ class MpiTransport(Transport):
         _end_within(FAREWELL_SECONDS, [farewell.Irecv(nothing, rank) for rank in others])
         _end_within(FAREWELL_SECONDS, [farewell.Isend(nothing, rank) for rank in others])
         end = time.perf_counter() + LEAVE_SECONDS
-        while self._messages.Get_failed().size < self.size - 1 and time.perf_counter() < end:
+        while len(_dead(self._messages)) < self.size - 1 and time.perf_counter() < end:
             time.sleep(FAST_POLL)
-        if self._messages.Get_failed().size < self.size - 1:
+        if self._left_out - _dead(self._messages):
             guard.parting = lambda: self._end_those_left(status)
             atexit.register(self._end_those_left, status)
 
     def _end_those_left(self, status: int) -> None:
         """Ranks that were left out and never came back keep the launcher waiting."""
-        names = ", ".join(f"rank {r} (host {self.host_name(r)})" for r in sorted(self._left_out))
+        hanging = sorted(self._left_out - _dead(self._messages))
+        if not hanging:
+            return
+        names = ", ".join(f"rank {r} (host {self.host_name(r)})" for r in hanging)
         print(f"aladdin_mpi: {names} is still hanging: ended with the job", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -616,9 +613,20 @@ def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str]]:
     except MPI.Exception as error:
         if error.Get_error_class() not in FAILURES:
             raise
-        dead = MPI.COMM_WORLD.Get_failed()
-        ranks = MPI.Group.Translate_ranks(dead, [0], MPI.COMM_WORLD.Get_group())
-        raise PeerFailedError(ranks[0] if dead.size else -1, "not known yet") from error
+        dead = min(_dead(MPI.COMM_WORLD), default=-1)
+        raise PeerFailedError(dead, "not known yet") from error
+
+
+def _dead(everyone: MPI.Intracomm) -> set[int]:
+    """The ranks that MPI itself knows to have died; mpi4py leaves groups to be freed."""
+    failed = everyone.Get_failed()
+    if not failed.size:
+        return set()
+    group = everyone.Get_group()
+    ranks = MPI.Group.Translate_ranks(failed, list(range(failed.size)), group)
+    failed.Free()
+    group.Free()
+    return set(ranks)
 
 
 def _check_buffer(buffer: Tensor) -> None:
