@@ -11,6 +11,7 @@ from torch import Tensor
 
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.vectors import is_finite, total
 
 KEEPER = 0
 """The rank that writes refusals down."""
@@ -69,19 +70,6 @@ def report(transport: Transport, refusal: Refusal) -> None:
     transport.isend(refusal.pack(), KEEPER, Tag.REFUSAL)
 
 
-def is_finite(values: Tensor) -> bool:
-    """Whether all ``values`` are finite, by their sum, which costs one reading of them.
-
-    Sums in fp32 at least, and is infinite too for finite values that no training has.
-    ``meta`` tensors count as finite.
-    """
-    return values.is_meta or isfinite(_sum(values).item())
-
-
-def _sum(values: Tensor) -> Tensor:
-    return values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
-
-
 class GradientCheck:
     """Looks at a gradient bucket by bucket, and clears what is not finite.
 
@@ -125,8 +113,8 @@ class GradientCheck:
 
     def _look_there(self, values: Tensor, bucket: int) -> None:
         """What is not finite stays so in a running sum."""
-        total = _sum(values)
-        self._running = total if self._running is None else self._running + total
+        found = total(values)
+        self._running = found if self._running is None else self._running + found
         self._sums.append((bucket, self._running))
         values.masked_fill_(~self._running.isfinite(), 0.0)
 
@@ -134,9 +122,9 @@ class GradientCheck:
         """What was found, and in which bucket first; None: all was finite. Waits for a GPU."""
         if self._sums:
             sums = torch.stack([total for _, total in self._sums]).tolist()
-            for (bucket, _), total in zip(self._sums, sums, strict=True):
-                if not (isfinite(total) or self._found):
-                    self._found = _kind(total != total), bucket
+            for (bucket, _), running in zip(self._sums, sums, strict=True):
+                if not (isfinite(running) or self._found):
+                    self._found = _kind(running != running), bucket
             self._sums.clear()
         return self._found
 

@@ -7,8 +7,14 @@ take most of the time of a simulation.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from math import isfinite
+
 import torch
 from torch import Tensor
+
+BLOCK = 1 << 17
+"""Values of a block, of which two fit into the cache of a core (512 KB each in fp32)."""
 
 
 def add(x: Tensor, y: Tensor, alpha: float = 1.0) -> None:
@@ -44,3 +50,56 @@ def lerp(x: Tensor, y: Tensor, weight: float) -> None:
 def host_vector(like: Tensor) -> Tensor:
     """A zeroed vector like ``like``, in the host's memory where it has any."""
     return torch.zeros_like(like, device="meta" if like.is_meta else "cpu")
+
+
+def blocks(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Vectors of one length, part by part: several passes over a part read memory once.
+
+    On other devices than CPUs they come as wholes.
+    """
+    if vectors[0].device.type != "cpu":
+        return iter([vectors])
+    return zip(*(vector.split(BLOCK) for vector in vectors), strict=True)
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether all of ``x``, and its sum, are finite; costs one reading of it.
+
+    Sums in fp32 at least. The sum is infinite too for finite values that no training has.
+    ``meta`` tensors count as finite.
+    """
+    if x.is_meta:
+        return True
+    if _squares(x):
+        return True
+    # The squares of values above 1e16 may be infinite where their sum is not.
+    return isfinite(total(x).item())
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum of ``x``, in fp32 at least."""
+    return x.sum(dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _squares(x: Tensor) -> bool:
+    """Whether the sum of the squares is finite: no value is infinite then, and none is NaN.
+
+    A product of BLAS, which is as fast as the memory.
+    """
+    if x.dtype != torch.float32 or x.device.type != "cpu" or not x.is_contiguous():
+        return False
+    flat = x.view(-1)
+    return isfinite(torch.dot(flat, flat).item())
+
+
+def add_if_finite(x: Tensor, y: Tensor) -> bool:
+    """``x <- x + y`` in place; whether the result :func:`is_finite`.
+
+    The result is looked at part by part while the cache holds it, so that memory is read
+    once. If it is not finite, ``x`` is of no use any more; ``y`` is left as it is.
+    """
+    sound = True
+    for part, other in blocks(x, y):
+        part.add_(other)
+        sound = sound and _squares(part)
+    return sound or is_finite(x)

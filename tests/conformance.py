@@ -141,6 +141,32 @@ def check_wait_any_timeout(transport: Transport) -> None:
 
 
 @_listed
+def check_wait_set(transport: Transport) -> None:
+    """A set gives requests in the order of their ends, and waits for what replaces them."""
+    if transport.rank:
+        for number in range(3):
+            transport.wait(transport.isend(full(1, number), 0, _tag(30)))
+        return
+    awaited = transport.wait_set()
+    buffers = {rank: torch.empty(1) for rank in range(1, transport.size)}
+    for rank, buffer in buffers.items():
+        awaited.put(rank, transport.irecv(buffer, rank, _tag(30)))
+    seen: dict[int, list[float]] = {rank: [] for rank in buffers}
+    orders = []
+    while awaited.requests:
+        rank = awaited.wait()
+        assert awaited.wait() == rank, "it stays until it is replaced"
+        orders.append(awaited.requests[rank].order)
+        seen[rank].append(buffers[rank].item())
+        if len(seen[rank]) < 3:
+            awaited.put(rank, transport.irecv(buffers[rank], rank, _tag(30)))
+        else:
+            awaited.drop(rank)
+    assert orders == sorted(orders)
+    assert all(values == [0, 1, 2] for values in seen.values())
+
+
+@_listed
 def check_larger_receive_buffer(transport: Transport) -> None:
     """A message may be shorter than its buffer, the rest of which stays as it was."""
     dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size

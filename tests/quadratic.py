@@ -122,8 +122,10 @@ class SlowServer(ParameterServer):
 
     seconds = 0.0
 
-    def gradients(self, on_end: Callable[[int], None] | None = None) -> Iterator[Arrival]:
-        for arrival in super().gradients(on_end):
+    def gradients(
+        self, on_end: Callable[[int], None] | None = None, look: bool = True
+    ) -> Iterator[Arrival]:
+        for arrival in super().gradients(on_end, look):
             if self.seconds:
                 self.transport.sleep(self.seconds)
             yield arrival

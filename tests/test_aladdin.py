@@ -325,7 +325,7 @@ class Script:
     def play(self, workers: list[int], count: int = 1) -> None:
         bucket = self.role.server.buckets[0]
         arrivals = [Arrival(w, bucket, count, torch.full((4,), float(count))) for w in workers]
-        self.role.server.gradients = lambda on_end=None: iter(arrivals)  # type: ignore[method-assign]
+        self.role.server.gradients = lambda **_: iter(arrivals)  # type: ignore[method-assign]
         self.role.run()
 
     @property

@@ -79,7 +79,7 @@ def test_without_checksums_the_damage_is_in_the_model() -> None:
     assert not outcome.model.norm() < 1e6
 
 
-@pytest.mark.parametrize("algorithm", ["asp", "easgd", "adsp"])
+@pytest.mark.parametrize("algorithm", ["asp", "easgd", "adsp", "aladdin", "bsp"])
 def test_what_is_not_finite_is_refused_at_the_server(algorithm: str) -> None:
     """A bug in an algorithm, say; EASGD's centre must not be drawn to zero either."""
 

@@ -47,6 +47,22 @@ def test_idle_network_passes_the_bytes_through_both_links_at_once(nbytes: int) -
     assert time == pytest.approx(OVERHEAD + LATENCY + nbytes / 1e9)
 
 
+def test_carried_bytes_are_those_that_are_through() -> None:
+    """Two senders to one host: what queues for its link in has not been carried by it."""
+    clock = Clock(0, 0.0)
+    network = Network(lab(3), 3, clock, lambda message: None)
+    for source in (1, 2):
+        network.send(Message(source, 0, 0, QUANTUM, None, None))
+    found = []
+    clock.at(2 * OVERHEAD + LATENCY + 0.5 * PIECE, lambda _: found.append(network.carried()), None)
+    clock.at(1.0, lambda _: found.append(network.carried()), None)
+    while clock.step():
+        pass
+    middle, end = found
+    assert middle["in"][0] == pytest.approx(QUANTUM / 2, rel=0.02)
+    assert end == {"out": [0, QUANTUM, QUANTUM], "in": [2 * QUANTUM, 0, 0], "local": [0, 0, 0]}
+
+
 @pytest.mark.parametrize("pair", [(0, 2), (0, 0)])
 def test_path_inside_a_host_is_faster(pair: tuple[int, int]) -> None:
     [(time, *_)] = arrivals(lab(2), 4, [(0.0, *pair, 1_000_000)])
@@ -170,9 +186,9 @@ def test_messages_from_and_to_a_pausing_rank_stand_still() -> None:
 
 
 def test_pause_in_the_middle_of_a_message_stops_its_next_piece() -> None:
-    cluster = lab(2, pauses=[(0, 0.001, 1.0)])
+    cluster = lab(2, pauses=[(0, PIECE / 2, 1.0)])
     [(time, *_)] = arrivals(cluster, 2, [(0.0, 0, 1, 2 * QUANTUM)])
-    assert time == pytest.approx(1.001 + LATENCY + PIECE)
+    assert time == pytest.approx(PIECE / 2 + 1.0 + LATENCY + PIECE)
 
 
 def test_pauses_stretch_computing() -> None:

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms.base import Role
+from aladdin_mpi.algorithms.frames import Header
 from aladdin_mpi.algorithms.shat import staleness_weight
+from aladdin_mpi.algorithms.ssp import SspWorker
 from aladdin_mpi.budget import Ticket
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.cluster import Cluster
 from tests import roles
-from tests.quadratic import Quadratic
+from tests.quadratic import NO_DELAY, Quadratic
 from tests.roles import Job, Outcome, any_network, flat_start, noise_of_samples, run, single_process
 
 SERVED = ["bsp", "asp", "shat", "ssp", "easgd", "eamsgd"]
@@ -35,7 +37,7 @@ def any_job(algorithm: str, seed: int) -> Job:
         "wire": r.choice(["fp32", "fp32", "bf16"]),
         "ssp": {"bound": r.randint(0, 3), "pull": r.choice(["always", "on-bound"])},
         "asp": {"momentum": r.choice(["server", "worker"])},
-        "bsp": {"host_first": r.random() < 0.5},
+        "bsp": {"host_first": r.random() < 0.5, "group": r.choice([None, 1, 2])},
         "easgd": {"tau": r.randint(1, 4)},
     }
     return Job(
@@ -112,6 +114,76 @@ def test_host_first_sends_one_gradient_a_host() -> None:
     # Per round: a gradient from each worker, or one from each host; headers and draws on top.
     assert workers <= sent[False] < workers + 0.6
     assert hosts <= sent[True] < hosts + 0.6
+
+
+def test_every_header_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker looks at all servers whenever a bucket comes: that must not cost more for each."""
+    read = 0
+    unpack = Header.unpack
+
+    def counted(message: Tensor) -> Header:
+        nonlocal read
+        read += 1
+        return unpack(message)
+
+    monkeypatch.setattr(Header, "unpack", staticmethod(counted))
+    # Headers come long before what they announce: 20 kB take 0.2 s, so there is much to look at.
+    slow = Cluster.model_validate({"hosts": 5, "bandwidth_gbit": 8e-4})
+    job = Job("asp", workers=2, servers=3, numel=60_000, bucket=5000, samples=80, cluster=slow)
+    end = run(job)
+    end.check_accounts()
+    steps, buckets = 20, len(job.layout.buckets)
+    # A gradient has one for each server, a model one for each bucket; and each side's last.
+    assert read == steps * (3 + buckets) + 2 * 2 * 3
+
+
+def test_a_group_has_so_many_workers_at_most() -> None:
+    """Two hosts of six workers: 4 and 2 of each, so four gradients a round."""
+    job = Job(
+        "bsp",
+        workers=12,
+        samples=480,
+        numel=400,
+        settings={"bsp": {"host_first": True, "group": 4}},
+        cluster=Cluster.model_validate({"hosts": 2}),
+    )
+    end = run(job)
+    end.check_accounts()
+    rounds = 10
+    gradients = end.servers[0].traffic.bytes_received / (4 * job.numel * rounds)
+    assert 4 <= gradients < 4 + 0.8
+    torch.testing.assert_close(end.model, single_process(job), rtol=1e-4, atol=1e-5)
+
+
+# -- the time that handling takes ---------------------------------------------------
+
+
+def waited(algorithm: str, workers: int, settings: dict[str, Any], **cluster: float) -> float:
+    """Seconds that the last worker waits in a step of 1 s, with 17 values in one bucket."""
+    changed = NO_DELAY.model_copy(update=cluster)
+    job = Job(algorithm, workers=workers, samples=40 * workers, settings=settings, cluster=changed)
+    return float(run(job).workers[-1].traffic.waiting) / 10
+
+
+def test_a_server_needs_time_for_the_memory_that_it_moves() -> None:
+    seconds = 4 * 17 * (5 + 2) / 1000  # taken in and sent
+    assert waited("asp", 1, {}, memory_gbyte=1e-6) == pytest.approx(seconds, abs=0.01)
+    assert waited("asp", 1, {}) == pytest.approx(0, abs=0.01)
+
+
+def test_a_server_needs_time_for_each_message() -> None:
+    assert waited("asp", 1, {}, handling_us=2e5) == pytest.approx(2 * 0.2, abs=0.01)
+    # Two gradients in, two models out; from the second round on the worker that is answered
+    # first is 0.2 s ahead, in which its gradient is taken in.
+    found = waited("bsp", 2, {}, handling_us=2e5)
+    assert found == pytest.approx((4 + 9 * 3) * 0.2 / 10, abs=0.01)
+
+
+def test_a_leader_needs_time_to_add_up_its_host() -> None:
+    """Three that follow; the server has one gradient to take in and one model to send."""
+    seconds = 4 * 17 * (3 * 5 + 5 + 2) / 10_000
+    found = waited("bsp", 4, {"bsp": {"host_first": True}}, memory_gbyte=1e-5)
+    assert found == pytest.approx(seconds, abs=0.01)
 
 
 # -- ASP and SHAT -----------------------------------------------------------------
@@ -290,6 +362,26 @@ def test_ssp_reads_all_updates_up_to_its_bound(monkeypatch: pytest.MonkeyPatch) 
     )
     monkeypatch.setattr(roles, "Quadratic", Falling)
     run(job).check_accounts()
+
+
+def test_on_bound_sends_every_gradient_unless_it_coalesces() -> None:
+    """A server that needs 3 s for each gradient, and workers that need 1 s.
+
+    The buckets are too large to be buffered, and more than receives are posted for.
+    """
+    coalesced = {}
+    large: dict[str, Any] = {"workers": 2, "numel": 68_000, "bucket": 17_000, "samples": 120}
+    for coalesce in (True, False):
+        settings = {"ssp": {"bound": 3, "pull": "on-bound", "coalesce": coalesce}}
+        slow = NO_DELAY.model_copy(update={"handling_us": 0.75e6})
+        end = run(Job("ssp", settings=settings, cluster=slow, **large))
+        end.check_accounts()
+        ssp_workers = [rank.role for rank in end.workers]
+        coalesced[coalesce] = sum(
+            w.outbox.coalesced for w in ssp_workers if isinstance(w, SspWorker)
+        )
+    assert coalesced[True] > 0
+    assert coalesced[False] == 0
 
 
 def test_on_bound_pulls_every_bound_plus_one_steps() -> None:

@@ -33,6 +33,47 @@ def test_conformance_without_latency() -> None:
         run(4, run_all, cluster, seed)
 
 
+# -- many ranks --------------------------------------------------------------------
+@pytest.mark.parametrize("size", [33, 48, 64])
+def test_a_long_sum_of_many_ranks_takes_few_messages(size: int) -> None:
+    """Beyond 32 ranks by halving and doubling: the right sum, the same bits, on every rank."""
+    length = 20_001
+
+    def main(t: VirtualTransport) -> tuple[torch.Tensor, int, int]:
+        buffer = torch.randn(length, generator=torch.Generator().manual_seed(t.rank))
+        t.wait(t.iallreduce(buffer))
+        return buffer, t.traffic.messages_sent, t.traffic.bytes_sent
+
+    cluster = lab(-(-size // 8), placement="block")
+    found = run(size, main, cluster)
+    terms = [torch.randn(length, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    expected = torch.stack(terms).double().sum(0)
+    core = 2 ** (size.bit_length() - 1)
+    for rank, (total, messages, nbytes) in enumerate(found):
+        assert torch.equal(total, found[0][0])
+        torch.testing.assert_close(total.double(), expected, rtol=0, atol=1e-4)
+        if rank + core < size:
+            continue  # which also take part for another rank
+        assert messages == (1 if rank >= core else 2 * (core.bit_length() - 1))
+        if rank < core:
+            assert nbytes == pytest.approx(2 * (core - 1) / core * 4 * length, abs=100)
+
+
+def test_halving_keeps_most_bytes_inside_the_hosts() -> None:
+    """Of neighbours on one host: as many bytes leave it as with a ring."""
+
+    def main(t: VirtualTransport) -> dict[str, list[int]]:
+        t.wait(t.iallreduce(meta(8_000_000).view(torch.float32)))
+        t.wait(t.ibarrier())
+        return t.carried()
+
+    carried = run(64, main, lab(8, placement="block"))[0]
+    assert carried is not None
+    for host in range(8):
+        assert carried["out"][host] == pytest.approx(2 * 7 / 8 * 8_000_000, rel=0.01)
+        assert carried["local"][host] == pytest.approx(2 * 7 * 8_000_000, rel=0.01)
+
+
 # -- the clock --------------------------------------------------------------------
 def test_time_of_a_message_and_of_a_wait() -> None:
     def main(t: VirtualTransport) -> tuple[float, float]:

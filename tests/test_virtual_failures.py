@@ -14,7 +14,7 @@ from aladdin_mpi.transport.base import ANY_SOURCE, PeerFailedError, Request, Tra
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.network import QUANTUM
 from aladdin_mpi.transport.virtual import DeadlockError, VirtualCluster, VirtualTransport
-from tests.virtual_lab import PIECE, Main, lab, meta, run
+from tests.virtual_lab import LATENCY, OVERHEAD, PIECE, Main, lab, meta, run
 
 
 # -- what ranks are told ------------------------------------------------------------
@@ -35,6 +35,39 @@ def test_deadlock_names_every_rank_and_what_it_waits_for() -> None:
     assert "and 16 more" in text
     assert "rank 2 waits for <barrier: pending>" in text
     assert "rank 3" not in text
+
+
+def test_deadlock_names_what_a_set_waits_for() -> None:
+    def main(t: VirtualTransport) -> None:
+        if t.rank == 0:
+            awaited = t.wait_set()
+            for tag in range(6):
+                awaited.put(tag, t.irecv(torch.empty(1), 1, tag))
+            awaited.wait()
+
+    with pytest.raises(DeadlockError, match="from rank 1, tag 3: pending> and 2 more"):
+        run(2, main)
+
+
+def test_a_set_raises_the_death_of_a_peer_in_its_turn() -> None:
+    def main(t: VirtualTransport) -> list[object]:
+        if t.rank:
+            t.wait(t.isend(torch.ones(1), 0, 0))
+            t.sleep(10.0)
+            return []
+        awaited = t.wait_set()
+        for rank in (1, 2):
+            awaited.put(rank, t.irecv(torch.empty(1), rank, 0))
+        found: list[object] = []
+        for _ in range(2):
+            rank = awaited.wait()
+            found.append(rank)
+            awaited.put(rank, t.irecv(torch.empty(1), rank, 0))
+        with pytest.raises(PeerFailedError) as caught:
+            awaited.wait()
+        return [*sorted(map(str, found)), caught.value.rank, t.now()]
+
+    assert run(3, main, lab(2, deaths={1: 3.0}))[0] == ["1", "2", 1, 3.0]
 
 
 def test_unmatched_large_send_is_a_deadlock() -> None:
@@ -242,7 +275,7 @@ def test_message_cut_by_death_vanishes_and_frees_the_link() -> None:
     # Until the death at 3.5 pieces the two take turns, then there are eight or nine left.
     text, end = run(4, main, lab(2, deaths={1: 3.5 * PIECE}))[0]
     assert text == f"failed at {3.5 * PIECE:g}"
-    assert end == pytest.approx(12 * PIECE, rel=0.01)
+    assert end == pytest.approx(LATENCY + 2 * OVERHEAD + 12 * PIECE)
 
 
 def test_killing_a_rank_unwinds_its_nested_greenlets() -> None:

@@ -113,7 +113,7 @@ class AladdinServer(Server):
 
     def run(self) -> None:
         """Serve until every worker has ended the segment."""
-        for arrival in self.server.gradients():  # [3]
+        for arrival in self.server.gradients(look=False):  # [3]
             shard = self.shards[arrival.bucket.index]
             worker = arrival.worker
             shard.total += arrival.count
@@ -133,7 +133,8 @@ class AladdinServer(Server):
             # As printed: the gradient is counted but never added.
             shard.dropped += arrival.count
             return
-        shard.sum.add(arrival)
+        if not shard.sum.add(arrival):
+            self.server.tell_refused(arrival)
 
     def _update(self, shard: _Shard) -> None:
         """Lazy global update: ``x~ <- x~ - lr g~ / norm``, then ``g~ <- 0, c~ <- 0``."""

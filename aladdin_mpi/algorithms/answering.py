@@ -22,6 +22,9 @@ class AnsweringServer(Server):
         divisor: what gradients are divided by.
     """
 
+    look = True
+    """Whether arrivals are looked at for values that are not finite before :meth:`apply`."""
+
     def __init__(
         self, server: ParameterServer, optimizer: MomentumSGD | None, divisor: float = 1.0
     ) -> None:
@@ -34,7 +37,7 @@ class AnsweringServer(Server):
     def run(self) -> None:
         """Serve until every worker has ended the segment."""
         self.begin()
-        for arrival in self.server.gradients(self.ended):
+        for arrival in self.server.gradients(self.ended, self.look):
             self.apply(arrival)
             self.applied[arrival.bucket.index] += arrival.count
             self.answer(arrival)
@@ -53,10 +56,10 @@ class AnsweringServer(Server):
     def step(self, bucket: Bucket, x: Tensor, g: Tensor) -> None:
         """One step of a bucket along ``g``, which is overwritten."""
         lr = self.server.lr / self.divisor
-        if self.optimizer is not None:
-            g = g.to(x.dtype)
-            self.optimizer.correct(bucket.part, g, x)
-        add(x, g, alpha=-lr)
+        if self.optimizer is None:
+            add(x, g, alpha=-lr)
+        else:
+            self.optimizer.descend(bucket.part, g.to(x.dtype), x, lr)
 
     def answer(self, arrival: Arrival) -> None:
         """Send the model back."""

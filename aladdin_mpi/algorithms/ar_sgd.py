@@ -74,8 +74,9 @@ class ArSgdWorker(SummingWorker):
         self.sums.append((bucket, self.all_reduce.start(g, bucket.index)))
 
     def _step(self, bucket: Bucket, total: Tensor) -> None:
-        x = self.x[bucket.part]
-        scale(total, 1 / self.worker.count)
-        if not self.compresses:
-            self.optimizer.correct(bucket.part, total, x)
-        add(x, total, alpha=-self.worker.lr)
+        x, lr, mean = self.x[bucket.part], self.worker.lr, 1 / self.worker.count
+        if self.compresses:
+            scale(total, mean)
+            add(x, total, alpha=-lr)
+        else:
+            self.optimizer.descend(bucket.part, total, x, lr, mean)

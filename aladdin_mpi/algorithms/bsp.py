@@ -25,7 +25,7 @@ def bsp_worker(
 ) -> PushPullWorker:
     """Push ``g_i``, wait for ``x~``, take it: by oneself or with the others of one's host."""
     if options.host_first:
-        groups = host_groups(worker.transport, worker.servers)
+        groups = host_groups(worker.transport, worker.servers, options.group)
         group = next(group for group in groups if worker.transport.rank in group)
         if len(group) > 1:
             kind = LeadingWorker if group[0] == worker.transport.rank else FollowingWorker
@@ -35,6 +35,8 @@ def bsp_worker(
 
 class BspServer(AnsweringServer):
     """``x~ <- x~ - lr/n (g_1 + ... + g_n)``, then an answer to all."""
+
+    look = False  # adding looks
 
     def __init__(
         self,
@@ -48,7 +50,8 @@ class BspServer(AnsweringServer):
         self.everyone = set(range(self.n))
         if options.host_first:
             servers = server.layout.servers
-            self.everyone = {group[0] - servers for group in host_groups(server.transport, servers)}
+            groups = host_groups(server.transport, servers, options.group)
+            self.everyone = {group[0] - servers for group in groups}
         self.senders = set(self.everyone)
         largest = server.layout.largest
         self.sums = {
@@ -63,7 +66,8 @@ class BspServer(AnsweringServer):
 
     def apply(self, arrival: Arrival) -> None:
         """Add up."""
-        self.sums[arrival.bucket.index].add(arrival)
+        if not self.sums[arrival.bucket.index].add(arrival):
+            self.server.tell_refused(arrival)
         self.arrived[arrival.bucket.index].add(arrival.worker)
 
     def answer(self, arrival: Arrival) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from enum import IntEnum
+from math import isnan
 from typing import NamedTuple
 
 import torch
@@ -39,7 +41,10 @@ class Header(NamedTuple):
 
     def pack(self) -> Tensor:
         """As a message."""
-        return torch.tensor([*self[:-1], *self.notes], dtype=torch.float64)
+        values = (*self[:-1], *self.notes)
+        # Half the time of torch.tensor(), and every message of a model has a header.
+        data = bytearray(struct.pack(f"{len(values)}d", *values))
+        return torch.frombuffer(data, dtype=torch.float64)
 
     @staticmethod
     def unpack(message: Tensor) -> Header:
@@ -56,7 +61,9 @@ class Header(NamedTuple):
         """
         assert request.buffer is not None
         message = request.buffer[: request.nbytes // request.buffer.itemsize]
-        return Header.unpack(intact(message, request.source))
+        if isnan(message.tolist()[0]):  # as all numbers of a void message are
+            intact(message, request.source)
+        return Header.unpack(message)
 
 
 def new_header() -> Tensor:

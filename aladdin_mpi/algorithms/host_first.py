@@ -7,6 +7,7 @@ from collections import deque
 from torch import Tensor
 
 from aladdin_mpi.algorithms.push_pull import PushPullWorker
+from aladdin_mpi.algorithms.server import TAKEN
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.budget import Ticket
 from aladdin_mpi.compression.base import GradientCodec
@@ -18,12 +19,22 @@ from aladdin_mpi.transport.sealed import SealedTransport, is_void
 from aladdin_mpi.vectors import clear, copy
 
 
-def host_groups(transport: Transport, servers: int) -> list[list[int]]:
-    """The workers' ranks, host by host; the first of each leads the others."""
-    groups: dict[int, list[int]] = {}
+def host_groups(transport: Transport, servers: int, largest: int | None = None) -> list[list[int]]:
+    """The workers' ranks, host by host; the first of each leads the others.
+
+    Args:
+        transport: knows the hosts.
+        servers: their number; they are the first ranks.
+        largest: workers of a group; a host with more has several. None: all of a host.
+    """
+    hosts: dict[int, list[int]] = {}
     for rank in range(servers, transport.size):
-        groups.setdefault(transport.hosts[rank], []).append(rank)
-    return list(groups.values())
+        hosts.setdefault(transport.hosts[rank], []).append(rank)
+    return [
+        ranks[start : start + (largest or len(ranks))]
+        for ranks in hosts.values()
+        for start in range(0, len(ranks), largest or len(ranks))
+    ]
 
 
 class LeadingWorker(PushPullWorker):
@@ -79,6 +90,7 @@ class LeadingWorker(PushPullWorker):
 
     def _add(self, g: Tensor, bucket: Bucket) -> None:
         mine = g[bucket.part]
+        self.transport.handle(TAKEN * mine.numel() * self.wire.dtype.itemsize * len(self.received))
         if not mine.is_meta:
             for buffer in self.received.values():
                 theirs = buffer[bucket.part]

@@ -37,6 +37,7 @@ class _Line:
         self._server = server
         self._layout = layout
         self._posted: deque[tuple[Request, Request]] = deque()
+        self._oldest: Header | None = None
         self.ended = False
         # A whole model can arrive while the worker computes.
         self._buffers = [
@@ -54,16 +55,23 @@ class _Line:
             (post(header, self._server, Tag.MODEL), post(values, self._server, Tag.MODEL))
         )
 
+    def _announced(self) -> Header:
+        """What the oldest header says, which has come: read once, however often it is asked for."""
+        if self._oldest is None:
+            self._oldest = Header.received(self._posted[0][0])
+        return self._oldest
+
     def arrived(self) -> list[Model]:
         """What has come, oldest first; to be given back by :meth:`repost`."""
         found: list[Model] = []
         while not self.ended and self._posted and self._transport.test(self._posted[0][0]):
-            announced, data = self._posted[0]
-            header = Header.received(announced)
+            data = self._posted[0][1]
+            header = self._announced()
             if header.kind == Kind.END:
                 self._close()
             elif self._transport.test(data):
                 self._posted.popleft()
+                self._oldest = None
                 bucket = self._layout.buckets[header.bucket]
                 assert data.buffer is not None
                 message = data.buffer[: data.nbytes // data.buffer.itemsize]
@@ -86,6 +94,7 @@ class _Line:
                 if not request.done:
                     self._transport.cancel(request)
         self._posted.clear()
+        self._oldest = None
 
     def next(self) -> Request | None:
         """What a wait for the next arrival has to wait for."""
@@ -95,7 +104,7 @@ class _Line:
         if not announced.done:
             return announced
         # Nothing follows the end, which may have come since the last look.
-        ended = Header.received(announced).kind == Kind.END
+        ended = self._announced().kind == Kind.END
         return announced if ended else data
 
 

@@ -112,6 +112,11 @@ class SspOptions(AspOptions):
         description="with --ssp-pull on-bound: what a worker divides its gradient by when it "
         "applies it to its own model: the number of workers, or nothing",
     )
+    coalesce: bool = Field(
+        True,
+        description="with --ssp-pull on-bound: add a gradient to the next one while the last is "
+        "still on the wire; otherwise wait until it has gone",
+    )
 
 
 class EasgdOptions(BaseModel):
@@ -142,6 +147,13 @@ class BspOptions(BaseModel):
         False,
         description="add up the gradients of a host's workers on the host; one worker of each "
         "host talks to the servers",
+    )
+    group: int | None = Field(
+        None,
+        ge=1,
+        description="with --bsp-host-first: most workers that are added up together, where a host "
+        "is several machines in one, such as containers or sockets",
+        json_schema_extra={"unit": "WORKERS", "default_text": "all of a host"},
     )
 
 

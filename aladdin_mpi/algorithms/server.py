@@ -19,14 +19,18 @@ from aladdin_mpi.algorithms.frames import Header, Kind, new_header
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.difference import DifferenceEncoder
 from aladdin_mpi.layout import Bucket, Layout
-from aladdin_mpi.refusals import Reason, Refusal, is_finite, report
+from aladdin_mpi.refusals import Reason, Refusal, report
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Event, PeerFailedError, Request, Transport
 from aladdin_mpi.transport.sealed import is_void
-from aladdin_mpi.vectors import add
+from aladdin_mpi.vectors import add, is_finite
 
 Notes = tuple[float, ...]
 
+TAKEN = 5
+"""Bytes that move in memory for each that comes: copied in (2), and added (3)."""
+SENT = 2
+"""Bytes that move in memory for each that is sent: copied out."""
 RECEIVES_AHEAD = 8
 """Messages of each worker for which a receive is posted."""
 
@@ -63,6 +67,12 @@ class Arrival:
         return self.codec is None or self.length == self.bucket.numel
 
     @property
+    def nbytes(self) -> int:
+        """Of the message."""
+        length = self.bucket.numel if self.length is None else self.length
+        return length * self.storage.itemsize
+
+    @property
     def values(self) -> Tensor:
         """The gradient, of the bucket's length; a copy unless :attr:`is_dense`."""
         values = self.storage[: self.bucket.numel]
@@ -80,6 +90,13 @@ class Arrival:
             add(target, self.values, alpha)
         else:
             self.codec.add(self.bucket, self.storage[: self.length], target, alpha)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all values in the message are finite; costs one reading of them."""
+        if self.codec is None or self.is_dense:
+            return is_finite(self.values)
+        return is_finite(self.codec.numbers(self.bucket, self.storage[: self.length]))
 
     def refuse(self) -> None:
         """Let zeros stand in for what has come."""
@@ -222,6 +239,7 @@ class _ModelSender:
             return
         wire = self._free.pop() if self._free else self._wire.buffer(self._largest)
         message, event = self._write(rank, bucket, values, wire)
+        self._transport.handle(SENT * message.nbytes)
         header = Header(Kind.BUCKETS, bucket=bucket.index, alpha=alpha, notes=notes)
         self._transport.isend(header.pack(), rank, Tag.MODEL)
         request = self._transport.isend(message, rank, Tag.MODEL, after=event)
@@ -331,10 +349,17 @@ class ParameterServer:
     def _nothing_taken(self) -> list[dict[int, int]]:
         return [{b.index: 0 for b in self.buckets} for _ in range(self.worker_count)]
 
-    def gradients(self, on_end: Callable[[int], None] | None = None) -> Iterator[Arrival]:
+    def gradients(
+        self, on_end: Callable[[int], None] | None = None, look: bool = True
+    ) -> Iterator[Arrival]:
         """Buckets of gradients in their order of arrival, until every worker has ended.
 
-        ``on_end`` is called with each worker that ends, after its last gradient, or fails.
+        What is not finite is refused.
+
+        Args:
+            on_end: called with each worker that ends, after its last gradient, or fails.
+            look: whether to look for values that are not finite; else whoever uses them
+                does, and says so by :meth:`tell_refused`.
         """
         self._sender.open()
         self.taken = self._nothing_taken()
@@ -342,41 +367,42 @@ class ParameterServer:
         open_workers = [w for w in range(self.worker_count) if first + w not in failed]
         for worker in open_workers:
             self._intakes[worker].open()
-        heads = [self._intakes[worker].head for worker in open_workers]
+        heads = self.transport.wait_set()
+        for worker in open_workers:
+            heads.put(worker, self._intakes[worker].head)
         for worker in set(range(self.worker_count)).difference(open_workers):
             if on_end is not None:
                 on_end(worker)
-        while heads:
+        while heads.requests:
             try:
-                turn = self.transport.wait_any(heads)
-                worker = open_workers[turn]
-                yield from self._take(worker)
+                worker = heads.wait()
+                yield from self._take(worker, look)
             except PeerFailedError as failure:
                 worker = failure.rank - first
-                turn = open_workers.index(worker)
                 self._lose(worker)
             if self._intakes[worker].ended:
-                del open_workers[turn], heads[turn]
+                heads.drop(worker)
                 self._intakes[worker].close()
                 if on_end is not None:
                     on_end(worker)
                 self._sender.end(self.layout.servers + worker)
             else:
-                heads[turn] = self._intakes[worker].head
+                heads.put(worker, self._intakes[worker].head)
             if self._sender.behind:
                 self._sender.advance()
         self.given = [self.given[w] + self.whole_from(w) for w in range(self.worker_count)]
         self._sender.flush()
 
-    def _take(self, worker: int) -> Iterator[Arrival]:
+    def _take(self, worker: int, look: bool) -> Iterator[Arrival]:
         intake = self._intakes[worker]
         arrival = intake.take(worker)
         if arrival is None:
             self._count(worker, intake.header)
         else:
+            self.transport.handle(TAKEN * arrival.nbytes)
             self._sender.note(arrival)
             self.taken[worker][arrival.bucket.index] += arrival.count
-            self._look(arrival)
+            self._look(arrival, look)
             yield arrival
             intake.give_back(arrival)
 
@@ -415,22 +441,26 @@ class ParameterServer:
         accounts = {"applied": total - dropped, "dropped": dropped}
         return accounts | ({"from_failed": self.from_failed} if self.from_failed else {})
 
-    def _look(self, arrival: Arrival) -> None:
-        """Refuse what is not finite: it would spoil the model for good.
+    def _look(self, arrival: Arrival, thoroughly: bool) -> None:
+        """Refuse what is damaged or, with ``thoroughly``, not finite: it would spoil the model.
 
-        Costs one reading of the values, 0.2 ms for a bucket of 4 MB, which the cache holds
-        then for the addition that follows (0.4 ms).
+        That costs one reading of the values, which the cache holds then for the addition that
+        follows.
         """
         message = arrival.storage[: arrival.length]
         if message.is_meta:
             return
         if is_void(message):
             arrival.refuse()  # those who saw it arrive have told of it
-        elif not is_finite(self.arriving.numbers(arrival.bucket, message)):
+        elif thoroughly and not is_finite(self.arriving.numbers(arrival.bucket, message)):
             arrival.refuse()
-            rank = self.layout.servers + arrival.worker
-            where = rank, arrival.bucket.index, self._intakes[arrival.worker].header.samples
-            report(self.transport, Refusal(Reason.ARRIVED, *where))
+            self.tell_refused(arrival)
+
+    def tell_refused(self, arrival: Arrival) -> None:
+        """Tell rank 0 of a gradient that is refused because it is not finite."""
+        rank = self.layout.servers + arrival.worker
+        where = rank, arrival.bucket.index, self._intakes[arrival.worker].header.samples
+        report(self.transport, Refusal(Reason.ARRIVED, *where))
 
     def _count(self, worker: int, header: Header) -> None:
         if header.kind == Kind.BUCKETS:

@@ -29,11 +29,14 @@ class SspWorker(AspWorker):
     ) -> None:
         super().__init__(worker, optimizer, wire, options)
         self.every = 1 if options.pull == "always" else options.bound + 1
+        self.coalesces = options.coalesce
         self.divisor = worker.count if options.self_update == "workers" else 1
 
     def step(self, number: int, batch: Ticket) -> None:
         """Push; pull, or go on by oneself."""
         g = self.push(batch)
+        if not self.coalesces:
+            self.outbox.drain()
         if number % self.every == 0:
             self.outbox.drain()
             self.pull()

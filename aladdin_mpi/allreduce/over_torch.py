@@ -39,6 +39,20 @@ def obstacle(device: torch.device) -> str | None:
     return None
 
 
+_ended: list[Any] = []
+
+
+def end_group() -> None:
+    """End torch's process group, and keep it until the next one is ended, or for good.
+
+    One of gloo's own threads may still hold it for a moment. Were that the last reference, the
+    group would be destroyed in a thread that it has to join: "Resource deadlock avoided".
+    """
+    group = dist.group.WORLD
+    dist.destroy_process_group()
+    _ended[:] = [group]
+
+
 def _backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
@@ -84,7 +98,7 @@ class TorchAllReduce(AllReduce):
 
     def close(self) -> None:
         """See :meth:`AllReduce.close`."""
-        dist.destroy_process_group()
+        end_group()
 
 
 class _Work(Pending):

@@ -16,12 +16,12 @@ from torch import Tensor
 from aladdin_mpi.algorithms.base import Role
 from aladdin_mpi.barrier import barrier
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.refusals import is_finite
 from aladdin_mpi.training.checkpoint import CheckpointStore
 from aladdin_mpi.training.exchange import agree, broadcast, gather
 from aladdin_mpi.training.keeper import Keeper
 from aladdin_mpi.training.local_state import LocalState
 from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.vectors import is_finite
 
 SETTLE_SECONDS = 1.0
 """Virtual time for the messages around a checkpoint, and for a resumed run's set-up."""

@@ -11,9 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from aladdin_mpi.transport.wait_set import WaitSet
 
 ANY_SOURCE = -1
 """Receive from whichever rank sends first with the given tag."""
@@ -129,6 +132,13 @@ class Transport(ABC):
     def sleep(self, seconds: float) -> None:
         """Let time pass as computing does: messages move on meanwhile."""
 
+    @abstractmethod
+    def handle(self, nbytes: int) -> None:
+        """A message is taken in or written, for which ``nbytes`` are read or written in memory.
+
+        Where time is real that takes time by itself; where it is modelled, this lets it pass.
+        """
+
     def sleep_until(self, moment: float) -> None:
         """As :meth:`sleep`, until ``now()`` is ``moment``; in virtual time exactly so."""
         self.sleep(max(0.0, moment - self.now()))
@@ -173,6 +183,12 @@ class Transport(ABC):
         """Wait until all are done. Raises as :meth:`wait_any` does."""
         for request in requests:
             self.wait_any([request])
+
+    def wait_set(self) -> WaitSet:
+        """An empty set of requests to be waited for again and again."""
+        from aladdin_mpi.transport.wait_set import WaitSet
+
+        return WaitSet(self.wait_any)
 
     def wait_ended(self, requests: Iterable[Request]) -> None:
         """Wait until all have ended, be it because a peer died."""

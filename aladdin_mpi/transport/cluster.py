@@ -55,6 +55,21 @@ class Cluster(BaseModel):
         ge=0,
         allow_inf_nan=False,
     )
+    memory_gbyte: float = _field(
+        0.0,
+        "memory bandwidth of one process, which servers, and leaders of a host, need to add up "
+        "gradients and to copy models; 0: that takes no time",
+        "GBYTE/S",
+        ge=0,
+        allow_inf_nan=False,
+    )
+    handling_us: float = _field(
+        0.0,
+        "time that a server needs for each message that it takes in or sends, on top of its bytes",
+        "MICROSECONDS",
+        ge=0,
+        allow_inf_nan=False,
+    )
     delay_us: float = _field(
         0.0,
         "mean of an additional random delay of each message; "
@@ -78,6 +93,11 @@ class Cluster(BaseModel):
         if self.placement == "cyclic":
             return rank % self.hosts
         return rank // -(-size // self.hosts)
+
+    def handling(self, nbytes: int) -> float:
+        """Seconds in which a process handles a message for which ``nbytes`` move in memory."""
+        moving = nbytes / (self.memory_gbyte * 1e9) if self.memory_gbyte else 0.0
+        return moving + self.handling_us * 1e-6
 
     def pauses_of(self, rank: int) -> Pauses:
         """Return the pauses of ``rank``."""

@@ -20,6 +20,10 @@ from aladdin_mpi.transport.matching import Operation, as_bytes
 SMALL = 64 * 1024
 """Up to so many bytes an all-reduce uses a tree and an all-gather Bruck's algorithm,
 which take few messages; above, both use a ring, which moves the fewest bytes."""
+RING_RANKS = 32
+"""Ranks up to which a long all-reduce uses the ring. With more its 2(n-1) messages, one after
+the other, cost more than their bytes; halving and doubling takes 2 log2(n) for the same bytes
+(Thakur, Rabenseifner, Gropp, Int. J. High Performance Computing Applications 19, 2005)."""
 
 Steps = Iterator[Sequence[Operation]]
 Part = tuple[Tensor | None, int]
@@ -81,7 +85,7 @@ class Collective(Request):
                 return
         self._finish(self)
 
-    def operation_done(self) -> None:
+    def operation_done(self, operation: Request) -> None:
         """Note that an operation that this collective waits for is done."""
         self._missing -= 1
         if not self._missing:
@@ -163,7 +167,7 @@ def _broadcast(channel: Channel, part: Part, root: int) -> Steps:
 
 
 def allreduce(channel: Channel, buffer: Tensor) -> Steps:
-    """Binomial tree to rank 0 and back when small, ring otherwise.
+    """Binomial tree to rank 0 and back when small; ring, or halving and doubling, otherwise.
 
     Every sum is added up in one place and copied from there: all ranks get the same bits.
     """
@@ -171,8 +175,10 @@ def allreduce(channel: Channel, buffer: Tensor) -> Steps:
     if vector.length * vector.item <= SMALL:
         yield from _reduce(channel, vector)
         yield from _broadcast(channel, vector.whole(), root=0)
-    else:
+    elif channel.size <= RING_RANKS:
         yield from _ring_allreduce(channel, vector)
+    else:
+        yield from _halving_allreduce(channel, vector)
 
 
 def _reduce(channel: Channel, vector: _Buffer) -> Steps:
@@ -204,6 +210,50 @@ def _ring_allreduce(channel: Channel, vector: _Buffer) -> Steps:
     for step in range(size - 1):
         mine = blocks[(rank + 1 - step) % size]
         yield channel.send(following, mine), channel.receive(previous, blocks[(rank - step) % size])
+
+
+def _halving_allreduce(channel: Channel, vector: _Buffer) -> Steps:
+    """Reduce-scatter by halving, all-gather by doubling, among the first 2^k ranks.
+
+    The nearest exchange first, when most bytes move: neighbours are often on one host. What
+    the other ranks have is added to that of the first ones before, and they get the sum.
+    """
+    rank, size = channel.rank, channel.size
+    core = 1 << (size.bit_length() - 1)
+    if rank >= core:
+        yield (channel.send(rank - core, vector.whole()),)
+        yield (channel.receive(rank - core, vector.whole()),)
+        return
+    if rank + core < size:
+        addend = vector.scratch(vector.length)
+        yield (channel.receive(rank + core, addend),)
+        _add(vector.whole(), addend)
+    start, stop = 0, vector.length
+    scratch, _ = vector.scratch(-(-vector.length // 2))
+    halves: list[tuple[int, int, int]] = []
+    for distance in _powers(core):
+        middle = (start + stop) // 2
+        low = not rank & distance
+        mine, theirs = (
+            ((start, middle), (middle, stop)) if low else ((middle, stop), (start, middle))
+        )
+        target = vector.part(*mine)
+        sent = channel.send(rank ^ distance, vector.part(*theirs))
+        yield sent, channel.receive(rank ^ distance, (scratch, target[1]))
+        _add(target, (scratch, target[1]))
+        halves.append((distance, *theirs))
+        start, stop = mine
+    for distance, first, last in reversed(halves):
+        sent = channel.send(rank ^ distance, vector.part(start, stop))
+        yield sent, channel.receive(rank ^ distance, vector.part(first, last))
+        start, stop = min(start, first), max(stop, last)
+    if rank + core < size:
+        yield (channel.send(rank + core, vector.whole()),)
+
+
+def _powers(end: int) -> list[int]:
+    """1, 2, 4, ... below ``end``."""
+    return [1 << power for power in range(end.bit_length() - 1)]
 
 
 def allgather(channel: Channel, buffer: Tensor, gathered: Tensor) -> Steps:

@@ -36,6 +36,7 @@ class Fabric:
         self.dead: frozenset[int] = frozenset()
         self.left_out: frozenset[int] = frozenset()
         self.may_fail = may_fail
+        self.handling = cluster.handling
         self.endpoints = [Endpoint(self, cluster, rank, size) for rank in range(size)]
 
     def _deliver(self, message: Message) -> None:
@@ -84,7 +85,7 @@ class Endpoint:
         request.order = self._completions
         waiter = request.waiter
         if waiter is not None:
-            waiter.operation_done()
+            waiter.operation_done(request)
         else:
             self.fiber.notify(request)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -51,7 +51,7 @@ class Fiber:
         self._main: greenlet
         self._blocked: greenlet
         self.killed = False
-        self.waiting: Sequence[Request] | None = None
+        self.waiting: Collection[Request] | None = None
         """What it waits for, while it does."""
 
     def start(self, body: Callable[[], None]) -> None:
@@ -89,6 +89,21 @@ class Fiber:
         self._switch()
         self._traffic.waiting += clock.now - start
         return -1 if self._answer is None else requests.index(self._answer)
+
+    def wait_for_news(self, awaited: Collection[Request]) -> None:
+        """Block until :meth:`news` is called with ``awaited``."""
+        self._must_be_free("wait")
+        start = self._clock.now
+        self.waiting = awaited
+        self._waits += 1
+        self._switch()
+        self._traffic.waiting += self._clock.now - start
+
+    def news(self, awaited: Collection[Request]) -> None:
+        """One of ``awaited`` is done: wake this rank if that is what it waits for."""
+        if self.waiting is awaited:
+            self.waiting = None
+            self._wake()
 
     def notify(self, request: Request) -> None:
         """Wake this rank if it waits for ``request``, which is done now."""

@@ -33,6 +33,9 @@ class Layer(Transport):
     def sleep(self, seconds: float) -> None:
         self.inner.sleep(seconds)
 
+    def handle(self, nbytes: int) -> None:
+        self.inner.handle(nbytes)
+
     def sleep_until(self, moment: float) -> None:
         self.inner.sleep_until(moment)
 

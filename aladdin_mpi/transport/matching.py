@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,12 +12,17 @@ from torch import Tensor
 from aladdin_mpi.transport.base import ANY_SOURCE, Request, TransportError
 from aladdin_mpi.transport.network import Message
 
-if TYPE_CHECKING:
-    from aladdin_mpi.transport.collectives import Collective
+
+class Waiter(Protocol):
+    """What is told of an operation's end in the place of the rank."""
+
+    def operation_done(self, operation: Request) -> None:
+        """It is done, or has failed."""
+        ...
 
 
 class Operation(Request):
-    """A send or a receive of one rank; ``waiter`` is the collective that waits for it."""
+    """A send or a receive of one rank; ``waiter`` is told of its end, if there is one."""
 
     __slots__ = ("capacity", "peer", "serial", "tag", "waiter")
 
@@ -32,7 +38,7 @@ class Operation(Request):
         self.tag = tag
         self.capacity = nbytes
         self.serial = 0
-        self.waiter: Collective | None = None
+        self.waiter: Waiter | None = None
 
     def __repr__(self) -> str:
         peer = "any rank" if self.peer == ANY_SOURCE else f"rank {self.peer}"
@@ -50,7 +56,8 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._posted: dict[tuple[int, int], deque[Operation]] = {}
-        self._unexpected: dict[int, deque[Message]] = {}
+        self._unexpected: dict[int, dict[int, deque[tuple[int, Message]]]] = {}
+        """By tag and source, each message with the number of its arrival."""
         self._serial = 0
 
     def post(self, receive: Operation) -> None:
@@ -96,30 +103,47 @@ class Mailbox:
 
     def keep(self, message: Message) -> None:
         """Keep an unexpected message."""
-        self._unexpected.setdefault(message.tag, deque()).append(message)
+        self._serial += 1
+        queues = self._unexpected.setdefault(message.tag, {})
+        queues.setdefault(message.source, deque()).append((self._serial, message))
 
     def take(self, source: int, tag: int) -> Message | None:
         """Take out the unexpected message for a new receive that arrived first."""
-        queue = self._unexpected.get(tag)
+        queues = self._unexpected.get(tag)
+        if queues is None:
+            return None
+        if source == ANY_SOURCE:
+            source = min(queues, key=lambda each: queues[each][0][0])
+        queue = queues.get(source)
         if queue is None:
             return None
-        for index, message in enumerate(queue):
-            if source in (ANY_SOURCE, message.source):
-                del queue[index]
-                if not queue:
-                    del self._unexpected[tag]
-                return message
-        return None
+        _, message = queue.popleft()
+        if not queue:
+            del queues[source]
+            if not queues:
+                del self._unexpected[tag]
+        return message
 
     def unexpected(self) -> list[Message]:
-        """Return all unexpected messages."""
-        return [message for queue in self._unexpected.values() for message in queue]
+        """Return all unexpected messages, those of a tag in the order of their arrival."""
+        return [
+            message
+            for queues in self._unexpected.values()
+            for _, message in sorted(chain.from_iterable(queues.values()), key=_number)
+        ]
+
+
+def _number(kept: tuple[int, Message]) -> int:
+    return kept[0]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor of any dtype as a vector of bytes."""
     if not tensor.numel():
         return torch.empty(0, dtype=torch.uint8)  # its strides may not allow the view
+    if tensor.dim() == 1 and not tensor.requires_grad:
+        # As most are: every view takes a microsecond.
+        return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
     return tensor.detach().view(-1).view(torch.uint8)
 
 

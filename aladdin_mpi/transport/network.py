@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 EXPRESS = 4096
 """Bytes up to which a message goes past the bulk data that is queued."""
-QUANTUM = 4 * 2**20
-"""Bytes of one flow that a link serves before it turns to the next."""
+QUANTUM = 256 * 2**10
+"""Bytes of one flow that a link serves before it turns to the next. TCP shares a link packet by
+packet: with whole messages of 4 MB in turn EASGD came out up to a fifth faster than over TCP."""
 
 
 class Message:
@@ -78,7 +79,7 @@ class Message:
 class _Link:
     """A resource that serves one piece after the other."""
 
-    __slots__ = ("busy", "flows", "free", "latency", "seconds_per_byte")
+    __slots__ = ("busy", "carried", "flows", "free", "latency", "seconds_per_byte")
 
     def __init__(self, gbit: float, latency_us: float) -> None:
         self.seconds_per_byte = 8e-9 / gbit
@@ -86,6 +87,7 @@ class _Link:
         self.flows: deque[_Flow] = deque()
         self.busy = False
         self.free = 0.0
+        self.carried = 0
 
 
 class _Flow:
@@ -131,6 +133,19 @@ class Network:
     def hosts(self) -> Sequence[int]:
         """For every rank the number of its host."""
         return self._hosts
+
+    def carried(self) -> dict[str, list[int]]:
+        """Bytes that every host's links have carried, but for short messages.
+
+        Of a link out the piece that it carries counts as a whole.
+        """
+        links = {"out": self._out, "in": self._in, "local": self._local}
+        return {name: [self._through(link) for link in those] for name, those in links.items()}
+
+    def _through(self, link: _Link) -> int:
+        """A link in takes pieces when they leave the sender: some may still queue for it."""
+        queued = max(0.0, link.free - self._clock.now) / link.seconds_per_byte
+        return max(0, link.carried - round(queued))
 
     def send(self, message: Message) -> None:
         """Put ``message`` behind the earlier ones of its pair of ranks."""
@@ -195,12 +210,14 @@ class Network:
         message = flow.queue[0]
         piece = min(message.unsent, QUANTUM)
         duration = piece * link.seconds_per_byte
+        link.carried += piece
         if message.unsent == message.nbytes:
             duration += self._overhead
         now = self._clock.now
         arrival = now + duration + link.latency
         into = flow.into
         if into is not None:
+            into.carried += piece
             into.free = arrival = max(now + link.latency, into.free) + duration
         message.unsent -= piece
         if not message.unsent:

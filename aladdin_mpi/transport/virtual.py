@@ -8,8 +8,9 @@ seed: one seed is one interleaving, and it can be replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -30,6 +31,8 @@ from aladdin_mpi.transport.clock import EARLY, Clock
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.endpoint import Endpoint, Fabric
 from aladdin_mpi.transport.matching import Operation
+from aladdin_mpi.transport.virtual_wait import VirtualWaitSet
+from aladdin_mpi.transport.wait_set import WaitSet
 
 T = TypeVar("T")
 
@@ -172,6 +175,7 @@ class VirtualTransport(Transport):
         self._fabric = endpoint.fabric
         self._clock = endpoint.fabric.clock
         self._fiber = endpoint.fiber
+        self._handling = endpoint.fabric.handling
 
     # -- time ---------------------------------------------------------------
     def now(self) -> float:
@@ -184,6 +188,12 @@ class VirtualTransport(Transport):
             raise ValueError(f"sleep: expected 0 seconds or more, got {seconds}")
         self._fiber.sleep(seconds)
 
+    def handle(self, nbytes: int) -> None:
+        """Let the time pass that the cluster's processes need; it may be none."""
+        seconds = self._handling(nbytes)
+        if seconds:
+            self._fiber.sleep(seconds)
+
     def sleep_until(self, moment: float) -> None:
         """Let virtual time pass until ``moment`` exactly, or the end of a pause after it."""
         self._fiber.sleep_until(max(moment, self._clock.now))
@@ -195,6 +205,10 @@ class VirtualTransport(Transport):
         same events. To be called when no message is under way; the last call wins.
         """
         self._clock.reseed(*key)
+
+    def carried(self) -> dict[str, list[int]]:
+        """See :meth:`Network.carried`: for "out", "in" and "local" the bytes by host."""
+        return self._fabric.network.carried()
 
     # -- point to point -----------------------------------------------------
     def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
@@ -236,6 +250,10 @@ class VirtualTransport(Transport):
         if first >= 0 and requests[first].failed is not None:
             self.test(requests[first])
         return first
+
+    def wait_set(self) -> WaitSet:
+        """See :meth:`Transport.wait_set`. A wait costs the same however many requests there are."""
+        return VirtualWaitSet(self._endpoint)
 
     def cancel(self, request: Request) -> None:
         """See :meth:`Transport.cancel`; the request is done then, with ``nbytes`` 0."""
@@ -347,6 +365,6 @@ def _check_ranks(name: str, ranks: list[int], size: int) -> None:
             )
 
 
-def _summary(requests: Sequence[Request]) -> str:
-    shown = ", ".join(map(repr, requests[:4]))
+def _summary(requests: Collection[Request]) -> str:
+    shown = ", ".join(map(repr, islice(requests, 4)))
     return shown + (f" and {len(requests) - 4} more" if len(requests) > 4 else "")

@@ -1,8 +1,8 @@
 """How fast rank 0 takes in gradients that the other ranks send as fast as they can.
 
-Three receivers take turns: ALADDIN's server, which accumulates them; the same with models sent
-back; and a bare loop of mpi4py that drops what it receives. The last line that rank 0 prints is
-a JSON list, with one record for every measurement.
+Receivers take turns: ALADDIN's server, which accumulates them; the same with models sent back; a
+bare loop of mpi4py that drops what it receives; and torch's RPC, whose server accumulates. The
+last line that rank 0 prints is a JSON list, with one record for every measurement.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Request
 from aladdin_mpi.transport.mpi import MpiTransport
-from benchmarks.intake import BARE, PI
+from benchmarks.intake import BARE, PI, RPC
+from benchmarks.programs.rpc import RpcIntake
 
 TIMEOUT = 120.0
 VALUES_PER_MB = 250_000
@@ -155,6 +156,8 @@ class AladdinReceiver:
 
 def measure(receiver: str, layout: Layout, gradients: int, ring: int) -> float:
     """Seconds in which rank 0 takes in ``gradients`` of every other rank."""
+    if receiver == RPC:
+        return measure_rpc(layout, gradients, ring)
     # The bare loop enters MPI all the time and wants no thread beside it.
     progress = receiver != BARE or MPI.COMM_WORLD.rank > 0
     transport = MpiTransport(timeout=TIMEOUT, progress=progress)
@@ -174,6 +177,19 @@ def measure(receiver: str, layout: Layout, gradients: int, ring: int) -> float:
     return seconds
 
 
+def measure_rpc(layout: Layout, gradients: int, ring: int) -> float:
+    """The same with torch's RPC."""
+    intake = RpcIntake(layout, ring, TIMEOUT)
+    for count in (WARM_UP, gradients):
+        intake.prepare(count)
+        MPI.COMM_WORLD.Barrier()
+        start = time.perf_counter()
+        intake.run(count)
+        seconds = time.perf_counter() - start
+    intake.close()
+    return seconds
+
+
 def main() -> int:
     """Measure every receiver with every size of buckets ``--repeats`` times."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -182,11 +198,12 @@ def main() -> int:
     parser.add_argument("--gradients", type=int, required=True)
     parser.add_argument("--ring", type=int, required=True)
     parser.add_argument("--repeats", type=int, required=True)
+    parser.add_argument("--receiver", nargs="+", choices=[BARE, *PI, RPC], required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
     records = []
     for _, bucket_mb, receiver in itertools.product(
-        range(args.repeats), args.bucket_mb, (BARE, *PI)
+        range(args.repeats), args.bucket_mb, args.receiver
     ):
         numel = int(args.megabytes * VALUES_PER_MB)
         layout = cut(numel, 1, bucket_mb, shard_mb=max(16.0, bucket_mb))

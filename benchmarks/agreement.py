@@ -1,0 +1,129 @@
+"""Virtual time against runs over MPI: how far off are its predictions of throughput?
+
+    python -m benchmarks.agreement --work runs/cells --check --save
+    python -m benchmarks.agreement --quick
+
+The cells are those of `benchmarks.stragglers` and `benchmarks.scaling`; what these have left in the
+same `--work` folder is not run over MPI again. Needs the network lab, and root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from aladdin_mpi.errors import UserError
+from benchmarks import harness, scaling, stragglers, study
+from benchmarks.cells import ROW_NOTES, Cell
+from benchmarks.study import Result
+
+NAME = "agreement"
+BAR = 0.05
+"""Largest error of a predicted throughput, as a share of the measured one."""
+
+NOTES = f"""\
+{study.COLUMN_NOTES}
+
+{ROW_NOTES}
+
+Virtual time knows of the lab the rate of a link less the frames' headers, and the latency and
+overhead of single messages, the same for all cells. Rows are in order of their error."""
+
+
+def cells(args: argparse.Namespace) -> list[Cell]:
+    """All cells of the two tables."""
+    found: list[Cell] = []
+    for script in (stragglers, scaling):
+        parser = argparse.ArgumentParser()
+        script.add_options(parser)
+        own = parser.parse_args([])
+        found += script.cells(argparse.Namespace(**{**vars(own), **vars(args)}))
+    return found
+
+
+def row(result: Result) -> dict[str, Any]:
+    """A row of the table."""
+    cell = result.cell
+    return {
+        "model": cell.workload.name,
+        "algorithm": cell.algorithm,
+        "workers": cell.workers,
+        "slow-down of one": cell.slowdown,
+        "options": " ".join(cell.extra),
+        "virtual": result.figures["virtual"]["speed-up"],
+        "real": result.figures["real"]["speed-up"],
+        "error": result.error,
+        "waiting, virtual": result.figures["virtual"]["wait fraction"],
+        "waiting, real": result.figures["real"]["wait fraction"],
+        "cores busy": result.main.get("cores busy"),
+    }
+
+
+def missed(results: Sequence[Result]) -> list[str]:
+    """The cells whose prediction is too far off, in words."""
+    return [
+        f"{result.cell.describe()}: predicted {result.error:+.1%} off, expected at most {BAR:.0%}"
+        for result in by_error(results)
+        if result.error is None or abs(result.error) > BAR
+    ]
+
+
+def by_error(results: Sequence[Result]) -> list[Result]:
+    """The worst first."""
+    return sorted(results, key=lambda result: -abs(result.error or 0.0))
+
+
+def draw(results: Sequence[Result], path: Path) -> None:
+    """Every cell as a point: measured across, predicted up."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 6), layout="constrained")
+    axis = figure.add_subplot()
+    for turn, name in enumerate(dict.fromkeys(result.cell.algorithm for result in results)):
+        mine = [result for result in results if result.cell.algorithm == name]
+        real = [result.figures["real"]["speed-up"] for result in mine]
+        virtual = [result.figures["virtual"]["speed-up"] for result in mine]
+        axis.scatter(real, virtual, s=18, color=f"C{turn}", label=name)
+    ends = [0.05, 10.0]
+    axis.plot(ends, ends, color="grey", linewidth=0.8)
+    low, high = ([end * (1 + error) for end in ends] for error in (-BAR, BAR))
+    axis.fill_between(ends, low, high, color="grey", alpha=0.2, label=f"within {BAR:.0%}")
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("speed-up over MPI")
+    axis.set_ylabel("speed-up in virtual time")
+    axis.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+SCRIPT = study.Script(
+    NAME,
+    "Throughput in virtual time and over MPI in the network lab",
+    NOTES,
+    cells,
+    row,
+    missed,
+    draw,
+    order=by_error,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = harness.make_parser(NAME, "Throughput predicted in virtual time, and measured.")
+    study.add_options(parser)
+    args = parser.parse_args(argv)
+    if set(study.engines(args)) != set(study.ENGINES):
+        raise UserError(
+            f"--engine: expected {' and '.join(study.ENGINES)}, got {' '.join(study.engines(args))}"
+            "; both are compared, and the network lab is needed: see benchmarks/lab.py"
+        )
+    return study.carry_out(SCRIPT, args, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run_main(main))

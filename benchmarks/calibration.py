@@ -1,0 +1,87 @@
+"""What virtual time has to know of the network lab: rate and latency of single messages.
+
+    python -m benchmarks.calibration --save
+
+Needs the lab, and root. Two ranks send each other messages, on two hosts and on one. The figures
+to give `aladdin_mpi.simulate` stand below the table; `benchmarks/engines.py` has those that were
+measured last, the same for every cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.lab import Lab
+from benchmarks.machine import machine
+
+PATHS = {"between hosts": (0, 1), "inside a host": (0, 0)}
+SIZES = (8, 32_000, 1_000_000, 4_000_000)
+"""Bytes: a header, a short message that is sent at once, and two that are announced first."""
+LIMIT = 300.0
+
+NOTES = """\
+One: half the time of a message and its answer, on an idle network. Each: of messages that are
+sent at once and follow each other. Both ranks wait with the transport's short sleeps, as in
+training. Rate: that of the largest messages in a row; latency: what one of 1 MB, which is announced
+first as most in training are, takes alone beyond its bytes at that rate; overhead: the same of
+each of many in a row."""
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each path and size."""
+    sizes = [str(nbytes) for nbytes in SIZES]
+    program = ["-m", "benchmarks.programs.messages", "--bytes", *sizes]
+    program += ["--repeats", str(args.repeats)]
+    found = []
+    with Lab(hosts=2, rate_gbit=args.rate) as lab:
+        for path, ranks in PATHS.items():
+            for record in harness.json_printed(lab.run(ranks, program, timeout=LIMIT)):
+                found.append(
+                    {
+                        "path": path,
+                        "bytes": record["bytes"],
+                        "one, ms": 1e3 * record["one"],
+                        "each, ms": 1e3 * record["each"],
+                        "each, Gbit/s": 8e-9 * record["bytes"] / record["each"],
+                    }
+                )
+    return found
+
+
+def constants(table: Sequence[Mapping[str, Any]], path: str) -> dict[str, float]:
+    """Gbit/s and microseconds of one path."""
+    rows = {row["bytes"]: row for row in table if row["path"] == path}
+    rate = float(rows[SIZES[-1]]["each, Gbit/s"])
+    middle, wire = rows[SIZES[-2]], 8e-6 * SIZES[-2] / rate
+    return {
+        "rate, Gbit/s": rate,
+        "latency, us": max(0.0, 1e3 * (float(middle["one, ms"]) - wire)),
+        "overhead, us": max(0.0, 1e3 * (float(middle["each, ms"]) - wire)),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = harness.make_parser("calibration", "Rate and latency of messages in the network lab.")
+    parser.add_argument("--rate", type=float, default=1.0, help="each host's link, in Gbit/s")
+    parser.add_argument("--repeats", type=int, default=9, help="of which medians are taken")
+    args = parser.parse_args(argv)
+    facts = machine()
+    table = measure(args)
+    lines = [
+        f"{path}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+        for path in PATHS
+        for found in [constants(table, path)]
+    ]
+    notes = NOTES + "\n\n" + "\n".join(f"- {line}" for line in lines)
+    title = f"Messages between two ranks, links of {args.rate:g} Gbit/s"
+    return harness.publish("calibration", argv, args, facts, harness.Findings(title, table, notes))
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run_main(main))

@@ -1,0 +1,64 @@
+"""Cells that have been run over MPI, kept as they end: a long pass can be stopped at any time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from aladdin_mpi.errors import UserError
+from benchmarks.cells import Cell
+
+FILE = "cells.jsonl"
+
+
+class CellStore:
+    """Lines of JSON in a folder, one for every run that has ended; the last of a cell counts.
+
+    Args:
+        folder: holds the file; None: nothing is kept.
+
+    Raises:
+        UserError: a line cannot be read, other than a last one that was cut off.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = None if folder is None else folder / FILE
+        self._lines: dict[str, dict[str, Any]] = {}
+        if self._path is not None and self._path.exists():
+            self._load(self._path)
+
+    def _load(self, path: Path) -> None:
+        text = path.read_text(encoding="utf-8")
+        whole, _, cut = text.rpartition("\n")
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                entry = json.loads(line)
+                self._lines[entry["cell"]] = entry
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(
+                    f"{path}, line {number}: expected a finished cell as JSON, got {line[:60]!r}; "
+                    "remove the line, and the cell is run again"
+                ) from error
+        if cut:  # a run that was killed while it wrote
+            path.write_text(whole + "\n" if whole else "", encoding="utf-8")
+
+    def get(self, cell: Cell) -> dict[str, Any] | None:
+        """The entry of a cell: ``figures``, and of the run ``date`` and ``commit``; or None."""
+        return self._lines.get(cell.key)
+
+    def put(self, cell: Cell, figures: Mapping[str, Any], commit: object) -> None:
+        """Keep the figures of a run that has just ended, of the program at ``commit``."""
+        date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        entry = {"cell": cell.key, "figures": dict(figures), "date": date, "commit": commit}
+        self._lines[cell.key] = entry
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+            file.flush()
+            os.fsync(file.fileno())

@@ -1,0 +1,201 @@
+"""A cell: one training run with timed computing, described so that either engine can run it.
+
+A cell is a row of a table: a network of a given size, an algorithm, how much slower one worker
+is, workers, servers and hosts. `benchmarks/engines.py` runs it over MPI in the network lab or in
+virtual time, with the same options and the same row of figures in the end.
+
+The networks and their times are those of the ALADDIN study (Ko et al., CIKM 2021, section 5.1) at
+one tenth: parameters and links are a tenth as large, so that communication is to computing as the
+whole model over 10 Gbit/s is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import linear_regression
+from typing import Any
+
+from aladdin_mpi.algorithms.registry import find
+
+BATCH = 1
+SETTLED = 0.2
+"""Share of a run's samples after which it is taken to be settled, at the earliest."""
+TICKETS_AHEAD = 2
+"""Steps that a slow worker may have before it when the samples are used up."""
+BOUNDED = {"ssp": 3}
+"""Steps that workers may be ahead of the slowest, where the algorithm has such a bound."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network at one tenth: ``megabytes`` of parameters, ``seconds`` for a step.
+
+    ``key`` is its name as an option.
+    """
+
+    key: str
+    name: str
+    megabytes: float
+    seconds: float
+
+
+WORKLOADS = {
+    workload.key: workload
+    for workload in (
+        Workload("resnet50", "ResNet-50", 9.4, 0.447),
+        Workload("vgg16", "VGG-16", 55.2, 0.849),
+    )
+}
+"""Times of a step: from the hours that the study's table 2 states for training alone."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run. Worker 0 is slower than the others, by ``slowdown``.
+
+    Args:
+        workload: the network.
+        algorithm: of aladdin_mpi.train.
+        slowdown: a factor of 1 or more, by which worker 0's computing takes longer.
+        workers: spread over the hosts in turn.
+        servers: the same, before the workers; 0 where the algorithm has none.
+        hosts: of the cluster.
+        rate_gbit: of each host's link, in Gbit/s, each way.
+        iterations: steps of a worker that is not slowed down; in lockstep, of every worker.
+        extra: further options of aladdin_mpi.train and aladdin_mpi.simulate alike.
+        mpi_extra: options for MPI alone, such as the library that sums gradients.
+    """
+
+    workload: Workload
+    algorithm: str
+    slowdown: float
+    workers: int
+    servers: int
+    hosts: int
+    rate_gbit: float
+    iterations: int
+    extra: tuple[str, ...] = ()
+    mpi_extra: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Servers and workers."""
+        return self.servers + self.workers
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all workers take the same number of steps."""
+        return find(self.algorithm).lockstep
+
+    @property
+    def keeps_pace(self) -> bool:
+        """Whether in the long run the slowest worker sets the speed of all."""
+        return self.lockstep or self.algorithm in BOUNDED
+
+    @property
+    def ideal(self) -> float:
+        """The sum over the workers of 1 / slow-down: no cost of communication, nobody waits."""
+        return self.workers - 1 + 1 / self.slowdown
+
+    @property
+    def samples(self) -> int:
+        """A multiple of those between two lines of metrics, so that one is written at the end."""
+        if self.keeps_pace:
+            return BATCH * self.workers * self.iterations
+        rounds = max(1, round(self.iterations * self.ideal / self.workers))
+        return BATCH * self.workers * rounds
+
+    @property
+    def settled_from(self) -> int:
+        """Samples that are drawn before the run is taken to be settled.
+
+        Where workers may run ahead they do so at once, and only then at the pace of the slowest.
+        """
+        ahead = BOUNDED.get(self.algorithm, 0)
+        at_once = BATCH * self.workers * (ahead + TICKETS_AHEAD) if ahead else 0
+        return max(round(SETTLED * self.samples), at_once)
+
+    @property
+    def seconds(self) -> float:
+        """How long the run takes at least, by its computing alone."""
+        if self.keeps_pace:
+            return self.workload.seconds * self.iterations * self.slowdown
+        tail = TICKETS_AHEAD * self.slowdown
+        return self.workload.seconds * max(self.iterations + 1.0, tail)
+
+    @property
+    def key(self) -> str:
+        """What tells this cell from every other, as text."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    def describe(self) -> str:
+        """A few words for a line of progress."""
+        extra = f", {' '.join(self.extra)}" if self.extra else ""
+        return (
+            f"{self.workload.name}, {self.algorithm}, {self.workers} workers, slow-down "
+            f"{self.slowdown:g}{extra}"
+        )
+
+    def options(self, run_dir: Path) -> list[str]:
+        """The arguments that aladdin_mpi.train and aladdin_mpi.simulate have in common."""
+        values: dict[str, object] = {
+            "--algorithm": self.algorithm,
+            "--model": f"size:{self.workload.megabytes:g}",
+            "--compute": "timed",
+            "--compute-time": self.workload.seconds,
+            "--samples": self.samples,
+            "--batch-size": BATCH,
+            "--log-every": BATCH * self.workers,
+            "--run-dir": run_dir,
+        }
+        if self.servers:
+            values["--servers"] = self.servers
+        if self.slowdown > 1:
+            values["--slowdown"] = f"0={self.slowdown:g}"
+        words = [word for name, value in values.items() for word in (name, str(value))]
+        return [*words, "--quiet", *self.extra]
+
+
+ROW_NOTES = """\
+Speed-up: samples per second times the time of a step over its batch, so that one worker alone has
+1. It is counted while all workers are at it: where they take their steps in rounds, over the whole
+run, first step to last gradient applied; elsewhere as the slope of the lines of metrics.jsonl from
+a fifth of the samples on (with `ssp` also not before everybody has run ahead as far as allowed) up
+to the line at which all samples have been drawn, since behind it a slow worker computes alone. Both
+engines are read the same way. Whole run: the same over all of the run, `samples` and `seconds` of
+summary.json. Ideal: the sum over the workers of 1 / slow-down; the slow worker's computing is
+stretched by that factor, as in the study."""
+
+
+def row(
+    cell: Cell, summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What the two files of a run say of it; times are seconds of the engine that ran it."""
+    step = cell.workload.seconds / BATCH
+    whole = summary["samples_per_second"]
+    settled = whole if cell.lockstep else settled_rate(metrics, summary["samples"], cell)
+    return {
+        "speed-up": settled * step,
+        "whole run": whole * step,
+        "wait fraction": summary["wait_fraction"],
+        "coalesced": summary["gradients_coalesced"] / summary["gradients_computed"],
+        "dropped": summary["gradients_dropped"],
+        "sent by a step, MB": summary["bytes_sent_per_step"] / 1e6,
+        "seconds": summary["seconds"],
+    }
+
+
+def settled_rate(metrics: Sequence[Mapping[str, Any]], samples: int, cell: Cell) -> float:
+    """Samples per second while all workers were at it, by the lines of metrics; 0: too few."""
+    lines = [line for line in metrics if line["kind"] == "train"]
+    # The end of the run writes another line with the same number of samples.
+    whole = next((place for place, line in enumerate(lines) if line["samples"] == samples), -1)
+    shown = [line for line in lines[: whole + 1] if line["samples"] >= cell.settled_from]
+    seconds = [float(line["seconds"]) for line in shown]
+    if len(shown) < 2 or seconds[0] == seconds[-1]:
+        return 0.0
+    # By all lines and not by two: workers draw in bunches, and a line may fall anywhere in one.
+    return linear_regression(seconds, [float(line["samples"]) for line in shown]).slope

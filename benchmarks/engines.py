@@ -1,0 +1,143 @@
+"""The two engines that run a cell: MPI in the network lab, and virtual time.
+
+What the virtual network is told of the lab's is the same for every cell (`LINKS`), and nothing of
+it is fitted to a run of training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from aladdin_mpi.cli import read
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.options import SimulateOptions, followed
+from benchmarks.busy import BusyCores
+from benchmarks.cells import Cell, row
+from benchmarks.lab import Lab
+
+GOODPUT = 1448 / 1514
+"""Of a lab's link, which counts Ethernet frames of 1514 bytes with 1448 of a message in each;
+`benchmarks.progress` measures 0.959 with messages of 50 MB."""
+LINKS = {
+    "--latency-us": 600.0,
+    "--message-overhead-us": 20.0,
+    "--local-latency-us": 600.0,
+    "--local-bandwidth-gbit": 20.0,
+}
+"""The rest of the lab's network, of the order that `benchmarks.calibration` measures: the latency
+is that of a message that is announced first, three trips with a rank that polls at each end."""
+LAB_ENVIRONMENT = {"OMPI_MCA_coll": "^han"}
+"""For the ranks in the lab: Open MPI's sums by hosts first (han) go there in pieces of 64 KiB, and
+took five times as long for Horovod as its ring. The baseline gets the faster one."""
+START_SECONDS = 15.0
+"""What a run over MPI takes before its first step and behind its last, on two cores."""
+_LIMIT = 300.0
+
+
+class Engine(ABC):
+    """Something that runs cells; a context manager."""
+
+    name: str
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        return
+
+    def run(self, cell: Cell) -> dict[str, Any]:
+        """Train once; returns the figures of :func:`benchmarks.cells.row`.
+
+        Raises:
+            UserError: the run failed; with what it printed.
+        """
+        with tempfile.TemporaryDirectory(prefix="cell-") as folder:
+            run_dir = Path(folder) / "run"
+            more = self._train(cell, run_dir)
+            return {**_read(cell, run_dir), **more}
+
+    @abstractmethod
+    def _train(self, cell: Cell, run_dir: Path) -> Mapping[str, Any]:
+        """Train into ``run_dir``; returns further figures of the row."""
+
+
+class VirtualEngine(Engine):
+    """`aladdin_mpi.simulate` with a model of the lab's network, in this process."""
+
+    name = "virtual"
+
+    def _train(self, cell: Cell, run_dir: Path) -> Mapping[str, Any]:
+        from aladdin_mpi.training.simulator import simulate
+
+        words = [*cell.options(run_dir), *cluster_options(cell)]
+        given = read(SimulateOptions, words, "aladdin_mpi.simulate", "")
+        simulate(followed(SimulateOptions, given))
+        return {}
+
+
+def cluster_options(cell: Cell) -> list[str]:
+    """The options of `aladdin_mpi.simulate` that model the lab."""
+    values: dict[str, object] = {
+        "--workers": cell.workers,
+        "--hosts": cell.hosts,
+        "--placement": "cyclic",
+        "--bandwidth-gbit": cell.rate_gbit * GOODPUT,
+        **LINKS,
+    }
+    return [word for name, value in values.items() for word in (name, str(value))]
+
+
+class LabEngine(Engine):
+    """`aladdin_mpi.train` over MPI in the network lab, which stands while cells are alike."""
+
+    name = "real"
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._lab: Lab | None = None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def _train(self, cell: Cell, run_dir: Path) -> Mapping[str, Any]:
+        lab = self._lab_for(cell)
+        args = ["-m", "aladdin_mpi.train", *cell.options(run_dir), *cell.mpi_extra]
+        with BusyCores() as busy:
+            limit = _LIMIT + 4 * cell.seconds
+            done = lab.run(cell.ranks, args, timeout=limit, env=LAB_ENVIRONMENT)
+        if done.returncode != 0:
+            raise UserError(f"{cell.describe()}: the run failed:\n{done.stdout}{done.stderr}")
+        return {"cores busy": busy.cores}
+
+    def _lab_for(self, cell: Cell) -> Lab:
+        lab = self._lab
+        if lab is None or (lab.hosts, lab.rate_gbit) != (cell.hosts, cell.rate_gbit):
+            self._stack.close()
+            self._lab = None  # where the next one cannot be built
+            self._lab = lab = self._stack.enter_context(Lab(cell.hosts, cell.rate_gbit))
+        return lab
+
+
+def _read(cell: Cell, run_dir: Path) -> dict[str, Any]:
+    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    with contextlib.closing((run_dir / "metrics.jsonl").open(encoding="utf-8")) as lines:
+        metrics = [json.loads(line) for line in lines]
+    return row(cell, summary, metrics)

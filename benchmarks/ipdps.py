@@ -1,0 +1,271 @@
+"""The speed-ups of the IPDPS 2021 study in virtual time, beside those that it publishes.
+
+    python -m benchmarks.ipdps --save
+    python -m benchmarks.ipdps --quick
+
+24 workers on three machines of two virtual machines each, ResNet-50 and VGG-16 with ImageNet's
+shapes, 10 and 56 Gbit/s: figure 2 (BSP, ASP, SSP, AR-SGD, AD-PSGD at 2 to 24 workers) and
+figure 4 (BSP, ASP, SSP with no optimisation, sharding, wait-free backpropagation, deep gradient
+compression). Each cell is simulated with the links alone, and with assumptions changed one after
+the other, to see which of them makes the difference. What is done is kept in a file; the same
+command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from aladdin_mpi.errors import UserError
+from benchmarks import harness, ipdps_plots, ipdps_reasons
+from benchmarks.ipdps_paper import (
+    ALGORITHMS,
+    FIGURE_2,
+    FIGURE_4,
+    NETS,
+    NETWORKS,
+    SERVED,
+    STAGES,
+)
+from benchmarks.ipdps_run import VM, Run, speed_up
+from benchmarks.machine import machine
+
+HOSTS = {"memory_gbyte": 10.0, "handling_us": 1000.0, "local_bandwidth_gbit": 17.0}
+"""What processes and machines need for copies: see :data:`benchmarks.ipdps_reasons.NOTES`."""
+SELECTION = 0.18
+"""Seconds of a step that deep gradient compression takes in the study, in either network."""
+AVERAGING = {"resnet50": 0.15, "vgg16": 0.55}
+"""Seconds of a step that AD-PSGD's exchange takes with 8 workers at 56 Gbit/s: figure 3."""
+TAKING = {"memory_gbyte": 7.4}
+"""With 11 gradients taken in for a model sent 7 bytes a byte are moved at 10 GB/s so: 57 / 77."""
+WHOLE_MB = 1000.0
+"""A message for all that a server has: nothing is sent while something else is summed."""
+LEAST_ROUNDS = 3
+FACTORS = (0.8, 1.25)
+"""On the time of a step, to see how much depends on it."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value that the study publishes."""
+
+    figure: int
+    network: str
+    gbit: int
+    algorithm: str
+    workers: int
+    stage: str
+    published: float
+
+
+def cells() -> list[Cell]:
+    """All of figure 2, then all of figure 4."""
+    found = [
+        Cell(2, network, gbit, algorithm, workers, "wait-free", value)
+        for (network, gbit), curves in FIGURE_2.items()
+        for algorithm, curve in curves.items()
+        for workers, value in curve.items()
+    ]
+    found += [
+        Cell(4, network, gbit, algorithm, 24, stage, value)
+        for (network, gbit), bars in FIGURE_4.items()
+        for algorithm, values in bars.items()
+        for stage, value in zip(STAGES, values, strict=True)
+    ]
+    return found
+
+
+class Book:
+    """Speed-ups of runs, kept in a file as they are found.
+
+    Args:
+        path: one JSON object a line. It does not know of changes to the program. None: nothing
+            is kept.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._found: dict[str, float] = {}
+        if path is not None and path.exists():
+            lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+            self._found = {line["run"]: line["speed_up"] for line in lines}
+
+    def speed_up(self, run: Run) -> float:
+        """Looked up, or simulated and written down."""
+        if run.key not in self._found:
+            print(f"{run.key} ...", file=sys.stderr, flush=True)
+            self._found[run.key] = speed_up(run)
+            self._keep(run)
+        return self._found[run.key]
+
+    def _keep(self, run: Run) -> None:
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            line = {"run": run.key, "speed_up": self._found[run.key]}
+            file.write(json.dumps(line) + "\n")
+
+    def best(self, run: Run) -> Run:
+        """With the ratio of servers to workers that is best for four workers, as in the study.
+
+        Of ratios that make no difference of more than 1 % the smallest.
+        """
+        if run.algorithm not in SERVED or run.stage == "none":
+            return run
+        alone = replace(run, workers=VM, gbit=NETS[0], stage="wait-free")
+        ratios = [1, 2, 4]
+        found = {ratio: self.speed_up(replace(alone, per_vm=ratio)) for ratio in ratios}
+        enough = max(found.values()) * 0.99
+        return replace(run, per_vm=next(ratio for ratio in ratios if found[ratio] >= enough))
+
+
+def measure(cell: Cell, book: Book, rounds: int) -> dict[str, Any]:
+    """The row of a cell: the study's value, ours, and with assumptions changed."""
+    plain = replace(_plain(cell), rounds=rounds)
+    links = book.best(plain)
+    hosts = book.best(replace(plain, cluster=HOSTS))
+    third = _third(hosts, cell)
+    found: dict[str, Any] = {
+        "figure": cell.figure,
+        "network": cell.network,
+        "Gbit/s": cell.gbit,
+        "algorithm": cell.algorithm,
+        "workers": cell.workers,
+        "stage": cell.stage,
+        "published": cell.published,
+        "links": book.speed_up(links),
+        "hosts": book.speed_up(hosts),
+        "third": None if third is None else book.speed_up(third[0]),
+        "with": None if third is None else third[1],
+    }
+    found["ratio, links"] = found["links"] / cell.published
+    found["explained"] = ipdps_reasons.explained(found)
+    found["ratio, explained"] = found["explained"] / cell.published
+    return {**found, "reason": ipdps_reasons.reason(found)}
+
+
+def _plain(cell: Cell) -> Run:
+    """With the links alone, and the smallest ratio of servers."""
+    return Run(cell.network, cell.gbit, cell.algorithm, cell.workers, cell.stage)
+
+
+def _third(run: Run, cell: Cell) -> tuple[Run, str] | None:
+    """With the assumptions that only some runs ask for besides A; and their letters."""
+    if cell.algorithm == "ad-psgd":
+        return replace(run, extra=AVERAGING[cell.network]), "C"
+    if cell.stage == "dgc":
+        return replace(run, extra=SELECTION), "B"
+    letters = ""
+    # With one server each message's own time counts: ResNet-50 in one message would have none.
+    if cell.stage == "sharding" or (cell.stage, cell.network) == ("none", "vgg16"):
+        run, letters = replace(run, bucket_mb=WHOLE_MB), letters + "D"
+    if cell.network == "vgg16" and cell.algorithm in ("asp", "ssp") and cell.workers == 8:
+        run, letters = replace(run, stage="none"), letters + "E"
+    if cell.network == "vgg16" and cell.algorithm == "ssp":
+        run, letters = replace(run, cluster={**HOSTS, **TAKING}), letters + "F"
+    return (run, letters) if letters else None
+
+
+def sensitivity(chosen: Iterable[Cell], book: Book, rounds: int) -> str:
+    """How the links' speed-ups of figure 2 at 24 workers depend on the time of a step."""
+    lines = []
+    for cell in chosen:
+        if cell.figure != 2 or cell.workers != 24 or cell.gbit != NETS[0]:
+            continue
+        run = book.best(replace(_plain(cell), rounds=rounds))
+        values = [book.speed_up(replace(run, factor=factor)) for factor in (1.0, *FACTORS)]
+        texts = " / ".join(f"{value:.2f}" for value in values)
+        lines.append(f"- {NETWORKS[cell.network].name}, {cell.algorithm}: {texts}")
+    if not lines:
+        return ""
+    heads = f"with the step's time, and {FACTORS[0]:g} and {FACTORS[1]:g} times as much"
+    return f"\n\nLinks alone, 10 Gbit/s, 24 workers, {heads}:\n\n" + "\n".join(lines)
+
+
+def placement(book: Book, rounds: int) -> str:
+    """What speaks for links that the containers of a machine share."""
+    run = Run("resnet50", NETS[0], "asp", 24, rounds=rounds, cluster=HOSTS)
+    shared = book.best(run)
+    apart = replace(shared, cluster={**HOSTS, "hosts": 24 // VM})
+    values = [book.speed_up(shared), book.speed_up(apart)]
+    published = FIGURE_2["resnet50", NETS[0]]["asp"][24]
+    return (
+        "\n\nASP on ResNet-50, 24 workers at 10 Gbit/s, with A: "
+        f"{values[0]:.2f} with a link for each machine, {values[1]:.2f} with one for each "
+        f"container; published {published:g}."
+    )
+
+
+def _chosen(args: argparse.Namespace) -> list[Cell]:
+    return [
+        cell
+        for cell in cells()
+        if cell.figure in args.figure
+        and cell.network in args.network
+        and cell.gbit in args.gbit
+        and cell.algorithm in args.algorithm
+        and (args.workers is None or cell.workers in args.workers)
+    ]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = harness.make_parser("ipdps", "The IPDPS 2021 study's speed-ups in virtual time.")
+    add = parser.add_argument
+    add("--quick", action="store_true", help="figure 2, VGG-16, 24 workers, 10 Gbit/s")
+    add("--figure", type=int, nargs="+", choices=(2, 4), default=[2, 4], help="of the study")
+    add("--network", nargs="+", choices=list(NETWORKS), default=list(NETWORKS), help="to train")
+    add("--algorithm", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS), help="to run")
+    add("--gbit", type=int, nargs="+", choices=NETS, default=list(NETS), help="links in Gbit/s")
+    add("--workers", type=int, nargs="+", help="only cells of so many")
+    add(
+        "--rounds",
+        type=int,
+        default=5,
+        help="steps of each worker before those that are measured, and as many of those; 3 at "
+        "least. Where a server is the bottleneck 3 give up to 7 %% more than many",
+    )
+    add("--sensitivity", action="store_true", help="also vary the time of a step")
+    add(
+        "--done",
+        type=Path,
+        default=Path("runs/ipdps.jsonl"),
+        metavar="FILE",
+        help="runs that are done, by an earlier call of the same program; remove it to begin anew",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = _parser().parse_args(argv)
+    if args.rounds < LEAST_ROUNDS:
+        raise UserError(
+            f"--rounds: expected at least {LEAST_ROUNDS}, since samples are drawn two steps ahead, "
+            f"got {args.rounds}; give {LEAST_ROUNDS} or more"
+        )
+    if args.quick:
+        args.figure, args.network, args.gbit, args.workers = [2], ["vgg16"], [10], [24]
+        args.rounds, args.done = LEAST_ROUNDS, None  # what an older program found does not count
+    facts = machine()
+    book, chosen = Book(args.done), _chosen(args)
+    rows = [measure(cell, book, args.rounds) for cell in chosen]
+    notes = ipdps_reasons.NOTES
+    if args.sensitivity:
+        notes += sensitivity(chosen, book, args.rounds) + placement(book, args.rounds)
+    title = "Speed-ups of the IPDPS 2021 study in virtual time"
+    found = harness.Findings(title, rows, notes, ipdps_reasons.unexplained(rows))
+    status = harness.publish("ipdps", argv, args, facts, found)
+    if args.save is not None:
+        print(f"written: {' '.join(map(str, ipdps_plots.draw(rows, args.save)))}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run_main(main))

@@ -1,0 +1,153 @@
+"""The passes over memory on a gradient's way, each beside the plain way to write it.
+
+    python -m benchmarks.kernels --save
+    python -m benchmarks.kernels --quick
+
+One thread, nothing but memory and arithmetic: the two ways take turns.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from math import isfinite
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.layout import BYTES_PER_MB, BYTES_PER_VALUE
+from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.vectors import add_if_finite, is_finite
+from benchmarks import harness, quick
+from benchmarks.machine import machine
+
+Way = Callable[[], object]
+NOTES = """\
+Medians of single calls that take turns, on one thread. Look: whether all values are finite, by
+`aladdin_mpi.vectors.is_finite`, beside the sum of the values. Look and add: a gradient that has
+arrived, by `add_if_finite`, beside looking at it and adding it then. Momentum: a gradient turned
+into a step by `MomentumSGD.correct`, beside the same operations on whole vectors; Update: a whole
+step by `MomentumSGD.step`, likewise. Vectors are read in turn from more memory than caches of a
+core hold, as they are in training."""
+QUICK = {"megabytes": [0.5], "repeats": 5}
+MEMORY_MB = 256.0
+"""Memory that the vectors are taken from in turn."""
+LR, MOMENTUM, DECAY = 1e-9, 0.9, 1e-4
+
+
+class Vectors:
+    """Vectors of one size out of a large memory, another at each call."""
+
+    def __init__(self, megabytes: float) -> None:
+        self.numel = int(megabytes * BYTES_PER_MB) // BYTES_PER_VALUE
+        count = max(4, int(MEMORY_MB / megabytes))
+        self._rows = torch.randn(count, self.numel).mul_(1e-3)
+        self._next = 0
+
+    def take(self) -> Tensor:
+        """The one that has not been used for longest."""
+        self._next = (self._next + 1) % len(self._rows)
+        return self._rows[self._next]
+
+
+def look(megabytes: float) -> tuple[Way, Way]:
+    """Whether a vector is finite."""
+    vectors = Vectors(megabytes)
+    return lambda: is_finite(vectors.take()), lambda: isfinite(vectors.take().sum().item())
+
+
+def look_and_add(megabytes: float) -> tuple[Way, Way]:
+    """A gradient is looked at and added to a sum."""
+    vectors = Vectors(megabytes)
+    total = torch.zeros(vectors.numel)
+
+    def apart() -> None:
+        message = vectors.take()
+        if isfinite(message.sum().item()):
+            total.add_(message)
+
+    return lambda: add_if_finite(vectors.take(), total), apart
+
+
+def momentum(megabytes: float) -> tuple[Way, Way]:
+    """A gradient is turned into a step."""
+    x, gradient = Vectors(megabytes), Vectors(megabytes)
+    sgd = MomentumSGD(x.take(), MOMENTUM, DECAY)
+    velocity, everything = torch.zeros(x.numel), slice(0, x.numel)
+
+    def whole() -> None:
+        g = gradient.take()
+        g.add_(x.take(), alpha=DECAY)
+        g.copy_(velocity.mul_(MOMENTUM).add_(g))
+
+    return lambda: sgd.correct(everything, gradient.take(), x.take()), whole
+
+
+def update(megabytes: float) -> tuple[Way, Way]:
+    """A gradient is applied to parameters and left as it is."""
+    x, gradient = Vectors(megabytes), Vectors(megabytes)
+    sgd = MomentumSGD(x.take(), MOMENTUM, DECAY)
+    velocity = torch.zeros(x.numel)
+
+    def whole() -> None:
+        parameters = x.take()
+        direction = gradient.take().clone()
+        direction.add_(parameters, alpha=DECAY)
+        direction.copy_(velocity.mul_(MOMENTUM).add_(direction))
+        parameters.add_(direction, alpha=-LR)
+
+    return lambda: sgd.step(x.take(), gradient.take(), LR), whole
+
+
+KERNELS: dict[str, Callable[[float], tuple[Way, Way]]] = {
+    "look": look,
+    "look and add": look_and_add,
+    "momentum": momentum,
+    "update": update,
+}
+
+
+def row(kernel: str, megabytes: float, repeats: int) -> dict[str, Any]:
+    """One line of the table."""
+    ways = KERNELS[kernel](megabytes)
+    for way in ways * 2:  # touch all memory
+        way()
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(repeats):
+        for way, taken in zip(ways, times, strict=True):
+            start = time.perf_counter()
+            way()
+            taken.append(time.perf_counter() - start)
+    mine, plain = median(times[0]), median(times[1])
+    return {
+        "what": kernel,
+        "MB": megabytes,
+        "here, ms": 1e3 * mine,
+        "plain, ms": 1e3 * plain,
+        "ratio": mine / plain,
+        "median of ratios": median(a / b for a, b in zip(*times, strict=True)),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = harness.make_parser("kernels", "Passes over memory on a gradient's way.")
+    add = parser.add_argument
+    add("--what", nargs="+", choices=list(KERNELS), default=list(KERNELS), help="is measured")
+    add("--megabytes", type=float, nargs="+", default=[0.1, 1.0, 4.0, 16.0, 59.0], help="sizes")
+    add("--repeats", type=int, default=101, help="of which medians are taken")
+    args = quick.parse(parser, argv, QUICK)
+    torch.set_num_threads(1)
+    facts = machine()
+    table = [row(what, size, args.repeats) for what in args.what for size in args.megabytes]
+    notes = f"{NOTES} {quick.NOTE}" if args.quick else NOTES
+    found = harness.Findings("Passes over memory on a gradient's way", table, notes)
+    return harness.publish("kernels", argv, args, facts, found)
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run_main(main))

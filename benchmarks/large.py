@@ -1,0 +1,262 @@
+"""How far each algorithm scales: up to 1,024 workers in virtual time.
+
+    python -m benchmarks.large --save
+    python -m benchmarks.large --quick
+
+ResNet-50 and VGG-16 at full size with the step times of the ALADDIN study's cluster, eight
+workers to a host. Every finished point is kept (`--points`), so that the command goes on where
+it was stopped. Virtual time does not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from aladdin_mpi.errors import UserError
+from benchmarks import harness
+from benchmarks.machine import machine
+from benchmarks.results import RESULTS, table
+from benchmarks.scale import plots
+from benchmarks.scale.cases import (
+    JITTER,
+    LOCAL_GBIT,
+    USUAL_LINK,
+    USUAL_SERVERS,
+    WORKERS,
+    WORKERS_PER_HOST,
+    WORKLOADS,
+    Case,
+    Curve,
+    all_algorithms,
+    curve,
+    quick_study,
+    study,
+)
+from benchmarks.scale.measure import run_apart
+from benchmarks.scale.prediction import KNEE
+from benchmarks.scale.table import Found, between, row, words
+
+STOP = 0.4
+"""A curve that is only there for its knee ends with the first point below this share."""
+SETTLED_AT = 128
+"""Workers of the runs that are made again with twice as many steps, ..."""
+SETTLED = ("aladdin", "asp", "ar-sgd", "sgp", "easgd")
+"""... of these algorithms."""
+
+NOTES = f"""\
+Knee: the largest number of workers with at least {KNEE:.0%} of the ideal speed-up, between points
+over log2 of the workers; for `aladdin`, whose workers never wait, of the gradients that are sent
+by themselves: when its links are full, it adds gradients up before they are sent, and all are
+applied still. "<" and ">": it lies before the first, or beyond the last number of workers.
+Speed-up: steps per second of all workers, each over a window of steps after the start, times the
+time of one step.
+
+Predicted: from bytes and link rates alone, by the busiest host's link: overlapped, if all moves
+while workers compute; not overlapped, if nothing does. Both contain the wait for the slowest
+worker where all wait for it. `ashl` and `adsp` choose themselves how often they send.
+
+Busiest link: the one that was busy for the largest share of the time, at the first number of
+workers past the knee ("seen at"), or at the last. Its limit: "link is full" from 90 % on.
+
+Model: {{hosts}} eight workers to a host; a host's link of so many Gbit/s each way with a latency
+of 50 us, and {LOCAL_GBIT:g} Gbit/s inside a host; servers on hosts of their own turn, at most one
+to a host (so that fewer hosts than servers have fewer). Without servers, neighbours share a host.
+Time of a step: log-normal, standard deviation {JITTER:.0%}. Long all-reduces go around a ring up
+to 32 ranks, and by halving and doubling beyond. `multistep` stops at 128 workers: its messages
+grow as their square. It exchanges gradients here, not activations.
+
+Left out by the model: the network between the hosts is one switch that is never the bottleneck,
+so no oversubscribed upper layers, no hot spots and no congestion among flows but at the hosts'
+own links; no protocol effects, such as headers, slow start, incast losses and retransmissions; no
+contention with a file system or other jobs; and no time for the servers' own additions and copies,
+so that a server is as fast as its link."""
+
+
+class Store:
+    """Finished points, in memory and as lines of JSON in a file if there is one."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._found: dict[str, dict[str, Any]] = {}
+        if path is not None and path.exists():
+            for number, line in enumerate(path.read_text().splitlines(), start=1):
+                self._take(number, line)
+
+    def _take(self, number: int, line: str) -> None:
+        try:
+            entry = json.loads(line)
+            self._found[json.dumps(entry["case"], sort_keys=True)] = entry["figures"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"--points: expected a line of JSON with case and figures in {self._path}, line "
+                f"{number}, got {line[:60]!r}; remove that line, and its point is run again"
+            ) from error
+
+    def get(self, case: Case) -> dict[str, Any] | None:
+        """The figures of a case that was run."""
+        return self._found.get(_key(case))
+
+    def put(self, case: Case, figures: Mapping[str, Any]) -> None:
+        """Keep the figures of a case."""
+        self._found[_key(case)] = dict(figures)
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"case": asdict(case), "figures": figures}) + "\n")
+
+
+def _key(case: Case) -> str:
+    return json.dumps(asdict(case), sort_keys=True)
+
+
+def point(store: Store, case: Case) -> dict[str, Any]:
+    """The figures of a case: kept ones, or of a run."""
+    known = store.get(case)
+    if known is not None:
+        return known
+    found, seconds, memory = run_apart(case)
+    store.put(case, found)
+    servers = f", {case.servers} servers" if case.servers else ""
+    print(
+        f"{case.algorithm}, {case.model.name}, {case.gbit:g} Gbit/s{servers}, {case.workers} "
+        f"workers: {found['speed_up'] / case.workers:.1%} of ideal; {seconds:.0f} s, "
+        f"{memory:.0f} MB",
+        file=sys.stderr,
+        flush=True,
+    )
+    return found
+
+
+def run_all(store: Store, curves: Sequence[Curve]) -> None:
+    """Run what is missing, all small numbers of workers first; curves end behind their knees."""
+    for workers in sorted({number for line in curves for number in line.workers}):
+        for line in curves:
+            cases = [case for case in line.cases if case.workers == workers]
+            if cases and not is_over(store, line):
+                point(store, cases[0])
+
+
+def is_over(store: Store, line: Curve) -> bool:
+    """Whether a curve that is only there for its knee has come to its end."""
+    usual = line.gbit == USUAL_LINK and line.servers in (0, USUAL_SERVERS)
+    found = kept(store, [line])
+    return not usual and bool(found) and found[0].judged[-1][1] < STOP
+
+
+def settled(
+    store: Store, workloads: Iterable[str], algorithms: Collection[str]
+) -> list[dict[str, Any]]:
+    """What twice as many steps change."""
+    rows = []
+    for workload in workloads:
+        for name in filter(algorithms.__contains__, SETTLED):
+            line = curve(name, workload, USUAL_LINK, USUAL_SERVERS, [SETTLED_AT])
+            (case,) = line.cases
+            once, twice = (point(store, replace(case, times=times)) for times in (1, 2))
+            rows.append(
+                {
+                    "model": line.model.name,
+                    "algorithm": name,
+                    "workers": SETTLED_AT,
+                    "speed-up": once["speed_up"],
+                    "with twice the steps": twice["speed_up"],
+                    "change": f"{twice['speed_up'] / once['speed_up'] - 1:+.1%}",
+                }
+            )
+    return rows
+
+
+def notes(founds: Sequence[Found], checked: Sequence[Mapping[str, Any]]) -> str:
+    """How to read the table, what moves the knees, and how settled the figures are."""
+    models = ", ".join(
+        f"{w.name} of {w.megabytes:g} MB with {w.seconds:g} s for a step of {w.batch} samples"
+        for w in WORKLOADS.values()
+    )
+    moved = words(founds)
+    parts = [NOTES.format(hosts=f"{models};"), between(founds) + "."]
+    if moved:
+        parts.append("What moves the knees:\n\n" + "\n".join(f"- {line}" for line in moved))
+    if checked:
+        parts.append("Twice as many steps:\n\n" + table(checked))
+    return "\n\n".join(parts)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = harness.make_parser("large", "How far each algorithm scales, in virtual time.")
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a few curves up to 32 workers")
+    add("--workload", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS), help="models")
+    add("--algorithm", choices=all_algorithms(), nargs="+", default=all_algorithms(), help="curves")
+    add("--workers", type=int, nargs="+", default=list(WORKERS), help="points of each curve")
+    add(
+        "--points",
+        type=Path,
+        metavar="FILE",
+        help="finished points, which are not run again; by default large/points.jsonl in the "
+        "folder of the results, with --quick none",
+    )
+    add("--kept-only", action="store_true", help="show what --points holds, and run nothing")
+    return parser
+
+
+def _chosen(args: argparse.Namespace) -> list[Curve]:
+    for workers in args.workers:
+        if workers < WORKERS_PER_HOST or workers % WORKERS_PER_HOST:
+            raise UserError(
+                f"--workers: expected multiples of {WORKERS_PER_HOST}, which share a host, got "
+                f"{workers}; write for example --workers 8 64 512"
+            )
+    return quick_study() if args.quick else study(args.workload, args.workers, args.algorithm)
+
+
+def _place(args: argparse.Namespace) -> Path | None:
+    """Where points are kept; a quick pass keeps none unless it is told to."""
+    if args.points is not None or args.quick:
+        return args.points
+    return (args.save or RESULTS) / "large" / "points.jsonl"
+
+
+def kept(store: Store, curves: Iterable[Curve]) -> list[Found]:
+    """The curves of which points are there, as far as they go."""
+    founds = []
+    for line in curves:
+        points = [(case.workers, store.get(case)) for case in line.cases]
+        there = [(workers, known) for workers, known in points if known is not None]
+        if there:
+            founds.append(Found(line, there))
+    return founds
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = _parser().parse_args(argv)
+    curves = _chosen(args)
+    facts = machine()
+    store = Store(_place(args))
+    if not args.kept_only:
+        run_all(store, curves)
+    founds = kept(store, curves)
+    if not founds:
+        raise UserError(f"--points: expected finished points in {_place(args)}, got none; run some")
+    checked: list[dict[str, Any]] = []
+    if not (args.quick or args.kept_only):
+        checked = settled(store, args.workload, args.algorithm)
+    title = f"How far the algorithms scale: up to {max(f.points[-1][0] for f in founds)} workers"
+    found = harness.Findings(title, [row(each) for each in founds], notes(founds, checked))
+    status = harness.publish("large", argv, args, facts, found)
+    if args.save is not None:
+        pictures = plots.draw(founds, args.save / "large")
+        print(f"drawn: {' '.join(map(str, pictures))}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run_main(main))

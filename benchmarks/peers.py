@@ -1,0 +1,157 @@
+"""AR-SGD beside its peers, in the same run: a training step, and the sum of a gradient alone.
+
+    python -m benchmarks.peers --save --check
+    python -m benchmarks.peers --quick
+
+Peers of a step are torch's DistributedDataParallel over gloo, with and without its PowerSGD hook,
+and Horovod's DistributedOptimizer; those of the sum are one call of mpi4py, of torch.distributed
+and of Horovod for the whole gradient. All ranks are on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from aladdin_mpi.allreduce import over_horovod
+from benchmarks import harness, quick
+from benchmarks.machine import machine
+
+PROGRAM = "benchmarks.programs.peers"
+BAR = 1.05
+"""Longest time of the best of ours, as a multiple of that of the best peer."""
+OURS = ("mpi", "horovod", "torch")
+"""Backends of ``--allreduce``."""
+PEERS = {
+    "step": ("DDP", "hvd optimizer"),
+    "sum": ("Allreduce", "all_reduce", "hvd allreduce"),
+}
+COMPRESSED = {"ours": "dgc", "peer": "DDP PowerSGD"}
+"""Those that do not send all of a gradient, which are judged by themselves."""
+ALONE = "alone"
+NEEDS_HOROVOD = ("horovod", "hvd optimizer", "hvd allreduce")
+MEGABYTES = {"resnet56": 3.4, "vgg16_bn_cifar": 58.9}
+"""Parameters of the models that are measured by default, in fp32."""
+
+Record = Mapping[str, Any]
+NOTES = """\
+Medians of repeats in which all take turns in one run, of the mean over the steps of one turn, on
+the slowest rank. A step: forward, backward, sum and update on a fixed batch, as in Horovod's
+synthetic benchmark. mpi, horovod and torch are AR-SGD through the public interface with that
+`--allreduce`, with all that training has besides; alone: the same loop in plain torch and nothing
+summed, on all ranks at once. DDP: torch's DistributedDataParallel over gloo, gradients as views of
+its buckets; hvd optimizer: Horovod's DistributedOptimizer. The sum: of a vector, by ours in buckets
+of 4 MB, by the others in one call, namely mpi4py's Allreduce, torch.distributed's all_reduce over
+gloo, and Horovod's. Ratio: the best of ours over the best peer. Those that leave values out, dgc
+(AR-SGD with deep gradient compression) and DDP PowerSGD (rank 1), have a ratio of their own."""
+QUICK = {
+    "ranks": [2],
+    "model": ["digits"],
+    "megabytes": [1.0],
+    "steps": 2,
+    "sums": 2,
+    "batch": 2,
+    "repeats": 1,
+}
+
+
+def measure(args: argparse.Namespace, ranks: int) -> list[Record]:
+    """All records of the program with so many ranks."""
+    options = {
+        "--loop": [name for name in args.loop if _present(name)],
+        "--model": args.model,
+        "--batch": [args.batch],
+        "--steps": [args.steps],
+        "--sum": [name for name in args.sum if _present(name)],
+        "--megabytes": args.megabytes,
+        "--bucket-mb": [args.bucket_mb],
+        "--sums": [args.sums],
+        "--repeats": [args.repeats],
+    }
+    words = [word for name, values in options.items() for word in (name, *map(str, values))]
+    done = harness.run_here(ranks, ["-m", PROGRAM, *words], args.limit)
+    records: list[Record] = harness.json_printed(done)
+    return records
+
+
+def _present(name: str) -> bool:
+    return name not in NEEDS_HOROVOD or over_horovod.library() is not None
+
+
+def rows(records: Sequence[Record], ranks: int) -> list[dict[str, Any]]:
+    """The table for one number of ranks: a row for each model, and for each size."""
+    found = []
+    for what, size in dict.fromkeys((r["what"], r["size"]) for r in records):
+        mine = [r for r in records if (r["what"], r["size"]) == (what, size)]
+        times = {
+            who: median(r["seconds"] for r in mine if r["who"] == who)
+            for who in dict.fromkeys(r["who"] for r in mine)
+        }
+        row: dict[str, Any] = {"ranks": ranks, "what": what, "size": size}
+        row |= {f"{who}, ms": 1e3 * seconds for who, seconds in times.items()}
+        found.append(row | _verdict(what, times))
+    return found
+
+
+def _verdict(what: str, times: Mapping[str, float]) -> dict[str, Any]:
+    """The best of ours and of the peers, and how they compare."""
+    ours = [who for who in OURS if who in times]
+    peers = [who for who in PEERS[what] if who in times]
+    found: dict[str, Any] = {}
+    if ours and peers:
+        best, peer = min(ours, key=times.__getitem__), min(peers, key=times.__getitem__)
+        found |= {"best of ours": best, "best peer": peer, "ratio": times[best] / times[peer]}
+    if what == "step" and set(COMPRESSED.values()) <= times.keys():
+        found["compressed ratio"] = times[COMPRESSED["ours"]] / times[COMPRESSED["peer"]]
+    return found
+
+
+def missed(table: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The rows that exceed the bar, in words."""
+    found = []
+    for row in table:
+        case = f"{row['what']}, {row['size']}, {row['ranks']} ranks"
+        if row.get("ratio", 0.0) > BAR:
+            found.append(
+                f"{case}: {row['best of ours']} takes {row['ratio']:.2f} of the time of "
+                f"{row['best peer']}, expected at most {BAR:g}"
+            )
+        if row.get("compressed ratio", 0.0) > BAR:
+            found.append(
+                f"{case}: {COMPRESSED['ours']} takes {row['compressed ratio']:.2f} of the time of "
+                f"{COMPRESSED['peer']}, expected at most {BAR:g}"
+            )
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = harness.make_parser("peers", "AR-SGD beside its peers.")
+    add = parser.add_argument
+    loops = [ALONE, *OURS, *PEERS["step"], *COMPRESSED.values()]
+    sums = [*OURS, *PEERS["sum"]]
+    add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
+    add("--loop", nargs="*", choices=loops, default=loops, help="whose steps are measured")
+    add("--model", nargs="*", default=list(MEGABYTES), help="of aladdin_mpi.train, for images")
+    add("--batch", type=int, default=8, help="samples of a rank in a step")
+    add("--steps", type=int, default=10, help="in one measurement")
+    add("--sum", nargs="*", choices=sums, default=sums, help="whose sums are measured")
+    add("--megabytes", type=float, nargs="*", default=list(MEGABYTES.values()), help="of a sum")
+    add("--bucket-mb", type=float, default=4.0, help="a bucket of ours, in MB")
+    add("--sums", type=int, default=10, help="in one measurement")
+    add("--repeats", type=int, default=7, help="of which medians are taken")
+    add("--limit", type=float, default=1800.0, help="longest run, in s")
+    args = quick.parse(parser, argv, QUICK)
+    facts = machine()
+    table = [row for ranks in args.ranks for row in rows(measure(args, ranks), ranks)]
+    notes = f"{NOTES} {quick.NOTE}" if args.quick else NOTES
+    found = harness.Findings("AR-SGD beside its peers", table, notes, missed(table))
+    return harness.publish("peers", argv, args, facts, found)
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run_main(main))

@@ -1,0 +1,210 @@
+"""Who takes part in `benchmarks.peers`: a training loop for each, in its own words.
+
+Each loop trains the same model on the same fixed batch, as Horovod's synthetic benchmark does,
+and tells when every step has ended. All but the baseline sum the gradients of all ranks.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+# isort: split
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from aladdin_mpi.allreduce.over_torch import end_group
+from aladdin_mpi.training.data_parallel import DataParallel
+from aladdin_mpi.training.models import build_model
+from aladdin_mpi.transport.mpi import MpiTransport
+
+CLASSES = 10
+SIZE = 32
+"""Pixels of an image's side."""
+LR, MOMENTUM, DECAY = 0.01, 0.9, 1e-4
+TIMEOUT = 120.0
+POWER_SGD_RANK = 1
+"""As in torch's own example; the strongest compression there is."""
+POWER_SGD_START = 2
+"""The first step that is compressed: the smallest number that error feedback allows."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and the one batch that it is trained on, for ``steps`` steps."""
+
+    model: str
+    batch: int
+    steps: int
+
+    def build(self) -> tuple[nn.Module, Tensor, Tensor]:
+        """The model, images and labels; alike on every rank and for every contender."""
+        torch.manual_seed(1)
+        module = build_model(self.model, CLASSES, 3, SIZE)
+        images = torch.randn(self.batch, 3, SIZE, SIZE)
+        return module, images, torch.randint(CLASSES, (self.batch,))
+
+
+Moments = list[float]
+"""When each step ended, by ``time.perf_counter``."""
+Loop = Callable[[Task], Moments]
+
+
+def _sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+
+
+def _train(
+    module: nn.Module, optimizer: Any, task: Task, images: Tensor, labels: Tensor
+) -> Moments:
+    moments = []
+    for _ in range(task.steps):
+        optimizer.zero_grad()
+        cross_entropy(module(images), labels).backward()
+        optimizer.step()
+        moments.append(time.perf_counter())
+    return moments
+
+
+def alone(task: Task) -> Moments:
+    """Each rank for itself: what computing takes beside the others' computing."""
+    module, images, labels = task.build()
+    return _train(module, _sgd(module), task, images, labels)
+
+
+# -- peers ----------------------------------------------------------------------------------
+@contextmanager
+def gloo() -> Iterator[None]:
+    """A process group of all ranks, which are on one host."""
+    world = MPI.COMM_WORLD
+    make: Any = dist.TCPStore  # type: ignore[attr-defined]  # a compiled one, without type hints
+    store = None
+    if world.rank == 0:
+        store = make("127.0.0.1", 0, world.size, True, wait_for_workers=False)
+    port = world.bcast(store.port if store else None)
+    if store is None:
+        store = make("127.0.0.1", port, world.size, False)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    try:
+        yield
+    finally:
+        world.Barrier()  # the store is rank 0's
+        end_group()
+
+
+def ddp(task: Task) -> Moments:
+    """torch DistributedDataParallel over gloo; gradients are views of its buckets: no copies."""
+    return _ddp(task, lambda net: None)
+
+
+def ddp_power_sgd(task: Task) -> Moments:
+    """The same with torch's PowerSGD hook."""
+    return _ddp(task, _add_power_sgd)
+
+
+def _ddp(task: Task, prepare: Callable[[DistributedDataParallel], None]) -> Moments:
+    with gloo():
+        module, images, labels = task.build()
+        net = DistributedDataParallel(module, gradient_as_bucket_view=True)
+        prepare(net)
+        return _train(net, _sgd(net), task, images, labels)
+
+
+def _add_power_sgd(net: DistributedDataParallel) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=POWER_SGD_RANK, start_powerSGD_iter=POWER_SGD_START
+    )
+    net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+@contextmanager
+def horovod() -> Iterator[Any]:
+    """``horovod.torch``, started; over MPI."""
+    import horovod.torch as hvd
+
+    hvd.init()
+    try:
+        yield hvd
+    finally:
+        hvd.shutdown()
+
+
+def horovod_optimizer(task: Task) -> Moments:
+    """As examples/pytorch/pytorch_synthetic_benchmark.py of Horovod 0.28."""
+    with horovod() as hvd:
+        module, images, labels = task.build()
+        plain = _sgd(module)
+        optimizer = hvd.DistributedOptimizer(plain, named_parameters=module.named_parameters())
+        hvd.broadcast_parameters(module.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(plain, root_rank=0)
+        return _train(module, optimizer, task, images, labels)
+
+
+# -- ours -----------------------------------------------------------------------------------
+def ar_sgd(backend: str) -> Loop:
+    """AR-SGD with an ``--allreduce``."""
+    return lambda task: ours(task, algorithm="ar-sgd", ar_sgd={"allreduce": backend})
+
+
+def ar_sgd_compressed(task: Task) -> Moments:
+    """AR-SGD with deep gradient compression, as in its paper."""
+    return ours(task, algorithm="ar-sgd", compression="dgc", dgc={"warmup_epochs": 0})
+
+
+def ours(task: Task, **settings: Any) -> Moments:
+    """The public interface's loop: draws of samples, metrics and a run folder are part of it."""
+    transport = MpiTransport(timeout=TIMEOUT)
+    folder = Path(tempfile.mkdtemp(prefix="peers-"))
+    module, images, labels = task.build()
+    items = TensorDataset(torch.zeros(task.batch, 1), torch.zeros(task.batch, dtype=torch.int64))
+    workers = transport.size - settings.get("servers", 0)
+    run = DataParallel(
+        module,
+        transport=transport,
+        samples=task.steps * task.batch * workers,
+        batch_size=task.batch,
+        lr=LR,
+        lr_schedule="constant",
+        warmup_epochs=0,
+        momentum=MOMENTUM,
+        weight_decay=DECAY,
+        device="cpu",
+        run_dir=folder / "run",
+        quiet=True,
+        **settings,
+    )
+    moments = []
+    for _ in run.batches(items):
+        loss = cross_entropy(module(images), labels)
+        loss.backward()
+        run.step(loss)
+        moments.append(time.perf_counter())
+    transport.close()
+    shutil.rmtree(folder, ignore_errors=True)
+    return moments
+
+
+LOOPS: dict[str, Loop] = {
+    "alone": alone,
+    "mpi": ar_sgd("mpi"),
+    "horovod": ar_sgd("horovod"),
+    "torch": ar_sgd("torch"),
+    "dgc": ar_sgd_compressed,
+    "DDP": ddp,
+    "DDP PowerSGD": ddp_power_sgd,
+    "hvd optimizer": horovod_optimizer,
+}

@@ -1,0 +1,147 @@
+"""A worker's step with ALADDIN and without any communication, in turn, on the same ranks.
+
+Rank 0 is the server, the others are workers. The last line that rank 0 prints is a JSON list, with
+one record for every measurement: the mean seconds of a step, on the slowest worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mpi4py import MPI
+
+# isort: split
+import torch
+from torch.nn.functional import cross_entropy
+
+from aladdin_mpi import guard
+from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.replica import Replica
+from aladdin_mpi.training.data_parallel import DataParallel
+from aladdin_mpi.transport.mpi import MpiTransport
+from benchmarks.programs import contenders
+from benchmarks.programs.contenders import DECAY, LR, MOMENTUM, TIMEOUT, Moments, Task
+
+WARM_UP = 3
+"""Steps before those that are measured: they touch all memory once."""
+SERVERS = 1
+
+
+def flat(task: Task) -> Moments:
+    """The arithmetic of ALADDIN's worker on its flat vectors, and nothing else."""
+    module, images, labels = task.build()
+    replica = Replica(module)
+    sgd = MomentumSGD(replica.parameters, MOMENTUM, DECAY)
+    gradient, whole = replica.new_vector(), slice(0, replica.numel)
+    moments = []
+    for _ in range(task.steps):
+        gradient.zero_()
+        replica.bind_gradients(gradient)
+        cross_entropy(module(images), labels).backward()
+        sgd.correct(whole, gradient, replica.parameters)
+        replica.parameters.add_(gradient, alpha=-LR)
+        moments.append(time.perf_counter())
+    return moments
+
+
+def aladdin(task: Task) -> Moments:
+    """ALADDIN, as in training."""
+    return contenders.ours(task, algorithm="aladdin", servers=SERVERS)
+
+
+def sleeping(task: Task, seconds: float) -> Moments:
+    """Timed computing without a transport: each step sleeps."""
+    moments = []
+    for _ in range(task.steps):
+        time.sleep(seconds)
+        moments.append(time.perf_counter())
+    return moments
+
+
+def aladdin_timed(task: Task, seconds: float) -> Moments:
+    """ALADDIN with timed computing: the messages are real, a step is a sleep."""
+    transport = MpiTransport(timeout=TIMEOUT)
+    folder = Path(tempfile.mkdtemp(prefix="step-"))
+    module, _, _ = task.build()
+    workers = transport.size - SERVERS
+    run = DataParallel(
+        module,
+        transport=transport,
+        algorithm="aladdin",
+        servers=SERVERS,
+        compute="timed",
+        compute_time=seconds,
+        samples=task.steps * task.batch * workers,
+        batch_size=task.batch,
+        run_dir=folder / "run",
+        quiet=True,
+    )
+    moments = []
+    for _ in run.batches(task.steps * task.batch):
+        run.step()
+        moments.append(time.perf_counter())
+    transport.close()
+    shutil.rmtree(folder, ignore_errors=True)
+    return moments
+
+
+def measure(case: str, task: Task, compute_seconds: float) -> float:
+    """Mean seconds of a step after the first ones, on the slowest worker."""
+    loops: dict[str, Callable[[], Moments]] = {
+        "alone": lambda: contenders.alone(task),
+        "flat": lambda: flat(task),
+        "aladdin": lambda: aladdin(task),
+        "sleep": lambda: sleeping(task, compute_seconds),
+        "aladdin timed": lambda: aladdin_timed(task, compute_seconds),
+    }
+    talks = case.startswith("aladdin")
+    world = MPI.COMM_WORLD
+    moments: Moments = []
+    if talks or world.rank >= SERVERS:
+        moments = loops[case]()
+    mean = 0.0
+    if world.rank >= SERVERS:
+        measured = moments[WARM_UP - 1 :]
+        mean = (measured[-1] - measured[0]) / (len(measured) - 1)
+    _rest_until_all_are_here()
+    return float(world.allreduce(mean, MPI.MAX))
+
+
+def _rest_until_all_are_here() -> None:
+    """A barrier that takes no core from those who still compute."""
+    request = MPI.COMM_WORLD.Ibarrier()
+    while not request.Test():
+        time.sleep(0.005)
+
+
+def main() -> int:
+    """Measure every case ``--repeats`` times."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--model", nargs="+", required=True)
+    add("--case", nargs="+", required=True)
+    add("--batch", type=int, required=True)
+    add("--steps", type=int, required=True)
+    add("--compute-time", type=float, required=True)
+    add("--repeats", type=int, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    records = []
+    for _, model, case in itertools.product(range(args.repeats), args.model, args.case):
+        task = Task(model, args.batch, WARM_UP + args.steps)
+        seconds = measure(case, task, args.compute_time)
+        records.append({"model": model, "case": case, "seconds": seconds})
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps(records), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(guard.run_guarded(main))

@@ -1,0 +1,95 @@
+"""Who takes part in `benchmarks.peers` when nothing is computed: ways to sum a vector."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mpi4py import MPI
+
+# isort: split
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aladdin_mpi.allreduce import choose
+from aladdin_mpi.layout import BYTES_PER_MB, BYTES_PER_VALUE
+from aladdin_mpi.transport.mpi import MpiTransport
+from benchmarks.programs.contenders import TIMEOUT, gloo, horovod
+
+Sum = Callable[[Tensor], object]
+"""Sums a vector over all ranks, in place."""
+
+
+@contextmanager
+def bare_mpi(bucket_mb: float) -> Iterator[Sum]:
+    """mpi4py's ``Allreduce``: one call for the whole vector, which waits by spinning."""
+    yield lambda vector: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, [vector.numpy(), MPI.FLOAT])
+
+
+@contextmanager
+def bare_gloo(bucket_mb: float) -> Iterator[Sum]:
+    """``torch.distributed.all_reduce`` of the whole vector."""
+    with gloo():
+        yield dist.all_reduce
+
+
+@contextmanager
+def bare_horovod(bucket_mb: float) -> Iterator[Sum]:
+    """``horovod.torch.allreduce_`` of the whole vector."""
+    with horovod() as hvd:
+        yield lambda vector: hvd.allreduce_(vector, op=hvd.Sum, name="vector")
+
+
+def ours(backend: str) -> Any:
+    """AR-SGD's sum: bucket by bucket, all begun before the first is waited for."""
+
+    @contextmanager
+    def opened(bucket_mb: float) -> Iterator[Sum]:
+        transport = MpiTransport(timeout=TIMEOUT)
+        reducer = choose.make(backend, transport, torch.device("cpu"))
+        values = int(bucket_mb * BYTES_PER_MB) // BYTES_PER_VALUE
+
+        def sum_up(vector: Tensor) -> None:
+            pending = [reducer.start(part, key) for key, part in enumerate(vector.split(values))]
+            for one in pending:
+                one.wait()
+
+        yield sum_up
+        reducer.close()
+        transport.close()
+
+    return opened
+
+
+SUMS: dict[str, Any] = {
+    "mpi": ours("mpi"),
+    "horovod": ours("horovod"),
+    "torch": ours("torch"),
+    "Allreduce": bare_mpi,
+    "all_reduce": bare_gloo,
+    "hvd allreduce": bare_horovod,
+}
+
+
+def seconds(who: str, megabytes: float, bucket_mb: float, warm_up: int, times: int) -> float:
+    """Mean seconds of one sum on this rank.
+
+    Raises:
+        AssertionError: the sum is wrong.
+    """
+    world = MPI.COMM_WORLD
+    vector = torch.zeros(int(megabytes * BYTES_PER_MB) // BYTES_PER_VALUE)
+    with SUMS[who](bucket_mb) as sum_up:
+        sum_up(vector.fill_(1.0))
+        assert vector.min() == vector.max() == world.size, f"{who} sums wrongly"
+        vector.zero_()  # sums of sums would soon be infinite
+        for _ in range(warm_up):
+            sum_up(vector)
+        world.Barrier()
+        start = time.perf_counter()
+        for _ in range(times):
+            sum_up(vector)
+        return (time.perf_counter() - start) / times

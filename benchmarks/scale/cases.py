@@ -1,0 +1,235 @@
+"""What is run: curves over the number of workers, each of one algorithm on one cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from aladdin_mpi.algorithms.registry import ALGORITHMS, find
+from aladdin_mpi.options import SimulateOptions, parse
+from benchmarks.cells import WORKLOADS as TENTHS
+
+WORKERS_PER_HOST = 8
+LOCAL_GBIT = 1600.0
+"""Inside a host: 200 Gbit/s for each of eight workers, as a PCIe 4.0 slot of 16 lanes gives."""
+JITTER = 0.05
+"""Of the time of a step: "5 % compute variance" (Ko et al., IPDPS 2021)."""
+LINKS = (10.0, 25.0, 100.0, 200.0)
+SERVERS = (1, 4, 16, 64)
+USUAL_LINK, USUAL_SERVERS = 100.0, 16
+WORKERS = (8, 16, 32, 64, 128, 256, 512, 1024)
+HOST_FIRST = "bsp, host first"
+ALL_TO_ALL_WORKERS = 128
+"""Most workers of `multistep`: every one sends to every other, n^2 messages for a bucket."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network at full size.
+
+    Args:
+        megabytes: of parameters, fp32.
+        seconds: of a step of one worker, that of the ALADDIN study's cluster.
+        batch: samples of a step there (Ko et al., CIKM 2021, section 5.1).
+        message_mb: largest message: some 12 to 16 make a gradient.
+    """
+
+    name: str
+    megabytes: float
+    seconds: float
+    batch: int
+    message_mb: float
+
+
+def _whole(key: str, batch: int, message_mb: float) -> Workload:
+    tenth = TENTHS[key]
+    return Workload(tenth.name, 10 * tenth.megabytes, tenth.seconds, batch, message_mb)
+
+
+WORKLOADS = {"resnet50": _whole("resnet50", 128, 8.0), "vgg16": _whole("vgg16", 96, 40.0)}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Which steps of a worker are measured: ``window`` of them after ``warm_up``.
+
+    The window holds whole periods of the algorithm, such as ALADDIN's pi steps.
+    """
+
+    warm_up: int
+    window: int
+
+    @property
+    def steps(self) -> int:
+        """Of each worker in the run."""
+        return self.warm_up + self.window + 1
+
+    def longer(self, times: int) -> Phase:
+        """With a window so many times as long, after as long a warm-up."""
+        return Phase(self.warm_up * times, self.window * times)
+
+
+PHASES = {
+    "aladdin": Phase(4, 8),  # pi = 4
+    "easgd": Phase(4, 4),  # tau = 2
+    "eamsgd": Phase(4, 4),
+    "ssp": Phase(4, 8),  # a bound of 3
+    "gosgd": Phase(4, 8),
+    "local-sgd": Phase(8, 8),  # H = 8
+    "ashl": Phase(13, 16),  # five steps of profiling, then exchanges about every eight
+    "adsp": Phase(20, 20),  # nothing is sent in the first ten; check periods of ten
+}
+PHASE = Phase(3, 4)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One algorithm on one kind of cluster.
+
+    Args:
+        algorithm: of the registry, or :data:`HOST_FIRST`.
+        servers: most of them: hosts have one each, up to so many; 0: it has none.
+        gbit: of a host's link, each way.
+        workers: the numbers of workers, rising.
+        part: of the study: "algorithms", "servers" or "links".
+    """
+
+    algorithm: str
+    workload: str
+    servers: int
+    gbit: float
+    workers: tuple[int, ...] = field(default=WORKERS, compare=False)
+
+    @property
+    def cases(self) -> Iterator[Case]:
+        """One for each number of workers."""
+        for workers in self.workers:
+            # So that what is the same on few hosts is run once.
+            servers = min(self.servers, _hosts(workers))
+            yield Case(self.algorithm, self.workload, workers, servers, self.gbit)
+
+    @property
+    def model(self) -> Workload:
+        """The network."""
+        return WORKLOADS[self.workload]
+
+
+def _hosts(workers: int) -> int:
+    return -(-workers // WORKERS_PER_HOST)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A point of a curve; ``times`` as many steps as usual."""
+
+    algorithm: str
+    workload: str
+    workers: int
+    servers: int
+    gbit: float
+    times: int = 1
+    seed: int = 0
+
+    @property
+    def model(self) -> Workload:
+        """The network."""
+        return WORKLOADS[self.workload]
+
+    @property
+    def name(self) -> str:
+        """Of the algorithm in the registry."""
+        return "bsp" if self.algorithm == HOST_FIRST else self.algorithm
+
+    @property
+    def hosts(self) -> int:
+        """Eight workers to a host."""
+        return _hosts(self.workers)
+
+    @property
+    def phase(self) -> Phase:
+        """Which steps are measured."""
+        if self.name in ("sgp", "osgp"):  # the whole cycle of its graph
+            phase = Phase(3, max(4, (self.workers - 1).bit_length()))
+        else:
+            phase = PHASES.get(self.name, PHASE)
+        return phase.longer(self.times)
+
+    def options(self, run_dir: Path) -> SimulateOptions:
+        """Of `aladdin_mpi.simulate`."""
+        model = self.model
+        values: dict[str, object] = {
+            "--algorithm": self.name,
+            "--model": f"size:{model.megabytes:g}",
+            "--compute": "timed",
+            "--compute-time": model.seconds,
+            "--jitter": JITTER,
+            "--samples": self.workers * self.phase.steps * model.batch,
+            "--batch-size": model.batch,
+            "--workers": self.workers,
+            "--hosts": self.hosts,
+            # Servers are the first ranks: dealt in turn they come to hosts of their own, and
+            # eight workers to each. Without servers neighbours share a host.
+            "--placement": "cyclic" if self.servers else "block",
+            "--bandwidth-gbit": self.gbit,
+            "--local-bandwidth-gbit": LOCAL_GBIT,
+            "--bucket-mb": model.message_mb,
+            "--shard-mb": model.message_mb,
+            "--seed": self.seed,
+            "--run-dir": run_dir,
+        }
+        if self.servers:
+            values["--servers"] = self.servers
+        words = [str(word) for pair in values.items() for word in pair]
+        words += ["--bsp-host-first"] if self.algorithm == HOST_FIRST else []
+        words += ["--multistep-exchange", "gradients"] if self.name == "multistep" else []
+        return parse(SimulateOptions, [*words, "--quiet"], "benchmarks.large", "")
+
+
+def curve(
+    algorithm: str, workload: str, gbit: float, servers: int, workers: Sequence[int] = WORKERS
+) -> Curve:
+    """A curve over these numbers of workers, as far as they can be simulated."""
+    name = "bsp" if algorithm == HOST_FIRST else algorithm
+    limit = ALL_TO_ALL_WORKERS if name == "multistep" else max(workers)
+    numbers = tuple(n for n in sorted(set(workers)) if n <= limit)
+    return Curve(algorithm, workload, servers if find(name).server else 0, gbit, numbers)
+
+
+OVER_SERVERS = ("aladdin", "asp", HOST_FIRST)
+OVER_LINKS = ("aladdin", "asp", "ar-sgd", "sgp", "ad-psgd", "gosgd")
+
+
+def all_algorithms() -> list[str]:
+    """Those of the registry, and BSP's other form."""
+    names = list(ALGORITHMS)
+    names.insert(names.index("bsp") + 1, HOST_FIRST)
+    return names
+
+
+def study(
+    workloads: Sequence[str], workers: Sequence[int], algorithms: Collection[str]
+) -> list[Curve]:
+    """The curves of the full pass, of these algorithms; first one of each."""
+    curves: dict[Curve, None] = {}
+    for workload in workloads:
+        for name in filter(algorithms.__contains__, all_algorithms()):
+            curves[curve(name, workload, USUAL_LINK, USUAL_SERVERS, workers)] = None
+    for workload in workloads:
+        for name in filter(algorithms.__contains__, OVER_SERVERS):
+            for servers in SERVERS:
+                curves[curve(name, workload, USUAL_LINK, servers, workers)] = None
+        for name in filter(algorithms.__contains__, OVER_LINKS):
+            for gbit in LINKS:
+                curves[curve(name, workload, gbit, USUAL_SERVERS, workers)] = None
+    return [line for line in curves if line.workers]
+
+
+def quick_study() -> list[Curve]:
+    """A few small curves, of which some have a knee."""
+    few = (8, 16, 32)
+    return [
+        *(curve("asp", "vgg16", USUAL_LINK, servers, few) for servers in (1, USUAL_SERVERS)),
+        curve("aladdin", "vgg16", USUAL_LINK, 1, few),
+        *(curve("ar-sgd", "vgg16", gbit, 0, few) for gbit in (10.0, USUAL_LINK)),
+    ]

@@ -1,0 +1,132 @@
+"""One point of a curve: a simulation, and what its settled part shows."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import resource
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from aladdin_mpi.training.data_parallel import DataParallel
+from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport
+from benchmarks.scale.cases import LOCAL_GBIT, Case, Phase
+
+_BYTES_PER_GBIT = 1e9 / 8
+_MEMORY = Path("/dev/shm")
+
+
+@dataclass
+class Diary:
+    """When each worker began each step, and what it had sent and waited by then."""
+
+    moments: dict[int, list[tuple[float, int, float]]] = field(default_factory=dict)
+    carried: list[tuple[float, dict[str, list[int]]]] = field(default_factory=list)
+    """At the beginning of the first worker's steps: the bytes on every link."""
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Simulate; returns the figures of the settled part."""
+    diary = Diary()
+    # A checkpoint ends every run, a file for each rank: in memory, where there is such a folder.
+    place = _MEMORY if _MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="large-", dir=place) as folder:
+        options = case.options(Path(folder) / "run")
+        module = nn.Linear(round(case.model.megabytes * 250_000), 1, bias=False, device="meta")
+
+        def main(transport: VirtualTransport) -> None:
+            parallel = DataParallel(module, options, transport=transport)
+            for _ in parallel.batches(options.samples):
+                _note(diary, transport, case.servers)
+                parallel.step()
+
+        size = case.servers + case.workers
+        VirtualCluster(size, options.cluster, case.seed).run(main)
+    return figures(case, diary)
+
+
+def _note(diary: Diary, transport: VirtualTransport, first: int) -> None:
+    now, traffic = transport.now(), transport.traffic
+    moments = diary.moments.setdefault(transport.rank, [])
+    moments.append((now, traffic.bytes_sent, traffic.waiting))
+    if transport.rank == first:
+        diary.carried.append((now, transport.carried()))
+
+
+def figures(case: Case, diary: Diary) -> dict[str, Any]:
+    """What the steps within the window say."""
+    phase, workers = case.phase, list(diary.moments.values())
+    rates, sent, waits = [], [], []
+    for moments in workers:
+        (t0, sent0, wait0), (t1, sent1, wait1), steps = ends(moments, phase)
+        rates.append(steps / (t1 - t0))
+        sent.append((sent1 - sent0) / steps)
+        waits.append((wait1 - wait0) / (t1 - t0))
+    steps_per_second = sum(rates)
+    return {
+        "speed_up": steps_per_second * case.model.seconds,
+        "samples_per_second": steps_per_second * case.model.batch,
+        "wait_fraction": sum(waits) / len(waits),
+        "sent_mb": sum(sent) / len(sent) / 1e6,
+        "slowest": min(rates) * case.model.seconds,
+        **busiest(case, *ends(diary.carried, phase)[:2]),
+    }
+
+
+def ends(moments: Sequence[Any], phase: Phase) -> tuple[Any, Any, int]:
+    """The first and the last moment of the window, and the steps between.
+
+    A worker that had fewer steps than others, as the slower ones have, ends earlier.
+    """
+    last = min(phase.warm_up + phase.window, len(moments) - 1)
+    first = min(phase.warm_up, last - 1)
+    return moments[first], moments[last], last - first
+
+
+def busiest(case: Case, start: Any, end: Any) -> dict[str, Any]:
+    """The link that was busy for the largest share of the window."""
+    seconds = end[0] - start[0]
+    found: list[tuple[float, str]] = []
+    for kind, before in start[1].items():
+        rate = (LOCAL_GBIT if kind == "local" else case.gbit) * _BYTES_PER_GBIT
+        for host, (b, a) in enumerate(zip(before, end[1][kind], strict=True)):
+            whose = "a server's host" if host < case.servers else "a host"
+            place = f"inside {whose}" if kind == "local" else f"{kind} of {whose}"
+            found.append(((a - b) / rate / seconds, place.replace("in of", "into")))
+    share, link = max(found)
+    return {"busiest_link": link, "busy": share}
+
+
+def run_apart(case: Case) -> tuple[dict[str, Any], float, float]:
+    """As :func:`run` in a process of its own; also its seconds and most memory in MB.
+
+    So that a thousand ranks' memory is given back, and one case cannot disturb the next.
+    """
+    _import_all()
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(_timed, (case,))
+
+
+@lru_cache(maxsize=1)
+def _import_all() -> None:
+    """Have this process import what every run needs, so that its copies need not."""
+    torch.set_num_threads(1)
+    run(Case("aladdin", "resnet50", 2, 1, LOCAL_GBIT))
+
+
+def _timed(case: Case) -> tuple[dict[str, Any], float, float]:
+    # Ranks leave hardly a cycle behind: looking for some takes a tenth of the time, more with
+    # many ranks, and saves no memory.
+    gc.disable()
+    start = time.perf_counter()
+    found = run(case)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    return found, time.perf_counter() - start, memory

@@ -1,0 +1,164 @@
+"""The knees: one row for each curve, and what moves them in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.scale.cases import Curve
+from benchmarks.scale.prediction import KNEE, Knee, knee, predicted_knee
+
+SATURATED = 0.9
+"""A link that is busy for this share of the time is the bottleneck."""
+
+Point = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A curve and its points, by number of workers."""
+
+    curve: Curve
+    points: Sequence[tuple[int, Point]]
+
+    @property
+    def efficiencies(self) -> list[tuple[float, float]]:
+        """Share of the ideal speed-up by workers."""
+        return [(float(n), point["speed_up"] / n) for n, point in self.points]
+
+    @property
+    def alone(self) -> list[tuple[float, float]]:
+        """The same of gradients that were sent by themselves, not added to another one.
+
+        Only ALADDIN adds them up, when its ring of messages is full: a worker never waits,
+        and the speed-up alone would not show that the links are.
+        """
+        size = self.curve.model.megabytes
+        return [
+            (float(n), point["speed_up"] / n * point["sent_mb"] / size) for n, point in self.points
+        ]
+
+    @property
+    def judged(self) -> list[tuple[float, float]]:
+        """What the knee is taken of."""
+        return self.alone if self.curve.algorithm == "aladdin" else self.efficiencies
+
+    @property
+    def knee(self) -> Knee:
+        """Of the speed-up; for ALADDIN of the gradients that are sent by themselves."""
+        return knee(self.judged)
+
+    @property
+    def after(self) -> tuple[int, Point]:
+        """The first point past the knee, or the last one."""
+        edge = self.knee
+        past = [each for each in self.points if edge.beyond <= 0 and each[0] >= edge.workers]
+        return past[0] if past else self.points[-1]
+
+
+def row(found: Found) -> dict[str, Any]:
+    """A line of the table."""
+    curve = found.curve
+    workers, last = found.points[-1]
+    at, point = found.after
+    return {
+        "model": curve.model.name,
+        "algorithm": curve.algorithm,
+        "link, Gbit/s": curve.gbit,
+        "servers": curve.servers or None,
+        "knee, workers": str(found.knee),
+        "predicted, overlapped": _shown(predicted_knee(curve, overlapped=True)),
+        "predicted, not overlapped": _shown(predicted_knee(curve, overlapped=False)),
+        "most workers": workers,
+        "their speed-up": last["speed_up"],
+        "sent by a step, MB": last["sent_mb"],
+        "seen at, workers": at,
+        "busiest link": f"{point['busiest_link']}: {point['busy']:.0%}",
+        "wait fraction": point["wait_fraction"],
+        "limit": limit(found),
+    }
+
+
+def _shown(predicted: Knee | None) -> str | None:
+    return None if predicted is None else str(predicted)
+
+
+def limit(found: Found) -> str:
+    """What holds a curve back where its knee has been passed."""
+    _, point = found.after
+    if found.knee.beyond > 0:
+        return "none up to here"
+    if point["busy"] >= SATURATED:
+        return "link is full"
+    return "waits, links not full"
+
+
+# -- what moves a knee -----------------------------------------------------------------
+def words(founds: Sequence[Found]) -> list[str]:
+    """Sentences on the curves that differ in one thing."""
+    return [
+        *_moves(founds, "servers", lambda curve: curve.servers, "servers"),
+        *_moves(founds, "link", lambda curve: curve.gbit, "Gbit/s"),
+        *_models(founds),
+    ]
+
+
+def _moves(
+    founds: Sequence[Found], what: str, of: Callable[[Curve], float], unit: str
+) -> list[str]:
+    families: dict[tuple[Any, ...], list[Found]] = {}
+    for found in founds:
+        curve = found.curve
+        rest = curve.servers if what == "link" else curve.gbit
+        families.setdefault((curve.algorithm, curve.workload, rest), []).append(found)
+    lines = []
+    for family in families.values():
+        members = sorted(family, key=lambda found: of(found.curve))
+        if len(members) > 1 and of(members[0].curve) < of(members[-1].curve):
+            knees = ", ".join(f"{of(f.curve):g} {unit}: {f.knee}" for f in members)
+            first = members[0].curve
+            beside = f"{first.servers} servers" if what == "link" else f"{first.gbit:g} Gbit/s"
+            fixed = f", {beside}" if first.servers or what != "link" else ""
+            lines.append(f"{first.algorithm}, {first.model.name}{fixed}: {knees}{_factor(members)}")
+    return lines
+
+
+def _factor(members: Sequence[Found]) -> str:
+    """How far the knee moved, over those of which it was found."""
+    exact = [found.knee.workers for found in members if not found.knee.beyond]
+    return f" (moved by {exact[-1] / exact[0]:.1f})" if len(exact) > 1 else ""
+
+
+def _models(founds: Sequence[Found]) -> list[str]:
+    pairs: dict[tuple[Any, ...], list[Found]] = {}
+    for found in founds:
+        curve = found.curve
+        pairs.setdefault((curve.algorithm, curve.gbit, curve.servers), []).append(found)
+    lines = []
+    for pair in pairs.values():
+        if len(pair) == 2 and any(found.knee.beyond <= 0 for found in pair):
+            curve = pair[0].curve
+            knees = ", ".join(f"{found.curve.model.name}: {found.knee}" for found in pair)
+            servers = f", {curve.servers} servers" if curve.servers else ""
+            lines.append(f"{curve.algorithm}, {curve.gbit:g} Gbit/s{servers}: {knees}")
+    return lines
+
+
+def between(founds: Sequence[Found]) -> str:
+    """How many of the knees lie between their predictions."""
+    judged = inside = 0
+    for found in founds:
+        bounds = [predicted_knee(found.curve, overlapped) for overlapped in (False, True)]
+        if bounds[0] is None or bounds[1] is None:
+            continue
+        judged += 1
+        # As far apart as a quarter of the way from one number of workers to the next.
+        low, high = bounds[0].workers / 2**0.25, bounds[1].workers * 2**0.25
+        inside += low <= found.knee.workers <= high
+    return f"{inside} of {judged} knees lie between the two predictions (to a quarter of an octave)"
+
+
+def knee_rule() -> str:
+    """The definition, for the notes."""
+    return f"at least {KNEE:.0%} of the ideal speed-up"

@@ -1,0 +1,114 @@
+"""What ALADDIN's communication adds to a worker's step where the network is free.
+
+    python -m benchmarks.step --save --check
+    python -m benchmarks.step --quick
+
+One server and one worker on this machine, which needs a core for each. The same model on the same
+batch, in turn: plain torch, the same arithmetic on this project's flat vectors, and ALADDIN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks import harness, quick
+from benchmarks.machine import machine
+
+PROGRAM = "benchmarks.programs.step"
+BAR = 1.02
+"""Longest step, as a multiple of the same without communication."""
+COMPUTED = {"aladdin": ("alone", "flat"), "aladdin timed": ("sleep",)}
+"""Each case with communication, and those without that it is compared with: the shortest counts."""
+
+Record = Mapping[str, Any]
+NOTES = """\
+Medians of repeats in which the cases take turns, of the mean over the steps of one turn, on the
+slowest worker. alone: forward, backward and torch's SGD on a fixed batch; flat: the same with the
+flat vectors and the optimizer of this project, and nothing sent; aladdin: training with ALADDIN
+through the public interface. Timed: nothing is calculated, a step is a sleep, and messages of the
+model's size are sent. The ratio is over the shorter of the cases without communication."""
+QUICK = {"model": ["digits"], "batch": 2, "steps": 3, "repeats": 1, "compute_time": 0.01}
+
+
+def measure(args: argparse.Namespace) -> list[Record]:
+    """All records of the program."""
+    cases = [case for with_, without in COMPUTED.items() for case in (*without, with_)]
+    options = {
+        "--model": args.model,
+        "--case": cases,
+        "--batch": [args.batch],
+        "--steps": [args.steps],
+        "--compute-time": [args.compute_time],
+        "--repeats": [args.repeats],
+    }
+    words = [word for name, values in options.items() for word in (name, *map(str, values))]
+    done = harness.run_here(1 + args.workers, ["-m", PROGRAM, *words], args.limit)
+    records: list[Record] = harness.json_printed(done)
+    return records
+
+
+def rows(records: Sequence[Record], workers: int) -> list[dict[str, Any]]:
+    """The table: for each model one row with computing and one with sleeping."""
+    found = []
+    for model in dict.fromkeys(record["model"] for record in records):
+        for case, others in COMPUTED.items():
+            times = {each: _seconds(records, model, each) for each in others}
+            mine, least = _seconds(records, model, case), min(times.values())
+            found.append(
+                {
+                    "workers": workers,
+                    "model": model,
+                    "case": case,
+                    "step, ms": 1e3 * mine,
+                    "without communication, ms": 1e3 * least,
+                    "ratio": mine / least,
+                    **{f"{each}, ms": 1e3 * seconds for each, seconds in times.items()},
+                }
+            )
+    return found
+
+
+def _seconds(records: Sequence[Record], model: str, case: str) -> float:
+    return median(r["seconds"] for r in records if (r["model"], r["case"]) == (model, case))
+
+
+def missed(table: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The rows that exceed the bar, in words."""
+    return [
+        f"{row['model']}, {row['case']}: a step takes {row['ratio']:.3f} of one without "
+        f"communication, expected at most {BAR:g}"
+        for row in table
+        if row["ratio"] > BAR
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = harness.make_parser("step", "What ALADDIN's communication adds to a step.")
+    add = parser.add_argument
+    most = max(1, (os.cpu_count() or 2) - 1)
+    add("--workers", type=int, default=1, help=f"beside one server; here at most {most}")
+    add("--model", nargs="+", default=["resnet56", "vgg16_bn_cifar"], help="for images")
+    add("--batch", type=int, default=8, help="samples of a step")
+    add("--steps", type=int, default=20, help="in one measurement")
+    add("--compute-time", type=float, default=0.2, help="of a timed step, in s")
+    add("--repeats", type=int, default=9, help="of which medians are taken")
+    add("--limit", type=float, default=1800.0, help="longest run, in s")
+    args = quick.parse(parser, argv, QUICK)
+    facts = machine()
+    table = rows(measure(args), args.workers)
+    notes = f"{NOTES} {quick.NOTE}" if args.quick else NOTES
+    title = "A worker's step with ALADDIN and without communication"
+    return harness.publish(
+        "step", argv, args, facts, harness.Findings(title, table, notes, missed(table))
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run_main(main))

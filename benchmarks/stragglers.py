@@ -1,0 +1,156 @@
+"""The ALADDIN study's table 3: eight workers on four hosts, of which one is slower.
+
+    python -m benchmarks.stragglers --dry-run                  # what it would run, for how long
+    python -m benchmarks.stragglers --work runs/cells --check --save
+    python -m benchmarks.stragglers --engine virtual           # a few minutes, without a lab
+    python -m benchmarks.stragglers --quick
+
+Over MPI in the network lab (needs root) and in virtual time. Stopped, the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import harness, published, study
+from benchmarks.cells import ROW_NOTES, Cell, Workload
+from benchmarks.study import Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NAME = "stragglers"
+ALGORITHMS = ("aladdin", "ar-sgd", "sgp", "bsp", "asp", "ssp", "easgd", "ad-psgd")
+QUICK_ALGORITHMS = ("aladdin", "ar-sgd")
+QUICK_SLOWDOWNS = (1.0, 10.0)
+BAR_IDEAL = 0.97
+"""Smallest share of the ideal speed-up, of ALADDIN in every cell."""
+
+NOTES = f"""\
+{study.COLUMN_NOTES}
+
+{ROW_NOTES}
+
+`ar-sgd` sums by Horovod over MPI, without Open MPI's sums by hosts first, which are slower there;
+in virtual time by a ring. The study's SGP overlaps its messages with one step, which is `osgp`
+here: its figures stand beside both."""
+
+
+def cells(args: argparse.Namespace) -> list[Cell]:
+    """All cells of a pass."""
+    quick = args.quick
+    algorithms = QUICK_ALGORITHMS if quick else args.algorithm
+    slowdowns = QUICK_SLOWDOWNS if quick else args.slowdown
+    workloads = args.workload[:1] if quick else args.workload
+    return [
+        study.cell(workload, algorithm, slowdown, study.WORKERS, study.computing(args))
+        for workload in workloads
+        for algorithm in algorithms
+        for slowdown in slowdowns
+    ]
+
+
+def row(result: Result) -> dict[str, Any]:
+    """A row of the table."""
+    cell = result.cell
+    return {
+        "model": cell.workload.name,
+        "algorithm": cell.algorithm,
+        "slow-down of one": cell.slowdown,
+        **study.columns(result, _published(cell)),
+    }
+
+
+def _published(cell: Cell) -> float | None:
+    return published.with_straggler(cell.workload.key, cell.algorithm, cell.slowdown)
+
+
+def missed(results: Iterable[Result]) -> list[str]:
+    """ALADDIN's cells that miss a bar, in words."""
+    found = []
+    for result in results:
+        cell, figure = result.cell, _published(result.cell)
+        if cell.algorithm != "aladdin":
+            continue
+        if result.speed_up < BAR_IDEAL * cell.ideal:
+            found.append(
+                f"{cell.describe()}: a speed-up of {result.speed_up:.2f}, expected at least "
+                f"{BAR_IDEAL:.0%} of {cell.ideal:.2f}"
+            )
+        if figure is not None and result.speed_up <= figure:
+            found.append(
+                f"{cell.describe()}: a speed-up of {result.speed_up:.2f}, expected above the "
+                f"published {figure:.2f}"
+            )
+        if result.main["dropped"]:
+            found.append(f"{cell.describe()}: {result.main['dropped']} gradients dropped")
+    return found
+
+
+def draw(results: Sequence[Result], path: Path) -> None:
+    """Bars for every network, algorithm and slow-down, with marks at the published figures."""
+    from matplotlib.figure import Figure
+
+    workloads = list(dict.fromkeys(result.cell.workload for result in results))
+    figure = Figure(figsize=(10, 3.4 * len(workloads)), layout="constrained")
+    for place, workload in enumerate(workloads, start=1):
+        axis = figure.add_subplot(len(workloads), 1, place)
+        _draw_bars(axis, workload, [r for r in results if r.cell.workload == workload])
+    figure.axes[0].legend(ncols=5, fontsize="small", loc="upper right")
+    figure.savefig(path, dpi=110)
+
+
+def _draw_bars(axis: Axes, workload: Workload, results: Sequence[Result]) -> None:
+    algorithms = list(dict.fromkeys(result.cell.algorithm for result in results))
+    slowdowns = sorted({result.cell.slowdown for result in results})
+    width = 0.8 / len(slowdowns)
+    marks: list[tuple[float, float]] = []
+    for turn, slowdown in enumerate(slowdowns):
+        shown = [result for result in results if result.cell.slowdown == slowdown]
+        at = [algorithms.index(r.cell.algorithm) + (turn + 0.5) * width - 0.4 for r in shown]
+        label = "all alike" if slowdown == 1 else f"one {slowdown:g} times slower"
+        axis.bar(at, [r.speed_up for r in shown], width * 0.92, color=f"C{turn}", label=label)
+        figures = [_published(result.cell) for result in shown]
+        marks += [(x, y) for x, y in zip(at, figures, strict=True) if y is not None]
+    across, up = [x for x, _ in marks], [y for _, y in marks]
+    axis.scatter(across, up, marker="_", s=120, color="black", zorder=3, label="published")
+    axis.set_title(workload.name)
+    axis.set_ylabel("speed-up")
+    axis.set_xticks(range(len(algorithms)), algorithms)
+    axis.set_ylim(0, study.WORKERS * 1.15)
+    axis.grid(axis="y", alpha=0.3)
+
+
+SCRIPT = study.Script(
+    NAME,
+    f"{study.WORKERS} workers on {study.HOSTS} hosts at {study.RATE_GBIT:g} Gbit/s, one slower",
+    NOTES,
+    cells,
+    row,
+    missed,
+    draw,
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The script's own options."""
+    add = parser.add_argument
+    add("--algorithm", nargs="+", default=list(ALGORITHMS), help="which")
+    add("--slowdown", type=float, nargs="+", default=list(published.SLOWDOWNS), help="of worker 0")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = harness.make_parser(NAME, "Throughput with one slower worker, beside the study's.")
+    study.add_options(parser)
+    add_options(parser)
+    return study.carry_out(SCRIPT, parser.parse_args(argv), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run_main(main))

@@ -1,0 +1,52 @@
+"""What is measured of the network lab for virtual time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import calibration
+from benchmarks.lab import Lab
+
+REASON = Lab.available()
+needs_lab = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+
+
+def line(nbytes: int, one: float, each: float) -> dict[str, Any]:
+    rate = 8e-6 * nbytes / each
+    return {
+        "path": "between hosts",
+        "bytes": nbytes,
+        "one, ms": one,
+        "each, ms": each,
+        "each, Gbit/s": rate,
+    }
+
+
+def test_a_message_is_latency_overhead_and_bytes() -> None:
+    # 4 MB in 32 ms are 1 Gbit/s, at which 1 MB takes 8 ms.
+    table = [line(8, 0.1, 0.01), line(1_000_000, 8.7, 8.02), line(4_000_000, 33.0, 32.0)]
+    found = calibration.constants(table, "between hosts")
+    assert found == {
+        "rate, Gbit/s": pytest.approx(1.0),
+        "latency, us": pytest.approx(700.0),
+        "overhead, us": pytest.approx(20.0),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@needs_lab
+def test_calibration_in_the_lab(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert calibration.main(["--repeats", "3", "--save", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "calibration.json").read_text())["rows"]
+    assert [(r["path"], r["bytes"]) for r in rows] == [
+        (path, nbytes) for path in calibration.PATHS for nbytes in calibration.SIZES
+    ]
+    # 4 MB at 1 Gbit/s take 32 ms, less what the lab's buckets and sockets take at once.
+    assert all(r["one, ms"] > 25 for r in rows if r["bytes"] == 4_000_000 and "hosts" in r["path"])
+    out = capsys.readouterr().out
+    assert "- between hosts: rate, Gbit/s" in out

@@ -1,0 +1,198 @@
+"""benchmarks.large: small curves end to end, and the arithmetic of knees and predictions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aladdin_mpi.algorithms.registry import ALGORITHMS
+from benchmarks import large
+from benchmarks.harness import run_main
+from benchmarks.scale import plots
+from benchmarks.scale.cases import USUAL_LINK, WORKERS, Case, Phase, all_algorithms, curve, study
+from benchmarks.scale.measure import Diary, figures, run
+from benchmarks.scale.prediction import Knee, efficiency, knee, load, predicted_knee
+from benchmarks.scale.table import Found, limit, row, words
+
+pytestmark = pytest.mark.timeout(280)
+
+
+def simulated(algorithm: str, workers: int, gbit: float, servers: int = 0) -> dict[str, Any]:
+    return run(Case(algorithm, "resnet50", workers, servers, gbit))
+
+
+# -- end to end -------------------------------------------------------------------------
+def test_a_study_runs_saves_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = [curve("asp", "vgg16", USUAL_LINK, servers, (8, 16)) for servers in (1, 2)]
+    monkeypatch.setattr(large, "quick_study", lambda: lines)
+    points = tmp_path / "points.jsonl"
+    options = ["--quick", "--points", str(points), "--save", str(tmp_path)]
+    assert large.main(options) == 0
+    said = capfd.readouterr()
+    assert said.err.count("of ideal") == 3
+    saved = json.loads((tmp_path / "large.json").read_text())
+    assert [found["servers"] for found in saved["rows"]] == [1, 2]
+    assert all(0 < found["their speed-up"] <= 16.5 for found in saved["rows"])
+    assert "never the bottleneck" in saved["notes"]
+    assert (tmp_path / "large" / plots.ALGORITHMS).exists() is False, "not of 16 servers"
+    assert (tmp_path / "large" / plots.SERVERS).read_bytes().startswith(b"\x89PNG")
+
+    kept = points.read_text()
+    points.write_text("".join(kept.splitlines(keepends=True)[:-1]))
+    assert large.main(options) == 0
+    assert capfd.readouterr().err.count("of ideal") == 1, "only what was missing is run"
+    assert points.read_text() == kept, "virtual time gives the same again"
+
+
+def test_a_damaged_file_of_points_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    points = tmp_path / "points.jsonl"
+    points.write_text('{"case": 1\n')
+    assert run_main(lambda: large.main(["--quick", "--points", str(points)])) == 2
+    assert "--points: expected a line of JSON" in capsys.readouterr().err
+    assert run_main(lambda: large.main(["--workers", "8", "12"])) == 2
+    assert "--workers: expected multiples of 8" in capsys.readouterr().err
+
+
+def test_nothing_kept_nothing_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--kept-only", "--points", str(tmp_path / "none.jsonl")]
+    assert run_main(lambda: large.main(options)) == 2
+    assert "expected finished points" in capsys.readouterr().err
+
+
+# -- single points ----------------------------------------------------------------------
+def test_asp_is_as_fast_as_its_servers_links() -> None:
+    """24 gradients of 94 MB a step and one server at 10 Gbit/s: the link's bytes decide."""
+    found = simulated("asp", 32, 10.0, servers=1)
+    # The 8 workers on the server's own host do not use its link, and are as fast as alone.
+    expected = 8 + 1.25e9 / 94e6 * 0.447
+    assert found["speed_up"] == pytest.approx(expected, rel=0.05)
+    bound = efficiency(curve("asp", "resnet50", 10.0, 1), 32, overlapped=True)
+    assert bound == pytest.approx(expected / 32)
+    assert found["busy"] > 0.95
+    assert "a server's host" in found["busiest_link"]
+    assert found["wait_fraction"] > 0.3
+
+
+def test_aladdin_does_not_wait_but_adds_gradients_up() -> None:
+    found = simulated("aladdin", 32, 10.0, servers=1)
+    assert found["speed_up"] == pytest.approx(32, rel=0.02)
+    assert found["wait_fraction"] == pytest.approx(0.0, abs=1e-6)
+    assert found["sent_mb"] < 0.6 * 94
+
+
+def test_a_fast_network_costs_nothing() -> None:
+    found = simulated("gosgd", 16, 200.0)
+    assert found["speed_up"] == pytest.approx(16, rel=0.02)
+    assert found["busy"] < 0.3
+
+
+def test_rates_are_those_of_the_window() -> None:
+    case = Case("asp", "resnet50", 2, 1, 10.0)
+    steps = case.phase.steps
+    times = [10.0 if step < 3 else 20.0 + step for step in range(steps)]
+    moments = [(times[step], 100 * step, 0.25 * step) for step in range(steps)]
+    links = {"out": [0], "in": [0], "local": [0]}
+    busy = {"out": [625_000_000], "in": [0], "local": [0]}
+    carried = [(23.0 + step, busy if step == 7 else links) for step in range(-3, steps - 3)]
+    carried[3], carried[7] = (23.0, links), (27.0, busy)
+    found = figures(case, Diary({1: moments, 2: moments[:6]}, carried))
+    assert found["speed_up"] == pytest.approx(2 * 0.447)
+    assert found["wait_fraction"] == pytest.approx(0.25)
+    assert found["sent_mb"] == pytest.approx(100e-6)
+    # 625 MB in 4 s over 1.25 GB/s.
+    assert found["busy"] == pytest.approx(0.125)
+    assert found["busiest_link"] == "out of a server's host"
+
+
+# -- knees and predictions ----------------------------------------------------------------
+def test_a_knee_lies_between_points() -> None:
+    assert knee([(8, 1.0), (16, 0.9), (32, 0.7), (64, 0.9)]).workers == pytest.approx(16 * 2**0.5)
+    assert knee([(8, 1.0), (16, 0.8)]) == Knee(16, 1)
+    assert knee([(8, 0.7), (16, 0.6)]) == Knee(8, -1)
+    assert [str(Knee(8, way)) for way in (-1, 0, 1)] == ["< 8", "8", "> 8"]
+
+
+def test_predictions_are_the_bytes_over_the_links() -> None:
+    line = curve("asp", "resnet50", 10.0, 4)
+    found = load(line, 64)
+    assert found is not None
+    # A server's host: a quarter of 56 others' gradients; models of three servers for its eight.
+    assert found.into == pytest.approx(56 / 4 + 8 * 3 / 4)
+    step = found.into * 94e6 / 1.25e9
+    assert efficiency(line, 64, overlapped=True) == pytest.approx(0.447 / step)
+    assert efficiency(line, 8, overlapped=False) == 1.0
+    early, late = predicted_knee(line, overlapped=False), predicted_knee(line, overlapped=True)
+    assert early is not None and late is not None
+    assert early.workers < late.workers < 64
+
+
+def test_more_servers_and_faster_links_move_the_predicted_knee() -> None:
+    def at(gbit: float, servers: int) -> float:
+        found = predicted_knee(curve("aladdin", "vgg16", gbit, servers), overlapped=True)
+        assert found is not None
+        return found.workers
+
+    assert at(100.0, 1) < at(100.0, 4) < at(100.0, 16)
+    assert at(10.0, 4) < at(25.0, 4) < at(200.0, 4)
+
+
+def found_of(algorithm: str, speed_ups: dict[int, float], busy: float) -> Found:
+    line = curve(algorithm, "vgg16", USUAL_LINK, 16)
+    figures = {"sent_mb": 552.0, "busiest_link": "into a host", "busy": busy, "wait_fraction": 0.1}
+    return Found(line, [(n, {"speed_up": value, **figures}) for n, value in speed_ups.items()])
+
+
+def test_a_row_says_what_the_limit_is() -> None:
+    speeds = {8: 8.0, 16: 16.0, 32: 16.0}
+    assert limit(found_of("asp", speeds, busy=0.95)) == "link is full"
+    assert limit(found_of("asp", speeds, busy=0.5)) == "waits, links not full"
+    assert limit(found_of("asp", {8: 8.0, 16: 16.0}, busy=0.95)) == "none up to here"
+    assert row(found_of("asp", speeds, busy=0.95))["seen at, workers"] == 32
+
+
+def test_aladdin_is_judged_by_the_gradients_that_travel_alone() -> None:
+    found = found_of("aladdin", {8: 8.0, 16: 16.0}, busy=1.0)
+    assert found.knee == Knee(16, 1)
+    halved = [(n, {**point, "sent_mb": point["sent_mb"] / 2}) for n, point in found.points]
+    assert Found(found.curve, halved).knee == Knee(8, -1)
+
+
+def test_words_name_what_moved() -> None:
+    lines = [curve("asp", "vgg16", USUAL_LINK, servers) for servers in (4, 16)]
+    points = [found_of("asp", {8: 8.0, 16: last, 32: 8.0}, 1.0).points for last in (9.6, 16.0)]
+    said = words([Found(line, each) for line, each in zip(lines, points, strict=True)])
+    assert any("4 servers" in line and "16 servers" in line and "moved by" in line for line in said)
+
+
+# -- the study ------------------------------------------------------------------------------
+def test_every_algorithm_is_in_the_study_once() -> None:
+    curves = study(["resnet50", "vgg16"], WORKERS, all_algorithms())
+    assert len(set(curves)) == len(curves)
+    assert set(ALGORITHMS) < set(all_algorithms())
+    assert {line.algorithm for line in curves} == set(all_algorithms())
+    assert max(curves[0].workers) == 1024
+
+
+def test_a_host_has_eight_workers_and_at_most_one_server(tmp_path: Path) -> None:
+    for algorithm, servers in (("asp", 16), ("ar-sgd", 0)):
+        case = next(iter(curve(algorithm, "vgg16", 10.0, servers, [64]).cases))
+        assert case.workers == 64
+        cluster = case.options(tmp_path).cluster
+        size = case.workers + case.servers
+        hosts = [cluster.host_of(rank, size) for rank in range(size)]
+        assert sorted(hosts[case.servers :]) == [host for host in range(8) for _ in range(8)]
+        assert len(set(hosts[: case.servers])) == case.servers
+
+
+def test_twice_the_steps() -> None:
+    once = Case("aladdin", "vgg16", 8, 1, 10.0)
+    assert once.phase == Phase(4, 8)
+    assert Case("aladdin", "vgg16", 8, 1, 10.0, times=2).phase == Phase(8, 16)
+    assert Case("sgp", "vgg16", 1024, 0, 10.0).phase.window == 10
