@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import signal
@@ -30,8 +31,7 @@ YIELD_SECONDS = 3.0
 
 remedy: Callable[[], str] = str
 """Says how to go on after the job has ended in mid-training."""
-parting: Callable[[], object] = bool
-"""The last that a process does which ends by itself, when nothing else is left to do."""
+_last: list[Callable[[], None]] = []
 _ending = threading.Lock()
 
 
@@ -183,6 +183,12 @@ def _leaves_by_itself() -> bool:
     return mpi4py is not None and mpi4py.rc.finalize is False
 
 
+def before_leaving(action: Callable[[], None]) -> None:
+    """Let ``action`` be the last that this process does, if it ends by itself."""
+    atexit.register(action)
+    _last.append(action)  # for :func:`leave`, which does without atexit
+
+
 def leave(status: int) -> None:
     """Exit when every rank does so by itself; does not return."""
     sys.stdout.flush()
@@ -190,7 +196,8 @@ def leave(status: int) -> None:
     if threading.current_thread() is threading.main_thread():
         # Open MPI ends the others as soon as the first has left with an error.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    parting()
+    for action in _last:
+        action()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and not mpi.Is_finalized() and not _leaves_by_itself():
         mpi.Finalize()

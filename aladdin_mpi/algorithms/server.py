@@ -23,6 +23,7 @@ from aladdin_mpi.refusals import Reason, Refusal, report
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Event, PeerFailedError, Request, Transport
 from aladdin_mpi.transport.sealed import is_void
+from aladdin_mpi.transport.wait_set import WaitSet
 from aladdin_mpi.vectors import add, is_finite
 
 Notes = tuple[float, ...]
@@ -205,6 +206,7 @@ class _ModelSender:
         self._in_flight: dict[tuple[int, int], tuple[Request, Tensor]] = {}
         self._newer: dict[tuple[int, int], tuple[Bucket, Tensor, float, Notes]] = {}
         self._ending: list[int] = []
+        self._awaited: set[int] = set()
 
     def open(self) -> None:
         """Begin a segment: with models as wholes."""
@@ -237,6 +239,7 @@ class _ModelSender:
         if key in self._in_flight and not self._reclaim(key):
             self._newer[key] = (bucket, values.clone() if exact else values, alpha, notes)
             return
+        self._newer.pop(key, None)
         wire = self._free.pop() if self._free else self._wire.buffer(self._largest)
         message, event = self._write(rank, bucket, values, wire)
         self._transport.handle(SENT * message.nbytes)
@@ -273,10 +276,25 @@ class _ModelSender:
             self._ending.remove(rank)
             self._transport.isend(Header(Kind.END).pack(), rank, Tag.MODEL)
 
-    @property
-    def behind(self) -> bool:
-        """Whether something waits for its turn."""
-        return bool(self._newer or self._ending)
+    def keep_up(self, awaited: WaitSet) -> None:
+        """Send what can go now, and have ``awaited`` wait for what the rest waits behind.
+
+        The names in there are negative. Without that a model would wait until a gradient
+        comes, which never comes from workers that wait for the model.
+        """
+        if not (self._newer or self._ending or self._awaited):
+            return
+        self.advance()
+        behind = {self._name(key): self._in_flight[key][0] for key in self._newer}
+        for name in self._awaited.difference(behind):
+            awaited.drop(name)
+        for name, request in behind.items():
+            awaited.put(name, request)
+        self._awaited = set(behind)
+
+    def _name(self, key: tuple[int, int]) -> int:
+        rank, bucket = key
+        return -1 - (bucket * self._transport.size + rank)
 
     def _awaits(self, rank: int) -> bool:
         return any(key[0] == rank for key in self._newer)
@@ -285,8 +303,11 @@ class _ModelSender:
         """Tell a worker that this was all, once what still waits for it has gone."""
         self._ending.append(rank)
 
-    def flush(self) -> None:
-        """Wait until all is delivered."""
+    def flush(self, awaited: WaitSet) -> None:
+        """Wait until all is delivered, and no more in ``awaited``."""
+        for name in self._awaited:
+            awaited.drop(name)
+        self._awaited = set()
         self.advance()
         while self._newer:
             with suppress(PeerFailedError):
@@ -373,25 +394,30 @@ class ParameterServer:
         for worker in set(range(self.worker_count)).difference(open_workers):
             if on_end is not None:
                 on_end(worker)
-        while heads.requests:
+        still_open = set(open_workers)
+        while still_open:
+            self._sender.keep_up(heads)
             try:
                 worker = heads.wait()
+                if worker not in still_open:
+                    continue  # a model has left, and the next one can go
                 yield from self._take(worker, look)
             except PeerFailedError as failure:
                 worker = failure.rank - first
+                if worker not in still_open:
+                    continue  # it had ended: only a model to it was still awaited
                 self._lose(worker)
-            if self._intakes[worker].ended:
-                heads.drop(worker)
-                self._intakes[worker].close()
-                if on_end is not None:
-                    on_end(worker)
-                self._sender.end(self.layout.servers + worker)
-            else:
+            if not self._intakes[worker].ended:
                 heads.put(worker, self._intakes[worker].head)
-            if self._sender.behind:
-                self._sender.advance()
+                continue
+            still_open.remove(worker)
+            heads.drop(worker)
+            self._intakes[worker].close()
+            if on_end is not None:
+                on_end(worker)
+            self._sender.end(self.layout.servers + worker)
         self.given = [self.given[w] + self.whole_from(w) for w in range(self.worker_count)]
-        self._sender.flush()
+        self._sender.flush(heads)
 
     def _take(self, worker: int, look: bool) -> Iterator[Arrival]:
         intake = self._intakes[worker]

@@ -14,7 +14,6 @@ is told by that thread of what it completes, at once and not when it comes out.
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import threading
@@ -22,10 +21,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from aladdin_mpi import guard
-from aladdin_mpi.transport.ulfm import SURVIVES  # before MPI: it decides how that ends
+from aladdin_mpi.transport import deaths  # before MPI: it decides how that ends
 
 # isort: split
 from mpi4py import MPI  # before torch: Cray MPICH breaks the other way round
@@ -67,10 +67,6 @@ LONG_NAP = 0.0005
 
 LOOK_FOR_FAILURES = 0.02
 """Seconds between two looks for ranks that have died."""
-FAREWELL_SECONDS = 60.0
-"""Longest time that rank 0 waits for the others to say that they leave, ..."""
-LEAVE_SECONDS = 5.0
-"""... and to be gone."""
 
 FAILURES = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 
@@ -140,7 +136,7 @@ class MpiTransport(Transport):
         self._completions = 0
         self._lively_until = 0.0
         self._exempt: frozenset[int] = frozenset()
-        self.survives = SURVIVES
+        self.survives = deaths.SURVIVES
         self._failed: frozenset[int] = frozenset()
         self._left_out: frozenset[int] = frozenset()
         self._look_again = 0.0
@@ -426,7 +422,7 @@ class MpiTransport(Transport):
         if now < self._look_again:
             return
         self._look_again = now + LOOK_FOR_FAILURES
-        for rank in sorted(_dead(self._messages) - self._failed):
+        for rank in sorted(deaths.dead(self._messages) - self._failed):
             self._learn(rank)
 
     def _meet_failure(self, request: _MpiRequest, error: MPI.Exception) -> None:
@@ -605,47 +601,15 @@ class MpiTransport(Transport):
 
     def _take_leave(self, status: int) -> None:
         """Leave together, as MPI_Finalize would have it: rank 0 last."""
-        nothing = bytearray(0)
-        farewell = self._collectives  # no other point-to-point messages are there
         if self.rank:
-            _end_within(self.timeout, [farewell.Isend(nothing, 0), farewell.Irecv(nothing, 0)])
+            deaths.take_leave(self._collectives, self.timeout)
             return
         others = self.living[1:]
-        _end_within(FAREWELL_SECONDS, [farewell.Irecv(nothing, rank) for rank in others])
-        _end_within(FAREWELL_SECONDS, [farewell.Isend(nothing, rank) for rank in others])
-        end = time.perf_counter() + LEAVE_SECONDS
-        while len(_dead(self._messages)) < self.size - 1 and time.perf_counter() < end:
-            time.sleep(FAST_POLL)
-        if self._left_out - _dead(self._messages):
-            guard.parting = lambda: self._end_those_left(status)
-            atexit.register(self._end_those_left, status)
-
-    def _end_those_left(self, status: int) -> None:
-        """Ranks that were left out and never came back keep the launcher waiting."""
-        hanging = sorted(self._left_out - _dead(self._messages))
-        if not hanging:
-            return
-        names = ", ".join(f"rank {r} (host {self.host_name(r)})" for r in hanging)
-        print(f"aladdin_mpi: {names} is still hanging: ended with the job", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        time.sleep(guard.FLUSH_SECONDS)
-        MPI.COMM_WORLD.Abort(status)
-
-
-def _end_within(seconds: float | None, requests: list[MPI.Request]) -> None:
-    """Wait until each has ended, be it because its peer has died, or the time is over."""
-    start = time.perf_counter()
-    while requests and (seconds is None or time.perf_counter() - start < seconds):
-        requests = [request for request in requests if not _has_ended(request)]
-        time.sleep(FAST_POLL)
-
-
-def _has_ended(request: MPI.Request) -> bool:
-    try:
-        return bool(request.Test())
-    except MPI.Exception:
-        return True
+        deaths.give_leave(self._collectives, others)
+        hanging = {rank: self.host_name(rank) for rank in self._left_out}
+        if hanging:
+            end = partial(deaths.end_those_left, self._messages, hanging, others, status)
+            guard.before_leaving(end)
 
 
 def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str]]:
@@ -660,20 +624,8 @@ def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str]]:
     except MPI.Exception as error:
         if error.Get_error_class() not in FAILURES:
             raise
-        dead = min(_dead(MPI.COMM_WORLD), default=-1)
+        dead = min(deaths.dead(MPI.COMM_WORLD), default=-1)
         raise PeerFailedError(dead, "not known yet") from error
-
-
-def _dead(everyone: MPI.Intracomm) -> set[int]:
-    """The ranks that MPI itself knows to have died; mpi4py leaves groups to be freed."""
-    failed = everyone.Get_failed()
-    if not failed.size:
-        return set()
-    group = everyone.Get_group()
-    ranks = MPI.Group.Translate_ranks(failed, list(range(failed.size)), group)
-    failed.Free()
-    group.Free()
-    return set(ranks)
 
 
 def _check_buffer(buffer: Tensor) -> None:

@@ -1,0 +1,98 @@
+"""Ranks that have died, as MPI knows them, and how the others leave.
+
+A death during MPI_Finalize may hang it, so they do without: they tell each other, and exit.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from aladdin_mpi import guard
+from aladdin_mpi.transport.ulfm import SURVIVES  # before MPI: it decides how that ends
+
+# isort: split
+from mpi4py import MPI
+
+__all__ = ["SURVIVES", "dead", "end_those_left", "give_leave", "take_leave"]
+
+POLL = 0.0005
+FAREWELL_SECONDS = 60.0
+"""Longest time that rank 0 waits for the others to say that they leave, ..."""
+LEAVE_SECONDS = 5.0
+"""... and to be gone."""
+LAST_WORK_SECONDS = 600.0
+"""Longest time for what a program does after its training, where a rank still hangs."""
+
+
+def dead(everyone: MPI.Intracomm) -> set[int]:
+    """The ranks that MPI itself knows to have died."""
+    failed = everyone.Get_failed()
+    if not failed.size:
+        return set()
+    group = everyone.Get_group()
+    ranks = MPI.Group.Translate_ranks(failed, list(range(failed.size)), group)
+    failed.Free()  # mpi4py leaves that to its user
+    group.Free()
+    return set(ranks)
+
+
+def take_leave(farewell: MPI.Intracomm, timeout: float | None) -> None:
+    """Tell rank 0 that this rank leaves, and wait for its leave."""
+    nothing = bytearray(0)
+    _end_within(timeout, [farewell.Isend(nothing, 0), farewell.Irecv(nothing, 0)])
+
+
+def give_leave(farewell: MPI.Intracomm, others: Sequence[int]) -> None:
+    """Rank 0 lets the others leave together, and waits for a moment until they are gone."""
+    nothing = bytearray(0)
+    _end_within(FAREWELL_SECONDS, [farewell.Irecv(nothing, rank) for rank in others])
+    _end_within(FAREWELL_SECONDS, [farewell.Isend(nothing, rank) for rank in others])
+    _until(lambda: len(dead(farewell)) == farewell.size - 1, LEAVE_SECONDS)
+
+
+def end_those_left(
+    everyone: MPI.Intracomm, hanging: dict[int, str], others: Sequence[int], status: int
+) -> None:
+    """End the job if ranks that were left out never came back: they keep the launcher waiting.
+
+    Args:
+        everyone: of the whole job.
+        hanging: those ranks, with their hosts.
+        others: ranks that may still be at what their program does after its training.
+        status: the job's exit status.
+    """
+    if not hanging.keys() - dead(everyone):
+        return
+    _until(lambda: dead(everyone).issuperset(others), LAST_WORK_SECONDS)
+    left = sorted(hanging.keys() - dead(everyone))
+    if not left:
+        return
+    names = ", ".join(f"rank {rank} (host {hanging[rank]})" for rank in left)
+    print(f"aladdin_mpi: {names} is still hanging: ended with the job", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(guard.FLUSH_SECONDS)
+    MPI.COMM_WORLD.Abort(status)
+
+
+def _until(holds: Callable[[], bool], seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while not holds() and time.perf_counter() < end:
+        time.sleep(POLL)
+
+
+def _end_within(seconds: float | None, requests: list[MPI.Request]) -> None:
+    """Wait until each has ended, be it because its peer has died, or the time is over."""
+    start = time.perf_counter()
+    while requests and (seconds is None or time.perf_counter() - start < seconds):
+        requests = [request for request in requests if not _has_ended(request)]
+        time.sleep(POLL)
+
+
+def _has_ended(request: MPI.Request) -> bool:
+    try:
+        return bool(request.Test())
+    except MPI.Exception:
+        return True
