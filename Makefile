@@ -1,6 +1,7 @@
-# make train     four ranks train on this machine; needs nothing but Python >= 3.10
-# make horovod   build Horovod for that torch and MPI; needs a C++ compiler
-# make test      the checks of every day; make test-long: all that can run here
+# make train         four ranks train on this machine; needs nothing but Python >= 3.10
+# make horovod       build Horovod for that torch and MPI; needs a C++ compiler
+# make bench-quick   a reduced pass of every benchmark, under ten minutes
+# make test          the checks of every day; make test-long: all that can run here
 PYTHON ?= python3
 NP ?= 4
 JOBS ?= 2
@@ -21,13 +22,14 @@ endif
 # Targets share one environment, which two at once would install into.
 .NOTPARALLEL:
 
-.PHONY: help train horovod test test-long lint format clean clean-venv
+.PHONY: help train horovod bench-quick test test-long lint format clean clean-venv
 
 help:
 	@echo 'make train [NP=4] [ARGS="--epochs 5"]   train on this machine (rank 0 is the server)'
 	@echo 'make horovod                                 build Horovod into .venv, once'
 	@echo 'make test [ARGS="-k packaging"] [JOBS=2]     lint, type check and run the tests'
 	@echo 'make test-long                               also those that take long: an hour or more'
+	@echo 'make bench-quick                             try every benchmark; ten minutes at most'
 	@echo 'make lint | format                           only the checks | put the code in order'
 	@echo 'make clean | clean-venv                      remove caches | also the environment, .venv'
 	@echo 'PYTHON=python3.12 chooses the interpreter.'
@@ -39,6 +41,10 @@ train:
 horovod:
 	@$(SETUP) run
 	@tools/build-horovod.sh
+
+bench-quick: horovod
+	@$(SETUP) test
+	$(BIN)/python -m benchmarks.quick_pass $(ARGS)
 
 test: lint horovod
 	$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder -rs --durations=15 \
