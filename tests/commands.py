@@ -114,9 +114,9 @@ def leftovers(run_dir: Path) -> list[str]:
 def refusal(done: Completed) -> str:
     """The one line that says why nothing was done; checks that it is all there is to see."""
     lines = [line for line in done.stderr.splitlines() if "aladdin_mpi: error" in line]
-    assert done.returncode != 0, done
-    assert len(lines) == 1, done
-    assert "Traceback" not in done.stdout + done.stderr, done
+    assert done.returncode != 0, repr(done)
+    assert len(lines) == 1, repr(done)
+    assert "Traceback" not in done.stdout + done.stderr, repr(done)
     return lines[0]
 
 

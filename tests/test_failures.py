@@ -105,7 +105,7 @@ def ended(job: Job, mark: dict[str, str]) -> Completed:
     """The job's end, checked to leave no process behind."""
     done = job.wait(100)
     assert done.returncode != 0
-    assert end_of(mark["ALADDIN_MPI_TEST_MARK"], 5), done
+    assert end_of(mark["ALADDIN_MPI_TEST_MARK"], 5), repr(done)
     return done
 
 
@@ -117,10 +117,10 @@ def modules(tmp_path: Path) -> Path:
 
 def check_traceback(done: Completed, rank: int, word: str) -> None:
     mine = [line for line in done.stderr.splitlines() if line.startswith(f"[rank {rank}] ")]
-    assert f"[rank {rank}] Traceback (most recent call last):" in mine, done
-    assert f"[rank {rank}] RuntimeError: deliberate: {word}" in mine, done
+    assert f"[rank {rank}] Traceback (most recent call last):" in mine, repr(done)
+    assert f"[rank {rank}] RuntimeError: deliberate: {word}" in mine, repr(done)
     # The other ranks have nothing to say.
-    assert done.stderr.count("Traceback") == 1, done
+    assert done.stderr.count("Traceback") == 1, repr(done)
 
 
 @pytest.mark.parametrize(

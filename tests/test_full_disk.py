@@ -42,7 +42,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(disk: Path) -> 
 
     done = train(3, None, "--resume", run_dir, "--epochs", 3, check=False)
     message = refusal(done)
-    assert done.returncode == 2, done
+    assert done.returncode == 2, repr(done)
     assert "No space left on device" in message
     assert f"the last one, {last.name}, is kept" in message
     assert f"--resume {run_dir}" in message

@@ -63,8 +63,8 @@ def test_the_others_train_on(tmp_path: Path, algorithm: str, returns: bool) -> N
         os.kill(job.pid(0), signal.SIGUSR1)
         done = job.wait(60)
         assert "it is left out, and training goes on with" in done.stderr
-        assert "Traceback" not in done.stderr, done
-        assert done.returncode == SUSPENDED, done
+        assert "Traceback" not in done.stderr, repr(done)
+        assert done.returncode == SUSPENDED, repr(done)
     assert end_of(str(run), 10)
     # The one who hung takes part again.
     samples = metrics(run)[-1]["samples"] + 3 * EPOCH
@@ -95,10 +95,10 @@ def test_the_job_ends(tmp_path: Path, algorithm: str, hanging: int, ulfm: bool, 
         done = job.wait(90)
     assert done.returncode not in (0, SUSPENDED)
     named = f"aladdin_mpi: error: rank {hanging} (host {host()}) has not been heard of for"
-    assert done.stderr.count(named) == 1, done
-    assert done.stderr.count(words) == 1, done
+    assert done.stderr.count(named) == 1, repr(done)
+    assert done.stderr.count(words) == 1, repr(done)
     assert f"resume with: --resume {run}" in done.stderr
-    assert "Traceback" not in done.stderr, done
+    assert "Traceback" not in done.stderr, repr(done)
     assert end_of(str(run), 10)
 
 
@@ -116,6 +116,6 @@ def test_a_job_that_stands_still_as_a_whole_goes_on(tmp_path: Path) -> None:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
         done = job.wait(120)
-    assert done.returncode == 0, done
+    assert done.returncode == 0, repr(done)
     assert summary(run)["failures"] == []
     assert "heard" not in done.stderr

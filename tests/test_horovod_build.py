@@ -87,9 +87,11 @@ class House:
     def refusal(self, **env: str) -> str:
         """What a call says that must fail and install nothing."""
         done = self.build(**env)
-        assert done.returncode == 1, done
+        assert done.returncode == 1, repr(done)
         assert not (self.folder / ".venv" / ".installed-horovod").exists()
-        assert all(line.startswith("build-horovod: ") for line in done.stderr.splitlines()), done
+        assert all(line.startswith("build-horovod: ") for line in done.stderr.splitlines()), repr(
+            done
+        )
         return done.stderr
 
     def calls(self) -> list[str]:
@@ -158,7 +160,7 @@ def test_other_sources_are_refused(house: House, file: str) -> None:
 
 def test_builds_once_and_again_when_asked_for_something_else(house: House) -> None:
     done = house.build()
-    assert done.returncode == 0, done
+    assert done.returncode == 0, repr(done)
     assert house.calls() == ["install", "download", "install"]
     again = house.build(HOROVOD_GPU_OPERATIONS="")
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")

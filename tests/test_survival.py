@@ -56,7 +56,7 @@ def test_the_others_train_on(
     with training(ranks, run, *plan, mpirun=ULFM) as job:
         kill(job, run, killed, EPOCH)
         done = job.wait(120)
-    assert done.returncode == 0, done
+    assert done.returncode == 0, repr(done)
     assert "ULFM: if workers die the others go on" in done.stdout
     found = summary(run)
     assert sorted(failure["rank"] for failure in found["failures"]) == killed
@@ -100,6 +100,6 @@ def test_the_job_ends(tmp_path: Path, algorithm: str, killed: int, ulfm: bool, w
         done = job.wait(ENDS_WITHIN)
     assert time.monotonic() - start < ENDS_WITHIN
     assert done.returncode != 0
-    assert done.stderr.count(words) == 1, done
-    assert "Traceback" not in done.stderr, done
+    assert done.stderr.count(words) == 1, repr(done)
+    assert "Traceback" not in done.stderr, repr(done)
     assert list((run / "checkpoint").glob("samples-*"))

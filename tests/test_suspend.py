@@ -88,8 +88,8 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def stop_of(done: Completed, run_dir: Path, total: int) -> tuple[str, int]:
     """The signal and the sample that a job was stopped by and at, checked to be saved."""
-    assert done.returncode == os.EX_TEMPFAIL == 75, done
-    assert "Traceback" not in done.stderr, done
+    assert done.returncode == os.EX_TEMPFAIL == 75, repr(done)
+    assert "Traceback" not in done.stderr, repr(done)
     ((name, sample, whole, folder),) = STOPPED.findall(done.stderr)
     assert (int(whole), folder) == (total, str(run_dir))
     assert not (run_dir / "summary.json").exists()

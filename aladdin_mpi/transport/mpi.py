@@ -67,6 +67,8 @@ LONG_NAP = 0.0005
 
 LOOK_FOR_FAILURES = 0.02
 """Seconds between two looks for ranks that have died."""
+NAMED_WITHIN = 10.0
+"""Longest time in seconds from an operation's end by a death to the name of who has died."""
 
 FAILURES = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 
@@ -78,7 +80,7 @@ REDUCIBLE = {
 
 
 class _MpiRequest(Request):
-    __slots__ = ("handle", "peer", "receives", "tag")
+    __slots__ = ("broken", "handle", "peer", "receives", "tag")
 
     def __init__(self, what: str, buffer: Tensor | None, receives: bool) -> None:
         super().__init__(what, buffer)
@@ -86,6 +88,8 @@ class _MpiRequest(Request):
         self.tag = -1
         self.peer = ANY_SOURCE
         self.handle: MPI.Request = MPI.REQUEST_NULL
+        self.broken: tuple[MPI.Exception, float] | None = None
+        """By a death of which MPI has not told yet whose it is, and since when."""
 
     @property
     def is_collective(self) -> bool:
@@ -388,6 +392,11 @@ class MpiTransport(Transport):
             self._active = [request for request in self._active if not request.done]
 
     def _complete_if_done(self, request: _MpiRequest, status: MPI.Status) -> None:
+        if request.broken is not None and not request.done:
+            error, since = request.broken
+            if time.perf_counter() - since > NAMED_WITHIN:
+                raise error
+            return
         try:
             if not request.done and request.handle.Test(status):
                 self._complete(request, status)
@@ -435,7 +444,7 @@ class MpiTransport(Transport):
         self._look_again = 0.0
         self._look_for_failures()  # this ends every collective
         if not request.done:
-            raise error
+            request.broken = error, time.perf_counter()  # a later look will end it
 
     def _learn(self, dead: int) -> None:
         """End what needs the rank ``dead``; collectives need every rank."""

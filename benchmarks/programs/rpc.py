@@ -119,6 +119,7 @@ class RpcIntake:
     def close(self) -> None:
         """End it, on every rank."""
         rpc.shutdown()
+        MPI.COMM_WORLD.Barrier()  # the others' shutdown reads the store until its end
         if _sums is not None:
             for path in self._folder.iterdir():
                 path.unlink(missing_ok=True)

@@ -38,7 +38,7 @@ def command(*words: str, status: int = 0) -> str:
         text=True,
         timeout=90,
     )
-    assert done.returncode == status, done
+    assert done.returncode == status, repr(done)
     return done.stdout + done.stderr
 
 
