@@ -55,7 +55,7 @@ def build():
 """
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_training_goes_on_during_an_evaluation(tmp_path: Path, servers: int) -> None:
     (tmp_path / "slow_test.py").write_text(MODULE)
     run_dir = tmp_path / "run"

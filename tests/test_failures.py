@@ -127,8 +127,8 @@ def check_traceback(done: Completed, rank: int, word: str) -> None:
     ("model", "rank", "word"),
     [
         ("bad:bad_step", 2, "in a step"),
-        ("bad:bad_evaluation", 0, "in evaluation"),
-        ("bad:bad_thread", 1, "in a thread"),
+        pytest.param("bad:bad_evaluation", 0, "in evaluation", marks=pytest.mark.long),
+        pytest.param("bad:bad_thread", 1, "in a thread", marks=pytest.mark.long),
         ("bad_import:good", 1, "in an import"),
     ],
 )
@@ -193,14 +193,16 @@ def check_checkpoint(run_dir: Path) -> None:
             assert hashlib.sha256(content).hexdigest() == part["sha256"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM]
+)
 def test_signals_to_mpirun(tmp_path: Path, mark: dict[str, str], number: signal.Signals) -> None:
     with long_run(tmp_path, mark) as job:
         job.process.send_signal(number)
         check_end(job, mark, tmp_path / "run")
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_killed_rank_ends_the_job(tmp_path: Path, mark: dict[str, str], rank: int) -> None:
     with long_run(tmp_path, mark) as job:
         os.kill(job.pid(rank), signal.SIGKILL)

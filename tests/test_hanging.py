@@ -41,7 +41,7 @@ def stop(job: Job, run_dir: Path, rank: int) -> int:
     [
         ("aladdin", True),
         pytest.param("aladdin", False, marks=pytest.mark.long),
-        ("gosgd", False),
+        pytest.param("gosgd", False, marks=pytest.mark.long),
         pytest.param("gosgd", True, marks=pytest.mark.long),
         pytest.param("bsp", True, marks=pytest.mark.long),
     ],
@@ -82,7 +82,7 @@ def test_the_others_train_on(tmp_path: Path, algorithm: str, returns: bool) -> N
     ("algorithm", "hanging", "ulfm", "words"),
     [
         ("aladdin", 2, False, "without ULFM (mpirun --with-ft ulfm) the others cannot go on"),
-        ("aladdin", 0, True, "it keeps the run's books"),
+        pytest.param("aladdin", 0, True, "it keeps the run's books", marks=pytest.mark.long),
         pytest.param("asp", 0, False, "it keeps the run's books", marks=pytest.mark.long),
         pytest.param("ar-sgd", 1, True, "ar-sgd needs every worker", marks=pytest.mark.long),
     ],

@@ -40,7 +40,9 @@ def test_failure_raises_with_output() -> None:
         run_ranks(2, ["-c", "import sys; sys.exit('some words')"])
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=needs("mpich"))])
+@pytest.mark.parametrize(
+    "mpi", ["openmpi", pytest.param("mpich", marks=[needs("mpich"), pytest.mark.long])]
+)
 def test_limit_kills_every_rank(mpi: str) -> None:
     with pytest.raises(JobError, match=r"did not end within 15 s") as caught:
         run_ranks(2, ["-c", SLEEP], mpi=mpi, timeout=15)

@@ -76,7 +76,10 @@ print(f"rank {rank} {run.is_server} {sizes} {model.weight.tolist()}", flush=True
 """
 
 
-@pytest.mark.parametrize("most", [0, 40], ids=["to the end", "stopped"])
+@pytest.mark.parametrize(
+    "most",
+    [pytest.param(0, id="to the end", marks=pytest.mark.long), pytest.param(40, id="stopped")],
+)
 def test_every_gradient_counts_once(tmp_path: Path, most: int) -> None:
     """Accumulated over parts of a batch; and also when the run is stopped early."""
     done = run_script(tmp_path, SUMS.replace("MOST", str(most)))
@@ -144,12 +147,20 @@ STEP_AND = "loss.backward(); run.step(loss)\n    if rank == 2 and count == 5: "
     ("body", "words"),
     [
         pytest.param(FORGOTTEN, "expected one call of step() for each batch", id="no step"),
-        pytest.param(TWICE, "got a call without a batch", id="two steps"),
-        pytest.param(UNBOUND, "step() clears the gradients", id="zero_grad"),
-        pytest.param(BACKWARD_TWICE, "`with run.accumulate():`", id="two backward"),
+        pytest.param(TWICE, "got a call without a batch", id="two steps", marks=pytest.mark.long),
+        pytest.param(
+            UNBOUND, "step() clears the gradients", id="zero_grad", marks=pytest.mark.long
+        ),
+        pytest.param(
+            BACKWARD_TWICE, "`with run.accumulate():`", id="two backward", marks=pytest.mark.long
+        ),
         pytest.param(STEP_AND + "break", "end a run early by run.stop()", id="break"),
-        pytest.param(STEP_AND + "raise SystemExit", "run.stop()", id="exit"),
-        pytest.param(STEP_AND + "run.batches(data)", "got a second", id="two loops"),
+        pytest.param(
+            STEP_AND + "raise SystemExit", "run.stop()", id="exit", marks=pytest.mark.long
+        ),
+        pytest.param(
+            STEP_AND + "run.batches(data)", "got a second", id="two loops", marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_mistake_ends_the_job(tmp_path: Path, body: str, words: str) -> None:

@@ -18,8 +18,16 @@ PROJECT = {"PYTHONPATH": str(ROOT)}
 
 MPIRUN = [
     pytest.param(2, ["--learning-rate", 1], ["--learning-rate: no such option"], id="option"),
-    pytest.param(2, ["--model", "resnet21"], ["'resnet21'", "did you mean"], id="model"),
-    pytest.param(3, ["--servers", 3], ["--servers", "4"], id="only servers"),
+    pytest.param(
+        2,
+        ["--model", "resnet21"],
+        ["'resnet21'", "did you mean"],
+        id="model",
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        3, ["--servers", 3], ["--servers", "4"], id="only servers", marks=pytest.mark.long
+    ),
     pytest.param(2, ["--resume", "/nowhere"], ["--resume", "'/nowhere'"], id="no run"),
 ]
 
@@ -100,10 +108,20 @@ def mixed(first: list[str], rest: list[str], tmp_path: Path) -> Completed:
 @pytest.mark.parametrize(
     ("first", "rest", "words"),
     [
-        (["--lr", "0.1"], ["--lr", "0.2"], ["rank 1, 2: ", "lr: 0.1 and 0.2", "same options"]),
-        (["--seed", "1"], ["--sed", "1"], ["rank 1, 2: --sed: no such option", "--seed"]),
+        pytest.param(
+            ["--lr", "0.1"],
+            ["--lr", "0.2"],
+            ["rank 1, 2: ", "lr: 0.1 and 0.2", "same options"],
+            id="values",
+        ),
+        pytest.param(
+            ["--seed", "1"],
+            ["--sed", "1"],
+            ["rank 1, 2: --sed: no such option", "--seed"],
+            id="a bad option",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["values", "a bad option"],
 )
 def test_ranks_that_disagree(
     tmp_path: Path, first: list[str], rest: list[str], words: list[str]

@@ -214,7 +214,12 @@ def keep(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "ranks", "words"),
     [
-        (flip_a_bit, 4, ["rank 3: ", "rank-3.pt", "is damaged", "take another copy"]),
+        pytest.param(
+            flip_a_bit,
+            4,
+            ["rank 3: ", "rank-3.pt", "is damaged", "take another copy"],
+            marks=pytest.mark.long,
+        ),
         (keep, 5, ["another run", "ranks: 4 and 5", "as it was started"]),
     ],
 )

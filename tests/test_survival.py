@@ -87,7 +87,9 @@ def test_the_others_train_on(
             marks=pytest.mark.long,
         ),
         pytest.param("aladdin", 0, True, "rank 0 (host ", marks=pytest.mark.long),
-        ("asp", 2, False, "stopped by SIGTERM; resume with: --resume "),
+        pytest.param(
+            "asp", 2, False, "stopped by SIGTERM; resume with: --resume ", marks=pytest.mark.long
+        ),
     ],
 )
 def test_the_job_ends(tmp_path: Path, algorithm: str, killed: int, ulfm: bool, words: str) -> None:

@@ -120,7 +120,12 @@ def check_end(run_dir: Path, total: int, log_every: int) -> None:
             "aladdin --servers 2", 4, ["1:build:SIGUSR1", "3:20:SIGUSR2"], marks=pytest.mark.long
         ),
         # While checkpoints are written all the time.
-        ("bsp --checkpoint-every 64", 3, ["1:20:SIGUSR2", "0:build:SIGUSR1"]),
+        pytest.param(
+            "bsp --checkpoint-every 64",
+            3,
+            ["1:20:SIGUSR2", "0:build:SIGUSR1"],
+            marks=pytest.mark.long,
+        ),
         pytest.param("ar-sgd", 2, ["0:8:SIGUSR2", "1:8:SIGUSR1"], marks=pytest.mark.long),
         pytest.param("gosgd", 2, ["1:8:SIGUSR1", "0:8:SIGUSR2"], marks=pytest.mark.long),
     ],

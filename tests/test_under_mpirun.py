@@ -9,7 +9,8 @@ import pytest
 
 from tests.launch import needs, run_ranks
 
-MPIS = [pytest.param(mpi, marks=needs(mpi)) for mpi in ("openmpi", "mpich")]
+LONG = {"openmpi": [], "mpich": [pytest.mark.long], "impi": [pytest.mark.long]}
+MPIS = [pytest.param(mpi, marks=[needs(mpi), *LONG[mpi]]) for mpi in ("openmpi", "mpich")]
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 
@@ -17,7 +18,7 @@ PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
 @pytest.mark.parametrize(
     ("mpi", "ranks", "tests"),
     [
-        pytest.param(mpi, ranks, tests, marks=needs(mpi))
+        pytest.param(mpi, ranks, tests, marks=[needs(mpi), *LONG[mpi]])
         for mpi, ranks, tests in [
             ("openmpi", 2, "tests/mpi"),
             ("openmpi", 3, "tests/mpi"),

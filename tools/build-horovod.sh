@@ -113,7 +113,7 @@ change_source() {
 }
 
 build_and_install() {
-    local jobs=${JOBS:-$(nproc)}
+    local jobs=${JOBS:-$(env -u OMP_NUM_THREADS nproc)} # which is what nproc would print
     unset MAKELEVEL MFLAGS # of a `make` that calls this script
     # Nothing else than torch over MPI. Its setup.py would run eight compilers, and leave 50 MB
     # of debug symbols.
