@@ -1,0 +1,65 @@
+"""An operation may end by a death before MPI tells who has died."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from mpi4py import MPI
+
+from aladdin_mpi.transport import deaths, mpi
+from aladdin_mpi.transport.base import PeerFailedError
+
+
+class EndedByDeath:
+    """A handle of MPI, as such an operation has it."""
+
+    def Test(self, status: MPI.Status) -> bool:
+        raise MPI.Exception(MPI.ERR_PROC_FAILED)
+
+
+@pytest.fixture
+def dead(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Who has died, as MPI tells it."""
+    known: set[int] = set()
+    monkeypatch.setattr(deaths, "dead", lambda everyone: set(known))
+    return known
+
+
+@pytest.fixture
+def transport(dead: set[int]) -> Iterator[mpi.MpiTransport]:
+    transport = mpi.MpiTransport(timeout=30, progress=False)
+    transport.survives = True
+    yield transport
+    transport.survives = False  # nobody has died: the ranks leave as usual
+    transport.close()
+
+
+def broken_sum(transport: mpi.MpiTransport) -> mpi._MpiRequest:
+    request = mpi._MpiRequest("Iallreduce", None, receives=False)
+    request.handle = EndedByDeath()  # type: ignore[assignment]
+    transport._fresh.append(request)
+    return request
+
+
+def test_it_ends_when_the_name_is_known(transport: mpi.MpiTransport, dead: set[int]) -> None:
+    request = broken_sum(transport)
+    assert not transport.test(request)
+    assert not transport.test(request)
+    dead.add(1)
+    time.sleep(2 * mpi.LOOK_FOR_FAILURES)
+    with pytest.raises(PeerFailedError) as caught:
+        transport.test(request)
+    assert caught.value.rank == 1
+
+
+def test_an_error_without_a_name_is_not_kept_for_ever(
+    transport: mpi.MpiTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = broken_sum(transport)
+    assert not transport.test(request)
+    monkeypatch.setattr(mpi, "NAMED_WITHIN", 0.0)
+    with pytest.raises(MPI.Exception):
+        transport.test(request)
+    transport._active.remove(request)
