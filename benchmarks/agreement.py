@@ -34,7 +34,16 @@ overhead of single messages, the same for all cells. Rows are in order of their 
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
-    """All cells of the two tables."""
+    """All cells of the two tables.
+
+    Raises:
+        UserError: one of the engines is missing.
+    """
+    if set(study.engines(args)) != set(study.ENGINES):
+        raise UserError(
+            f"--engine: expected {' and '.join(study.ENGINES)}, got {' '.join(study.engines(args))}"
+            "; both are compared, and the network lab is needed: see benchmarks/lab.py"
+        )
     found: list[Cell] = []
     for script in (stragglers, scaling):
         parser = argparse.ArgumentParser()
@@ -101,6 +110,8 @@ def draw(results: Sequence[Result], path: Path) -> None:
 
 SCRIPT = study.Script(
     NAME,
+    "Throughput predicted in virtual time, and measured.",
+    lambda parser: None,
     "Throughput in virtual time and over MPI in the network lab",
     NOTES,
     cells,
@@ -113,16 +124,7 @@ SCRIPT = study.Script(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    parser = harness.make_parser(NAME, "Throughput predicted in virtual time, and measured.")
-    study.add_options(parser)
-    args = parser.parse_args(argv)
-    if set(study.engines(args)) != set(study.ENGINES):
-        raise UserError(
-            f"--engine: expected {' and '.join(study.ENGINES)}, got {' '.join(study.engines(args))}"
-            "; both are compared, and the network lab is needed: see benchmarks/lab.py"
-        )
-    return study.carry_out(SCRIPT, args, argv)
+    return study.main(SCRIPT, argv)
 
 
 if __name__ == "__main__":

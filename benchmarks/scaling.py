@@ -158,8 +158,18 @@ def _draw_curve(axis: Axes, points: Sequence[tuple[int, Result]], label: str, co
     axis.plot(across, up, "x--", color=colour, linewidth=1.0)
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The script's own options."""
+    add = parser.add_argument
+    add("--algorithm", nargs="+", default=list(ALGORITHMS), help="which")
+    add("--workers", type=int, nargs="+", default=list(published.WORKERS), help="numbers")
+    add("--pi", type=int, nargs="*", default=list(published.PERIODS), help="update periods")
+
+
 SCRIPT = study.Script(
     NAME,
+    "Throughput over workers and update periods.",
+    add_options,
     f"Up to {study.WORKERS} workers on up to {study.HOSTS} hosts at {study.RATE_GBIT:g} Gbit/s",
     NOTES,
     cells,
@@ -169,21 +179,9 @@ SCRIPT = study.Script(
 )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The script's own options."""
-    add = parser.add_argument
-    add("--algorithm", nargs="+", default=list(ALGORITHMS), help="which")
-    add("--workers", type=int, nargs="+", default=list(published.WORKERS), help="numbers")
-    add("--pi", type=int, nargs="*", default=list(published.PERIODS), help="update periods")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    parser = harness.make_parser(NAME, "Throughput over workers and update periods.")
-    study.add_options(parser)
-    add_options(parser)
-    return study.carry_out(SCRIPT, parser.parse_args(argv), argv)
+    return study.main(SCRIPT, argv)
 
 
 if __name__ == "__main__":

@@ -125,8 +125,17 @@ def _draw_bars(axis: Axes, workload: Workload, results: Sequence[Result]) -> Non
     axis.grid(axis="y", alpha=0.3)
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The script's own options."""
+    add = parser.add_argument
+    add("--algorithm", nargs="+", default=list(ALGORITHMS), help="which")
+    add("--slowdown", type=float, nargs="+", default=list(published.SLOWDOWNS), help="of worker 0")
+
+
 SCRIPT = study.Script(
     NAME,
+    "Throughput with one slower worker, beside the study's.",
+    add_options,
     f"{study.WORKERS} workers on {study.HOSTS} hosts at {study.RATE_GBIT:g} Gbit/s, one slower",
     NOTES,
     cells,
@@ -136,20 +145,9 @@ SCRIPT = study.Script(
 )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The script's own options."""
-    add = parser.add_argument
-    add("--algorithm", nargs="+", default=list(ALGORITHMS), help="which")
-    add("--slowdown", type=float, nargs="+", default=list(published.SLOWDOWNS), help="of worker 0")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    parser = harness.make_parser(NAME, "Throughput with one slower worker, beside the study's.")
-    study.add_options(parser)
-    add_options(parser)
-    return study.carry_out(SCRIPT, parser.parse_args(argv), argv)
+    return study.main(SCRIPT, argv)
 
 
 if __name__ == "__main__":

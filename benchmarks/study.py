@@ -70,6 +70,8 @@ class Script:
 
     Args:
         name: of the script, and of its files of results.
+        about: what it does, in a line of its help.
+        add_options: to a parser, those that only this script has.
         title: the heading.
         notes: how its columns are defined, in Markdown.
         cells: all cells of a pass, by the command's arguments.
@@ -80,6 +82,8 @@ class Script:
     """
 
     name: str
+    about: str
+    add_options: Callable[[argparse.ArgumentParser], None]
     title: str
     notes: str
     cells: Callable[[argparse.Namespace], list[Cell]]
@@ -87,6 +91,15 @@ class Script:
     missed: Callable[[Sequence[Result]], list[str]]
     draw: Callable[[Sequence[Result], Path], None]
     order: Callable[[Sequence[Result]], Sequence[Result]] = list
+
+
+def main(script: Script, argv: Sequence[str] | None) -> int:
+    """A script's command line; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = harness.make_parser(script.name, script.about)
+    add_options(parser)
+    script.add_options(parser)
+    return carry_out(script, parser.parse_args(argv), argv)
 
 
 def carry_out(script: Script, args: argparse.Namespace, argv: Sequence[str]) -> int:
