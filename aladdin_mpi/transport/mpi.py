@@ -367,8 +367,7 @@ class MpiTransport(Transport):
                 self._fail(request, request.peer)
             elif request.receives:
                 self._post_receive(request)
-                # A message that had been announced is there now: it need not wait for others.
-                self._complete_if_done(request, status)
+                self._complete_announced(request, status)
             if not request.done:
                 self._active.append(request)
 
@@ -391,17 +390,36 @@ class MpiTransport(Transport):
         if self._completions != before:
             self._active = [request for request in self._active if not request.done]
 
+    def _complete_announced(self, request: _MpiRequest, status: MPI.Status) -> None:
+        """A message that had been announced is there now: it need not wait for other receives.
+
+        Except for those before it that the same sender fills: they may have ended unseen.
+        """
+        if not self._has_ended(request, status):
+            return
+        for each in list(self._active):
+            if each.receives and (each.peer, each.tag) == (request.peer, request.tag):
+                self._complete_if_done(each, MPI.Status())
+        self._complete(request, status)
+
     def _complete_if_done(self, request: _MpiRequest, status: MPI.Status) -> None:
-        if request.broken is not None and not request.done:
+        if self._has_ended(request, status):
+            self._complete(request, status)
+
+    def _has_ended(self, request: _MpiRequest, status: MPI.Status) -> bool:
+        """Whether MPI has just ended it; its end by a death is seen to here."""
+        if request.done:
+            return False
+        if request.broken is not None:
             error, since = request.broken
             if time.perf_counter() - since > NAMED_WITHIN:
                 raise error
-            return
+            return False
         try:
-            if not request.done and request.handle.Test(status):
-                self._complete(request, status)
+            return bool(request.handle.Test(status))
         except MPI.Exception as error:
             self._meet_failure(request, error)
+            return False
 
     def _complete(self, request: _MpiRequest, status: MPI.Status) -> None:
         if request.receives:
