@@ -314,6 +314,7 @@ def test_timed_computing_has_no_loss_to_search_by(tmp_path: Path) -> None:
     assert max(found["adsp"]["commits"]) - min(found["adsp"]["commits"]) <= 1
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_over_mpi(tmp_path: Path) -> None:
     options = ["--epochs", 4, "--servers", 2, "--slowdown", "1=3", "--bucket-mb", 0.005]

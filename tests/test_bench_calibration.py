@@ -37,6 +37,7 @@ def test_a_message_is_latency_overhead_and_bytes() -> None:
     }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @needs_lab

@@ -16,6 +16,7 @@ from tests.test_benchmarks import run_script
 pytestmark = pytest.mark.timeout(280)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @needs("openmpi")
 def test_every_contender_takes_its_turn(tmp_path: Path) -> None:
@@ -31,6 +32,7 @@ def test_every_contender_takes_its_turn(tmp_path: Path) -> None:
     assert one["ratio"] > 0 and two["ratio"] > 0 and one["compressed ratio"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @needs("openmpi")
 def test_step_runs(tmp_path: Path) -> None:

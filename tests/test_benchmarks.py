@@ -32,6 +32,7 @@ def run_script(name: str, folder: Path, *args: str) -> dict[str, Any]:
     return saved
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @needs_lab
 def test_progress_runs(tmp_path: Path) -> None:
@@ -58,6 +59,7 @@ def test_intake_runs(tmp_path: Path) -> None:
     assert all(row["ratio"] > 0 for row in rows)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @needs("openmpi")
 def test_allreduce_runs(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ bytes_sent_per_step failures
 Run = tuple[Path, Completed]
 
 
-@pytest.fixture(scope="module", params=["one server", "two servers, bf16"])
+@pytest.fixture(
+    scope="module", params=["one server", pytest.param("two servers, bf16", marks=pytest.mark.long)]
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("train") / "run"
     options = ["--epochs", 12]
