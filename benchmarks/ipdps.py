@@ -43,6 +43,8 @@ AVERAGING = {"resnet50": 0.15, "vgg16": 0.55}
 """Seconds of a step that AD-PSGD's exchange takes with 8 workers at 56 Gbit/s: figure 3."""
 TAKING = {"memory_gbyte": 7.4}
 """With 11 gradients taken in for a model sent 7 bytes a byte are moved at 10 GB/s so: 57 / 77."""
+PUSHING = 0.13
+"""Seconds in which a worker sends ResNet-50's 54 messages, takes 54, and copies what they hold."""
 WHOLE_MB = 1000.0
 """A message for all that a server has: nothing is sent while something else is summed."""
 LEAST_ROUNDS = 3
@@ -161,6 +163,8 @@ def _third(run: Run, cell: Cell) -> tuple[Run, str] | None:
         return replace(run, extra=AVERAGING[cell.network]), "C"
     if cell.stage == "dgc":
         return replace(run, extra=SELECTION), "B"
+    if (cell.stage, cell.network) == ("sharding", "resnet50") and cell.algorithm in ("asp", "ssp"):
+        return replace(run, extra=PUSHING), "G"
     letters = ""
     # With one server each message's own time counts: ResNet-50 in one message would have none.
     if cell.stage == "sharding" or (cell.stage, cell.network) == ("none", "vgg16"):
