@@ -231,13 +231,14 @@ def test_agreement_needs_both_engines(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.long
 @pytest.mark.slow
+@pytest.mark.timeout(1250)
 @needs_lab
 def test_agreement_over_mpi(tmp_path: Path) -> None:
     """A pass in the lab, stopped after its cells: the second start runs none of them again."""
     words = ["--quick", "--computing", "5", "--work", str(tmp_path), "--save", str(tmp_path)]
     command = [sys.executable, "-m", "benchmarks.agreement", *words]
     first, second = (
-        subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=270)
+        subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
         for _ in range(2)
     )
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
