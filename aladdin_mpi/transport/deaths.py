@@ -1,6 +1,8 @@
-"""Ranks that have died, as MPI knows them, and how the others leave.
+"""Ranks that have died, as MPI knows them, and how the others leave: together.
 
-A death during MPI_Finalize may hang it, so they do without: they tell each other, and exit.
+Not every MPI_Finalize keeps a rank until the others need it no more (under srun a rank was gone
+to which others still sent), and a death may hang it. So the ranks tell each other that they
+leave. Where ranks may die they go without MPI_Finalize after that.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from aladdin_mpi.transport.ulfm import SURVIVES  # before MPI: it decides how th
 # isort: split
 from mpi4py import MPI
 
-__all__ = ["SURVIVES", "dead", "end_those_left", "give_leave", "take_leave"]
+__all__ = ["SURVIVES", "dead", "end_those_left", "give_leave", "take_leave", "wait_gone"]
 
 POLL = 0.0005
 FAREWELL_SECONDS = 60.0
@@ -45,11 +47,15 @@ def take_leave(farewell: MPI.Intracomm, timeout: float | None) -> None:
 
 
 def give_leave(farewell: MPI.Intracomm, others: Sequence[int]) -> None:
-    """Rank 0 lets the others leave together, and waits for a moment until they are gone."""
+    """Rank 0 lets the others leave, when nobody has anything to send any more."""
     nothing = bytearray(0)
     _end_within(FAREWELL_SECONDS, [farewell.Irecv(nothing, rank) for rank in others])
     _end_within(FAREWELL_SECONDS, [farewell.Isend(nothing, rank) for rank in others])
-    _until(lambda: len(dead(farewell)) == farewell.size - 1, LEAVE_SECONDS)
+
+
+def wait_gone(everyone: MPI.Intracomm) -> None:
+    """Wait for a moment until all others are gone, so that rank 0 is the last."""
+    _until(lambda: len(dead(everyone)) == everyone.size - 1, LEAVE_SECONDS)
 
 
 def end_those_left(

@@ -621,18 +621,20 @@ class MpiTransport(Transport):
         for request in list(self._active):
             self.cancel(request)
         self._closed = True
-        if self.survives:
-            self._take_leave(status)
+        self._take_leave(status)
         if self._held_back:
             raise TransportError("closed while sends waited for their event")
 
     def _take_leave(self, status: int) -> None:
-        """Leave together, as MPI_Finalize would have it: rank 0 last."""
+        """Leave together, rank 0 last: nobody may go to whom another still sends."""
         if self.rank:
             deaths.take_leave(self._collectives, self.timeout)
             return
         others = self.living[1:]
         deaths.give_leave(self._collectives, others)
+        if not self.survives:
+            return
+        deaths.wait_gone(self._collectives)
         hanging = {rank: self.host_name(rank) for rank in self._left_out}
         if hanging:
             end = partial(deaths.end_those_left, self._messages, hanging, others, status)
