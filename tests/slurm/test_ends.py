@@ -43,11 +43,11 @@ def check_last_checkpoint(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_saves_the_run_and_it_goes_on(cluster: SlurmCluster) -> None:
-    """Under mpirun; under srun a task of the comparison does the same."""
-    run_dir = cluster.shared / "stopped"
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("mpirun", marks=pytest.mark.long)])
+def test_a_signal_saves_the_run_and_it_goes_on(cluster: SlurmCluster, launcher: str) -> None:
+    run_dir = cluster.shared / f"stopped-{launcher}"
     words = [*LENGTH, "--run-dir", run_dir]
-    job = submit(cluster, "train.sbatch", TWO_NODES, words, {"LAUNCHER": "mpirun"})
+    job = submit(cluster, "train.sbatch", TWO_NODES, words, {"LAUNCHER": launcher})
     started(job, run_dir)
     cluster.run("scancel", "--signal=USR2", "--batch", job.number)
     assert job.wait() == "COMPLETED", job.output()
