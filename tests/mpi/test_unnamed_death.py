@@ -32,7 +32,8 @@ def transport(dead: set[int]) -> Iterator[mpi.MpiTransport]:
     transport = mpi.MpiTransport(timeout=30, progress=False)
     transport.survives = True
     yield transport
-    transport.survives = False  # nobody has died: the ranks leave as usual
+    # Nobody has died: the ranks leave as usual.
+    transport.survives, transport._failed = False, frozenset()
     transport.close()
 
 
