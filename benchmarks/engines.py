@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from aladdin_mpi.cli import read
@@ -42,21 +41,10 @@ START_SECONDS = 15.0
 _LIMIT = 300.0
 
 
-class Engine(ABC):
-    """Something that runs cells; a context manager."""
+class Engine(ExitStack, ABC):
+    """Something that runs cells; a context manager, which closes what it has entered."""
 
     name: str
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        return
 
     def run(self, cell: Cell) -> dict[str, Any]:
         """Train once; returns the figures of :func:`benchmarks.cells.row`.
@@ -106,16 +94,8 @@ class LabEngine(Engine):
     name = "real"
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
+        super().__init__()
         self._lab: Lab | None = None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
 
     def _train(self, cell: Cell, run_dir: Path) -> Mapping[str, Any]:
         lab = self._lab_for(cell)
@@ -130,9 +110,9 @@ class LabEngine(Engine):
     def _lab_for(self, cell: Cell) -> Lab:
         lab = self._lab
         if lab is None or (lab.hosts, lab.rate_gbit) != (cell.hosts, cell.rate_gbit):
-            self._stack.close()
+            self.close()
             self._lab = None  # where the next one cannot be built
-            self._lab = lab = self._stack.enter_context(Lab(cell.hosts, cell.rate_gbit))
+            self._lab = lab = self.enter_context(Lab(cell.hosts, cell.rate_gbit))
         return lab
 
 
