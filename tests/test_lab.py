@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.timeout(120),
 ]
 
+TRIES = 10
 WHERE = """
 import json, os, socket
 from mpi4py import MPI
@@ -148,10 +149,15 @@ def seconds_to_receive(lab: Lab, senders: list[int], receivers: list[int], size:
 def test_rate_is_what_it_says(lab: Lab, senders: list[int], receivers: list[int]) -> None:
     flows = len(senders) * len(receivers)
     size = 6_000_000 // flows
-    # The best of three: another load on the machine can make it slower, nothing makes it faster.
-    best = min(seconds_to_receive(lab, senders, receivers, size) for _ in range(3))
-    gbit = size * flows * 8 / best / 1e9
-    assert 0.7 * lab.rate_gbit < gbit < 1.1 * lab.rate_gbit
+    # Other loads on the machine can make any one try slower; nothing may ever make it faster.
+    shares = []
+    for _ in range(TRIES):
+        seconds = seconds_to_receive(lab, senders, receivers, size)
+        shares.append(size * flows * 8 / seconds / 1e9 / lab.rate_gbit)
+        if shares[-1] > 0.7:
+            break
+    assert max(shares) > 0.7, shares
+    assert max(shares) < 1.1, shares
 
 
 def test_ranks_go_cyclically_over_the_hosts(lab: Lab) -> None:
