@@ -26,7 +26,7 @@ WORKERS = 8
 HOSTS = 4
 RATE_GBIT = 1.0
 ENGINES = ("virtual", "real")
-COMPUTING = 20.0
+COMPUTING = 17.0
 """Seconds of computing that a cell aims for, ..."""
 LONGER = {"aladdin": 3.0}
 """... or so many times as many, for an algorithm whose bar is a matter of percents."""
