@@ -35,9 +35,10 @@ NOTES = f"""\
 
 {ROW_NOTES}
 
-`ar-sgd` sums by Horovod over MPI, without Open MPI's sums by hosts first, which are slower there;
-in virtual time by a ring. The study's SGP overlaps its messages with one step, which is `osgp`
-here: its figures stand beside both."""
+`ar-sgd` sums by Horovod over MPI, around a ring, which was the fastest of Open MPI's ways in the
+lab; its ranks sleep where MPI would spin, since they share two cores (benchmarks/resting.py). The
+study's SGP overlaps its messages with one step, which is `osgp` here: its figures stand beside
+both."""
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
