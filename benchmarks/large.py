@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -116,31 +117,27 @@ def _key(case: Case) -> str:
     return json.dumps(asdict(case), sort_keys=True)
 
 
-def point(store: Store, case: Case) -> dict[str, Any]:
-    """The figures of a case: kept ones, or of a run."""
-    known = store.get(case)
-    if known is not None:
-        return known
-    found, seconds, memory = run_apart(case)
-    store.put(case, found)
-    servers = f", {case.servers} servers" if case.servers else ""
-    print(
-        f"{case.algorithm}, {case.model.name}, {case.gbit:g} Gbit/s{servers}, {case.workers} "
-        f"workers: {found['speed_up'] / case.workers:.1%} of ideal; {seconds:.0f} s, "
-        f"{memory:.0f} MB",
-        file=sys.stderr,
-        flush=True,
-    )
-    return found
+def run_missing(store: Store, cases: Iterable[Case], jobs: int) -> None:
+    """Run those that are not kept, ``jobs`` of them side by side, and keep each as it ends."""
+    missing = [case for case in dict.fromkeys(cases) if store.get(case) is None]
+    for case, found, seconds, memory in run_apart(missing, jobs):
+        store.put(case, found)
+        servers = f", {case.servers} servers" if case.servers else ""
+        print(
+            f"{case.algorithm}, {case.model.name}, {case.gbit:g} Gbit/s{servers}, {case.workers} "
+            f"workers: {found['speed_up'] / case.workers:.1%} of ideal; {seconds:.0f} s, "
+            f"{memory:.0f} MB",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
-def run_all(store: Store, curves: Sequence[Curve]) -> None:
+def run_all(store: Store, curves: Sequence[Curve], jobs: int) -> None:
     """Run what is missing, all small numbers of workers first; curves end behind their knees."""
     for workers in sorted({number for line in curves for number in line.workers}):
-        for line in curves:
-            cases = [case for case in line.cases if case.workers == workers]
-            if cases and not is_over(store, line):
-                point(store, cases[0])
+        going_on = [line for line in curves if not is_over(store, line)]
+        cases = [case for line in going_on for case in line.cases if case.workers == workers]
+        run_missing(store, cases, jobs)
 
 
 def is_over(store: Store, line: Curve) -> bool:
@@ -151,25 +148,29 @@ def is_over(store: Store, line: Curve) -> bool:
 
 
 def settled(
-    store: Store, workloads: Iterable[str], algorithms: Collection[str]
+    store: Store, workloads: Iterable[str], algorithms: Collection[str], jobs: int
 ) -> list[dict[str, Any]]:
     """What twice as many steps change."""
+    lines = [
+        curve(name, workload, USUAL_LINK, USUAL_SERVERS, [SETTLED_AT])
+        for workload in workloads
+        for name in filter(algorithms.__contains__, SETTLED)
+    ]
+    pairs = [(case, replace(case, times=2)) for line in lines for case in line.cases]
+    run_missing(store, chain.from_iterable(pairs), jobs)
     rows = []
-    for workload in workloads:
-        for name in filter(algorithms.__contains__, SETTLED):
-            line = curve(name, workload, USUAL_LINK, USUAL_SERVERS, [SETTLED_AT])
-            (case,) = line.cases
-            once, twice = (point(store, replace(case, times=times)) for times in (1, 2))
-            rows.append(
-                {
-                    "model": line.model.name,
-                    "algorithm": name,
-                    "workers": SETTLED_AT,
-                    "speed-up": once["speed_up"],
-                    "with twice the steps": twice["speed_up"],
-                    "change": f"{twice['speed_up'] / once['speed_up'] - 1:+.1%}",
-                }
-            )
+    for pair in pairs:
+        once, twice = (found["speed_up"] for case in pair if (found := store.get(case)) is not None)
+        rows.append(
+            {
+                "model": pair[0].model.name,
+                "algorithm": pair[0].algorithm,
+                "workers": SETTLED_AT,
+                "speed-up": once,
+                "with twice the steps": twice,
+                "change": f"{twice / once - 1:+.1%}",
+            }
+        )
     return rows
 
 
@@ -202,6 +203,7 @@ def _parser() -> argparse.ArgumentParser:
         help="finished points, which are not run again; by default large/points.jsonl in the "
         "folder of the results, with --quick none",
     )
+    add("--jobs", type=int, default=2, help="points side by side")
     add("--kept-only", action="store_true", help="show what --points holds, and run nothing")
     return parser
 
@@ -238,17 +240,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(argv)
+    if args.jobs < 1:
+        raise UserError(f"--jobs: expected 1 or more points side by side, got {args.jobs}")
     curves = _chosen(args)
     facts = machine()
     store = Store(_place(args))
     if not args.kept_only:
-        run_all(store, curves)
+        run_all(store, curves, args.jobs)
     founds = kept(store, curves)
     if not founds:
         raise UserError(f"--points: expected finished points in {_place(args)}, got none; run some")
     checked: list[dict[str, Any]] = []
     if not (args.quick or args.kept_only):
-        checked = settled(store, args.workload, args.algorithm)
+        checked = settled(store, args.workload, args.algorithm, args.jobs)
     title = f"How far the algorithms scale: up to {max(f.points[-1][0] for f in founds)} workers"
     found = harness.Findings(title, [row(each) for each in founds], notes(founds, checked))
     status = harness.publish("large", argv, args, facts, found)

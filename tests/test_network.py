@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from aladdin_mpi.transport.clock import Clock
 from aladdin_mpi.transport.cluster import Cluster, Pauses
-from aladdin_mpi.transport.network import EXPRESS, QUANTUM, Message, Network
+from aladdin_mpi.transport.network import EXPRESS, PIECES, QUANTUM, Message, Network
 from tests.virtual_lab import LATENCY, OVERHEAD, PIECE, lab
 
 Send = tuple[float, int, int, int] | tuple[float, int, int, int, int]
@@ -93,11 +93,14 @@ def test_flows_out_of_one_host_share_its_link_out() -> None:
     assert found[3, 2] == pytest.approx(LATENCY + 2 * OVERHEAD + 6 * PIECE)
 
 
-def test_smaller_message_waits_for_one_piece_of_another_flow_only() -> None:
-    sends = [(0.0, 0, 1, 25 * QUANTUM), (1e-6, 2, 3, 10_000)]
+@pytest.mark.parametrize("longer", [0.25, 1, 3])
+def test_smaller_message_waits_for_one_piece_of_another_flow_only(longer: float) -> None:
+    nbytes = int(longer * PIECES * QUANTUM)
+    piece = PIECE * max(1.0, longer)
+    sends = [(0.0, 0, 1, nbytes), (1e-6, 2, 3, 10_000)]
     found = times(arrivals(lab(2), 4, sends))
-    assert found[2, 3] == pytest.approx(LATENCY + (PIECE + OVERHEAD) + (OVERHEAD + 1e-5))
-    assert found[0, 1] == pytest.approx(LATENCY + 2 * OVERHEAD + 1e-5 + 25 * PIECE)
+    assert found[2, 3] == pytest.approx(LATENCY + (piece + OVERHEAD) + (OVERHEAD + 1e-5))
+    assert found[0, 1] == pytest.approx(LATENCY + 2 * OVERHEAD + 1e-5 + nbytes / 1e9)
 
 
 @pytest.mark.parametrize("pair", [(2, 3), (0, 1)])

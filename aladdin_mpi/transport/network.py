@@ -2,7 +2,7 @@
 
 Each host has one link out and one link in, and a faster path of its own for the
 messages inside it. A link out serves its flows (the messages of one rank to one
-other) in turn, a piece of at most :data:`QUANTUM` bytes at a time, and first in,
+other) in turn, a piece at a time (:data:`QUANTUM`, :data:`PIECES`), and first in,
 first out within a flow. After the latency the piece goes through the receiver's
 link in, in the order in which the first bytes arrive, while its later bytes are still
 under way: an idle network takes ``overhead + latency + bytes / bandwidth`` for a
@@ -34,6 +34,9 @@ EXPRESS = 4096
 QUANTUM = 256 * 2**10
 """Bytes of one flow that a link serves before it turns to the next. TCP shares a link packet by
 packet: with whole messages of 4 MB in turn EASGD came out up to a fifth faster than over TCP."""
+PIECES = 16
+"""Of a message at most: one of more than 4 MiB goes in larger pieces, which share a link as well
+in proportion to it, for a simulation of a thousand workers has to look at each piece."""
 
 
 class Message:
@@ -49,6 +52,7 @@ class Message:
         "free",
         "nbytes",
         "payload",
+        "piece",
         "request",
         "source",
         "tag",
@@ -73,6 +77,7 @@ class Message:
         self.payload = payload
         self.request = request
         self.unsent = nbytes
+        self.piece = max(QUANTUM, -(-nbytes // PIECES))
         self.arrived = False
 
 
@@ -208,7 +213,7 @@ class Network:
 
     def _start_piece(self, flow: _Flow, link: _Link) -> None:
         message = flow.queue[0]
-        piece = min(message.unsent, QUANTUM)
+        piece = min(message.unsent, message.piece)
         duration = piece * link.seconds_per_byte
         link.carried += piece
         if message.unsent == message.nbytes:
