@@ -6,10 +6,12 @@ import os
 import threading
 import time
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from types import TracebackType
 
 _STAT = Path("/proc/stat")
+TOGETHER = 10
+"""Seconds over which stolen time is taken together."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -17,12 +19,15 @@ class BusyCores:
     """A context manager; at its end `cores` are those in use, by whatever ran, of the machine.
 
     It is the median over the seconds of the block, so that a start that loads much, and an end
-    at which little happens, do not count. None where it cannot be found out.
+    at which little happens, do not count. `stolen` is the largest share of all cores that the
+    host of a virtual machine kept from it over ten seconds. None where it cannot be found out.
     """
 
     def __init__(self) -> None:
         self.cores: float | None = None
+        self.stolen: float | None = None
         self._samples: list[float] = []
+        self._stolen: list[float] = []
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -40,18 +45,27 @@ class BusyCores:
         self._end.set()
         if self._thread.is_alive():
             self._thread.join()
-        self.cores = median(self._samples) if self._samples else None
+        if self._samples:
+            self.cores = median(self._samples)
+            self.stolen = _most(self._stolen, TOGETHER) / (os.cpu_count() or 1)
 
     def _watch(self) -> None:
-        used, moment = _busy_seconds(), time.monotonic()
+        (used, stolen), moment = _seconds(), time.monotonic()
         while not self._end.wait(1.0):
-            now_used, now = _busy_seconds(), time.monotonic()
+            (now_used, now_stolen), now = _seconds(), time.monotonic()
             self._samples.append((now_used - used) / (now - moment))
-            used, moment = now_used, now
+            self._stolen.append((now_stolen - stolen) / (now - moment))
+            used, stolen, moment = now_used, now_stolen, now
 
 
-def _busy_seconds() -> float:
-    """CPU seconds of all cores so far, in programs, in the kernel and for the network."""
+def _most(samples: list[float], together: int) -> float:
+    """The largest mean of so many samples in a row, or of all if there are fewer."""
+    whole = range(max(1, len(samples) - together + 1))
+    return max(mean(samples[start : start + together]) for start in whole)
+
+
+def _seconds() -> tuple[float, float]:
+    """CPU seconds of all cores so far: in programs, the kernel and for the network; and stolen."""
     words = _STAT.read_text(encoding="ascii").split("\n", 1)[0].split()
-    user, nice, system, _idle, _iowait, irq, softirq = map(int, words[1:8])
-    return (user + nice + system + irq + softirq) / _TICKS
+    user, nice, system, _idle, _iowait, irq, softirq, stolen = map(int, words[1:9])
+    return (user + nice + system + irq + softirq) / _TICKS, stolen / _TICKS

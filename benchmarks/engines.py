@@ -44,6 +44,10 @@ HOROVOD_ENVIRONMENT = {
 START_SECONDS = 15.0
 """What a run over MPI takes before its first step and behind its last, on two cores."""
 _LIMIT = 300.0
+STOLEN = 0.05
+"""Share of its cores that the machine may miss, over any ten seconds of a run over MPI: a virtual
+machine has to share them with others of its host, which took up to half of them for minutes."""
+TRIES = 3
 
 
 class Engine(ExitStack, ABC):
@@ -102,6 +106,15 @@ class LabEngine(Engine):
         super().__init__()
         self._lab: Lab | None = None
 
+    def run(self, cell: Cell) -> dict[str, Any]:
+        """As :meth:`Engine.run`; where the machine was not all ours, again, up to `TRIES` times."""
+        found = []
+        for _ in range(TRIES):
+            found.append(super().run(cell))
+            if (found[-1]["stolen"] or 0.0) <= STOLEN:
+                break
+        return min(found, key=lambda figures: figures["stolen"] or 0.0)
+
     def _train(self, cell: Cell, run_dir: Path) -> Mapping[str, Any]:
         lab = self._lab_for(cell)
         args = ["-m", "aladdin_mpi.train", *cell.options(run_dir), *cell.mpi_extra]
@@ -111,7 +124,7 @@ class LabEngine(Engine):
             done = lab.run(cell.placement, args, timeout=limit, env=environment)
         if done.returncode != 0:
             raise UserError(f"{cell.describe()}: the run failed:\n{done.stdout}{done.stderr}")
-        return {"cores busy": busy.cores}
+        return {"cores busy": busy.cores, "stolen": busy.stolen}
 
     def _for_horovod(self) -> dict[str, str]:
         folder = self.enter_context(tempfile.TemporaryDirectory(prefix="resting-"))

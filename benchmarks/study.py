@@ -251,6 +251,7 @@ def columns(result: Result, published: float | None) -> dict[str, Any]:
         "dropped": main["dropped"],
         "sent by a step, MB": main["sent by a step, MB"],
         "cores busy": main.get("cores busy"),
+        "stolen": main.get("stolen"),
         "iterations": cell.iterations,
         "seconds": main["seconds"],
     }
@@ -261,7 +262,9 @@ Published: the study's figure. Virtual and real: the speed-up in virtual time, c
 network's rate and latency alone, and over MPI in the network lab; error: of virtual time, as a
 share of real. The other columns are those of the real run where there is one. Coalesced: gradients
 that a worker added to a waiting one, as a share of all; dropped: gradients lost. Cores busy: of
-this machine, by whatever ran on it. Iterations: of a worker that is not slowed down."""
+this machine, by whatever ran on it; stolen: the largest share of its cores over ten seconds that
+its own host kept from it. A run with more than 5 % is made again, up to three times, and the one
+with the least counts. Iterations: of a worker that is not slowed down."""
 
 
 def origin(results: Sequence[Result], store: CellStore) -> str:

@@ -45,6 +45,7 @@ from aladdin_mpi.transport.base import (
     TransportError,
     WaitTimeoutError,
 )
+from aladdin_mpi.transport.pace import PARKED, SHORT_NAP, Pace
 from aladdin_mpi.transport.volume import (
     allgather_bytes,
     allreduce_bytes,
@@ -52,19 +53,8 @@ from aladdin_mpi.transport.volume import (
     broadcast_bytes,
 )
 
-FAST_POLL = 0.0005
-"""Seconds between two polls of the progress thread while messages move."""
-SLOW_POLL = 0.001
-"""The same when nothing has moved lately."""
-LIVELY = 0.02
-"""Seconds after the last completion for which messages are taken to be moving."""
 HANDLER_DEPTH = 4
 """Receives posted ahead for every handler."""
-SHORT_NAP = 0.0002
-"""Longest sleep, in seconds, between two looks of a waiting rank while messages move, ..."""
-LONG_NAP = 0.0005
-"""... and when nothing has moved lately."""
-
 LOOK_FOR_FAILURES = 0.02
 """Seconds between two looks for ranks that have died."""
 NAMED_WITHIN = 10.0
@@ -138,7 +128,7 @@ class MpiTransport(Transport):
         self._active: list[_MpiRequest] = []
         self._statuses: list[MPI.Status] = []
         self._completions = 0
-        self._lively_until = 0.0
+        self._last_news = 0.0
         self._exempt: frozenset[int] = frozenset()
         self.survives = deaths.SURVIVES
         self._failed: frozenset[int] = frozenset()
@@ -159,7 +149,7 @@ class MpiTransport(Transport):
         self._progress_thread: threading.Thread | None = None
         self._stopping = self._closed = False
         self.progresses = progress and threads >= MPI.THREAD_SERIALIZED
-        self._spins = 50 if self.hosts.count(self.host) <= (os.cpu_count() or 1) else 0
+        self._pace = Pace(self.hosts.count(self.host), os.cpu_count() or 1)
         if self.progresses:
             self._start_progress()
 
@@ -270,12 +260,11 @@ class MpiTransport(Transport):
                     break
                 if not polled:
                     self._news.wait(SHORT_NAP)
-                elif turn >= self._spins:
-                    longest = SHORT_NAP if self._lively else LONG_NAP
-                    time.sleep(min(longest, 0.00002 * (turn - self._spins)))
+                elif nap := self._pace.nap(turn, self._quiet(since=start)):
+                    time.sleep(nap)
         finally:
             self._waiters -= 1
-            if self.progresses and self._lively:
+            if self.progresses:
                 self._takes_over.set()
         if timeout is not None:
             return -1
@@ -319,12 +308,13 @@ class MpiTransport(Transport):
                 self._poll()
             streaming = self._completions != before
             if not streaming:
-                self._takes_over.wait(FAST_POLL if self._lively else SLOW_POLL)
+                pause = self._pace.background(self._quiet()) if self._waiters == 0 else PARKED
+                self._takes_over.wait(pause)
                 self._takes_over.clear()
 
-    @property
-    def _lively(self) -> bool:
-        return time.perf_counter() < self._lively_until
+    def _quiet(self, since: float = 0.0) -> float:
+        """Seconds in which nothing has been completed, of those ``since`` a moment."""
+        return time.perf_counter() - max(self._last_news, since)
 
     def _poll(self, patient: bool = False) -> bool:
         """Complete what can be completed, then run the handlers of what has come.
@@ -431,7 +421,7 @@ class MpiTransport(Transport):
         request.order = self._completions
         self._completions += 1
         request.done = True
-        self._lively_until = time.perf_counter() + LIVELY
+        self._last_news = time.perf_counter()
         if self._waiters:
             self._news.set()
 
