@@ -262,12 +262,12 @@ def test_message_cut_by_death_vanishes_and_frees_the_link() -> None:
 
     def main(t: VirtualTransport) -> tuple[str, float]:
         if t.rank == 1:
-            t.wait(t.isend(meta(100 * QUANTUM), 0, 0))
+            t.wait(t.isend(meta(16 * QUANTUM), 0, 0))
         if t.rank == 3:
             t.wait(t.isend(meta(10 * QUANTUM), 0, 0))
         if t.rank:
             return "", 0.0
-        cut, whole = t.irecv(meta(100 * QUANTUM), 1, 0), t.irecv(meta(10 * QUANTUM), 3, 0)
+        cut, whole = t.irecv(meta(16 * QUANTUM), 1, 0), t.irecv(meta(10 * QUANTUM), 3, 0)
         text = outcome(t, cut)
         t.wait(whole)
         return text, t.now()
