@@ -179,6 +179,26 @@ def test_the_checkout_can_be_imported_and_the_status_comes_back(lab: Lab, tmp_pa
     assert lab.run(1, ["-c", code], timeout=60).returncode == 3
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["address", "no address"])
+def test_torch_s_sums_between_hosts_whose_names_lead_nowhere(
+    lab: Lab, tmp_path: Path, named: bool
+) -> None:
+    words = ["--algorithm", "ar-sgd", "--ar-sgd-allreduce", "torch", "--model", "size:0.1"]
+    words += ["--compute", "timed", "--compute-time", "0.01", "--samples", "64", "--quiet"]
+    given = {"MASTER_ADDR": lab.address(0), "GLOO_SOCKET_IFNAME": netns.INTERFACE}
+    run_dir = tmp_path / "run"
+    args = ["-m", "aladdin_mpi.train", *words, "--run-dir", str(run_dir)]
+    done = lab.run(2, args, timeout=100, env=given if named else {})
+    if named:
+        assert done.returncode == 0, done.stderr
+        summary = json.loads((run_dir / "summary.json").read_text())
+        assert summary["samples"] == 64
+        return
+    assert done.returncode != 0
+    assert done.stderr.count("has no address") == 1, done.stderr
+    assert "aladdin_mpi: error" in done.stderr and "MASTER_ADDR" in done.stderr
+
+
 def test_bad_arguments_are_refused(lab: Lab) -> None:
     with pytest.raises(UserError, match="hosts: expected 1 to 250, got 0"):
         Lab(hosts=0)

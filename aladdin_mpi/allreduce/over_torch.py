@@ -22,6 +22,11 @@ MARGIN = 30.0
 FOR_EVER = timedelta(days=365)
 MEETING = timedelta(seconds=60)
 """Longest time for the ranks to find rank 0."""
+ELSEWHERE = "all-reduce torch: not started, since another rank has no way to rank 0"
+REMEDY = (
+    "set MASTER_ADDR to an address of rank 0's host that all hosts reach, and GLOO_SOCKET_IFNAME "
+    "to the network interface"
+)
 
 
 def obstacle(device: torch.device) -> str | None:
@@ -63,7 +68,7 @@ class TorchAllReduce(AllReduce):
     Rank 0's address is ``MASTER_ADDR`` where that is set, else its host's name.
 
     Raises:
-        UserError: a rank could not reach rank 0.
+        UserError: a rank could not reach rank 0, or rank 0's host has no address.
     """
 
     name = "torch"
@@ -120,24 +125,35 @@ class _Work(Pending):
 
 
 def _meet(transport: Transport) -> Any:
-    """A store at rank 0 on a free port, which the others are told over the transport."""
-    store = None
-    place = ""
+    """A store at rank 0 on a free port, which the others are told over the transport.
+
+    Raises:
+        UserError: there is no such store for one of the ranks; on all of them, so that none
+            waits for another.
+    """
+    store, told, problem = None, "", ""
     if transport.rank == 0:
-        address = _own_address(transport)
-        store = _store(address, 0, transport, wait_for_workers=False)
-        place = f"{address} {store.port}"
-    address, port = share(transport, place).split()
-    if store is not None:
-        return store
-    try:
-        return _store(address, int(port), transport)
-    except RuntimeError as error:
-        raise UserError(
-            f"all-reduce torch: rank {transport.rank} cannot reach rank 0 at {address}, port "
-            f"{port} ({error}); set MASTER_ADDR to an address of rank 0's host that all hosts "
-            "reach, and GLOO_SOCKET_IFNAME to the network interface"
-        ) from error
+        try:
+            address = _own_address(transport)
+            store = _store(address, 0, transport, wait_for_workers=False)
+            told = f"{address} {store.port}"
+        except (UserError, RuntimeError) as error:
+            problem = str(error)
+    told = share(transport, told)
+    if told and store is None:
+        address, port = told.split()
+        try:
+            store = _store(address, int(port), transport)
+        except RuntimeError as error:
+            problem = (
+                f"all-reduce torch: rank {transport.rank} cannot reach rank 0 at {address}, port "
+                f"{port} ({error}); {REMEDY}"
+            )
+    failures = torch.tensor([int(store is None)])
+    transport.wait(transport.iallreduce(failures))
+    if int(failures):
+        raise UserError(problem or ELSEWHERE)
+    return store
 
 
 def _store(address: str, port: int, transport: Transport, wait_for_workers: bool = True) -> Any:
@@ -154,7 +170,15 @@ def _store(address: str, port: int, transport: Transport, wait_for_workers: bool
 def _own_address(transport: Transport) -> str:
     if len(set(transport.hosts)) == 1:
         return "127.0.0.1"
-    return os.environ.get("MASTER_ADDR") or socket.getfqdn()
+    address = os.environ.get("MASTER_ADDR") or socket.getfqdn()
+    try:
+        socket.getaddrinfo(address, None)
+    except OSError as error:  # torch would look for it for minutes, and not say what to do
+        raise UserError(
+            f"all-reduce torch: the name of rank 0's host, {address}, has no address ({error}); "
+            f"{REMEDY}"
+        ) from error
+    return address
 
 
 def share(transport: Transport, text: str) -> str:

@@ -1,7 +1,8 @@
-"""How long messages take between two ranks, one at a time and in a row.
+"""How long messages take between two ranks, one at a time and in a row, or among all hosts at once.
 
 The last line that rank 0 prints is a JSON list, with one record for every size: seconds for one
-message of an idle network, and for one of many that follow each other.
+message of an idle network, and for one of many that follow each other. With `--all-at-once`
+instead: seconds for a message of every rank to every rank of the other hosts.
 """
 
 from __future__ import annotations
@@ -59,16 +60,35 @@ def in_a_row(transport: MpiTransport, nbytes: int, count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
+def all_at_once(transport: MpiTransport, nbytes: int, count: int) -> float:
+    """Seconds for a message from each rank to each of the other hosts, with ``count`` in a row."""
+    peers = [r for r, host in enumerate(transport.hosts) if host != transport.host]
+    given = torch.zeros(nbytes, dtype=torch.uint8)
+    taken = [torch.zeros(nbytes, dtype=torch.uint8) for _ in peers]
+    transport.wait(transport.ibarrier())
+    start = time.perf_counter()
+    for _ in range(count):
+        receives = [transport.irecv(b, r, TAG) for b, r in zip(taken, peers, strict=True)]
+        transport.wait_all([*receives, *(transport.isend(given, r, TAG) for r in peers)])
+    transport.wait(transport.ibarrier())
+    return (time.perf_counter() - start) / count
+
+
 def main() -> int:
     """Measure every size; rank 0 prints."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bytes", type=int, nargs="+", required=True, help="sizes of messages")
     parser.add_argument("--count", type=int, default=20, help="messages in a row")
     parser.add_argument("--repeats", type=int, default=9, help="of which medians are taken")
+    parser.add_argument("--all-at-once", action="store_true", help="among all hosts")
     args = parser.parse_args()
     transport = MpiTransport(timeout=TIMEOUT)
     records = []
     for nbytes in args.bytes:
+        if args.all_at_once:
+            turns = [all_at_once(transport, nbytes, args.count) for _ in range(args.repeats)]
+            records.append({"bytes": nbytes, "each": median(turns)})
+            continue
         singles = [one_way(transport, nbytes) for _ in range(1 + args.repeats)][1:]
         rows = [in_a_row(transport, nbytes, args.count) for _ in range(1 + args.repeats // 3)][1:]
         records.append({"bytes": nbytes, "one": median(singles), "each": median(rows)})
