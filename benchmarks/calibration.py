@@ -2,9 +2,10 @@
 
     python -m benchmarks.calibration --save
 
-Needs the lab, and root. Two ranks send each other messages, on two hosts and on one. The figures
-to give `aladdin_mpi.simulate` stand below the table; `benchmarks/engines.py` has those that were
-measured last, the same for every cell.
+Needs the lab, and root. Two ranks send each other messages, on two hosts and on one; then eight
+ranks on four hosts send to each other all at once: many flows share links, as in training. The
+figures to give `aladdin_mpi.simulate` stand below the table; `benchmarks/engines.py` has those that
+were measured last, the same for every cell.
 """
 
 from __future__ import annotations
@@ -21,14 +22,20 @@ from benchmarks.machine import machine
 PATHS = {"between hosts": (0, 1), "inside a host": (0, 0)}
 SIZES = (8, 32_000, 1_000_000, 4_000_000)
 """Bytes: a header, a short message that is sent at once, and two that are announced first."""
+CROWD = "all hosts at once"
+CROWD_RANKS = (0, 0, 1, 1, 2, 2, 3, 3)
+"""The host of each rank that sends to those of all others."""
+CROWD_SIZES = SIZES[-2:]
 LIMIT = 300.0
 
 NOTES = """\
 One: half the time of a message and its answer, on an idle network. Each: of messages that are
 sent at once and follow each other. Both ranks wait with the transport's short sleeps, as in
-training. Rate: that of the largest messages in a row; latency: what one of 1 MB, which is announced
-first as most in training are, takes alone beyond its bytes at that rate; overhead: the same of
-each of many in a row."""
+training. All hosts at once: eight ranks on four hosts, a message from every rank to each of the
+other hosts' ranks; the rate is that of a host's link out, while as much comes in. Rate: that of
+the largest messages in a row; latency: what one of 1 MB, which is announced first as most in
+training are, takes alone beyond its bytes at that rate; overhead: the same of each of many in a
+row."""
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -50,6 +57,27 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                     }
                 )
     return found
+
+
+def measure_crowd(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each of the larger sizes: every host's link is full in both directions."""
+    sizes = [str(nbytes) for nbytes in CROWD_SIZES]
+    program = ["-m", "benchmarks.programs.messages", "--bytes", *sizes, "--all-at-once"]
+    program += ["--count", "4", "--repeats", str(args.repeats)]
+    with Lab(hosts=1 + max(CROWD_RANKS), rate_gbit=args.rate) as lab:
+        records = harness.json_printed(lab.run(CROWD_RANKS, program, timeout=LIMIT))
+    each = CROWD_RANKS.count(0)
+    flows = each * (len(CROWD_RANKS) - each)
+    return [
+        {
+            "path": CROWD,
+            "bytes": record["bytes"],
+            "one, ms": None,
+            "each, ms": 1e3 * record["each"],
+            "each, Gbit/s": 8e-9 * flows * record["bytes"] / record["each"],
+        }
+        for record in records
+    ]
 
 
 def constants(table: Sequence[Mapping[str, Any]], path: str) -> dict[str, float]:
@@ -78,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in PATHS
         for found in [constants(table, path)]
     ]
+    table += measure_crowd(args)
     notes = NOTES + "\n\n" + "\n".join(f"- {line}" for line in lines)
     title = f"Messages between two ranks, links of {args.rate:g} Gbit/s"
     return harness.publish("calibration", argv, args, facts, harness.Findings(title, table, notes))

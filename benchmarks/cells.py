@@ -19,6 +19,8 @@ from statistics import linear_regression
 from typing import Any
 
 from aladdin_mpi.algorithms.registry import find
+from aladdin_mpi.transport.cluster import Cluster
+from benchmarks.spread import spread
 
 BATCH = 1
 SETTLED = 0.4
@@ -90,13 +92,9 @@ class Cell:
 
     @property
     def placement(self) -> list[int]:
-        """The host of each rank: servers and then workers in turn; without servers in blocks.
-
-        So there is a server on each host, or neighbours of a ring share one.
-        """
-        if self.servers:
-            return [rank % self.hosts for rank in range(self.ranks)]
-        return [rank * self.hosts // self.ranks for rank in range(self.ranks)]
+        """The host of each rank, servers first, as in virtual time; see `spread`."""
+        cluster = Cluster(hosts=self.hosts, placement=spread(self.servers))
+        return [cluster.host_of(rank, self.ranks) for rank in range(self.ranks)]
 
     @property
     def lockstep(self) -> bool:

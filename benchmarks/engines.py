@@ -22,6 +22,7 @@ from benchmarks.busy import BusyCores
 from benchmarks.cells import Cell, row
 from benchmarks.lab import Lab
 from benchmarks.resting import resting
+from benchmarks.spread import spread
 
 GOODPUT = 1448 / 1514
 """Of a lab's link, which counts Ethernet frames of 1514 bytes with 1448 of a message in each;
@@ -90,7 +91,7 @@ def cluster_options(cell: Cell) -> list[str]:
     values: dict[str, object] = {
         "--workers": cell.workers,
         "--hosts": cell.hosts,
-        "--placement": "cyclic" if cell.servers else "block",
+        "--placement": spread(cell.servers),
         "--bandwidth-gbit": cell.rate_gbit * GOODPUT,
         **LINKS,
     }
@@ -105,6 +106,7 @@ class LabEngine(Engine):
     def __init__(self) -> None:
         super().__init__()
         self._lab: Lab | None = None
+        self._resting: dict[str, str] | None = None
 
     def run(self, cell: Cell) -> dict[str, Any]:
         """As :meth:`Engine.run`; where the machine was not all ours, again, up to `TRIES` times."""
@@ -127,14 +129,16 @@ class LabEngine(Engine):
         return {"cores busy": busy.cores, "stolen": busy.stolen}
 
     def _for_horovod(self) -> dict[str, str]:
-        folder = self.enter_context(tempfile.TemporaryDirectory(prefix="resting-"))
-        return {**HOROVOD_ENVIRONMENT, **resting(Path(folder))}
+        if self._resting is None:
+            folder = self.enter_context(tempfile.TemporaryDirectory(prefix="resting-"))
+            self._resting = resting(Path(folder))
+        return {**HOROVOD_ENVIRONMENT, **self._resting}
 
     def _lab_for(self, cell: Cell) -> Lab:
         lab = self._lab
         if lab is None or (lab.hosts, lab.rate_gbit) != (cell.hosts, cell.rate_gbit):
             self.close()
-            self._lab = None  # where the next one cannot be built
+            self._lab = self._resting = None  # where the next one cannot be built
             self._lab = lab = self.enter_context(Lab(cell.hosts, cell.rate_gbit))
         return lab
 

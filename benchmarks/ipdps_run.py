@@ -14,6 +14,7 @@ from torch import nn
 from aladdin_mpi.options import SimulateOptions
 from aladdin_mpi.training.simulator import simulate
 from benchmarks.ipdps_paper import NETWORKS, SERVED
+from benchmarks.spread import spread
 
 VM = 4
 """Workers of a virtual machine; two are on each machine and share its link."""
@@ -144,9 +145,7 @@ class Run:
             "cluster": {
                 "hosts": self.hosts,
                 "bandwidth_gbit": self.gbit,
-                # Servers, which are the first ranks, are spread over the machines; a ring of
-                # workers leaves each machine once.
-                "placement": "cyclic" if served else "block",
+                "placement": spread(self.servers if served else 0),
                 **self.cluster,
             },
         }

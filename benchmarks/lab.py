@@ -32,6 +32,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.transport.pace import CORES
 from benchmarks import netns
 
 # No other network can collide with it: a lab's addresses exist in its own namespaces only.
@@ -153,14 +154,16 @@ class Lab:
             ranks: how many, rank r on host r % hosts; or each rank's host, in the order of ranks.
             program: the program and its arguments, the same for every rank.
             env: environment variables for the ranks, besides those of this process. The checkout
-                comes first on PYTHONPATH, and OMP_NUM_THREADS is 1, unless given here.
+                comes first on PYTHONPATH, OMP_NUM_THREADS is 1, and each host has its share of
+                this machine's cores, unless given here.
             options: further options for mpirun, such as `["--with-ft", "ulfm"]`.
 
         Raises:
             UserError: there are no ranks, or a host that does not exist.
         """
         placement = self._placement(ranks)
-        values = {"PYTHONPATH": _python_path(), "OMP_NUM_THREADS": "1", **(env or {})}
+        values = {"PYTHONPATH": _python_path(), "OMP_NUM_THREADS": "1"}
+        values |= {CORES: str(max(1, (os.cpu_count() or 1) // self.hosts)), **(env or {})}
         mpirun = [str(_mpirun()), "--allow-run-as-root"]
         mpirun += ["--prtemca", "plm_ssh_agent", f"sh {self._folder / 'enter-host'}"]
         mpirun += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from aladdin_mpi import guard
-from aladdin_mpi.transport.ulfm import SURVIVES  # before MPI: it decides how that ends
+from aladdin_mpi.transport import openmpi  # noqa: F401  # before MPI: it decides how that begins
+from aladdin_mpi.transport.ulfm import SURVIVES  # and this one how it ends
 
 # isort: split
 from mpi4py import MPI

@@ -14,7 +14,6 @@ is told by that thread of what it completes, at once and not when it comes out.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from aladdin_mpi import guard
-from aladdin_mpi.transport import deaths  # before MPI: it decides how that ends
+from aladdin_mpi.transport import deaths  # before MPI: it decides how that begins and ends
 
 # isort: split
 from mpi4py import MPI  # before torch: Cray MPICH breaks the other way round
@@ -34,6 +33,7 @@ from mpi4py import MPI  # before torch: Cray MPICH breaks the other way round
 import torch
 from torch import Tensor
 
+from aladdin_mpi.errors import RefusedError, UserError
 from aladdin_mpi.transport.base import (
     ANY_SOURCE,
     Event,
@@ -45,7 +45,7 @@ from aladdin_mpi.transport.base import (
     TransportError,
     WaitTimeoutError,
 )
-from aladdin_mpi.transport.pace import PARKED, SHORT_NAP, Pace
+from aladdin_mpi.transport.pace import PARKED, SHORT_NAP, Pace, cores_of_host
 from aladdin_mpi.transport.volume import (
     allgather_bytes,
     allreduce_bytes,
@@ -106,6 +106,10 @@ class MpiTransport(Transport):
         timeout: longest wait in seconds for another rank; None waits for ever.
         progress: run the progress thread. Without it nothing moves while a rank
             computes; the benchmarks show the difference.
+
+    Raises:
+        UserError: at rank 0, a host's number of cores is wrong; RefusedError at the others.
+        PeerFailedError: a rank has died already.
     """
 
     engine = "mpi"
@@ -115,7 +119,7 @@ class MpiTransport(Transport):
         self.size = MPI.COMM_WORLD.Get_size()
         self.traffic = Traffic()
         self.timeout = timeout
-        self._messages, self._collectives, names = _set_up()
+        self._messages, self._collectives, names, cores = _set_up()
         numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
         self.hosts = [numbers[name] for name in names]
         self.host_names = list(numbers)
@@ -149,7 +153,7 @@ class MpiTransport(Transport):
         self._progress_thread: threading.Thread | None = None
         self._stopping = self._closed = False
         self.progresses = progress and threads >= MPI.THREAD_SERIALIZED
-        self._pace = Pace(self.hosts.count(self.host), os.cpu_count() or 1)
+        self._pace = Pace(self.hosts.count(self.host), cores)
         if self.progresses:
             self._start_progress()
 
@@ -631,15 +635,25 @@ class MpiTransport(Transport):
             guard.before_leaving(end)
 
 
-def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str]]:
-    """Communicators for messages and for collectives, and all ranks' hosts.
+def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str], int]:
+    """Communicators for messages and for collectives, all ranks' hosts, this host's cores.
 
-    Raises:
-        PeerFailedError: a rank has died already.
+    Raises as the transport itself.
     """
+    cores, problem = 0, None
+    try:
+        cores = cores_of_host()
+    except UserError as error:
+        problem = str(error)
     try:
         messages, collectives = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
-        return messages, collectives, messages.allgather(MPI.Get_processor_name())
+        told = messages.allgather((MPI.Get_processor_name(), problem))
+        wrong = next(((host, each) for host, each in told if each is not None), None)
+        if wrong is not None:
+            host, problem = wrong
+            one_says = UserError(f"host {host}: {problem}", agreed=True)
+            raise one_says if messages.rank == 0 else RefusedError
+        return messages, collectives, [host for host, _ in told], cores
     except MPI.Exception as error:
         if error.Get_error_class() not in FAILURES:
             raise

@@ -12,14 +12,13 @@ import json
 import time
 from statistics import median
 
-from mpi4py import MPI
+from aladdin_mpi import guard
+from aladdin_mpi.transport.mpi import MpiTransport  # before MPI: it decides how that begins
 
 # isort: split
 import torch
+from mpi4py import MPI
 from torch import Tensor
-
-from aladdin_mpi import guard
-from aladdin_mpi.transport.mpi import MpiTransport
 
 TAG = 1
 TIMEOUT = 60.0

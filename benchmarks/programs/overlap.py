@@ -13,16 +13,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mpi4py import MPI
+from aladdin_mpi import guard
+from aladdin_mpi.transport.base import Request
+from aladdin_mpi.transport.mpi import MpiTransport  # before MPI: it decides how that begins
 
 # isort: split
 import torch
+from mpi4py import MPI
 from torch import Tensor
 from torch.nn.functional import conv2d
-
-from aladdin_mpi import guard
-from aladdin_mpi.transport.base import Request
-from aladdin_mpi.transport.mpi import MpiTransport
 
 TAG = 1
 TIMEOUT = 60.0

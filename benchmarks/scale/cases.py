@@ -9,6 +9,7 @@ from pathlib import Path
 from aladdin_mpi.algorithms.registry import ALGORITHMS, find
 from aladdin_mpi.options import SimulateOptions, parse
 from benchmarks.cells import WORKLOADS as TENTHS
+from benchmarks.spread import spread
 
 WORKERS_PER_HOST = 8
 LOCAL_GBIT = 1600.0
@@ -168,9 +169,7 @@ class Case:
             "--batch-size": model.batch,
             "--workers": self.workers,
             "--hosts": self.hosts,
-            # Servers are the first ranks: dealt in turn they come to hosts of their own, and
-            # eight workers to each. Without servers neighbours share a host.
-            "--placement": "cyclic" if self.servers else "block",
+            "--placement": spread(self.servers),
             "--bandwidth-gbit": self.gbit,
             "--local-bandwidth-gbit": LOCAL_GBIT,
             "--bucket-mb": model.message_mb,

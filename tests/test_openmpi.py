@@ -1,0 +1,75 @@
+"""What Open MPI is told before it starts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from aladdin_mpi.transport.openmpi import TCP_FLAGS
+from benchmarks.lab import Lab
+from tests.launch import needs, run_ranks
+
+REASON = Lab.available()
+SHOW = {"OMPI_MCA_mpi_show_mca_params": "all"}
+START = ["-c", "import aladdin_mpi.transport.mpi"]
+
+LATE_ANSWER = """
+import json, time
+import torch
+from aladdin_mpi.transport.mpi import MpiTransport
+
+LONG, LATE = 8_000_000, 0.1
+transport = MpiTransport(timeout=60)
+peer, mine = 1 - transport.rank, torch.zeros(LONG, dtype=torch.uint8)
+seconds = []
+for both in (False, True):
+    sends = both or transport.rank == 0
+    takes = both or transport.rank == 1
+    transport.wait(transport.ibarrier())
+    start = time.perf_counter()
+    requests = [transport.irecv(torch.empty_like(mine), peer, 1)] if takes else []
+    transport.sleep(LATE * transport.rank)
+    requests += [transport.isend(mine, peer, 1)] if sends else []
+    transport.wait_all(requests)
+    transport.wait(transport.ibarrier())
+    seconds.append(time.perf_counter() - start)
+if transport.rank == 0:
+    print(json.dumps(seconds))
+transport.close()
+"""
+"""Seconds for a long message, and for it and another one the other way, 0.1 s later."""
+
+
+def flags(output: str) -> list[str]:
+    (line,) = (each for each in output.splitlines() if "btl_tcp_flags=" in each)
+    return line.partition("=")[2].split()[0].split(",")
+
+
+@needs("openmpi")
+def test_long_messages_go_in_pieces_over_tcp() -> None:
+    done = run_ranks(1, START, env=SHOW)
+    assert "send" in flags(done.stdout + done.stderr)
+    assert "put" not in flags(done.stdout + done.stderr)
+
+
+@needs("openmpi")
+def test_what_the_user_chose_stays() -> None:
+    done = run_ranks(1, START, env={**SHOW, TCP_FLAGS: "send,put"})
+    assert flags(done.stdout + done.stderr) == ["send", "put"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(REASON is not None, reason=REASON or "")
+def test_two_ranks_use_a_link_in_both_directions_at_once() -> None:
+    found = []
+    with Lab(hosts=2, rate_gbit=0.1) as lab:
+        for _ in range(3):
+            done = lab.run(2, ["-c", LATE_ANSWER], timeout=60)
+            assert done.returncode == 0, done.stderr
+            one, both = json.loads(done.stdout)
+            found.append((one, both))
+            if both < 1.6 * one:  # after each other they take twice as long
+                return
+    pytest.fail(f"seconds of one message, and of one in each direction: {found}")
