@@ -1,6 +1,6 @@
 """Virtual time against runs over MPI: how far off are its predictions of throughput?
 
-    python -m benchmarks.agreement --work runs/cells --check --save
+    python -m benchmarks.agreement --work benchmarks/results/cells --check --save
     python -m benchmarks.agreement --quick
 
 The cells are those of `benchmarks.stragglers` and `benchmarks.scaling`; what these have left in the
@@ -29,8 +29,10 @@ NOTES = f"""\
 
 {ROW_NOTES}
 
-Virtual time knows of the lab the rate of a link less the frames' headers, and the latency and
-overhead of single messages, the same for all cells. Rows are in order of their error."""
+Virtual time knows of the lab the rate that links reach, between two hosts (less the frames'
+headers) and where all hosts send to each other, and the latency and overhead of single messages:
+by messages alone (`benchmarks.calibration`), the same for all cells. Rows are in order of their
+error."""
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:

@@ -1,7 +1,7 @@
 """The ALADDIN study's figure 5 and 8b: two, four and eight workers, and the update period pi.
 
     python -m benchmarks.scaling --dry-run                     # what it would run, for how long
-    python -m benchmarks.scaling --work runs/cells --check --save
+    python -m benchmarks.scaling --work benchmarks/results/cells --check --save
     python -m benchmarks.scaling --engine virtual              # a minute, without a lab
     python -m benchmarks.scaling --quick
 

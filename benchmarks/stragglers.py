@@ -1,7 +1,7 @@
 """The ALADDIN study's table 3: eight workers on four hosts, of which one is slower.
 
     python -m benchmarks.stragglers --dry-run                  # what it would run, for how long
-    python -m benchmarks.stragglers --work runs/cells --check --save
+    python -m benchmarks.stragglers --work benchmarks/results/cells --check --save
     python -m benchmarks.stragglers --engine virtual           # a few minutes, without a lab
     python -m benchmarks.stragglers --quick
 
