@@ -1,7 +1,8 @@
 """The two engines that run a cell: MPI in the network lab, and virtual time.
 
-What the virtual network is told of the lab's is the same for every cell (`LINKS`), and nothing of
-it is fitted to a run of training.
+What the virtual network is told of the lab's is the same for every cell (`LINKS`), but for the
+rate, which two hosts reach better than many (`GOODPUT`, `CROWD_GOODPUT`). Nothing of it is
+fitted to a run of training.
 """
 
 from __future__ import annotations
