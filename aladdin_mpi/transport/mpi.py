@@ -46,6 +46,7 @@ from aladdin_mpi.transport.base import (
     WaitTimeoutError,
 )
 from aladdin_mpi.transport.pace import PARKED, SHORT_NAP, Pace, cores_of_host
+from aladdin_mpi.transport.pending import MpiRequest, Pending
 from aladdin_mpi.transport.volume import (
     allgather_bytes,
     allreduce_bytes,
@@ -69,23 +70,6 @@ REDUCIBLE = {
 }
 
 
-class _MpiRequest(Request):
-    __slots__ = ("broken", "handle", "peer", "receives", "tag")
-
-    def __init__(self, what: str, buffer: Tensor | None, receives: bool) -> None:
-        super().__init__(what, buffer)
-        self.receives = receives
-        self.tag = -1
-        self.peer = ANY_SOURCE
-        self.handle: MPI.Request = MPI.REQUEST_NULL
-        self.broken: tuple[MPI.Exception, float] | None = None
-        """By a death of which MPI has not told yet whose it is, and since when."""
-
-    @property
-    def is_collective(self) -> bool:
-        return self.tag < 0 and not self.receives
-
-
 class _Inbox:
     """The receives posted ahead for one handler, in the order of posting.
 
@@ -96,7 +80,7 @@ class _Inbox:
         self.source = source
         self.tag = tag
         self.handler = handler
-        self.posted: deque[_MpiRequest] = deque()
+        self.posted: deque[MpiRequest] = deque()
 
 
 class MpiTransport(Transport):
@@ -128,8 +112,8 @@ class MpiTransport(Transport):
         threads = MPI.Query_thread()
         free = threads >= MPI.THREAD_MULTIPLE
         self._posting: AbstractContextManager[Any] = nullcontext() if free else self._polling
-        self._fresh: deque[_MpiRequest] = deque()
-        self._active: list[_MpiRequest] = []
+        self._fresh: deque[MpiRequest] = deque()
+        self._pending = Pending()
         self._statuses: list[MPI.Status] = []
         self._completions = 0
         self._last_news = 0.0
@@ -140,8 +124,8 @@ class MpiTransport(Transport):
         self._look_again = 0.0
         self._on_failure: list[Callable[[int], None]] = []
         self._untold: deque[int] = deque()
-        self._abandoned: list[_MpiRequest] = []
-        self._held_back: dict[tuple[int, int], deque[tuple[_MpiRequest, Event | None]]] = {}
+        self._abandoned: list[MpiRequest] = []
+        self._held_back: dict[tuple[int, int], deque[tuple[MpiRequest, Event | None]]] = {}
         self._handling = threading.RLock()
         self._inboxes: list[_Inbox] = []
         self._looks: list[Callable[[], None]] = []
@@ -181,8 +165,7 @@ class MpiTransport(Transport):
 
     # -- point to point -----------------------------------------------------
     def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
-        request = _MpiRequest(f"send to rank {dest}, tag {tag}", buffer, receives=False)
-        request.peer, request.tag = dest, tag
+        request = MpiRequest(f"send to rank {dest}, tag {tag}", buffer, False, dest, tag)
         if tag not in self._exempt:
             self.traffic.bytes_sent += buffer.nbytes
             self.traffic.messages_sent += 1
@@ -198,7 +181,7 @@ class MpiTransport(Transport):
                 self._send(request, dest, tag)
         return request
 
-    def _send(self, request: _MpiRequest, dest: int, tag: int) -> None:
+    def _send(self, request: MpiRequest, dest: int, tag: int) -> None:
         assert request.buffer is not None
         if dest not in self._failed:
             try:
@@ -210,15 +193,14 @@ class MpiTransport(Transport):
     def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
         _check_buffer(buffer)
         name = "any rank" if source == ANY_SOURCE else f"rank {source}"
-        request = _MpiRequest(f"receive from {name}, tag {tag}", buffer, receives=True)
-        request.source, request.tag = source, tag
-        request.peer = source
+        request = MpiRequest(f"receive from {name}, tag {tag}", buffer, True, source, tag)
+        request.source = source
         # Posted by the next poll: MPI copies a message that has been announced already
         # inside Irecv, which must not keep this thread from its work.
         self._fresh.append(request)
         return request
 
-    def _post_receive(self, request: _MpiRequest) -> None:
+    def _post_receive(self, request: MpiRequest) -> None:
         assert request.buffer is not None
         source = MPI.ANY_SOURCE if request.source == ANY_SOURCE else request.source
         try:
@@ -278,14 +260,14 @@ class MpiTransport(Transport):
         )
 
     def cancel(self, request: Request) -> None:
-        assert isinstance(request, _MpiRequest)
+        assert isinstance(request, MpiRequest)
         with self._polling:
             if request.done:
                 return
             self._take_fresh()
             if request.done:
                 return
-            self._active.remove(request)
+            self._pending.remove(request)
             status = MPI.Status()
             try:
                 request.handle.Cancel()
@@ -363,44 +345,47 @@ class MpiTransport(Transport):
                 self._post_receive(request)
                 self._complete_announced(request, status)
             if not request.done:
-                self._active.append(request)
+                self._pending.add(request)
 
     def _complete_some(self) -> None:
-        active = self._active
-        while len(self._statuses) < len(active):
-            self._statuses.append(MPI.Status())
-        indices = MPI.Request.Testsome([r.handle for r in active], self._statuses)
-        if not indices:
-            return
-        for index, status in sorted(zip(indices, self._statuses, strict=False), key=_first):
-            self._complete(active[index], status)
-        self._active = [request for request in active if not request.done]
+        pending, statuses = self._pending, self._statuses
+        while firsts := pending.firsts():
+            while len(statuses) < len(firsts):
+                statuses.append(MPI.Status())
+            indices = MPI.Request.Testsome(pending.handles(), statuses)
+            if not indices:
+                return
+            for index, status in sorted(zip(indices, statuses, strict=False), key=_first):
+                self._complete(firsts[index], status)
+            pending.drop_ended()  # who stood behind them may have ended too
 
     def _complete_each(self) -> None:
         """The same one by one: of an error in several MPI does not say whose it is."""
-        status, before = MPI.Status(), self._completions
-        for request in self._active:
-            self._complete_if_done(request, status)
-        if self._completions != before:
-            self._active = [request for request in self._active if not request.done]
+        status, before = MPI.Status(), -1
+        while before != self._completions:
+            before = self._completions
+            for request in self._pending.firsts():
+                self._complete_if_done(request, status)
+            self._pending.drop_ended()
 
-    def _complete_announced(self, request: _MpiRequest, status: MPI.Status) -> None:
+    def _complete_announced(self, request: MpiRequest, status: MPI.Status) -> None:
         """A message that had been announced is there now: it need not wait for other receives.
 
         Except for those before it that the same sender fills: they may have ended unseen.
         """
         if not self._has_ended(request, status):
             return
-        for each in list(self._active):
-            if each.receives and (each.peer, each.tag) == (request.peer, request.tag):
+        if earlier := self._pending.before(request):
+            for each in earlier:
                 self._complete_if_done(each, MPI.Status())
+            self._pending.drop_ended()
         self._complete(request, status)
 
-    def _complete_if_done(self, request: _MpiRequest, status: MPI.Status) -> None:
+    def _complete_if_done(self, request: MpiRequest, status: MPI.Status) -> None:
         if self._has_ended(request, status):
             self._complete(request, status)
 
-    def _has_ended(self, request: _MpiRequest, status: MPI.Status) -> bool:
+    def _has_ended(self, request: MpiRequest, status: MPI.Status) -> bool:
         """Whether MPI has just ended it; its end by a death is seen to here."""
         if request.done:
             return False
@@ -415,7 +400,7 @@ class MpiTransport(Transport):
             self._meet_failure(request, error)
             return False
 
-    def _complete(self, request: _MpiRequest, status: MPI.Status) -> None:
+    def _complete(self, request: MpiRequest, status: MPI.Status) -> None:
         if request.receives:
             request.source = status.Get_source()
             request.nbytes = status.Get_count(MPI.BYTE)
@@ -446,7 +431,7 @@ class MpiTransport(Transport):
         for rank in sorted(deaths.dead(self._messages) - self._failed):
             self._learn(rank)
 
-    def _meet_failure(self, request: _MpiRequest, error: MPI.Exception) -> None:
+    def _meet_failure(self, request: MpiRequest, error: MPI.Exception) -> None:
         """End ``request``, of which MPI says that a rank has died. Raises any other error."""
         if not self.survives or error.Get_error_class() not in FAILURES:
             raise error
@@ -465,15 +450,15 @@ class MpiTransport(Transport):
         self._end_what_needs(dead)
 
     def _end_what_needs(self, dead: int) -> None:
-        for request in self._active:
+        for request in self._pending:
             if not request.done and (request.peer == dead or request.is_collective):
                 self._fail(request, dead)
-        self._active = [request for request in self._active if not request.done]
+        self._pending.drop_all_ended()
         for key in [key for key in self._held_back if key[0] == dead]:
             for request, _ in self._held_back.pop(key):
                 self._fail(request, dead)
 
-    def _fail(self, request: _MpiRequest, dead: int) -> None:
+    def _fail(self, request: MpiRequest, dead: int) -> None:
         """End a request; MPI may hold on to its buffer, so it is kept."""
         if request.handle != MPI.REQUEST_NULL:
             self._abandoned.append(request)
@@ -528,7 +513,7 @@ class MpiTransport(Transport):
 
     def _post(self, inbox: _Inbox, buffer: Tensor) -> None:
         request = self.irecv(buffer, inbox.source, inbox.tag)
-        assert isinstance(request, _MpiRequest)
+        assert isinstance(request, MpiRequest)
         inbox.posted.append(request)
 
     def _dispatch(self, inbox: _Inbox) -> None:
@@ -563,7 +548,7 @@ class MpiTransport(Transport):
         ``kept`` lives until it is done: mpi4py itself does not keep what is sent.
         """
         self.traffic.bytes_sent += volume
-        request = _MpiRequest(name, kept, receives=False)
+        request = MpiRequest(name, kept, receives=False)
         if self._failed:
             self._fail(request, min(self._failed))
             return request
@@ -611,8 +596,8 @@ class MpiTransport(Transport):
         if self._progress_thread is not None:
             self._progress_thread.join()
         self._take_fresh()
-        self.wait_ended([request for request in self._active if not request.receives])
-        for request in list(self._active):
+        self.wait_ended([request for request in self._pending if not request.receives])
+        for request in self._pending:
             self.cancel(request)
         self._closed = True
         self._take_leave(status)

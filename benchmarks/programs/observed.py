@@ -45,7 +45,7 @@ class ObservedTransport(mpi.MpiTransport):
             "time": time.time(),
             "pid": os.getpid(),
             "resident": resident,
-            "requests": len(self._active),
+            "requests": len(self._pending),
             "abandoned": len(self._abandoned),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "threads": threading.active_count(),

@@ -50,6 +50,30 @@ def test_large_messages_move_while_nobody_calls(transport: MpiTransport) -> None
     transport.wait(transport.ibarrier())
 
 
+def test_a_receive_posted_late_does_not_hide_those_around_it() -> None:
+    transport = MpiTransport(timeout=PATIENCE, progress=False)
+    messages = [torch.empty(3) for _ in range(3)]
+    if transport.rank == 1:
+        transport.wait(transport.ibarrier())
+        for number in range(3):
+            transport.wait(transport.isend(full(3, number), 0, 2003))
+            time.sleep(0.5 * number)
+    elif transport.rank == 0:
+        receives = [transport.irecv(messages[0], 1, 2003)]
+        transport.wait(transport.ibarrier())
+        # Two arrive while nobody looks: the second is met as its receive is posted. The third
+        # is sent when its receive stands, and is all that still ends here.
+        time.sleep(0.2)
+        for message in messages[1:]:
+            receives.append(transport.irecv(message, 1, 2003))
+            transport.wait(receives[-1])
+        assert receives[0].done
+        assert all(torch.equal(message, full(3, n)) for n, message in enumerate(messages))
+    else:
+        transport.wait(transport.ibarrier())
+    transport.close()
+
+
 def test_handlers_run_while_nobody_calls(transport: MpiTransport) -> None:
     seen: list[tuple[int, int]] = []
 

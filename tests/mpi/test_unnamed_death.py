@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from aladdin_mpi.transport import deaths, mpi
 from aladdin_mpi.transport.base import PeerFailedError
+from aladdin_mpi.transport.pending import MpiRequest
 
 
 class EndedByDeath:
@@ -37,8 +38,8 @@ def transport(dead: set[int]) -> Iterator[mpi.MpiTransport]:
     transport.close()
 
 
-def broken_sum(transport: mpi.MpiTransport) -> mpi._MpiRequest:
-    request = mpi._MpiRequest("Iallreduce", None, receives=False)
+def broken_sum(transport: mpi.MpiTransport) -> MpiRequest:
+    request = MpiRequest("Iallreduce", None, receives=False)
     request.handle = EndedByDeath()  # type: ignore[assignment]
     transport._fresh.append(request)
     return request
@@ -63,4 +64,4 @@ def test_an_error_without_a_name_is_not_kept_for_ever(
     monkeypatch.setattr(mpi, "NAMED_WITHIN", 0.0)
     with pytest.raises(MPI.Exception):
         transport.test(request)
-    transport._active.remove(request)
+    transport._pending.remove(request)

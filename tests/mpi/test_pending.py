@@ -1,0 +1,77 @@
+"""The lines in which requests of the MPI engine wait to be asked about."""
+
+from __future__ import annotations
+
+from aladdin_mpi.transport.base import ANY_SOURCE
+from aladdin_mpi.transport.pending import MpiRequest, Pending
+
+
+def receive(peer: int, tag: int = 1) -> MpiRequest:
+    return MpiRequest("receive", None, True, peer, tag)
+
+
+def send(peer: int, tag: int = 1) -> MpiRequest:
+    return MpiRequest("send", None, False, peer, tag)
+
+
+def pending(*requests: MpiRequest) -> Pending:
+    found = Pending()
+    for request in requests:
+        found.add(request)
+    return found
+
+
+def test_only_the_first_of_a_line_is_asked_about() -> None:
+    first, second = receive(1), receive(1)
+    others = [receive(2), receive(ANY_SOURCE), receive(1, tag=2), send(1)]
+    lines = pending(first, second, *others)
+    assert lines.firsts() == [first, *others]
+    assert lines.handles() == [request.handle for request in lines.firsts()]
+    assert len(lines) == 6
+    assert lines.before(receive(1)) == [first, second]
+
+
+def test_collectives_end_in_any_order() -> None:
+    collectives = [MpiRequest("Ibarrier", None, False) for _ in range(3)]
+    lines = pending(*collectives)
+    assert lines.firsts() == collectives
+    collectives[1].done = True
+    lines.drop_ended()
+    assert lines.firsts() == [collectives[0], collectives[2]]
+
+
+def test_who_stood_behind_is_asked_about_next() -> None:
+    line = [receive(1) for _ in range(4)]
+    lines = pending(*line)
+    line[1].done = True  # out of turn: stays until the first has ended
+    lines.drop_ended()
+    assert lines.firsts() == [line[0]]
+    line[0].done = True
+    lines.drop_ended()
+    assert lines.firsts() == [line[2]]
+    line[2].done = line[3].done = True
+    lines.drop_ended()
+    assert lines.firsts() == []
+    assert len(lines) == 0
+
+
+def test_one_added_behind_an_ended_line_is_asked_about() -> None:
+    old, new = receive(1), receive(1)
+    lines = pending(old)
+    assert lines.firsts() == [old]
+    old.done = True
+    lines.drop_ended()
+    lines.add(new)
+    assert lines.firsts() == [new]
+    lines.remove(new)
+    assert lines.firsts() == []
+
+
+def test_all_ended_are_found_wherever_they_stand() -> None:
+    line = [send(1) for _ in range(5)]
+    lines = pending(*line)
+    for request in line[1::2]:
+        request.done = True
+    lines.drop_all_ended()
+    assert list(lines) == line[0::2]
+    assert lines.firsts() == [line[0]]
