@@ -13,14 +13,12 @@ from torch import nn
 
 from aladdin_mpi.options import SimulateOptions
 from aladdin_mpi.training.simulator import simulate
-from benchmarks.ipdps_paper import NETWORKS, SERVED
+from benchmarks.ipdps_paper import JITTER, NETWORKS, SERVED
 from benchmarks.spread import spread
 
 VM = 4
 """Workers of a virtual machine; two are on each machine and share its link."""
 MACHINES = 3
-JITTER = 0.013
-"""The fastest of 24 workers and the slowest are 5 % apart (section VI.C): 3.9 deviations."""
 COARSE_MB = 16.0
 """The largest message without servers: nothing there takes time for each message."""
 SSP_BOUND = 10
