@@ -2,9 +2,8 @@
 
 MPI matches messages between two ranks under one tag in their order, so of the receives posted
 for them only the first is worth asking about; of sends likewise. A server with eight workers
-has a hundred requests and a dozen lines. A look into MPI touches each request that it asks about,
-in memory that is no longer in any cache where ranks share their cores: that took longer than
-all else in a look.
+has a hundred requests and a dozen lines. Asking about all of them took a third longer
+where ranks share their cores (docs/performance.md).
 """
 
 from __future__ import annotations
