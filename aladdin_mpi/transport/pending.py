@@ -2,7 +2,7 @@
 
 MPI matches messages between two ranks under one tag in their order, so of the receives posted
 for them only the first is worth asking about; of sends likewise. A server with eight workers
-has a hundred requests and a dozen lines. Asking about all of them took a third longer
+has a hundred requests and a dozen lines. Asking about all of them made a look a quarter longer
 where ranks share their cores (docs/performance.md).
 """
 
