@@ -165,7 +165,8 @@ class MpiTransport(Transport):
 
     # -- point to point -----------------------------------------------------
     def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
-        request = MpiRequest(f"send to rank {dest}, tag {tag}", buffer, False, dest, tag)
+        name = f"send to rank {dest}, tag {tag}"
+        request = MpiRequest(name, buffer, receives=False, peer=dest, tag=tag)
         if tag not in self._exempt:
             self.traffic.bytes_sent += buffer.nbytes
             self.traffic.messages_sent += 1
@@ -192,8 +193,9 @@ class MpiTransport(Transport):
 
     def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
         _check_buffer(buffer)
-        name = "any rank" if source == ANY_SOURCE else f"rank {source}"
-        request = MpiRequest(f"receive from {name}, tag {tag}", buffer, True, source, tag)
+        sender = "any rank" if source == ANY_SOURCE else f"rank {source}"
+        name = f"receive from {sender}, tag {tag}"
+        request = MpiRequest(name, buffer, receives=True, peer=source, tag=tag)
         request.source = source
         # Posted by the next poll: MPI copies a message that has been announced already
         # inside Irecv, which must not keep this thread from its work.

@@ -53,7 +53,7 @@ class MpiRequest(Request):
 
     @property
     def line(self) -> Hashable:
-        """The same for requests that end in their order; collectives do not."""
+        """The same for requests that MPI matches in their order; each collective has its own."""
         return id(self) if self.is_collective else (self.receives, self.peer, self.tag)
 
 
