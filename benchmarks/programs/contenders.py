@@ -39,6 +39,8 @@ POWER_SGD_RANK = 1
 """As in torch's own example; the strongest compression there is."""
 POWER_SGD_START = 2
 """The first step that is compressed: the smallest number that error feedback allows."""
+ONE_BUCKET_MB = 4096.0
+"""More than any model here."""
 
 
 @dataclass(frozen=True)
@@ -106,18 +108,24 @@ def gloo() -> Iterator[None]:
 
 def ddp(task: Task) -> Moments:
     """torch DistributedDataParallel over gloo; gradients are views of its buckets: no copies."""
-    return _ddp(task, lambda net: None)
+    return _ddp(task, None, lambda net: None)
 
 
 def ddp_power_sgd(task: Task) -> Moments:
-    """The same with torch's PowerSGD hook."""
-    return _ddp(task, _add_power_sgd)
+    """The same with torch's PowerSGD hook, and one bucket.
+
+    With several, each of which the hook sums in more than one turn, gloo ended a run of two ranks
+    with "Received data size doesn't match expected size".
+    """
+    return _ddp(task, ONE_BUCKET_MB, _add_power_sgd)
 
 
-def _ddp(task: Task, prepare: Callable[[DistributedDataParallel], None]) -> Moments:
+def _ddp(
+    task: Task, bucket_mb: float | None, prepare: Callable[[DistributedDataParallel], None]
+) -> Moments:
     with gloo():
         module, images, labels = task.build()
-        net = DistributedDataParallel(module, gradient_as_bucket_view=True)
+        net = DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
         prepare(net)
         return _train(net, _sgd(net), task, images, labels)
 
