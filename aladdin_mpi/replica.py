@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.layout import Layout
@@ -273,6 +274,7 @@ class BucketWatch:
         self._missing: list[int] = []
         self._next = 0
         self._touched: dict[nn.Parameter, list[int]] = {}
+        self._hooks: list[RemovableHandle] = []
         self.enabled = False
 
     def add(self, parameter: nn.Parameter, start: int, stop: int) -> None:
@@ -281,7 +283,8 @@ class BucketWatch:
         for index in touched:
             self._needed[index] += 1
         self._touched[parameter] = touched
-        parameter.register_post_accumulate_grad_hook(lambda _: self.deliver(parameter))
+        hook = parameter.register_post_accumulate_grad_hook(lambda _: self.deliver(parameter))
+        self._hooks.append(hook)
 
     def deliver(self, parameter: nn.Parameter) -> None:
         """The gradient of ``parameter`` is there. To be called where autograd has no part in it."""
@@ -314,3 +317,13 @@ class BucketWatch:
         self.enabled = False
         self._missing = [0] * len(self._missing)
         self._tell()
+
+    def close(self) -> None:
+        """Watch no longer.
+
+        Python's collector sees no cycle through a parameter's hook: without this all vectors of a
+        run would be kept for as long as the process lives.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()

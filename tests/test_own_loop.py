@@ -95,6 +95,41 @@ def test_every_gradient_counts_once(tmp_path: Path, most: int) -> None:
     assert {weight for *_, weight in ranks} == {str([[-float(steps)] * 3])}
 
 
+LEFT_OVER = """
+import gc
+from torch import nn
+from aladdin_mpi import DataParallel
+from aladdin_mpi.replica import Replica
+from aladdin_mpi.training.datasets import load_dataset
+
+def train(number):
+    model = nn.Linear(64, 10)
+    flat = nn.Flatten()
+    run = DataParallel(
+        model, algorithm="ALGORITHM", samples=64, batch_size=8, run_dir=f"run-{number}", quiet=True
+    )
+    for images, labels in run.batches(load_dataset("digits").train):
+        loss = nn.functional.cross_entropy(model(flat(images)), labels)
+        loss.backward()
+        run.step(loss)
+    return run.transport.rank
+
+for number in 1, 2:
+    rank = train(number)
+    gc.collect()
+    found = [each for each in gc.get_objects() if type(each) is Replica]
+    print(f"rank {rank} run {number} left {len(found)}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["aladdin", "ar-sgd", "multistep"])
+def test_a_run_leaves_no_vectors(tmp_path: Path, algorithm: str) -> None:
+    """Behind it all memory is given back: many runs fit into one process."""
+    done = run_script(tmp_path, LEFT_OVER.replace("ALGORITHM", algorithm), ranks=2)
+    lines = sorted(re.findall(r"^rank (\d) run (\d) left (\d+)$", done.stdout, re.M))
+    assert lines == [("0", "1", "0"), ("0", "2", "0"), ("1", "1", "0"), ("1", "2", "0")]
+
+
 TWO_RUNS = """
 import torch
 from torch import nn

@@ -87,6 +87,10 @@ class TrainingWorker(Role):
         self.optimizer = optimizer
         self.x = worker.parameters
 
+    def close(self) -> None:
+        """The model is the user's again."""
+        self.worker.close()
+
     def counts(self) -> dict[str, int]:
         """Gradients computed so far, and how many of them were refused."""
         return {"computed": self.worker.computed, "refused": self.worker.refused}

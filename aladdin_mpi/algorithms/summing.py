@@ -13,6 +13,7 @@ class SummingWorker(TrainingWorker):
 
     def close(self) -> None:
         """End the library's part."""
+        super().close()
         self.all_reduce.close()
 
     def describe(self) -> str:

@@ -194,6 +194,11 @@ class Worker:
         if self.ticket.size:
             self._conclude(loss)
 
+    def close(self) -> None:
+        """The run is over: take the hooks off the model."""
+        if self.watch is not None:
+            self.watch.close()
+
     def _compute_into(self, vector: Tensor) -> float | None:
         """Compute; returns the loss. If nothing has been told yet, all of it may be cleared."""
         self._vector = vector

@@ -166,6 +166,7 @@ class DataParallel:
         self._ended = True
         if self._owns_transport:
             self.transport.close()
+            atexit.unregister(self._check_ended)  # which would hold all vectors until then
 
     def _facts(self, dataset: Any, length: int) -> dict[str, Any]:
         """What this rank says of its data; a server has no need to read any."""

@@ -338,6 +338,7 @@ class Rank:
         summary = summarise(self, model, waiting)
         self.heartbeats.close()
         self.role.close()
+        guard.remedy = str  # which also held this rank, with all its vectors
         return summary
 
     def _final_model(self, without: Sequence[int] = ()) -> Tensor | None:
