@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -166,12 +167,8 @@ class Rank:
                 keeper.moment,
                 options.worker_timeout,
             )
-        guard.remedy = self._remedy
-
-    def _remedy(self) -> str:
-        if CheckpointStore(self.run_dir).exists:
-            return f"resume with: --resume {self.run_dir}"
-        return f"it has no checkpoint yet: start it again with --overwrite --run-dir {self.run_dir}"
+        # It outlives this rank, so it must not hold it, with all its vectors.
+        guard.remedy = partial(_remedy, self.run_dir)
 
     def _broadcast(self, tensor: Tensor, root: int = 0) -> None:
         staged = tensor.detach().cpu().contiguous()
@@ -338,7 +335,6 @@ class Rank:
         summary = summarise(self, model, waiting)
         self.heartbeats.close()
         self.role.close()
-        guard.remedy = str  # which also held this rank, with all its vectors
         return summary
 
     def _final_model(self, without: Sequence[int] = ()) -> Tensor | None:
@@ -390,3 +386,9 @@ def _plan(options: RunOptions, epoch: int) -> Plan:
 
 def _nobody(vector: Tensor) -> None:
     """Only rank 0 asks for copies."""
+
+
+def _remedy(run_dir: Path) -> str:
+    if CheckpointStore(run_dir).exists:
+        return f"resume with: --resume {run_dir}"
+    return f"it has no checkpoint yet: start it again with --overwrite --run-dir {run_dir}"
