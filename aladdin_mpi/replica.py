@@ -1,7 +1,7 @@
 """A model as one flat vector of parameters and one of gradients.
 
 The module's parameters and their ``.grad`` become views into the flat vectors, so
-that autograd writes where messages are sent from, and a received model is blended
+that gradients lie where messages are sent from, and a received model is blended
 in by one operation.
 """
 
@@ -115,7 +115,9 @@ class Replica:
         self.numel = sum(p.numel() for p in self._parameters)
         self.parameters = torch.empty(self.numel, dtype=first.dtype, device=first.device)
         self._views: dict[int, list[Tensor]] = {}
-        self._bound: list[Tensor] = []
+        self._bound: dict[nn.Parameter, Tensor] = {}
+        self._missing: set[nn.Parameter] = set()
+        self._takes = False
         self._kept: tuple[list[Tensor], list[Tensor]] | None = None
         for parameter, view in zip(self._parameters, self._cut(self.parameters), strict=True):
             view.copy_(parameter.detach())
@@ -176,26 +178,59 @@ class Replica:
             torch._foreach_copy_(*self._kept)
 
     def bind_gradients(self, vector: Tensor) -> None:
-        """Let autograd add into ``vector`` from now on."""
+        """Let the next gradient go into ``vector``, whatever it holds; further ones are added.
+
+        Where backward is watched, ``vector`` holds all of it only after :meth:`settle`: autograd
+        leaves its tensors in ``.grad``, from where :meth:`take` copies them. That is one pass
+        over memory less than to clear the vector and to add to it.
+        """
         views = self._views.get(vector.data_ptr())
         if views is None:
             views = self._views[vector.data_ptr()] = list(self._cut(vector))
-        self._bound = views
-        for parameter, view in zip(self._parameters, views, strict=True):
+        self._bound = dict(zip(self._parameters, views, strict=True))
+        if self._takes:
+            self._missing = set(self._parameters)
+            for parameter in self._parameters:
+                parameter.grad = None
+            return
+        vector.zero_()
+        for parameter, view in self._bound.items():
             parameter.grad = view
 
-    def check_bound(self) -> None:
-        """Raise UserError if the training loop has unbound the gradients."""
-        for parameter, view in zip(self._parameters, self._bound, strict=True):
-            if parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
-                raise UserError(
-                    "training loop: a parameter's .grad was replaced; do not call "
-                    "optimizer.zero_grad() or model.zero_grad(): step() clears the gradients"
-                )
+    def take(self, parameter: nn.Parameter) -> None:
+        """Backward has come by ``parameter``: put its gradient into the bound vector.
+
+        Raises:
+            UserError: the training loop has removed what an earlier backward pass had left.
+        """
+        view, gradient = self._bound[parameter], parameter.grad
+        if _is_same(gradient, view):
+            return  # autograd has added to it
+        if parameter not in self._missing:
+            raise _unbound()
+        self._missing.remove(parameter)
+        if gradient is None:
+            view.zero_()
+        else:
+            view.copy_(gradient.detach().to_dense() if gradient.is_sparse else gradient.detach())
+        parameter.grad = view
+
+    def settle(self) -> None:
+        """Backward is over: what has had no gradient is zero.
+
+        Raises:
+            UserError: the training loop has unbound gradients.
+        """
+        for parameter in self._missing.copy():
+            self.take(parameter)
+        for parameter, view in self._bound.items():
+            if not _is_same(parameter.grad, view):
+                raise _unbound()
 
     def watch(self, layout: Layout, on_bucket: OnBucket) -> BucketWatch:
         """Call ``on_bucket`` during backward, in order, as buckets are completed."""
-        watch = BucketWatch(layout, on_bucket)
+        watch = BucketWatch(layout, on_bucket, self.take)
+        self._takes = True
         start = 0
         for parameter in self._parameters:
             watch.add(parameter, start, start + parameter.numel())
@@ -207,6 +242,20 @@ class Replica:
         assert self.module is not None
         frozen = [p.detach() for p in self.module.parameters() if not p.requires_grad]
         return frozen + list(self.module.buffers())
+
+
+def _is_same(gradient: Tensor | None, view: Tensor) -> bool:
+    """Whether a gradient lies where ``view`` does."""
+    if gradient is None or gradient.is_sparse:
+        return False
+    return gradient.data_ptr() == view.data_ptr()
+
+
+def _unbound() -> UserError:
+    return UserError(
+        "training loop: a parameter's .grad was replaced; do not call optimizer.zero_grad() or "
+        "model.zero_grad(): step() clears the gradients"
+    )
 
 
 class PhantomReplica:
@@ -265,11 +314,17 @@ class BucketWatch:
 
     A bucket is told of only after all earlier ones, so that every rank sends in one
     order. Parameters that take no part in a step are found by :meth:`finish`.
+
+    Args:
+        take: called with each parameter whose gradient is there, before anybody is told.
     """
 
-    def __init__(self, layout: Layout, on_bucket: OnBucket) -> None:
+    def __init__(
+        self, layout: Layout, on_bucket: OnBucket, take: Callable[[nn.Parameter], None]
+    ) -> None:
         self._layout = layout
         self._on_bucket = on_bucket
+        self._take = take
         self._needed = [0] * len(layout.buckets)
         self._missing: list[int] = []
         self._next = 0
@@ -288,6 +343,7 @@ class BucketWatch:
 
     def deliver(self, parameter: nn.Parameter) -> None:
         """The gradient of ``parameter`` is there. To be called where autograd has no part in it."""
+        self._take(parameter)
         if self.enabled:
             self._arrived(self._touched[parameter])
 

@@ -20,12 +20,10 @@ from benchmarks.machine import machine
 
 PROGRAM = "benchmarks.programs.gradient"
 BUDGET: dict[tuple[str, str], tuple[float, float]] = {
-    ("worker", "clear"): (0, 1),
-    ("worker", "backward"): (2, 1),
+    ("worker", "backward"): (1, 1),
     ("worker", "look"): (1, 0),
-    ("worker", "momentum"): (6, 4),
+    ("worker", "own update"): (8, 5),
     ("worker", "wire buffer"): (0, 0),
-    ("worker", "own update"): (2, 1),
     ("worker", "blend"): (0.5, 0.25),
     ("server", "accumulation"): (2.5, 0.75),
     ("server", "update"): (0.5, 0.25),

@@ -58,6 +58,7 @@ PASSES = (
     Pass("step"),
     Pass("gradient"),
     Pass("kernels"),
+    Pass("heap"),
     Pass("peers"),
     Pass("allreduce", ("--megabytes", "0.04", "4", "--steps", "2", "--repeats", "1")),
     Pass("progress", ("--megabytes", "8", "--compute", "0.2", "--repeats", "1"), needs_lab=True),

@@ -132,9 +132,9 @@ def test_tied_weights_are_in_once_and_get_both_gradients() -> None:
     assert replica.numel == 44
     assert module.out.weight is module.embed.weight
     vector = replica.new_vector()
-    replica.bind_gradients(vector)
     told: list[int] = []
     watch = replica.watch(small_buckets(replica), told.append)
+    replica.bind_gradients(vector)
     watch.start()
     for each in (module, plain):
         each(torch.tensor([1, 2, 2])).square().sum().backward()
@@ -235,7 +235,7 @@ def test_buckets_are_told_in_order_and_complete_while_backward_goes_on() -> None
     )
     for _ in range(3):
         watched.told.clear()
-        watched.vector.zero_()
+        watched.replica.bind_gradients(watched.vector)
         watched.watch.start()
         backward(watched.module)
         assert watched.told == watched.all
@@ -267,12 +267,77 @@ def test_unused_parameters_count_as_zero(turn: int) -> None:
     backward(module)
     if turn == 0:  # the unused branch lies before the used one, and holds it up
         assert len(watched.told) < len(watched.all)
+    watched.replica.settle()
     watched.watch.finish()
     assert watched.told == watched.all
     unused = module.branches[1 - turn].weight.grad
     assert isinstance(unused, Tensor)
     assert unused.count_nonzero() == 0
     assert torch.equal(watched.seen, watched.vector)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_a_vector_held_is_gone(times: int) -> None:
+    """Of earlier steps nothing is left, in what takes part and in what does not."""
+    module, plain = Branches(), Branches()
+    plain.load_state_dict(module.state_dict())
+    watched = Watched(module)
+    for turn in (0, 1, 0):
+        module.turn = plain.turn = turn
+        watched.vector.fill_(float("nan"))
+        watched.replica.bind_gradients(watched.vector)
+        watched.watch.start()
+        watched.watch.enabled = False  # as in `accumulate()`
+        for _ in range(times - 1):
+            backward(module)
+        watched.watch.enabled = True
+        backward(module)
+        watched.replica.settle()
+        watched.watch.finish()
+        plain.zero_grad()
+        backward(plain)
+        expected = [
+            torch.zeros(p.numel()) if p.grad is None else times * p.grad.view(-1)
+            for p in reversed(list(plain.parameters()))
+        ]
+        torch.testing.assert_close(watched.vector, torch.cat(expected))
+        assert torch.equal(watched.seen, watched.vector)
+        watched.told.clear()
+
+
+def test_gradients_are_cleared_before_backward_but_not_behind_it() -> None:
+    module = perceptron()
+    watched = Watched(module)
+    watched.watch.start()
+    module.zero_grad()
+    backward(module)
+    assert watched.told == watched.all
+    module.zero_grad()
+    with pytest.raises(UserError, match=r"step\(\) clears the gradients"):
+        watched.replica.settle()
+
+
+def test_gradients_that_were_cleared_between_two_passes_are_missed() -> None:
+    module = perceptron()
+    watched = Watched(module)
+    watched.watch.start()
+    watched.watch.enabled = False
+    backward(module)
+    module.zero_grad()
+    with pytest.raises(UserError, match=r"step\(\) clears the gradients"):
+        backward(module)
+
+
+def test_sparse_gradients_are_taken_in() -> None:
+    module = nn.Embedding(7, 2, sparse=True)
+    watched = Watched(module)
+    watched.watch.start()
+    module(torch.tensor([1, 1, 3])).sum().backward()
+    watched.replica.settle()
+    watched.watch.finish()
+    expected = torch.zeros(7, 2)
+    expected[1], expected[3] = 2, 1
+    assert torch.equal(watched.vector, expected.view(-1))
 
 
 def test_a_second_backward_in_a_step_is_refused() -> None:

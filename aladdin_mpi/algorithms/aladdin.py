@@ -46,9 +46,7 @@ class AladdinWorker(TrainingWorker):
         for batch in worker.batches():
             g = self.outbox.begin(batch.start)
             worker.gradient(g, self._send(g))  # [3] and, bucket by bucket, [5]
-            if self.sends_steps:
-                add(x, g, alpha=-worker.lr)  # [4]
-            else:
+            if not self.sends_steps:
                 self.optimizer.step(x, g, worker.lr)  # [4]
             self.outbox.end()
             self.inbox.blend_into(x)  # [6, 7]
@@ -58,8 +56,10 @@ class AladdinWorker(TrainingWorker):
     def _send(self, g: Tensor) -> Callable[[Bucket], None]:
         def on_bucket(bucket: Bucket) -> None:
             if self.sends_steps:
-                part = bucket.part
-                self.optimizer.correct(part, g[part], self.worker.parameters[part])
+                # [4] at once, while a cache holds the bucket: backward needs these
+                # parameters no more when their gradients are complete.
+                part, lr = bucket.part, self.worker.lr
+                self.optimizer.descend(part, g[part], self.x[part], lr)
             self.outbox.put(bucket)
 
         return on_bucket

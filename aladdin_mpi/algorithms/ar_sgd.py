@@ -21,7 +21,7 @@ from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.dgc import DeepGradientCompression
 from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
-from aladdin_mpi.vectors import add, clear, scale
+from aladdin_mpi.vectors import add, scale
 
 
 class ArSgdWorker(SummingWorker):
@@ -48,7 +48,6 @@ class ArSgdWorker(SummingWorker):
     def run(self) -> None:
         """Train until the segment's samples are used up."""
         for _ in self.worker.batches():
-            clear(self.g)
             self.worker.gradient(self.g, self._begin_sum)
             for bucket, pending in self.sums:
                 pending.wait()

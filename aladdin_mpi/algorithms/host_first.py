@@ -16,7 +16,7 @@ from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Request, Transport
 from aladdin_mpi.transport.sealed import SealedTransport, is_void
-from aladdin_mpi.vectors import clear, copy
+from aladdin_mpi.vectors import copy
 
 
 def host_groups(transport: Transport, servers: int, largest: int | None = None) -> list[list[int]]:
@@ -137,7 +137,6 @@ class FollowingWorker(PushPullWorker):
         """Compute, and send each bucket to the leader as it is completed."""
         self.transport.wait_all(self.requests)
         self.requests.clear()
-        clear(self.g)
         self.worker.gradient(self.g, self._send(self.g))
         return self.g
 

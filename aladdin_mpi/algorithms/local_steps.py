@@ -13,7 +13,7 @@ from aladdin_mpi.algorithms.outbox import Outbox
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.optimizer import MomentumSGD
-from aladdin_mpi.vectors import add, clear, copy
+from aladdin_mpi.vectors import add, copy
 
 
 class LocalStepWorker(TrainingWorker):
@@ -59,12 +59,10 @@ class LocalStepWorker(TrainingWorker):
     def local_step(self) -> None:
         """``x <- x - lr v``, v the gradient with momentum and weight decay."""
         self.compute(self.g)
-        self.optimizer.correct(slice(0, self.g.numel()), self.g, self.x)
-        add(self.x, self.g, alpha=-self.worker.lr)
+        self.optimizer.descend(slice(0, self.g.numel()), self.g, self.x, self.worker.lr)
 
     def compute(self, g: Tensor) -> None:
         """The gradient of the current batch, into ``g``."""
-        clear(g)
         self.worker.gradient(g)
 
     def open(self) -> None:

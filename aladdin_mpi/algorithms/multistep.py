@@ -29,7 +29,7 @@ from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.replica import DenseLayer, PhantomReplica, Replica
-from aladdin_mpi.vectors import add, clear
+from aladdin_mpi.vectors import add
 
 if TYPE_CHECKING:
     from aladdin_mpi.options import RunOptions
@@ -103,7 +103,6 @@ class MultistepWorker(TrainingWorker):
         ticket, n = self.worker.ticket, self.worker.count
         for piece in self.dense:
             piece.begin(-(-ticket.whole // n), ticket.size)
-        clear(self.g)
         if self.hooks is None:
             self.worker.gradient(self.g, self.send)
         else:

@@ -12,7 +12,7 @@ from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Request, Transport
-from aladdin_mpi.vectors import add, clear
+from aladdin_mpi.vectors import add
 
 
 class _Slot:
@@ -32,9 +32,9 @@ class Outbox:
 
     A gradient leaves bucket by bucket while backward goes on, as long as fewer than
     ``ring`` are on the wire. Otherwise it is added to the one that waits for its
-    turn, which then counts for that many. Autograd writes straight into the
-    buffers that are sent: with fp32 on a CPU nothing is copied. What is summed is
-    compressed when its turn comes.
+    turn, which then counts for that many. Gradients come straight from autograd's
+    tensors into the buffers that are sent: with fp32 on a CPU there is no other copy.
+    What is summed is compressed when its turn comes.
 
     ``coalesced`` counts the gradients that were added to another one.
     """
@@ -64,14 +64,13 @@ class Outbox:
         return _Slot(vector, self._codec.buffer_for(vector))
 
     def begin(self, samples: int, count: int = 1, notes: tuple[float, ...] = ()) -> Tensor:
-        """A zeroed vector for the next ``count`` gradients, from sample ``samples`` on.
+        """A vector for the next ``count`` gradients, from sample ``samples`` on.
 
-        ``notes`` go with it, unless it is added to another one.
+        It holds anything. ``notes`` go with it, unless it is added to another one.
         """
         self._reclaim()
         # At most ring in flight, one that waits and this one.
         slot = self._current = self._free.pop() if self._free else self._new_slot()
-        clear(slot.vector)
         slot.count, slot.samples, slot.notes = count, samples, notes
         self._live = self._waiting is None and len(self._in_flight) < self._ring
         if self._live:

@@ -12,7 +12,7 @@ from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import PeerFailedError, Request
-from aladdin_mpi.vectors import clear, scale
+from aladdin_mpi.vectors import scale
 
 
 class PeerWorker(TrainingWorker):
@@ -29,7 +29,6 @@ class PeerWorker(TrainingWorker):
     def direction(self) -> Tensor:
         """``opt(g)``, g the gradient of the current batch at ``x``; valid until the next call."""
         g = self.g
-        clear(g)
         self.worker.gradient(g)
         if self.worker.share != 1.0:
             scale(g, self.worker.share)

@@ -172,7 +172,7 @@ class Worker:
         self._draws.stop()
 
     def gradient(self, vector: Tensor, on_bucket: OnBucket | None = None) -> None:
-        """Compute the current batch's gradient into the zeroed flat ``vector``.
+        """Compute the current batch's gradient into the flat ``vector``, whatever it holds.
 
         ``on_bucket`` is called for every bucket, in order, as soon as it is complete:
         during backward, or spread over the modelled one; None: nobody asks. Without
@@ -186,6 +186,7 @@ class Worker:
         if self.ticket.size:
             loss = self._compute_into(vector)
         else:
+            clear(vector)
             for bucket in self.layout.buckets:
                 self._on_bucket(bucket)
         for bucket in self._completed:
@@ -212,7 +213,7 @@ class Worker:
             start = self._model_forward(start, duration)
         loss = self._compute(self.ticket)
         if isinstance(self.replica, Replica):
-            self.replica.check_bound()
+            self.replica.settle()
         if self.watch is not None:
             self.watch.finish()
             if self.pace.slowdown > 1:

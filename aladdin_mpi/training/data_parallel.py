@@ -21,6 +21,7 @@ from aladdin_mpi.options import RunOptions
 from aladdin_mpi.refusals import Reason, Refusal, report
 from aladdin_mpi.settings import Setting, Settings, build
 from aladdin_mpi.tags import SEALED
+from aladdin_mpi.training import heap
 from aladdin_mpi.training.auto_resume import settle
 from aladdin_mpi.training.device import choose_device
 from aladdin_mpi.training.evaluation import Evaluate
@@ -89,6 +90,8 @@ class DataParallel:
         self.device = agree(
             transport, lambda: choose_device(self.options.device, transport, servers)
         )
+        if self.device.type == "cpu":
+            heap.keep_freed()
         tell_placement(transport, self.device, servers, self.options.quiet)
         # Timed computing needs no more than the parameters' sizes: they may be on "meta".
         self.module = module if self.options.compute == "timed" else module.to(self.device)

@@ -70,7 +70,12 @@ def _sgd(module: nn.Module) -> torch.optim.SGD:
 
 
 def _train(
-    module: nn.Module, optimizer: Any, task: Task, images: Tensor, labels: Tensor
+    module: nn.Module,
+    optimizer: Any,
+    task: Task,
+    images: Tensor,
+    labels: Tensor,
+    after: Callable[[], None] | None = None,
 ) -> Moments:
     moments = []
     for _ in range(task.steps):
@@ -78,13 +83,18 @@ def _train(
         cross_entropy(module(images), labels).backward()
         optimizer.step()
         moments.append(time.perf_counter())
+        if after is not None:
+            after()
     return moments
 
 
-def alone(task: Task) -> Moments:
-    """Each rank for itself: what computing takes beside the others' computing."""
+def alone(task: Task, after: Callable[[], None] | None = None) -> Moments:
+    """Each rank for itself: what computing takes beside the others' computing.
+
+    ``after`` is called behind each step.
+    """
     module, images, labels = task.build()
-    return _train(module, _sgd(module), task, images, labels)
+    return _train(module, _sgd(module), task, images, labels, after)
 
 
 # -- peers ----------------------------------------------------------------------------------

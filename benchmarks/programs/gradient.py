@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import TensorDataset
 
 from aladdin_mpi import guard
-from aladdin_mpi.algorithms import aladdin, outbox, worker
+from aladdin_mpi.algorithms import aladdin, worker
 from aladdin_mpi.algorithms.gradient_sum import GradientSum
 from aladdin_mpi.algorithms.inbox import ModelInbox
 from aladdin_mpi.algorithms.server import _ModelSender
@@ -47,12 +47,10 @@ SMALL = 1024
 """Bytes of tensors that are left out: headers and single values."""
 BACKWARD = "backward"
 STAGES: list[tuple[Any, str, str]] = [
-    (outbox, "clear", "clear"),
     (worker.Worker, "_compute_into", BACKWARD),
     (GradientCheck, "look", "look"),
-    (MomentumSGD, "correct", "momentum"),
+    (MomentumSGD, "descend", "own update"),
     (DenseWire, "encode", "wire buffer"),
-    (aladdin, "add", "own update"),
     (aladdin.AladdinServer, "_update", "update"),
     (ModelInbox, "_blend", "blend"),
     (GradientSum, "add", "accumulation"),

@@ -19,6 +19,7 @@ from mpi4py import MPI
 import torch
 
 from aladdin_mpi import guard
+from aladdin_mpi.training import heap
 from benchmarks.programs import sums
 from benchmarks.programs.contenders import LOOPS, Task
 
@@ -63,6 +64,7 @@ def main() -> int:
     add("--repeats", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    heap.keep_freed()  # as training does, for everybody
     records = []
     for turn in range(args.repeats):
         records += list(one_turn(args))

@@ -22,8 +22,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from aladdin_mpi import guard
+from aladdin_mpi.layout import cut
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.replica import Replica
+from aladdin_mpi.training import heap
 from aladdin_mpi.training.data_parallel import DataParallel
 from aladdin_mpi.transport.mpi import MpiTransport
 from benchmarks.programs import contenders
@@ -32,6 +34,7 @@ from benchmarks.programs.contenders import DECAY, LR, MOMENTUM, TIMEOUT, Moments
 WARM_UP = 3
 """Steps before those that are measured: they touch all memory once."""
 SERVERS = 1
+BUCKET_MB = 4.0
 
 
 def flat(task: Task) -> Moments:
@@ -39,15 +42,23 @@ def flat(task: Task) -> Moments:
     module, images, labels = task.build()
     replica = Replica(module)
     sgd = MomentumSGD(replica.parameters, MOMENTUM, DECAY)
-    gradient, whole = replica.new_vector(), slice(0, replica.numel)
+    gradient = replica.new_vector()
+    layout = cut(replica.numel, SERVERS, BUCKET_MB, shard_mb=BUCKET_MB)
+
+    def on_bucket(index: int) -> None:
+        part = layout.buckets[index].part
+        sgd.descend(part, gradient[part], replica.parameters[part], LR)
+
+    watch = replica.watch(layout, on_bucket)
     moments = []
     for _ in range(task.steps):
-        gradient.zero_()
         replica.bind_gradients(gradient)
+        watch.start()
         cross_entropy(module(images), labels).backward()
-        sgd.correct(whole, gradient, replica.parameters)
-        replica.parameters.add_(gradient, alpha=-LR)
+        replica.settle()
+        watch.finish()
         moments.append(time.perf_counter())
+    watch.close()
     return moments
 
 
@@ -96,6 +107,7 @@ def measure(case: str, task: Task, compute_seconds: float) -> float:
     """Mean seconds of a step after the first ones, on the slowest worker."""
     loops: dict[str, Callable[[], Moments]] = {
         "alone": lambda: contenders.alone(task),
+        "busy": lambda: contenders.alone(task),
         "flat": lambda: flat(task),
         "aladdin": lambda: aladdin(task),
         "sleep": lambda: sleeping(task, compute_seconds),
@@ -110,15 +122,16 @@ def measure(case: str, task: Task, compute_seconds: float) -> float:
     if world.rank >= SERVERS:
         measured = moments[WARM_UP - 1 :]
         mean = (measured[-1] - measured[0]) / (len(measured) - 1)
-    _rest_until_all_are_here()
+    _wait_for_all(busy=case == "busy")
     return float(world.allreduce(mean, MPI.MAX))
 
 
-def _rest_until_all_are_here() -> None:
-    """A barrier that takes no core from those who still compute."""
+def _wait_for_all(busy: bool) -> None:
+    """A barrier that takes no core from those who still compute; ``busy``: that takes one."""
     request = MPI.COMM_WORLD.Ibarrier()
     while not request.Test():
-        time.sleep(0.005)
+        if not busy:
+            time.sleep(0.005)
 
 
 def main() -> int:
@@ -133,6 +146,7 @@ def main() -> int:
     add("--repeats", type=int, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    heap.keep_freed()  # as training does, for the cases without it too
     records = []
     for _, model, case in itertools.product(range(args.repeats), args.model, args.case):
         task = Task(model, args.batch, WARM_UP + args.steps)
