@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aladdin_mpi.allreduce import over_horovod
-from benchmarks import gradient, kernels, peers, step
+from benchmarks import gradient, heap, kernels, peers, step
 from tests.launch import needs
 from tests.test_benchmarks import run_script
 
@@ -53,7 +53,7 @@ def test_a_gradient_keeps_to_its_budget(tmp_path: Path) -> None:
     assert gradient.BUDGET.keys() <= rows.keys()
     # Three buckets of at most 40 kB, and a header before them.
     assert rows["worker", "sent GRADIENT"]["times"] == pytest.approx(1 + 3, abs=0.2)
-    assert rows["worker", "backward"]["read, gradients"] == pytest.approx(2, abs=0.05)
+    assert rows["worker", "backward"]["read, gradients"] == pytest.approx(1, abs=0.05)
     # A model in answer to every fourth gradient of a worker, in three buckets with headers.
     assert rows["server", "sent MODEL"]["times"] == pytest.approx(6 / 4, abs=0.3)
     assert rows["server", "polls by the rank"]["times"] > 0
@@ -63,6 +63,14 @@ def test_kernels_run(tmp_path: Path) -> None:
     rows = run_script("kernels", tmp_path, "--quick")["rows"]
     assert [row["what"] for row in rows] == list(kernels.KERNELS)
     assert all(row["here, ms"] > 0 and row["plain, ms"] > 0 for row in rows)
+
+
+def test_a_step_with_freed_memory_kept_and_without(tmp_path: Path) -> None:
+    (row,) = run_script("heap", tmp_path, "--quick")["rows"]
+    assert row["model"] == "digits"
+    assert row["ratio"] == row["memory kept, ms"] / row["step by itself, ms"]
+    assert len(heap.missed([{**row, "ratio": 1.01}])) == 1
+    assert not heap.missed([{**row, "ratio": 1.0}])
 
 
 @pytest.mark.parametrize("kernel", ["momentum", "update"])
@@ -119,11 +127,13 @@ def test_without_peers_there_is_no_ratio() -> None:
 
 
 def test_a_step_is_compared_with_the_shortest_without_communication() -> None:
-    seconds = {"alone": 0.2, "flat": 0.1, "aladdin": 0.11, "sleep": 0.1, "aladdin timed": 0.101}
+    seconds = {"alone": 0.2, "flat": 0.1, "busy": 0.22, "aladdin": 0.11}
+    seconds |= {"sleep": 0.1, "aladdin timed": 0.101}
     table = step.rows(
         [{"model": "m", "case": case, "seconds": value} for case, value in seconds.items()], 1
     )
     assert [row["ratio"] for row in table] == pytest.approx([1.1, 1.01])
+    assert [row["busy ratio"] for row in table] == [pytest.approx(0.5), None]
     assert len(step.missed(table)) == 1
 
 

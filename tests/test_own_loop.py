@@ -164,8 +164,7 @@ def test_memory_that_a_step_frees_is_kept_for_the_next(tmp_path: Path, chosen: b
     assert found, repr(done)
     before, behind = map(int, found.groups())
     assert before > 100_000
-    assert (behind > 100_000) == chosen
-    assert behind < 20_000 or chosen
+    assert (behind > before / 2) == chosen
 
 
 TWO_RUNS = """
