@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import calibration
+from benchmarks import calibration, harness
 from benchmarks.lab import Lab
 
 REASON = Lab.available()
@@ -35,6 +35,14 @@ def test_a_message_is_latency_overhead_and_bytes() -> None:
         "latency, us": pytest.approx(700.0),
         "overhead, us": pytest.approx(20.0),
     }
+
+
+def test_one_repeat_is_enough() -> None:
+    words = ["--bytes", "8", "1000", "--count", "3", "--repeats", "1"]
+    done = harness.run_here(2, ["-m", "benchmarks.programs.messages", *words], timeout=60)
+    small, large = harness.json_printed(done)
+    assert (small["bytes"], large["bytes"]) == (8, 1000)
+    assert all(record["one"] > 0 and record["each"] > 0 for record in (small, large))
 
 
 @pytest.mark.long

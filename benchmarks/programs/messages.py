@@ -89,7 +89,8 @@ def main() -> int:
             records.append({"bytes": nbytes, "each": median(turns)})
             continue
         singles = [one_way(transport, nbytes) for _ in range(1 + args.repeats)][1:]
-        rows = [in_a_row(transport, nbytes, args.count) for _ in range(1 + args.repeats // 3)][1:]
+        of_rows = max(1, args.repeats // 3)
+        rows = [in_a_row(transport, nbytes, args.count) for _ in range(1 + of_rows)][1:]
         records.append({"bytes": nbytes, "one": median(singles), "each": median(rows)})
     transport.close()
     if transport.rank == 0:
