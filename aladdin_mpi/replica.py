@@ -114,7 +114,7 @@ class Replica:
         self._outline = outline(module)
         self.numel = sum(p.numel() for p in self._parameters)
         self.parameters = torch.empty(self.numel, dtype=first.dtype, device=first.device)
-        self._views: dict[int, list[Tensor]] = {}
+        self._views: dict[int, dict[nn.Parameter, Tensor]] = {}
         self._bound: dict[nn.Parameter, Tensor] = {}
         self._missing: set[nn.Parameter] = set()
         self._takes = False
@@ -186,10 +186,11 @@ class Replica:
         """
         views = self._views.get(vector.data_ptr())
         if views is None:
-            views = self._views[vector.data_ptr()] = list(self._cut(vector))
-        self._bound = dict(zip(self._parameters, views, strict=True))
+            views = dict(zip(self._parameters, self._cut(vector), strict=True))
+            self._views[vector.data_ptr()] = views
+        self._bound = views
         if self._takes:
-            self._missing = set(self._parameters)
+            self._missing = set(views)
             for parameter in self._parameters:
                 parameter.grad = None
             return

@@ -29,7 +29,6 @@ from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.replica import DenseLayer, PhantomReplica, Replica
-from aladdin_mpi.vectors import add
 
 if TYPE_CHECKING:
     from aladdin_mpi.options import RunOptions
@@ -125,8 +124,7 @@ class MultistepWorker(TrainingWorker):
         for piece, state in zip(reversed(self.pieces), reversed(self.state), strict=True):
             g = piece.summed()
             w = piece.own()
-            self.optimizer.correct(state, g, w)
-            add(w, g, alpha=-self.worker.lr)
+            self.optimizer.descend(state, g, w, self.worker.lr)
             piece.gather(w)
 
     # -- the next forward pass: each layer waits for its own -------------------------
