@@ -17,23 +17,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from aladdin_mpi.errors import UserError
 from benchmarks import harness
+from benchmarks.convergence_parts import NAMES, STANDS, Part, Stand, parts, slug
 from benchmarks.machine import machine
 
-HOSTS = 4
-GBIT = 10.0
-BATCH = 32
 LIMIT = 24 * 3600.0
 
 NOTES = """\
 Published: table 2 of the paper, of 250 epochs on CIFAR-10 with ResNet-50 and VGG-16; here it is
-{epochs:g} epochs with smaller networks and {seeds} seed(s), and the time is that of the modelled
+so many epochs with smaller networks and {seeds} seed(s), and the time is that of the modelled
 cluster. Accuracies in %; after a plus-minus sign half the distance of the lowest and the highest
 seed. Accuracy in time: of the last evaluation before the moment at which ALADDIN has used half of
 its samples. To target: seconds until the first evaluation at or above {target:g} %; faster: that of
@@ -45,146 +42,9 @@ BAR_FASTER = 2.5
 """ALADDIN to the target with VGG's timing, against ar-sgd, at least."""
 
 
-@dataclass(frozen=True)
-class Stand:
-    """A small network in the place of a large one.
-
-    Args:
-        model: of `aladdin_mpi.simulate`; ``megabytes`` its parameters.
-        original: what it stands for, of ``original_mb``; its step takes ``seconds``.
-        published: for each algorithm the test accuracy and the hours to 90 % in table 2.
-    """
-
-    model: str
-    megabytes: float
-    original: str
-    original_mb: float
-    seconds: float
-    published: Mapping[str, tuple[float, float]]
-
-    @property
-    def scale(self) -> float:
-        """The size of the small one over that of the large one."""
-        return self.megabytes / self.original_mb
-
-    def options(self) -> list[str]:
-        """Time and network, such that communication takes its share of a step."""
-        values = {
-            "--compute-time": self.seconds,
-            "--hosts": HOSTS,
-            "--bandwidth-gbit": GBIT * self.scale,
-            "--bucket-mb": 4 * self.scale,
-            "--shard-mb": 16 * self.scale,
-        }
-        return [str(word) for pair in values.items() for word in pair]
-
-
-RESNET = Stand(
-    "resnet20",
-    1.09,
-    "ResNet-50",
-    94.0,
-    0.447,
-    {
-        "ar-sgd": (93.53, 0.98),
-        "asp": (93.15, 1.16),
-        "easgd": (91.12, 1.36),
-        "sgp": (93.40, 1.15),
-        "aladdin": (93.78, 0.92),
-    },
-)
-VGG = Stand(
-    "vgg8_cifar",
-    15.7,
-    "VGG-16",
-    552.0,
-    0.849,
-    {
-        "ar-sgd": (92.38, 6.40),
-        "asp": (91.71, 8.22),
-        "easgd": (91.24, 6.18),
-        "sgp": (92.28, 3.94),
-        "aladdin": (92.26, 2.87),
-    },
-)
-STANDS = {"resnet": RESNET, "vgg": VGG}
-
-VARIANTS = {
-    "aladdin": "",
-    "drop": "--aladdin-trigger drop",
-    "alpha since-last": "--aladdin-alpha since-last",
-    "alpha literal": "--aladdin-alpha literal",
-    "normalize count": "--aladdin-normalize count",
-    "momentum split": "--aladdin-momentum split",
-    "pi 1": "--aladdin-pi 1",
-    "pi 2": "--aladdin-pi 2",
-    "pi 8": "--aladdin-pi 8",
-}
-
-
-@dataclass
-class Part:
-    """One comparison: of algorithms, or of ALADDIN's variants."""
-
-    name: str
-    stand: Stand
-    workers: int
-    labels: Sequence[str]
-    variants: Mapping[str, str] = field(default_factory=dict)
-    share: float = 1.0
-    """Of the epochs."""
-
-    def command(self, args: argparse.Namespace, folder: Path) -> list[str]:
-        """That of `aladdin_mpi.compare`."""
-        own = {"--workers": self.workers, "--out": folder, "--jobs": args.jobs}
-        words = [sys.executable, "-m", "aladdin_mpi.compare"]
-        words += [str(word) for pair in own.items() for word in pair]
-        words += ["--seeds", *map(str, range(args.seeds))]
-        words += ["--target-accuracy", str(args.target)]
-        if self.variants:
-            texts = (f"{_label(n)}=aladdin {o}".strip() for n, o in self.variants.items())
-            words += ["--variants", *texts]
-        else:
-            words += ["--algorithms", *self.labels]
-        run = {
-            "--model": self.stand.model,
-            "--epochs": args.epochs * self.share,
-            "--batch-size": BATCH,
-            "--lr": args.lr,
-            "--warmup-epochs": min(1.0, args.epochs * self.share / 8),
-            "--eval-every": args.eval_every,
-            "--servers": HOSTS,
-            "--jitter": 0.05,
-        }
-        words += ["--", *(str(word) for pair in run.items() for word in pair)]
-        return [*words, *self.stand.options(), *args.data]
-
-
-def _label(name: str) -> str:
-    return name.replace(" ", "-")
-
-
-def parts(args: argparse.Namespace) -> list[Part]:
-    """The comparisons that were asked for."""
-    algorithms = list(RESNET.published)
-    found = []
-    for name in args.parts:
-        if name in STANDS:
-            found.append(Part(name, args.stands[name], args.workers, algorithms))
-        elif name == "workers":
-            for count in args.more_workers:
-                label = f"{count} workers"
-                found.append(Part(label, args.stands["resnet"], count, ["aladdin", "ar-sgd"]))
-        else:
-            variants = dict(VARIANTS)
-            part = Part(name, args.stands["resnet"], args.workers, list(variants), variants, 0.5)
-            found.append(part)
-    return found
-
-
 def run(part: Part, args: argparse.Namespace, out: Path) -> dict[str, Any]:
     """Make the comparison, or go on with it; returns its `comparison.json`."""
-    folder = out / _label(part.name)
+    folder = out / slug(part.name)
     done = subprocess.run(part.command(args, folder), timeout=LIMIT, stdout=sys.stderr)
     if done.returncode:
         raise UserError(f"{part.name}: the comparison failed with status {done.returncode}")
@@ -194,7 +54,7 @@ def run(part: Part, args: argparse.Namespace, out: Path) -> dict[str, Any]:
 
 def evaluations(folder: Path, label: str) -> list[list[dict[str, Any]]]:
     """For each seed the lines of evaluation."""
-    runs = sorted((folder / "runs" / _label(label)).glob("seed-*/metrics.jsonl"))
+    runs = sorted((folder / "runs" / slug(label)).glob("seed-*/metrics.jsonl"))
     lines = [[json.loads(line) for line in path.open()] for path in runs]
     return [[line for line in run if line["kind"] == "eval"] for run in lines]
 
@@ -213,14 +73,16 @@ def half_time(runs: Sequence[Sequence[Mapping[str, Any]]]) -> float:
     )
 
 
-def rows(part: Part, folder: Path, comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
+def rows(
+    part: Part, folder: Path, comparison: Mapping[str, Any], epochs: float
+) -> list[dict[str, Any]]:
     """The table of one comparison."""
     found = {row["label"]: row["figures"] for row in comparison["rows"]}
     moment = half_time(evaluations(folder, "aladdin"))
     synchronous = _mean(found.get("ar-sgd"), "seconds_to_target")
     table = []
     for label in part.labels:
-        line = found[_label(label)]
+        line = found[slug(label)]
         runs = evaluations(folder, label)
         at_moment = [a for run in runs if (a := accuracy_at(run, moment)) is not None]
         target = _mean(line, "seconds_to_target")
@@ -231,6 +93,7 @@ def rows(part: Part, folder: Path, comparison: Mapping[str, Any]) -> list[dict[s
                 "model": part.stand.model,
                 "algorithm": label,
                 "workers": part.workers,
+                "epochs": epochs * part.share,
                 "accuracy": _spread(line["test_accuracy"]),
                 "published accuracy": published[0] if published and part.workers == 8 else None,
                 "accuracy in time": mean(at_moment) if at_moment else None,
@@ -293,11 +156,16 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--parts",
         nargs="+",
-        choices=["resnet", "vgg", "workers", "ablation"],
-        default=["resnet", "vgg", "workers", "ablation"],
+        choices=NAMES,
+        default=list(NAMES),
         help="what to run",
     )
-    add("--epochs", type=float, default=8.0, help="of each run; the ablation has half of it")
+    add(
+        "--epochs",
+        type=float,
+        default=8.0,
+        help="of part resnet; longer has three times as many, the others half of them",
+    )
     add("--seeds", type=int, default=1, help="runs of each algorithm")
     add("--workers", type=int, default=8, help="of each run")
     add("--more-workers", type=int, nargs="*", default=[16, 24], help="of the part 'workers'")
@@ -339,8 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         out = args.out or Path(temporary)
         for part in parts(args):
             comparison = run(part, args, out)
-            table += rows(part, out / _label(part.name), comparison)
-    notes = NOTES.format(epochs=args.epochs, seeds=args.seeds, target=100 * args.target)
+            table += rows(part, out / slug(part.name), comparison, args.epochs)
+    notes = NOTES.format(seeds=args.seeds, target=100 * args.target)
     title = "Learning with the timing of the ALADDIN paper's cluster"
     found = harness.Findings(title, table, notes, missed(table))
     return harness.publish("convergence", argv, args, facts, found)

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import convergence
+from aladdin_mpi.comparison import plan
+from aladdin_mpi.comparison.options import read_request
+from benchmarks import convergence, convergence_parts
 from tests.launch import ROOT
 
 
@@ -39,10 +41,23 @@ def test_bars() -> None:
 
 def test_a_gradient_takes_its_share_of_a_step() -> None:
     """Of the small network as of the large one, at 10 Gbit/s."""
-    for stand in convergence.STANDS.values():
+    for stand in convergence_parts.STANDS.values():
         words = stand.options()
         gbit = float(words[words.index("--bandwidth-gbit") + 1])
         assert stand.megabytes / gbit == pytest.approx(stand.original_mb / 10)
+
+
+def test_every_part_is_a_comparison_that_can_be_made() -> None:
+    """`aladdin_mpi.compare` takes each part's command, and names its runs as the table does."""
+    args = convergence._parser().parse_args(["--data-dir", "images", "--lr", "0.01"])
+    convergence._settle(args)
+    found = convergence_parts.parts(args)
+    assert [part.name for part in found][-2:] == ["16 workers", "24 workers"]
+    for part in found:
+        words = part.command(args, Path("out"))
+        runs = plan.plan(read_request(words[3:]), Path("out"))
+        labels = [convergence_parts.slug(label) for label in part.labels]
+        assert [run.entry.label for run in runs] == labels
 
 
 @pytest.mark.long
@@ -52,6 +67,6 @@ def test_quick(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "convergence.json").read_text())
     rows = {row["algorithm"]: row for row in result["rows"]}
-    assert set(rows) == set(convergence.VGG.published)
+    assert set(rows) == set(convergence_parts.VGG.published)
     assert rows["ar-sgd"]["faster"] == 1
     assert all(float(row["accuracy"]) > 50 for row in rows.values())

@@ -1,0 +1,175 @@
+"""What `benchmarks.convergence` compares: the networks, the parts and their runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HOSTS = 4
+GBIT = 10.0
+BATCH = 32
+
+
+@dataclass(frozen=True)
+class Stand:
+    """A small network in the place of a large one.
+
+    Args:
+        model: of `aladdin_mpi.simulate`; ``megabytes`` its parameters.
+        original: what it stands for, of ``original_mb``; its step takes ``seconds``.
+        published: for each algorithm the test accuracy and the hours to 90 % in table 2.
+    """
+
+    model: str
+    megabytes: float
+    original: str
+    original_mb: float
+    seconds: float
+    published: Mapping[str, tuple[float, float]]
+
+    @property
+    def scale(self) -> float:
+        """The size of the small one over that of the large one."""
+        return self.megabytes / self.original_mb
+
+    def options(self) -> list[str]:
+        """Time and network, such that communication takes its share of a step."""
+        values = {
+            "--compute-time": self.seconds,
+            "--hosts": HOSTS,
+            "--bandwidth-gbit": GBIT * self.scale,
+            "--bucket-mb": 4 * self.scale,
+            "--shard-mb": 16 * self.scale,
+        }
+        return [str(word) for pair in values.items() for word in pair]
+
+
+RESNET = Stand(
+    "resnet20",
+    1.09,
+    "ResNet-50",
+    94.0,
+    0.447,
+    {
+        "ar-sgd": (93.53, 0.98),
+        "asp": (93.15, 1.16),
+        "easgd": (91.12, 1.36),
+        "sgp": (93.40, 1.15),
+        "aladdin": (93.78, 0.92),
+    },
+)
+VGG = Stand(
+    "vgg8_cifar",
+    15.7,
+    "VGG-16",
+    552.0,
+    0.849,
+    {
+        "ar-sgd": (92.38, 6.40),
+        "asp": (91.71, 8.22),
+        "easgd": (91.24, 6.18),
+        "sgp": (92.28, 3.94),
+        "aladdin": (92.26, 2.87),
+    },
+)
+STANDS = {"resnet": RESNET, "vgg": VGG}
+
+PAIR = ("aladdin", "ar-sgd")
+
+ABLATION = {
+    "ar-sgd": "ar-sgd",
+    "aladdin": "aladdin",
+    "drop": "aladdin --aladdin-trigger drop",
+    "alpha since-last": "aladdin --aladdin-alpha since-last",
+    "alpha literal": "aladdin --aladdin-alpha literal",
+    "normalize count": "aladdin --aladdin-normalize count",
+    "momentum split": "aladdin --aladdin-momentum split",
+    "pi 1": "aladdin --aladdin-pi 1",
+    "pi 2": "aladdin --aladdin-pi 2",
+    "pi 8": "aladdin --aladdin-pi 8",
+    "lr half": "aladdin --lr {half}",
+    "lr twice": "aladdin --lr {twice}",
+    "ar-sgd lr twice": "ar-sgd --lr {twice}",
+    "momentum 0.5": "aladdin --momentum 0.5 --lr {five}",
+}
+"""``{half}``, ``{twice}`` and ``{five}`` stand for multiples of the learning rate. Five times:
+with a momentum of 0.5 a gradient moves the model as far in all as with 0.9."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One comparison: of algorithms, or of variants of them.
+
+    Args:
+        name: in the table, and of its folder.
+        stand: the network.
+        workers: of each run.
+        labels: of the runs, algorithms or ``variants``.
+        variants: for each label the algorithm and its options; none: labels are algorithms.
+        share: of the epochs.
+    """
+
+    name: str
+    stand: Stand
+    workers: int
+    labels: Sequence[str]
+    variants: Mapping[str, str] = field(default_factory=dict)
+    share: float = 1.0
+
+    def command(self, args: argparse.Namespace, folder: Path) -> list[str]:
+        """That of `aladdin_mpi.compare`."""
+        own = {"--workers": self.workers, "--out": folder, "--jobs": args.jobs}
+        words = [sys.executable, "-m", "aladdin_mpi.compare"]
+        words += [str(word) for pair in own.items() for word in pair]
+        words += ["--seeds", *map(str, range(args.seeds))]
+        words += ["--target-accuracy", str(args.target)]
+        if self.variants:
+            words += ["--variants", *(f"{slug(n)}={o}" for n, o in self.variants.items())]
+        else:
+            words += ["--algorithms", *self.labels]
+        run = {
+            "--model": self.stand.model,
+            "--epochs": args.epochs * self.share,
+            "--batch-size": BATCH,
+            "--lr": args.lr,
+            "--warmup-epochs": min(1.0, args.epochs * self.share / 8),
+            "--eval-every": args.eval_every,
+            "--servers": HOSTS,
+            "--jitter": 0.05,
+        }
+        words += ["--", *(str(word) for pair in run.items() for word in pair)]
+        return [*words, *self.stand.options(), *args.data]
+
+
+def slug(name: str) -> str:
+    """A name as that of a folder."""
+    return name.replace(" ", "-")
+
+
+NAMES = ("resnet", "vgg", "longer", "ablation", "workers")
+"""What `--parts` takes."""
+
+
+def parts(args: argparse.Namespace) -> list[Part]:
+    """The comparisons that were asked for."""
+    workers = args.workers
+    resnet, vgg = args.stands["resnet"], args.stands["vgg"]
+    everyone = list(RESNET.published)
+    rates = {
+        name: f"{args.lr * times:g}" for name, times in (("half", 0.5), ("twice", 2), ("five", 5))
+    }
+    ablation = {name: text.format(**rates) for name, text in ABLATION.items()}
+    known = {
+        "resnet": [Part("resnet", resnet, workers, everyone)],
+        # Its runs take thrice as long, and it learns in half the time.
+        "vgg": [Part("vgg", vgg, workers, everyone, share=0.5)],
+        "longer": [Part("longer", resnet, workers, PAIR, share=3.0)],
+        "ablation": [Part("ablation", resnet, workers, list(ablation), ablation, share=0.5)],
+        "workers": [
+            Part(f"{count} workers", resnet, count, PAIR, share=0.5) for count in args.more_workers
+        ],
+    }
+    return [part for name in args.parts for part in known[name]]
