@@ -93,7 +93,33 @@ def _dense_layers(module: nn.Module) -> tuple[DenseLayer, ...]:
     return tuple(found[::-1])
 
 
-class Replica:
+class _Flat:
+    """A module's trainable parameters as a flat vector, and their sizes."""
+
+    parameters: Tensor
+    _outline: Outline
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the parameters, in flat order."""
+        return list(self._outline.shapes)
+
+    @property
+    def layers(self) -> list[int]:
+        """Numbers of values of the layers, in flat order."""
+        return list(self._outline.layers)
+
+    @property
+    def dense(self) -> tuple[DenseLayer, ...]:
+        """The fully connected layers, in flat order."""
+        return self._outline.dense
+
+    def new_vector(self) -> Tensor:
+        """A zeroed flat vector like the parameters."""
+        return torch.zeros_like(self.parameters)
+
+
+class Replica(_Flat):
     """A module's trainable parameters as a flat vector, last layer first.
 
     The last layer comes first because backward completes it first: bucket 0 is
@@ -142,25 +168,6 @@ class Replica:
             piece = vector[start : start + parameter.numel()]
             yield piece.as_strided(size, stride, piece.storage_offset())
             start += parameter.numel()
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of the trainable parameters, in flat order."""
-        return list(self._outline.shapes)
-
-    @property
-    def layers(self) -> list[int]:
-        """Numbers of values of the layers, in flat order."""
-        return list(self._outline.layers)
-
-    @property
-    def dense(self) -> tuple[DenseLayer, ...]:
-        """The fully connected layers, in flat order."""
-        return self._outline.dense
-
-    def new_vector(self) -> Tensor:
-        """A zeroed flat vector like the parameters."""
-        return torch.zeros_like(self.parameters)
 
     def keep_buffers(self) -> None:
         """Remember the module's buffers of real numbers, such as batch norm's statistics."""
@@ -259,7 +266,7 @@ def _unbound() -> UserError:
     )
 
 
-class PhantomReplica:
+class PhantomReplica(_Flat):
     """Only the sizes of a model, for computing that is timed and not done.
 
     Its vectors are ``meta`` tensors, which store nothing; what the wire needs of real
@@ -276,25 +283,6 @@ class PhantomReplica:
         self.numel = numel
         self.parameters = torch.zeros(numel, device="meta")
         self._outline = sizes or Outline(((1, numel),), (numel,))
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of the parameters, in flat order."""
-        return list(self._outline.shapes)
-
-    @property
-    def layers(self) -> list[int]:
-        """Numbers of values of the layers, in flat order."""
-        return list(self._outline.layers)
-
-    @property
-    def dense(self) -> tuple[DenseLayer, ...]:
-        """The fully connected layers, in flat order."""
-        return self._outline.dense
-
-    def new_vector(self) -> Tensor:
-        """A flat vector like the parameters."""
-        return torch.zeros_like(self.parameters)
 
     def keep_buffers(self) -> None:
         """There are none."""
