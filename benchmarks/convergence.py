@@ -24,10 +24,12 @@ from typing import Any
 from aladdin_mpi.errors import UserError
 from benchmarks import harness
 from benchmarks.convergence_parts import NAMES, STANDS, Part, Stand, parts, slug
+from benchmarks.convergence_plot import Runs, draw
 from benchmarks.machine import machine
 
 LIMIT = 24 * 3600.0
 
+TITLE = "Learning with the timing of the ALADDIN paper's cluster"
 NOTES = """\
 Published: table 2 of the paper, of 250 epochs on CIFAR-10 with ResNet-50 and VGG-16; here it is
 so many epochs with smaller networks and {seeds} seed(s), and the time is that of the modelled
@@ -52,7 +54,14 @@ def run(part: Part, args: argparse.Namespace, out: Path) -> dict[str, Any]:
     return found
 
 
-def evaluations(folder: Path, label: str) -> list[list[dict[str, Any]]]:
+def title(part: Part, epochs: float) -> str:
+    """What a part's panel is headed by."""
+    return (
+        f"{part.name}: {part.stand.model}, {part.workers} workers, {epochs * part.share:g} epochs"
+    )
+
+
+def evaluations(folder: Path, label: str) -> Runs:
     """For each seed the lines of evaluation."""
     runs = sorted((folder / "runs" / slug(label)).glob("seed-*/metrics.jsonl"))
     lines = [[json.loads(line) for line in path.open()] for path in runs]
@@ -203,15 +212,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     _settle(args)
     facts = machine()
     table: list[dict[str, Any]] = []
+    panels: dict[str, dict[str, Runs]] = {}
     with tempfile.TemporaryDirectory(prefix="convergence-") as temporary:
         out = args.out or Path(temporary)
         for part in parts(args):
             comparison = run(part, args, out)
-            table += rows(part, out / slug(part.name), comparison, args.epochs)
+            folder = out / slug(part.name)
+            table += rows(part, folder, comparison, args.epochs)
+            panels[title(part, args.epochs)] = {
+                label: evaluations(folder, label) for label in part.labels
+            }
     notes = NOTES.format(seeds=args.seeds, target=100 * args.target)
-    title = "Learning with the timing of the ALADDIN paper's cluster"
-    found = harness.Findings(title, table, notes, missed(table))
-    return harness.publish("convergence", argv, args, facts, found)
+    found = harness.Findings(TITLE, table, notes, missed(table))
+    status = harness.publish("convergence", argv, args, facts, found)
+    if args.save is not None:
+        draw(panels, args.target, args.save / "convergence.png")
+    return status
 
 
 if __name__ == "__main__":

@@ -70,3 +70,5 @@ def test_quick(tmp_path: Path) -> None:
     assert set(rows) == set(convergence_parts.VGG.published)
     assert rows["ar-sgd"]["faster"] == 1
     assert all(float(row["accuracy"]) > 50 for row in rows.values())
+    assert all(row["epochs"] == 1 for row in rows.values())
+    assert (tmp_path / "convergence.png").stat().st_size > 10_000
