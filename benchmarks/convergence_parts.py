@@ -90,6 +90,9 @@ ABLATION = {
     "pi 1": "aladdin --aladdin-pi 1",
     "pi 2": "aladdin --aladdin-pi 2",
     "pi 8": "aladdin --aladdin-pi 8",
+    "lookahead": "aladdin --aladdin-lookahead 0.5",
+    "pi 1, lookahead": "aladdin --aladdin-pi 1 --aladdin-lookahead 0.5",
+    "pi 2, lookahead": "aladdin --aladdin-pi 2 --aladdin-lookahead 0.5",
     "lr half": "aladdin --lr {half}",
     "lr twice": "aladdin --lr {twice}",
     "ar-sgd lr twice": "ar-sgd --lr {twice}",
@@ -146,7 +149,7 @@ class Part:
 
 def slug(name: str) -> str:
     """A name as that of a folder."""
-    return name.replace(" ", "-")
+    return name.replace(",", "").replace(" ", "-")
 
 
 NAMES = ("resnet", "vgg", "longer", "ablation", "workers")

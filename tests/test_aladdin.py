@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import heapq
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, product
 from math import sqrt
 from typing import Any
@@ -135,8 +136,10 @@ class PaperWorker:
         self.arrived = [reply for reply in self.arrived if reply[0] >= now]
 
     def blend(self, replies: list[tuple[float, slice, Vector, float]]) -> None:
+        steps = self.setup.aladdin.lookahead
         for _, part, x_global, alpha in replies:
-            self.x[part] = (1 - alpha) * self.x[part] + alpha * x_global
+            ahead = x_global - steps * self.lr * self.momentum.v[part]
+            self.x[part] = (1 - alpha) * self.x[part] + alpha * ahead
 
 
 class Transcription:
@@ -175,6 +178,7 @@ class Transcription:
             else:
                 self.begin(now, i)
         for worker in self.workers:
+            worker.lr = setup.schedule(setup.samples)
             worker.blend(worker.arrived)
         for server in self.servers:
             server.update(setup.schedule(self.newest))
@@ -276,10 +280,28 @@ def test_falling_rate_weight_decay_and_unequal_workers(momentum: str, nesterov: 
             nesterov=nesterov,
             momentum=0.8,
             weight_decay=0.05,
-            schedule=lambda samples: 0.06 * (1 - samples / 130),
+            schedule=partial(falling, 0.06, 130),
             slowdown=(1.0, 2.0137, 9.0291),
         )
     )
+
+
+@pytest.mark.parametrize("momentum", ["worker", "split"])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_worker_that_looks_ahead(momentum: str, nesterov: bool) -> None:
+    def setup(steps: float) -> Setup:
+        options = aladdin_options(pi=2, momentum=momentum, lookahead=steps)
+        schedule = partial(falling, 0.06, 130)
+        return replace(BASE, aladdin=options, nesterov=nesterov, schedule=schedule)
+
+    check(setup(0.7))
+    with_it, without = (Transcription(setup(steps)).run().everything for steps in (0.7, 0.0))
+    assert np.abs(with_it - without).max() > 1e-3
+
+
+def falling(rate: float, end: int, samples: int) -> float:
+    """A learning rate that is 0 behind the ``end``."""
+    return rate * (1 - samples / end)
 
 
 def test_what_is_pending_outlives_a_segment() -> None:

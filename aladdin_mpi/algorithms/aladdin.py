@@ -38,6 +38,8 @@ class AladdinWorker(TrainingWorker):
         new_vector = worker.replica.new_vector
         self.outbox = Outbox(transport, layout, wire, new_vector, options.ring)
         self.inbox = ModelInbox(transport, layout, wire)
+        if options.lookahead:
+            self.inbox = AheadInbox(worker, wire, optimizer, options.lookahead)
 
     def run(self) -> None:
         """Train until the segment's samples are used up."""
@@ -76,6 +78,37 @@ class AladdinWorker(TrainingWorker):
         """Take up a state from :meth:`state_dict`."""
         super().load_state_dict(state)
         self.outbox.load_state_dict(state["outbox"])
+
+
+class AheadInbox(ModelInbox):
+    """Models are moved on by the worker's own momentum before they are blended in.
+
+    ``x <- (1 - alpha) x + alpha (x~ - steps lr v)``: what x~ lacks, the newest steps of the
+    others, is taken to be like the worker's own. To predict weights so, by the velocity times
+    how old they are, is Chen, Yang and Cheng's (2018, SpecTrain); for asynchronous workers and
+    their momenta Hakimi et al.'s (2019, DANA).
+
+    Args:
+        worker: whose models they are.
+        codec: of models.
+        optimizer: the worker's, with a momentum.
+        steps: of the worker by which they are moved on.
+    """
+
+    def __init__(
+        self, worker: Worker, codec: GradientCodec, optimizer: MomentumSGD, steps: float
+    ) -> None:
+        super().__init__(worker.transport, worker.layout, codec)
+        self._worker = worker
+        self._velocity = optimizer.velocity
+        self._steps = steps
+
+    def put(self, parameters: Tensor, bucket: Bucket, values: Tensor, alpha: float) -> None:
+        """Blend in one bucket."""
+        super().put(parameters, bucket, values, alpha)
+        if self._velocity is not None:
+            moved = alpha * self._steps * self._worker.lr
+            add(parameters[bucket.part], self._velocity[bucket.part], alpha=-moved)
 
 
 class _Shard:

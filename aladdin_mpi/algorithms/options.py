@@ -44,6 +44,13 @@ class AladdinOptions(BaseModel):
         description="worker: workers send steps that contain their momentum, and the server adds "
         "them plainly; split: workers send raw gradients, and both keep a momentum of their own",
     )
+    lookahead: float = Field(
+        0.0,
+        ge=0,
+        description="steps of its own momentum by which a worker moves the global model on before "
+        "it blends it in, for what other workers are about to add to it; 0: not, as in the paper",
+        json_schema_extra={"unit": "STEPS"},
+    )
     ring: int = Field(
         2,
         ge=1,

@@ -259,6 +259,20 @@ def check_checksum(algorithm: Algorithm, options: RunOptions) -> None:
         )
 
 
+def check_lookahead(algorithm: Algorithm, options: RunOptions) -> None:
+    """Check that a worker of ALADDIN that looks ahead has a momentum to do so with.
+
+    Raises:
+        UserError: it has none.
+    """
+    steps = options.aladdin.lookahead if algorithm.name == "aladdin" else 0.0
+    if steps and not options.momentum:
+        raise UserError(
+            f"--aladdin-lookahead: expected 0 with --momentum 0, got {steps:g}: a worker looks "
+            "ahead along its momentum; leave the option out, or set --momentum"
+        )
+
+
 def check_ranks(algorithm: Algorithm, size: int, servers: int) -> None:
     """Check that ``size`` ranks are enough, and the servers not too many.
 

@@ -114,6 +114,7 @@ class DataParallel:
         registry.check_ranks(algorithm, self.transport.size, self.options.servers)
         registry.check_compression(algorithm, self.options)
         registry.check_checksum(algorithm, self.options)
+        registry.check_lookahead(algorithm, self.options)
         return algorithm
 
     @property
