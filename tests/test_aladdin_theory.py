@@ -192,6 +192,24 @@ def distance(x: Tensor, optimum: Tensor) -> float:
     return float((x - optimum).norm())
 
 
+def test_looking_ahead_calms_what_age_and_momentum_stir_up() -> None:
+    """A model that lacks the others' newest steps lets a large momentum swing."""
+    away = {}
+    for steps in (0.0, 0.5, 1.0):
+        setup = Setup(
+            workers=8,
+            samples=3200,
+            aladdin=aladdin_options(pi=1, lookahead=steps),
+            schedule=lambda samples: 0.1,
+            momentum=0.9,
+            noise=0.0,
+            jitter=0.05,
+        )
+        away[steps] = distance(run(setup).model, Quadratic(setup.numel).optimum)
+    assert away[0.5] < 0.3 * away[0.0]
+    assert away[1.0] < 0.3 * away[0.5]
+
+
 def test_less_noise_ends_nearer() -> None:
     """What is left at the end is the noise of the gradients, not a bias of the algorithm."""
     setup = Setup(

@@ -106,6 +106,12 @@ def test_compression_is_refused_where_it_does_not_fit(
         start("--compression", "dgc", "--algorithm", *words, "--run-dir", tmp_path / "run")
 
 
+def test_looking_ahead_without_a_momentum_is_refused(tmp_path: Path) -> None:
+    words = ["--algorithm", "aladdin", "--aladdin-lookahead", 0.5, "--momentum", 0]
+    with pytest.raises(UserError, match="--aladdin-lookahead: expected 0 with --momentum 0"):
+        start(*words, "--run-dir", tmp_path / "run")
+
+
 def test_compression_sends_fewer_bytes(tmp_path: Path) -> None:
     for name in COMPRESSING:
         sent = {}
