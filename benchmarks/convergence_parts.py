@@ -100,6 +100,7 @@ ABLATION = {
 }
 """``{half}``, ``{twice}`` and ``{five}`` stand for multiples of the learning rate. Five times:
 with a momentum of 0.5 a gradient moves the model as far in all as with 0.9."""
+LONGER = {name: ABLATION[name] for name in ("ar-sgd", "aladdin", "pi 1, lookahead")}
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def parts(args: argparse.Namespace) -> list[Part]:
         "resnet": [Part("resnet", resnet, workers, everyone)],
         # Its runs take thrice as long, and it learns in half the time.
         "vgg": [Part("vgg", vgg, workers, everyone, share=0.5)],
-        "longer": [Part("longer", resnet, workers, PAIR, share=3.0)],
+        "longer": [Part("longer", resnet, workers, list(LONGER), LONGER, share=3.0)],
         "ablation": [Part("ablation", resnet, workers, list(ablation), ablation, share=0.5)],
         "workers": [
             Part(f"{count} workers", resnet, count, PAIR, share=0.5) for count in args.more_workers
