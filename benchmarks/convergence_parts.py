@@ -168,7 +168,7 @@ def parts(args: argparse.Namespace) -> list[Part]:
     ablation = {name: text.format(**rates) for name, text in ABLATION.items()}
     known = {
         "resnet": [Part("resnet", resnet, workers, everyone)],
-        # Its runs take thrice as long, and it learns in half the time.
+        # Its steps take two to three times as long to compute.
         "vgg": [Part("vgg", vgg, workers, everyone, share=0.5)],
         "longer": [Part("longer", resnet, workers, list(LONGER), LONGER, share=3.0)],
         "ablation": [Part("ablation", resnet, workers, list(ablation), ablation, share=0.5)],

@@ -37,9 +37,11 @@ class AladdinWorker(TrainingWorker):
         layout, transport = worker.layout, worker.transport
         new_vector = worker.replica.new_vector
         self.outbox = Outbox(transport, layout, wire, new_vector, options.ring)
-        self.inbox = ModelInbox(transport, layout, wire)
-        if options.lookahead:
-            self.inbox = AheadInbox(worker, wire, optimizer, options.lookahead)
+        self.inbox = (
+            AheadInbox(worker, wire, optimizer, options.lookahead)
+            if options.lookahead
+            else ModelInbox(transport, layout, wire)
+        )
 
     def run(self) -> None:
         """Train until the segment's samples are used up."""
@@ -106,9 +108,9 @@ class AheadInbox(ModelInbox):
     def put(self, parameters: Tensor, bucket: Bucket, values: Tensor, alpha: float) -> None:
         """Blend in one bucket."""
         super().put(parameters, bucket, values, alpha)
-        if self._velocity is not None:
-            moved = alpha * self._steps * self._worker.lr
-            add(parameters[bucket.part], self._velocity[bucket.part], alpha=-moved)
+        assert self._velocity is not None
+        moved = alpha * self._steps * self._worker.lr
+        add(parameters[bucket.part], self._velocity[bucket.part], alpha=-moved)
 
 
 class _Shard:
