@@ -111,17 +111,22 @@ class Part:
         name: in the table, and of its folder.
         stand: the network.
         workers: of each run.
-        labels: of the runs, algorithms or ``variants``.
-        variants: for each label the algorithm and its options; none: labels are algorithms.
+        algorithms: of the runs, unless there are ``variants``.
+        variants: for each label the algorithm and its options.
         share: of the epochs.
     """
 
     name: str
     stand: Stand
     workers: int
-    labels: Sequence[str]
+    algorithms: Sequence[str] = ()
     variants: Mapping[str, str] = field(default_factory=dict)
     share: float = 1.0
+
+    @property
+    def labels(self) -> list[str]:
+        """What the runs are called in the table."""
+        return list(self.variants or self.algorithms)
 
     def command(self, args: argparse.Namespace, folder: Path) -> list[str]:
         """That of `aladdin_mpi.compare`."""
@@ -133,7 +138,7 @@ class Part:
         if self.variants:
             words += ["--variants", *(f"{slug(n)}={o}" for n, o in self.variants.items())]
         else:
-            words += ["--algorithms", *self.labels]
+            words += ["--algorithms", *self.algorithms]
         run = {
             "--model": self.stand.model,
             "--epochs": args.epochs * self.share,
@@ -170,8 +175,8 @@ def parts(args: argparse.Namespace) -> list[Part]:
         "resnet": [Part("resnet", resnet, workers, everyone)],
         # Its steps take two to three times as long to compute.
         "vgg": [Part("vgg", vgg, workers, everyone, share=0.5)],
-        "longer": [Part("longer", resnet, workers, list(LONGER), LONGER, share=3.0)],
-        "ablation": [Part("ablation", resnet, workers, list(ablation), ablation, share=0.5)],
+        "longer": [Part("longer", resnet, workers, variants=LONGER, share=3.0)],
+        "ablation": [Part("ablation", resnet, workers, variants=ablation, share=0.5)],
         "workers": [
             Part(f"{count} workers", resnet, count, PAIR, share=0.5) for count in args.more_workers
         ],
