@@ -5,12 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from aladdin_mpi.algorithms.registry import find
+from benchmarks.spread import spread
+
 HOSTS = 4
+PUBLISHED_WORKERS = 8
 GBIT = 10.0
 BATCH = 32
+JITTER = 0.05
+"""Standard deviation of a step's time over its mean."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,8 @@ class Stand:
     Args:
         model: of `aladdin_mpi.simulate`; ``megabytes`` its parameters.
         original: what it stands for, of ``original_mb``; its step takes ``seconds``.
-        published: for each algorithm the test accuracy and the hours to 90 % in table 2.
+        published: for each algorithm the test accuracy and the hours to 90 % in table 2. The
+            study's SGP overlaps its messages with a step, which is `osgp` here.
     """
 
     model: str
@@ -57,7 +64,7 @@ RESNET = Stand(
         "ar-sgd": (93.53, 0.98),
         "asp": (93.15, 1.16),
         "easgd": (91.12, 1.36),
-        "sgp": (93.40, 1.15),
+        "osgp": (93.40, 1.15),
         "aladdin": (93.78, 0.92),
     },
 )
@@ -71,13 +78,16 @@ VGG = Stand(
         "ar-sgd": (92.38, 6.40),
         "asp": (91.71, 8.22),
         "easgd": (91.24, 6.18),
-        "sgp": (92.28, 3.94),
+        "osgp": (92.28, 3.94),
         "aladdin": (92.26, 2.87),
     },
 )
 STANDS = {"resnet": RESNET, "vgg": VGG}
 
+EVERYONE = ("ar-sgd", "asp", "easgd", "sgp", "osgp", "aladdin")
 PAIR = ("aladdin", "ar-sgd")
+AT_THE_END = "ar-sgd, no overlap"
+"""It sums the gradient when backward is over."""
 
 ABLATION = {
     "ar-sgd": "ar-sgd",
@@ -111,22 +121,22 @@ class Part:
         name: in the table, and of its folder.
         stand: the network.
         workers: of each run.
-        algorithms: of the runs, unless there are ``variants``.
-        variants: for each label the algorithm and its options.
+        runs: for each label in the table the algorithm and its options.
         share: of the epochs.
+        published: whether it is a part of the paper's table 2.
     """
 
     name: str
     stand: Stand
     workers: int
-    algorithms: Sequence[str] = ()
-    variants: Mapping[str, str] = field(default_factory=dict)
+    runs: Mapping[str, str]
     share: float = 1.0
+    published: bool = False
 
     @property
     def labels(self) -> list[str]:
         """What the runs are called in the table."""
-        return list(self.variants or self.algorithms)
+        return list(self.runs)
 
     def command(self, args: argparse.Namespace, folder: Path) -> list[str]:
         """That of `aladdin_mpi.compare`."""
@@ -135,10 +145,7 @@ class Part:
         words += [str(word) for pair in own.items() for word in pair]
         words += ["--seeds", *map(str, range(args.seeds))]
         words += ["--target-accuracy", str(args.target)]
-        if self.variants:
-            words += ["--variants", *(f"{slug(n)}={o}" for n, o in self.variants.items())]
-        else:
-            words += ["--algorithms", *self.algorithms]
+        words += ["--variants", *(f"{slug(n)}={_placed(o)}" for n, o in self.runs.items())]
         run = {
             "--model": self.stand.model,
             "--epochs": args.epochs * self.share,
@@ -147,16 +154,29 @@ class Part:
             "--warmup-epochs": min(1.0, args.epochs * self.share / 8),
             "--eval-every": args.eval_every,
             "--servers": HOSTS,
-            "--jitter": 0.05,
+            "--jitter": JITTER,
         }
         words += ["--", *(str(word) for pair in run.items() for word in pair)]
         return [*words, *self.stand.options(), *args.data]
+
+
+def _placed(run: str) -> str:
+    """An algorithm and its options, with the placement by which the other benchmarks run it."""
+    algorithm = run.split()[0]
+    return f"{run} --placement {spread(HOSTS if find(algorithm).server else 0)}"
+
+
+def plainly(algorithms: Sequence[str]) -> dict[str, str]:
+    """Runs of algorithms with their defaults, labelled by their names."""
+    return {name: name for name in algorithms}
 
 
 def slug(name: str) -> str:
     """A name as that of a folder."""
     return name.replace(",", "").replace(" ", "-")
 
+
+VGG_RUNS = {**plainly(EVERYONE), AT_THE_END: "ar-sgd --no-wait-free"}
 
 NAMES = ("resnet", "vgg", "longer", "ablation", "workers")
 """What `--parts` takes."""
@@ -166,19 +186,20 @@ def parts(args: argparse.Namespace) -> list[Part]:
     """The comparisons that were asked for."""
     workers = args.workers
     resnet, vgg = args.stands["resnet"], args.stands["vgg"]
-    everyone = list(RESNET.published)
     rates = {
         name: f"{args.lr * times:g}" for name, times in (("half", 0.5), ("twice", 2), ("five", 5))
     }
     ablation = {name: text.format(**rates) for name, text in ABLATION.items()}
+    like_table = workers == PUBLISHED_WORKERS
     known = {
-        "resnet": [Part("resnet", resnet, workers, everyone)],
+        "resnet": [Part("resnet", resnet, workers, plainly(EVERYONE), published=like_table)],
         # Its steps take two to three times as long to compute.
-        "vgg": [Part("vgg", vgg, workers, everyone, share=0.5)],
-        "longer": [Part("longer", resnet, workers, variants=LONGER, share=3.0)],
-        "ablation": [Part("ablation", resnet, workers, variants=ablation, share=0.5)],
+        "vgg": [Part("vgg", vgg, workers, VGG_RUNS, share=0.5, published=like_table)],
+        "longer": [Part("longer", resnet, workers, LONGER, share=3.0)],
+        "ablation": [Part("ablation", resnet, workers, ablation, share=0.5)],
         "workers": [
-            Part(f"{count} workers", resnet, count, PAIR, share=0.5) for count in args.more_workers
+            Part(f"{count} workers", resnet, count, plainly(PAIR), share=0.5)
+            for count in args.more_workers
         ],
     }
     return [part for name in args.parts for part in known[name]]

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from aladdin_mpi.algorithms import registry
 from aladdin_mpi.comparison import plan
 from aladdin_mpi.comparison.options import read_request
+from aladdin_mpi.options import SimulateOptions
 from benchmarks import convergence, convergence_parts
 from tests.launch import ROOT
 
@@ -25,6 +27,28 @@ def test_the_accuracy_in_time_is_that_of_the_last_evaluation_before() -> None:
     assert convergence.accuracy_at(run, 2.9) == 50
     assert convergence.accuracy_at(run, 0.5) is None
     assert convergence.half_time([run, [line(100, 2.0, 0.1), line(200, 4.0, 0.5)]]) == 2.0
+
+
+def test_the_target_is_reached_between_two_evaluations() -> None:
+    run = [line(100, 1.0, 0.2), line(200, 2.0, 0.5), line(300, 4.0, 0.6)]
+    assert convergence.crossing(run, 0.55) == pytest.approx((2.0, 3.0, 4.0))
+    assert convergence.crossing(run, 0.2) == (1.0, 1.0, 1.0)
+    assert convergence.crossing(run, 0.61) is None
+    again = [line(100, 3.0, 0.5), line(200, 5.0, 0.6)]
+    assert convergence.to_target([run, again], 0.55) == pytest.approx((2.5, 3.5, 4.5))
+    assert convergence.to_target([run, again[:1]], 0.55) is None
+
+
+def test_neighbours_share_a_host_where_there_are_no_servers() -> None:
+    """Dealt in turn, each hop of a ring would leave its host."""
+    args = convergence._parser().parse_args(["--data-dir", "images"])
+    convergence._settle(args)
+    for part in convergence_parts.parts(args):
+        for run in plan.plan(read_request(part.command(args, Path("out"))[3:]), Path("out")):
+            served = registry.find(run.entry.algorithm).server is not None
+            options = run.options
+            assert isinstance(options, SimulateOptions)
+            assert options.cluster.placement == ("cyclic" if served else "block"), run.title
 
 
 def test_bars() -> None:
@@ -67,7 +91,8 @@ def test_quick(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "convergence.json").read_text())
     rows = {row["algorithm"]: row for row in result["rows"]}
-    assert set(rows) == set(convergence_parts.VGG.published)
+    assert set(rows) == set(convergence_parts.VGG_RUNS)
+    assert rows["ar-sgd"]["accuracy"] == rows[convergence_parts.AT_THE_END]["accuracy"]
     assert rows["ar-sgd"]["faster"] == 1
     assert all(float(row["accuracy"]) > 50 for row in rows.values())
     assert all(row["epochs"] == 1 for row in rows.values())
