@@ -22,8 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks import harness
+from benchmarks.bounds import whole
 from benchmarks.machine import describe_machine
-from benchmarks.results import table, write_result
+from benchmarks.results import result_name, table, write_result
 
 BASE = {"normalize": "workers", "alpha": "theory", "momentum": "worker", "trigger": "accumulate"}
 """What the variants differ from in one or two places."""
@@ -78,10 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     split = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each variant")
+    parser.add_argument("--seeds", type=whole(), default=3, help="runs of each variant")
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
-    parser.add_argument("--save", metavar="NAME", help="keep the table in benchmarks/results")
+    parser.add_argument("--jobs", type=whole(), default=1, help="runs at once")
+    parser.add_argument(
+        "--save", type=result_name, metavar="NAME", help="keep the table in benchmarks/results"
+    )
     args = parser.parse_args(words[:split])
     options = words[split + 1 :]
     print(describe_machine())
@@ -99,4 +103,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(harness.run_main(main))

@@ -30,9 +30,9 @@ NOTES = f"""\
 {ROW_NOTES}
 
 Virtual time knows of the lab the rate that links reach, between two hosts (less the frames'
-headers) and where all hosts send to each other, and the latency and overhead of single messages:
-by messages alone (`benchmarks.calibration`), the same for all cells. Rows are in order of their
-error."""
+headers) and where all hosts send to each other, by messages alone (`benchmarks.calibration`), and
+a latency and overhead of single messages that were set beforehand (benchmarks/engines.py), the same
+for all cells. Rows are in order of their error."""
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:

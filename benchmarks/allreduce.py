@@ -18,6 +18,7 @@ from typing import Any
 
 from aladdin_mpi.allreduce import over_horovod
 from benchmarks import harness
+from benchmarks.bounds import positive, whole
 from benchmarks.lab import Lab
 from benchmarks.machine import machine
 from benchmarks.netns import INTERFACE
@@ -87,16 +88,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = harness.make_parser("allreduce", "What it costs to sum gradients over all ranks.")
     add = parser.add_argument
     present = [b for b in BACKENDS if b != "horovod" or over_horovod.library() is not None]
-    add("--ranks", type=int, nargs="+", default=[2], help="numbers of ranks")
+    add("--ranks", type=whole(2), nargs="+", default=[2], help="numbers of ranks")
     add("--backend", nargs="+", choices=BACKENDS, default=present, help="what is measured")
-    add("--megabytes", type=float, nargs="+", default=[0.04, 4.0, 94.0], help="a gradient, in MB")
-    add("--bucket-mb", type=float, default=4.0, help="a bucket, in MB")
-    add("--rounds", type=int, default=50, help="of about 2 ms of computing in a step")
-    add("--steps", type=int, default=5, help="in one measurement")
-    add("--repeats", type=int, default=3, help="of which medians are taken")
-    add("--hosts", type=int, default=0, help="hosts of the network lab; 0: this machine")
-    add("--rate", type=float, default=1.0, help="each host's link in the lab, in Gbit/s")
-    add("--limit", type=float, default=600.0, help="longest run, in s")
+    add("--megabytes", type=positive, nargs="+", default=[0.04, 4.0, 94.0], help="a gradient")
+    add("--bucket-mb", type=positive, default=4.0, help="a bucket, in MB")
+    add("--rounds", type=whole(), default=50, help="of about 2 ms of computing in a step")
+    add("--steps", type=whole(), default=5, help="in one measurement")
+    add("--repeats", type=whole(), default=3, help="of which medians are taken")
+    add("--hosts", type=whole(0), default=0, help="hosts of the network lab; 0: this machine")
+    add("--rate", type=positive, default=1.0, help="each host's link in the lab, in Gbit/s")
+    add("--limit", type=positive, default=600.0, help="longest run, in s")
     args = parser.parse_args(argv)
     facts = machine()
     table = [row for ranks in args.ranks for row in rows(measure(args, ranks), ranks)]

@@ -4,8 +4,7 @@
 
 Needs the lab, and root. Two ranks send each other messages, on two hosts and on one; then eight
 ranks on four hosts send to each other all at once: many flows share links, as in training. The
-figures to give `aladdin_mpi.simulate` stand below the table; `benchmarks/engines.py` has those that
-were measured last, the same for every cell.
+figures to give `aladdin_mpi.simulate` stand below the table.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import harness
+from benchmarks.bounds import positive, whole
 from benchmarks.lab import Lab
 from benchmarks.machine import machine
 
@@ -35,7 +35,8 @@ training. All hosts at once: eight ranks on four hosts, a message from every ran
 other hosts' ranks; the rate is that of a host's link out, while as much comes in. Rate: that of
 the largest messages in a row; latency: what one of 1 MB, which is announced first as most in
 training are, takes alone beyond its bytes at that rate; overhead: the same of each of many in a
-row."""
+row. Below zero: the shaped link lets the first bytes of a message through faster than its rate,
+which hides them."""
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -87,8 +88,8 @@ def constants(table: Sequence[Mapping[str, Any]], path: str) -> dict[str, float]
     middle, wire = rows[SIZES[-2]], 8e-6 * SIZES[-2] / rate
     return {
         "rate, Gbit/s": rate,
-        "latency, us": max(0.0, 1e3 * (float(middle["one, ms"]) - wire)),
-        "overhead, us": max(0.0, 1e3 * (float(middle["each, ms"]) - wire)),
+        "latency, us": 1e3 * (float(middle["one, ms"]) - wire),
+        "overhead, us": 1e3 * (float(middle["each, ms"]) - wire),
     }
 
 
@@ -96,8 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = harness.make_parser("calibration", "Rate and latency of messages in the network lab.")
-    parser.add_argument("--rate", type=float, default=1.0, help="each host's link, in Gbit/s")
-    parser.add_argument("--repeats", type=int, default=9, help="of which medians are taken")
+    parser.add_argument("--rate", type=positive, default=1.0, help="each host's link, in Gbit/s")
+    parser.add_argument("--repeats", type=whole(), default=9, help="of which medians are taken")
     args = parser.parse_args(argv)
     facts = machine()
     table = measure(args)

@@ -180,10 +180,11 @@ Speed-up: samples per second times the time of a step over its batch, so that on
 run, first step to last gradient applied; elsewhere as the slope of the lines of metrics.jsonl from
 two fifths of the samples on (with `ssp` also not before everybody has run ahead as far as allowed)
 up to the line at which all samples have been drawn, since behind it a slow worker computes alone.
-Both engines are read the same way. Whole run: the same over all of the run, `samples` and `seconds`
-of summary.json. Ideal: the sum over the workers of 1 / slow-down; the slow worker's computing is
-stretched by that factor, as in the study. The time of a step varies by {JITTER:.1%} (log-normal;
-IPDPS 2021, section VI.C), each step's in the same way with both engines."""
+Both engines are read the same way. It may be above the ideal by as much as the lines fall within
+the steps, 1 % in runs of a hundred steps. Whole run: the same over all of the run, `samples` and
+`seconds` of summary.json. Ideal: the sum over the workers of 1 / slow-down; the slow worker's
+computing is stretched by that factor, as in the study. The time of a step varies by {JITTER:.1%}
+(log-normal; IPDPS 2021, section VI.C), each step's in the same way with both engines."""
 
 
 def row(

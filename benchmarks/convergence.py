@@ -16,13 +16,15 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from aladdin_mpi.errors import UserError
 from benchmarks import harness
+from benchmarks.bounds import folder, positive, share, whole
 from benchmarks.convergence_parts import JITTER, NAMES, STANDS, Part, Stand, parts, slug
 from benchmarks.convergence_plot import Runs, draw
 from benchmarks.machine import machine
@@ -54,6 +56,21 @@ def run(part: Part, args: argparse.Namespace, out: Path) -> dict[str, Any]:
     if done.returncode:
         raise UserError(f"{part.name}: the comparison failed with status {done.returncode}")
     found: dict[str, Any] = json.loads((folder / "comparison.json").read_text())
+    return found
+
+
+def _kept(parts: Sequence[Part], out: Path, seeds: Iterable[int]) -> list[Part]:
+    """The parts of which ALADDIN's run is finished, with their finished runs alone."""
+    found = []
+    for part in parts:
+        folder = out / slug(part.name) / "runs"
+        done = {
+            label: run
+            for label, run in part.runs.items()
+            if all((folder / slug(label) / f"seed-{n}" / "summary.json").exists() for n in seeds)
+        }
+        if "aladdin" in done:
+            found.append(replace(part, runs=done))
     return found
 
 
@@ -204,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = harness.make_parser("convergence", "How well and how fast the algorithms learn.")
     add = parser.add_argument
     add("--data-dir", type=Path, help="CIFAR-10 as folders of images: train/CLASS and test/CLASS")
-    add("--out", type=Path, help="folder for the runs; the same command goes on there")
+    add("--out", type=folder, help="folder for the runs; the same command goes on there")
     add(
         "--parts",
         nargs="+",
@@ -214,17 +231,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--epochs",
-        type=float,
+        type=positive,
         default=8.0,
         help="of part resnet; longer has three times as many, the others half of them",
     )
-    add("--seeds", type=int, default=1, help="runs of each algorithm")
-    add("--workers", type=int, default=8, help="of each run")
-    add("--more-workers", type=int, nargs="*", default=[16, 24], help="of the part 'workers'")
-    add("--lr", type=float, default=0.0125, help="for the batch of one worker")
-    add("--target", type=float, default=0.7, help="the accuracy, from 0 to 1, that is waited for")
-    add("--eval-every", type=float, default=0.5, help="epochs between evaluations")
-    add("--jobs", type=int, default=2, help="runs side by side")
+    add("--seeds", type=whole(), default=1, help="runs of each algorithm")
+    add("--workers", type=whole(2), default=8, help="of each run")
+    add("--more-workers", type=whole(2), nargs="*", default=[16, 24], help="of the part 'workers'")
+    add("--lr", type=positive, default=0.0125, help="for the batch of one worker")
+    add("--target", type=share, default=0.7, help="the accuracy, from 0 to 1, that is waited for")
+    add("--eval-every", type=positive, default=0.5, help="epochs between evaluations")
+    add("--jobs", type=whole(), default=2, help="runs side by side")
+    add("--kept-only", action="store_true", help="show the finished runs in --out, and run nothing")
     add("--quick", action="store_true", help="small networks on small data, in a minute")
     return parser
 
@@ -258,13 +276,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     panels: dict[str, dict[str, Runs]] = {}
     with tempfile.TemporaryDirectory(prefix="convergence-") as temporary:
         out = args.out or Path(temporary)
-        for part in parts(args):
+        chosen = parts(args)
+        if args.kept_only:
+            chosen = _kept(chosen, out, range(args.seeds))
+        for part in chosen:
             comparison = run(part, args, out)
             folder = out / slug(part.name)
             table += rows(part, folder, comparison, args.epochs, args.target)
             panels[title(part, args.epochs)] = {
                 label: evaluations(folder, label) for label in part.labels
             }
+    if not table:
+        raise UserError(f"--out: expected finished runs in {out}, got none; run some")
     notes = NOTES.format(seeds=args.seeds, target=100 * args.target, jitter=JITTER)
     found = harness.Findings(TITLE, table, notes, missed(table))
     status = harness.publish("convergence", argv, args, facts, found)

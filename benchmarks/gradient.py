@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import harness, quick
+from benchmarks.bounds import positive, whole
 from benchmarks.machine import machine
 
 PROGRAM = "benchmarks.programs.gradient"
@@ -112,19 +113,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = harness.make_parser("gradient", "The way of one gradient, counted.")
     add = parser.add_argument
-    add("--workers", type=int, default=2, help="beside one server")
+    add("--workers", type=whole(), default=2, help="beside one server")
     add("--model", default="vgg8_cifar", help="for images")
-    add("--batch", type=int, default=2, help="samples of a step")
-    add("--steps", type=int, default=40, help="of every worker")
-    add("--pi", type=int, default=BUDGET_PI, help="of ALADDIN; the budget is for the default")
-    add("--bucket-mb", type=float, default=4.0, help="largest message, in MB")
-    add("--limit", type=float, default=300.0, help="longest run, in s")
+    add("--batch", type=whole(), default=2, help="samples of a step")
+    add("--steps", type=whole(), default=40, help="of every worker")
+    add("--pi", type=whole(), default=BUDGET_PI, help="of ALADDIN; the budget is for the default")
+    add("--bucket-mb", type=positive, default=4.0, help="largest message, in MB")
+    add("--limit", type=positive, default=300.0, help="longest run, in s")
     args = quick.parse(parser, argv, QUICK)
     facts = machine()
     table = rows(measure(args))
-    notes = f"{NOTES} {quick.NOTE}" if args.quick else NOTES
     late = missed(table) if args.pi == BUDGET_PI else []
-    found = harness.Findings("The way of one gradient, counted", table, notes, late)
+    found = harness.Findings("The way of one gradient, counted", table, NOTES, late)
     return harness.publish("gradient", argv, args, facts, found)
 
 

@@ -10,14 +10,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.errors import UserError
+from benchmarks.bounds import folder
 from benchmarks.machine import Machine, describe_machine
 from benchmarks.results import RESULTS, table, write_result
 
+REDUCED = """\
+A reduced pass (--quick): it shows that the benchmark works, and its figures are no results."""
 _ROOT = Path(__file__).resolve().parent.parent
 _STOP_SECONDS = 10.0
 
@@ -39,9 +42,25 @@ class Findings:
     missed: Sequence[str] = field(default_factory=list)
 
 
+class Parser(argparse.ArgumentParser):
+    """Refuses to put a reduced pass where the results are."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """See `argparse`."""
+        found, rest = super().parse_known_args(args, namespace)
+        if getattr(found, "quick", False) and found.save == RESULTS:
+            self.error(
+                "argument --save: expected a FOLDER with --quick, whose figures are no results, "
+                "got none; give one, or leave out --quick"
+            )
+        return found, rest
+
+
 def make_parser(name: str, description: str) -> argparse.ArgumentParser:
     """A parser with the options that every benchmark has."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"python -m benchmarks.{name}",
         description=description,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -52,7 +71,7 @@ def make_parser(name: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--save",
         nargs="?",
-        type=Path,
+        type=folder,
         const=RESULTS,
         metavar="FOLDER",
         help=f"write {name}.json and {name}.md; without FOLDER into benchmarks/results",
@@ -73,6 +92,8 @@ def publish(
         found: the measurements.
     """
     command = ["python", "-m", f"benchmarks.{name}", *argv]
+    if getattr(args, "quick", False):
+        found = replace(found, notes=f"{found.notes}\n\n{REDUCED}")
     print(f"{found.title}\n\n{table(found.rows)}\n\n{found.notes}\n")
     print(f"{'command':<10} {shlex.join(command)}\n{describe_machine(facts)}")
     for line in found.missed:

@@ -20,6 +20,7 @@ from typing import Any
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.training.heap import CHOSEN
 from benchmarks import harness, quick
+from benchmarks.bounds import whole
 from benchmarks.machine import machine
 
 PROGRAM = "benchmarks.programs.heap"
@@ -88,14 +89,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = harness.make_parser("heap", "What it brings to keep freed memory.")
     add = parser.add_argument
     add("--model", nargs="+", default=["resnet20", "resnet56", "vgg16_bn_cifar"], help="for images")
-    add("--batch", type=int, default=32, help="samples of a step")
-    add("--steps", type=int, default=8, help="in one process")
-    add("--repeats", type=int, default=5, help="of which medians are taken")
+    add("--batch", type=whole(), default=32, help="samples of a step")
+    add("--steps", type=whole(), default=8, help="in one process")
+    add("--repeats", type=whole(), default=5, help="of which medians are taken")
     args = quick.parse(parser, argv, QUICK)
     facts = machine()
     table = rows(measure(args))
-    notes = f"{NOTES} {quick.NOTE}" if args.quick else NOTES
-    found = harness.Findings("Freed memory, kept for the next step", table, notes, missed(table))
+    found = harness.Findings("Freed memory, kept for the next step", table, NOTES, missed(table))
     return harness.publish("heap", argv, args, facts, found)
 
 

@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import harness, quick
+from benchmarks.bounds import positive, whole
 from benchmarks.machine import machine
 
 BARE = "bare"
@@ -109,12 +110,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = harness.make_parser("intake", "How fast a parameter server takes in gradients.")
     add = parser.add_argument
-    add("--workers", type=int, nargs="+", default=[2, 3], help="numbers of workers")
-    add("--megabytes", type=float, default=100.0, help="a gradient, in MB")
-    add("--bucket-mb", type=float, nargs="+", default=[4.0], help="sizes of buckets, in MB")
-    add("--gradients", type=int, default=20, help="of each worker in one measurement")
-    add("--ring", type=int, default=2, help="gradients of a worker on the wire at once")
-    add("--repeats", type=int, default=5, help="of which medians are taken")
+    add("--workers", type=whole(), nargs="+", default=[2, 3], help="numbers of workers")
+    add("--megabytes", type=positive, default=100.0, help="a gradient, in MB")
+    add("--bucket-mb", type=positive, nargs="+", default=[4.0], help="sizes of buckets, in MB")
+    add("--gradients", type=whole(), default=20, help="of each worker in one measurement")
+    add("--ring", type=whole(), default=2, help="gradients of a worker on the wire at once")
+    add("--repeats", type=whole(), default=5, help="of which medians are taken")
     args = quick.parse(parser, argv, QUICK)
     facts = machine()
     table: list[dict[str, Any]] = []
@@ -122,8 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         gigabytes = workers * args.gradients * args.megabytes / 1e3
         table += rows(measure(args, workers), workers, gigabytes)
     title = f"Gradients of {args.megabytes:g} MB taken in by one server"
-    notes = f"{NOTES} {quick.NOTE}" if args.quick else NOTES
-    found = harness.Findings(title, table, notes, missed(table))
+    found = harness.Findings(title, table, NOTES, missed(table))
     return harness.publish("intake", argv, args, facts, found)
 
 

@@ -16,13 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.errors import UserError
 from benchmarks import harness, ipdps_plots, ipdps_reasons
+from benchmarks.bounds import data_file, whole
 from benchmarks.ipdps_paper import (
     ALGORITHMS,
     FIGURE_2,
@@ -94,8 +95,7 @@ class Book:
         self._path = path
         self._found: dict[str, float] = {}
         if path is not None and path.exists():
-            lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-            self._found = {line["run"]: line["speed_up"] for line in lines}
+            self._found = dict(_read(path))
 
     def speed_up(self, run: Run) -> float:
         """Looked up, or simulated and written down."""
@@ -125,6 +125,22 @@ class Book:
         found = {ratio: self.speed_up(replace(alone, per_vm=ratio)) for ratio in ratios}
         enough = max(found.values()) * 0.99
         return replace(run, per_vm=next(ratio for ratio in ratios if found[ratio] >= enough))
+
+
+def _read(path: Path) -> Iterator[tuple[str, float]]:
+    text = path.read_text(encoding="utf-8")
+    whole, _, cut = text.rpartition("\n")
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            found = json.loads(line)
+            yield found["run"], float(found["speed_up"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"--done: expected a finished run as JSON in {path}, line {number}, got "
+                f"{line[:60]!r}; remove the line, and the run is made again"
+            ) from error
+    if cut:  # by a call that was killed while it wrote
+        path.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
 
 
 def measure(cell: Cell, book: Book, rounds: int) -> dict[str, Any]:
@@ -170,7 +186,7 @@ def _third(run: Run, cell: Cell) -> tuple[Run, str] | None:
     if cell.stage == "sharding" or (cell.stage, cell.network) == ("none", "vgg16"):
         run, letters = replace(run, bucket_mb=WHOLE_MB), letters + "D"
     if cell.network == "vgg16" and cell.algorithm in ("asp", "ssp") and cell.workers == 8:
-        run, letters = replace(run, stage="none"), letters + "E"
+        run, letters = replace(run, single=True), letters + "E"
     if cell.network == "vgg16" and cell.algorithm == "ssp":
         run, letters = replace(run, cluster={**HOSTS, **TAKING}), letters + "F"
     return (run, letters) if letters else None
@@ -226,7 +242,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--network", nargs="+", choices=list(NETWORKS), default=list(NETWORKS), help="to train")
     add("--algorithm", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS), help="to run")
     add("--gbit", type=int, nargs="+", choices=NETS, default=list(NETS), help="links in Gbit/s")
-    add("--workers", type=int, nargs="+", help="only cells of so many")
+    add("--workers", type=whole(), nargs="+", help="only cells of so many")
     add(
         "--rounds",
         type=int,
@@ -237,7 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sensitivity", action="store_true", help="also vary the time of a step")
     add(
         "--done",
-        type=Path,
+        type=data_file,
         default=Path("runs/ipdps.jsonl"),
         metavar="FILE",
         help="runs that are done, by an earlier call of the same program; remove it to begin anew",
@@ -259,8 +275,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.rounds, args.done = LEAST_ROUNDS, None  # what an older program found does not count
     facts = machine()
     book, chosen = Book(args.done), _chosen(args)
+    if not chosen:
+        raise UserError(
+            "--figure, --network, --algorithm, --gbit and --workers: expected some of the study's "
+            "bars, got none that fit all of them; leave one out"
+        )
     rows = [measure(cell, book, args.rounds) for cell in chosen]
-    notes = ipdps_reasons.NOTES
+    notes = f"{ipdps_reasons.NOTES}\n\n{ipdps_reasons.summary(rows)}"
     if args.sensitivity:
         notes += sensitivity(chosen, book, args.rounds) + placement(book, args.rounds)
     title = "Speed-ups of the IPDPS 2021 study in virtual time"

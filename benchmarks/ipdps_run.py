@@ -84,6 +84,7 @@ class Run:
             are measured; more where an algorithm's traffic repeats itself after more.
         cluster: changed options of the modelled cluster.
         bucket_mb: the largest message; None: the network's.
+        single: one server, whatever ``per_vm`` says.
     """
 
     network: str
@@ -98,18 +99,19 @@ class Run:
     coalesce: bool = False
     rounds: int = 8
     cluster: Mapping[str, float] = field(default_factory=dict)
+    single: bool = False
 
     @property
     def key(self) -> str:
         """Names the run in the file of those that are done."""
         parts = (self.network, self.gbit, self.algorithm, self.workers, self.stage, self.per_vm)
-        more = (self.extra, self.factor, self.bucket_mb, self.coalesce, self.rounds)
+        more = (self.extra, self.factor, self.bucket_mb, self.coalesce, self.rounds, self.single)
         return json.dumps([*parts, *more, sorted(self.cluster.items())])
 
     @property
     def servers(self) -> int:
         """Ratio to the workers as asked for, but none without a layer; one without sharding."""
-        if self.stage == "none":
+        if self.single or self.stage == "none":
             return 1
         machines = -(-self.workers // VM)
         return min(machines * self.per_vm, self.workers, NETWORKS[self.network].layers)

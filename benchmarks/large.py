@@ -21,6 +21,7 @@ from typing import Any
 
 from aladdin_mpi.errors import UserError
 from benchmarks import harness
+from benchmarks.bounds import data_file, whole
 from benchmarks.machine import machine
 from benchmarks.results import RESULTS, table
 from benchmarks.scale import plots
@@ -80,19 +81,28 @@ so that a server is as fast as its link."""
 
 
 class Store:
-    """Finished points, in memory and as lines of JSON in a file if there is one."""
+    """Finished points, in memory and as lines of JSON in a file if there is one.
+
+    A point counts only for the options that it was run with (`Case.digest`). The file does not
+    know of changes to the program.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._found: dict[str, dict[str, Any]] = {}
         if path is not None and path.exists():
-            for number, line in enumerate(path.read_text().splitlines(), start=1):
+            whole, _, cut = path.read_text(encoding="utf-8").rpartition("\n")
+            for number, line in enumerate(whole.splitlines(), start=1):
                 self._take(number, line)
+            if cut:  # by a call that was killed while it wrote
+                path.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
 
     def _take(self, number: int, line: str) -> None:
         try:
             entry = json.loads(line)
-            self._found[json.dumps(entry["case"], sort_keys=True)] = entry["figures"]
+            case = Case(**entry["case"])
+            if entry["options"] == case.digest:
+                self._found[_key(case)] = dict(entry["figures"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"--points: expected a line of JSON with case and figures in {self._path}, line "
@@ -109,8 +119,9 @@ class Store:
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        entry = {"case": asdict(case), "options": case.digest, "figures": figures}
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"case": asdict(case), "figures": figures}) + "\n")
+            file.write(json.dumps(entry) + "\n")
 
 
 def _key(case: Case) -> str:
@@ -195,15 +206,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="a few curves up to 32 workers")
     add("--workload", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS), help="models")
     add("--algorithm", choices=all_algorithms(), nargs="+", default=all_algorithms(), help="curves")
-    add("--workers", type=int, nargs="+", default=list(WORKERS), help="points of each curve")
+    add("--workers", type=whole(), nargs="+", default=list(WORKERS), help="points of each curve")
     add(
         "--points",
-        type=Path,
+        type=data_file,
         metavar="FILE",
         help="finished points, which are not run again; by default large/points.jsonl in the "
         "folder of the results, with --quick none",
     )
-    add("--jobs", type=int, default=2, help="points side by side")
+    add("--jobs", type=whole(), default=2, help="points side by side")
     add("--kept-only", action="store_true", help="show what --points holds, and run nothing")
     return parser
 
@@ -240,8 +251,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(argv)
-    if args.jobs < 1:
-        raise UserError(f"--jobs: expected 1 or more points side by side, got {args.jobs}")
     curves = _chosen(args)
     facts = machine()
     store = Store(_place(args))
@@ -251,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not founds:
         raise UserError(f"--points: expected finished points in {_place(args)}, got none; run some")
     checked: list[dict[str, Any]] = []
-    if not (args.quick or args.kept_only):
+    if SETTLED_AT in args.workers and not (args.quick or args.kept_only):
         checked = settled(store, args.workload, args.algorithm, args.jobs)
     title = f"How far the algorithms scale: up to {max(f.points[-1][0] for f in founds)} workers"
     found = harness.Findings(title, [row(each) for each in founds], notes(founds, checked))

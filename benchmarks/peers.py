@@ -18,6 +18,7 @@ from typing import Any
 
 from aladdin_mpi.allreduce import over_horovod
 from benchmarks import harness, quick
+from benchmarks.bounds import positive, whole
 from benchmarks.machine import machine
 
 PROGRAM = "benchmarks.programs.peers"
@@ -134,22 +135,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     loops = [ALONE, *OURS, *PEERS["step"], *COMPRESSED.values()]
     sums = [*OURS, *PEERS["sum"]]
-    add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
+    add("--ranks", type=whole(2), nargs="+", default=[2, 4], help="numbers of ranks")
     add("--loop", nargs="*", choices=loops, default=loops, help="whose steps are measured")
     add("--model", nargs="*", default=list(MEGABYTES), help="of aladdin_mpi.train, for images")
-    add("--batch", type=int, default=8, help="samples of a rank in a step")
-    add("--steps", type=int, default=10, help="in one measurement")
+    add("--batch", type=whole(), default=8, help="samples of a rank in a step")
+    add("--steps", type=whole(), default=10, help="in one measurement")
     add("--sum", nargs="*", choices=sums, default=sums, help="whose sums are measured")
-    add("--megabytes", type=float, nargs="*", default=list(MEGABYTES.values()), help="of a sum")
-    add("--bucket-mb", type=float, default=4.0, help="a bucket of ours, in MB")
-    add("--sums", type=int, default=10, help="in one measurement")
-    add("--repeats", type=int, default=7, help="of which medians are taken")
-    add("--limit", type=float, default=1800.0, help="longest run, in s")
+    add("--megabytes", type=positive, nargs="*", default=list(MEGABYTES.values()), help="of a sum")
+    add("--bucket-mb", type=positive, default=4.0, help="a bucket of ours, in MB")
+    add("--sums", type=whole(), default=10, help="in one measurement")
+    add("--repeats", type=whole(), default=7, help="of which medians are taken")
+    add("--limit", type=positive, default=1800.0, help="longest run, in s")
     args = quick.parse(parser, argv, QUICK)
     facts = machine()
     table = [row for ranks in args.ranks for row in rows(measure(args, ranks), ranks)]
-    notes = f"{NOTES} {quick.NOTE}" if args.quick else NOTES
-    found = harness.Findings("AR-SGD beside its peers", table, notes, missed(table))
+    found = harness.Findings("AR-SGD beside its peers", table, NOTES, missed(table))
     return harness.publish("peers", argv, args, facts, found)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from aladdin_mpi.errors import UserError
 from benchmarks import harness
+from benchmarks.bounds import positive, whole
 from benchmarks.lab import Lab
 from benchmarks.machine import machine
 
@@ -125,13 +126,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = harness.make_parser("progress", "How long a rank waits for its messages at the end.")
-    parser.add_argument("--megabytes", type=float, default=50.0, help="sent, in MB")
+    parser.add_argument("--megabytes", type=positive, default=50.0, help="sent, in MB")
     parser.add_argument(
-        "--message-mb", type=float, nargs="*", default=[4.0], help="also sent in messages of MB"
+        "--message-mb", type=positive, nargs="*", default=[4.0], help="also sent in messages of MB"
     )
-    parser.add_argument("--compute", type=float, default=0.6, help="computing, in s")
-    parser.add_argument("--rate", type=float, default=1.0, help="each host's link, in Gbit/s")
-    parser.add_argument("--repeats", type=int, default=5, help="of which medians are taken")
+    parser.add_argument("--compute", type=positive, default=0.6, help="computing, in s")
+    parser.add_argument("--rate", type=positive, default=1.0, help="each host's link, in Gbit/s")
+    parser.add_argument("--repeats", type=whole(), default=5, help="of which medians are taken")
     args = parser.parse_args(argv)
     facts = machine()
     table = rows(measure(args))

@@ -6,9 +6,6 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-NOTE = """\
-A reduced pass (--quick): it shows that the benchmark works, and its figures are no results."""
-
 
 def parse(
     parser: argparse.ArgumentParser, argv: Sequence[str], reduced: Mapping[str, Any]

@@ -7,6 +7,7 @@ import math
 import re
 import shlex
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,10 @@ def write_result(
     Raises:
         UserError: the name has other characters, or there are no rows.
     """
-    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
-        raise UserError(f"name: expected small letters, digits and hyphens, got {name!r}")
+    try:
+        result_name(name)
+    except ArgumentTypeError as error:
+        raise UserError(f"name: {error}") from error
     if not rows:
         raise UserError("rows: expected at least one row, got none: nothing has been measured")
     result = {
@@ -63,6 +66,13 @@ def write_result(
     paths[0].write_text(text + "\n", encoding="utf-8")
     paths[1].write_text(_markdown(result), encoding="utf-8")
     return paths
+
+
+def result_name(text: str) -> str:
+    """An option's type: the name of a table's files."""
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", text):
+        raise ArgumentTypeError(f"expected small letters, digits and hyphens, got {text!r}")
+    return text
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

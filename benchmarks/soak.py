@@ -28,6 +28,7 @@ from typing import IO, Any
 
 from aladdin_mpi.errors import SUSPENDED_STATUS, UserError
 from benchmarks import harness
+from benchmarks.bounds import at_least, positive, whole
 from benchmarks.machine import machine
 
 SERVERS = 1
@@ -342,14 +343,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = harness.make_parser("soak", "ALADDIN for hours, while workers are killed and paused.")
     add = parser.add_argument
-    add("--minutes", type=float, default=120.0, help="length")
-    add("--workers", type=int, default=4, help="of the run")
-    add("--every", type=float, default=120.0, help="mean seconds between two troubles")
-    add("--checkpoint", type=float, default=60.0, help="seconds between checkpoints")
-    add("--worker-timeout", type=float, default=15.0, help="of the run, in seconds")
+    add("--minutes", type=positive, default=120.0, help="length")
+    add("--workers", type=whole(), default=4, help="of the run")
+    add("--every", type=positive, default=120.0, help="mean seconds between two troubles")
+    add("--checkpoint", type=positive, default=60.0, help="seconds between checkpoints")
+    add("--worker-timeout", type=positive, default=15.0, help="of the run, in seconds")
     add("--model", default="digits", help="of the run")
-    add("--slowdown", type=float, default=10.0, help="of all workers, to spare the machine")
-    add("--seed", type=int, default=0, help="of the troubles")
+    add("--slowdown", type=at_least(1), default=10.0, help="of all workers, to spare the machine")
+    add("--seed", type=whole(0), default=0, help="of the troubles")
     add("extra", nargs="*", help="after '--': further options for aladdin_mpi.train")
     args = parser.parse_args(argv)
     facts = machine()

@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import harness, quick
+from benchmarks.bounds import positive, whole
 from benchmarks.machine import machine
 
 PROGRAM = "benchmarks.programs.step"
@@ -97,20 +98,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = harness.make_parser("step", "What ALADDIN's communication adds to a step.")
     add = parser.add_argument
     most = max(1, (os.cpu_count() or 2) - 1)
-    add("--workers", type=int, default=1, help=f"beside one server; here at most {most}")
+    add("--workers", type=whole(), default=1, help=f"beside one server; here at most {most}")
     add("--model", nargs="+", default=["resnet56", "vgg16_bn_cifar"], help="for images")
-    add("--batch", type=int, default=8, help="samples of a step")
-    add("--steps", type=int, default=20, help="in one measurement")
-    add("--compute-time", type=float, default=0.2, help="of a timed step, in s")
-    add("--repeats", type=int, default=9, help="of which medians are taken")
-    add("--limit", type=float, default=1800.0, help="longest run, in s")
+    add("--batch", type=whole(), default=8, help="samples of a step")
+    add("--steps", type=whole(), default=20, help="in one measurement")
+    add("--compute-time", type=positive, default=0.2, help="of a timed step, in s")
+    add("--repeats", type=whole(), default=9, help="of which medians are taken")
+    add("--limit", type=positive, default=1800.0, help="longest run, in s")
     args = quick.parse(parser, argv, QUICK)
     facts = machine()
     table = rows(measure(args), args.workers)
-    notes = f"{NOTES} {quick.NOTE}" if args.quick else NOTES
     title = "A worker's step with ALADDIN and without communication"
     return harness.publish(
-        "step", argv, args, facts, harness.Findings(title, table, notes, missed(table))
+        "step", argv, args, facts, harness.Findings(title, table, NOTES, missed(table))
     )
 
 

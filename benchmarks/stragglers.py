@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import harness, published, study
+from benchmarks.bounds import at_least
 from benchmarks.cells import ROW_NOTES, Cell, Workload
 from benchmarks.study import Result
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NAME = "stragglers"
-ALGORITHMS = ("aladdin", "ar-sgd", "sgp", "bsp", "asp", "ssp", "easgd", "ad-psgd")
+ALGORITHMS = ("aladdin", "ar-sgd", "osgp", "sgp", "bsp", "asp", "ssp", "easgd", "ad-psgd")
 QUICK_ALGORITHMS = ("aladdin", "ar-sgd")
 QUICK_SLOWDOWNS = (1.0, 10.0)
 BAR_IDEAL = 0.97
@@ -37,8 +38,11 @@ NOTES = f"""\
 
 `ar-sgd` sums by Horovod over MPI, around a ring, which was the fastest of Open MPI's ways in the
 lab; its ranks sleep where MPI would spin, since they share two cores (benchmarks/resting.py). The
-study's SGP overlaps its messages with one step, which is `osgp` here: its figures stand beside
-both."""
+study's SGP overlaps its messages with one step, which is `osgp` here; `sgp` waits for them in every
+step.
+
+The bars are ALADDIN's: its speed-up is at least {BAR_IDEAL:.0%} of the ideal one, that of the
+gradients that were sent by themselves is above the published figure, and no gradient is dropped."""
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
@@ -82,10 +86,10 @@ def missed(results: Iterable[Result]) -> list[str]:
                 f"{cell.describe()}: a speed-up of {result.speed_up:.2f}, expected at least "
                 f"{BAR_IDEAL:.0%} of {cell.ideal:.2f}"
             )
-        if figure is not None and result.speed_up <= figure:
+        if figure is not None and result.sent_alone <= figure:
             found.append(
-                f"{cell.describe()}: a speed-up of {result.speed_up:.2f}, expected above the "
-                f"published {figure:.2f}"
+                f"{cell.describe()}: a speed-up of {result.sent_alone:.2f} by gradients sent by "
+                f"themselves, expected above the published {figure:.2f}"
             )
         if result.main["dropped"]:
             found.append(f"{cell.describe()}: {result.main['dropped']} gradients dropped")
@@ -130,7 +134,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The script's own options."""
     add = parser.add_argument
     add("--algorithm", nargs="+", default=list(ALGORITHMS), help="which")
-    add("--slowdown", type=float, nargs="+", default=list(published.SLOWDOWNS), help="of worker 0")
+    add(
+        "--slowdown",
+        type=at_least(1),
+        nargs="+",
+        default=list(published.SLOWDOWNS),
+        help="of worker 0",
+    )
 
 
 SCRIPT = study.Script(

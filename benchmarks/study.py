@@ -16,6 +16,7 @@ from typing import Any
 from aladdin_mpi.algorithms.registry import find
 from aladdin_mpi.errors import UserError
 from benchmarks import harness
+from benchmarks.bounds import folder, positive
 from benchmarks.cell_store import CellStore
 from benchmarks.cells import BOUNDED, TICKETS_AHEAD, WORKLOADS, Cell
 from benchmarks.engines import START_SECONDS, Engine, LabEngine, VirtualEngine
@@ -55,6 +56,11 @@ class Result:
     def speed_up(self) -> float:
         """Of the main engine."""
         return float(self.main["speed-up"])
+
+    @property
+    def sent_alone(self) -> float:
+        """The speed-up by gradients that were not added to another before they were sent."""
+        return self.speed_up * (1 - float(self.main["coalesced"]))
 
     @property
     def error(self) -> float | None:
@@ -165,8 +171,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that these scripts have in common."""
     add = parser.add_argument
     add("--engine", choices=ENGINES, nargs="+", help="what runs the cells (default: all there are)")
-    add("--work", type=Path, metavar="FOLDER", help="keep runs over MPI here, and go on from them")
-    add("--computing", type=float, default=COMPUTING, help="of a cell, in s, as far as it may be")
+    add(
+        "--work", type=folder, metavar="FOLDER", help="keep runs over MPI here, and go on from them"
+    )
+    add(
+        "--computing", type=positive, default=COMPUTING, help="of a cell, in s, as far as it may be"
+    )
     add("--workload", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS), help="networks")
     add("--quick", action="store_true", help="few and short cells, under a minute")
     add("--dry-run", action="store_true", help="say what would be run and for how long, no more")
@@ -250,6 +260,7 @@ def columns(result: Result, published: float | None) -> dict[str, Any]:
         "whole run": main["whole run"],
         "wait fraction": main["wait fraction"],
         "coalesced": main["coalesced"],
+        "sent alone": result.sent_alone,
         "dropped": main["dropped"],
         "sent by a step, MB": main["sent by a step, MB"],
         "cores busy": main.get("cores busy"),
@@ -263,7 +274,8 @@ COLUMN_NOTES = """\
 Published: the study's figure. Virtual and real: the speed-up in virtual time, computed from the
 network's rate and latency alone, and over MPI in the network lab; error: of virtual time, as a
 share of real. The other columns are those of the real run where there is one. Coalesced: gradients
-that a worker added to a waiting one, as a share of all; dropped: gradients lost. Cores busy: of
+that a worker added to a waiting one, as a share of all; sent alone: the speed-up by the others, and
+all are applied; dropped: gradients lost. Cores busy: of
 this machine, by whatever ran on it; stolen: the largest share of its cores over ten seconds that
 its own host kept from it. A run with more than 5 % is made again, up to three times, and the one
 with the least counts. Iterations: of a worker that is not slowed down."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from aladdin_mpi.algorithms.registry import find
 from benchmarks import harness
+from benchmarks.bounds import at_least, positive, whole
 from benchmarks.cells import ROW_NOTES, WORKLOADS, Cell
 from benchmarks.engines import LabEngine
 from benchmarks.machine import machine
@@ -100,13 +101,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--workload", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS), help="models")
     add("--algorithm", default="aladdin", help="of aladdin_mpi.train")
     add(
-        "--slowdown", type=float, nargs="+", default=[1.0], help="factors of one worker, a row each"
+        "--slowdown",
+        type=at_least(1),
+        nargs="+",
+        default=[1.0],
+        help="factors of one worker, a row each",
     )
-    add("--iterations", type=int, default=200, help="of each worker that is not slowed down")
-    add("--workers", type=int, default=8, help="spread over the hosts")
-    add("--hosts", type=int, default=4, help="each with a server, if the algorithm has any")
-    add("--rate", type=float, default=1.0, help="each host's link, in Gbit/s")
-    add("--repeats", type=int, default=1, help="runs of each row, of which medians are taken")
+    add("--iterations", type=whole(), default=200, help="of each worker that is not slowed down")
+    add("--workers", type=whole(), default=8, help="spread over the hosts")
+    add("--hosts", type=whole(), default=4, help="each with a server, if the algorithm has any")
+    add("--rate", type=positive, default=1.0, help="each host's link, in Gbit/s")
+    add("--repeats", type=whole(), default=1, help="runs of each row, of which medians are taken")
     add("extra", nargs="*", help="after '--': further options for aladdin_mpi.train")
     args = parser.parse_args(argv)
     facts = machine()

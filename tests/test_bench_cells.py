@@ -122,8 +122,10 @@ def test_a_store_names_a_damaged_line(tmp_path: Path) -> None:
         CellStore(tmp_path)
 
 
-def result(speed_up: float, predicted: float = 7.0, dropped: int = 0) -> study.Result:
-    about = {"wait fraction": 0.0, "dropped": dropped}
+def result(
+    speed_up: float, predicted: float = 7.0, dropped: int = 0, coalesced: float = 0.0
+) -> study.Result:
+    about = {"wait fraction": 0.0, "dropped": dropped, "coalesced": coalesced}
     real = {"speed-up": speed_up, **about}
     virtual = {"speed-up": predicted, **about}
     about_cell = study.cell("vgg16", "aladdin", 10.0, 8, 20.0)
@@ -134,6 +136,10 @@ def test_bars_of_stragglers() -> None:
     assert not stragglers.missed([result(7.0)])
     assert "97%" in " ".join(stragglers.missed([result(6.8)]))
     assert "published 5.49" in " ".join(stragglers.missed([result(5.4)]))
+    # A worker that adds up what its link cannot take keeps its pace whatever the network does.
+    assert not stragglers.missed([result(7.0, coalesced=0.2)])
+    (line,) = stragglers.missed([result(7.0, coalesced=0.25)])
+    assert "5.25 by gradients sent by themselves" in line
     assert "3 gradients dropped" in " ".join(stragglers.missed([result(7.0, dropped=3)]))
 
 
@@ -162,8 +168,8 @@ def test_both_tables_share_their_cells() -> None:
         quick=False, computing=20.0, workload=["resnet50", "vgg16"], engine=None
     )
     every = agreement.cells(args)
-    assert len(every) - len(set(every)) == 2 * (5 + 1)  # eight workers alike, and pi 4
-    assert len(set(every)) == 64 + 2 * (5 * 2 + 2)
+    assert len(every) - len(set(every)) == 2 * (6 + 1)  # eight workers alike, and pi 4
+    assert len(set(every)) == 72 + 2 * (6 * 2 + 2)
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> str:
@@ -208,14 +214,14 @@ def test_stragglers_in_virtual_time(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_scaling_in_virtual_time(tmp_path: Path) -> None:
     words = ["--engine", "virtual", "--computing", "3", "--workload", "resnet50"]
-    words += ["--algorithm", "aladdin", "sgp", "--workers", "2", "4", "--pi", "1", "4"]
+    words += ["--algorithm", "aladdin", "osgp", "--workers", "2", "4", "--pi", "1", "4"]
     assert scaling.main([*words, "--save", str(tmp_path)]) == 0
     rows = saved(tmp_path, "scaling")
     assert [(r["algorithm"], r["workers"], r["pi"]) for r in rows] == [
         ("aladdin", 2, 4),
         ("aladdin", 4, 4),
-        ("sgp", 2, None),
-        ("sgp", 4, None),
+        ("osgp", 2, None),
+        ("osgp", 4, None),
         ("aladdin", 8, 1),
         ("aladdin", 8, 4),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,7 @@ def test_every_part_is_a_comparison_that_can_be_made() -> None:
 @pytest.mark.long
 def test_quick(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.convergence", "--quick", "--save", str(tmp_path)]
+    command += ["--out", str(tmp_path / "runs")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "convergence.json").read_text())
@@ -97,3 +99,9 @@ def test_quick(tmp_path: Path) -> None:
     assert all(float(row["accuracy"]) > 50 for row in rows.values())
     assert all(row["epochs"] == 1 for row in rows.values())
     assert (tmp_path / "convergence.png").stat().st_size > 10_000
+    shutil.rmtree(tmp_path / "runs" / "vgg" / "runs" / "sgp")
+    again = [*command, "--kept-only"]
+    done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and "started" not in done.stderr, done.stdout + done.stderr
+    kept = json.loads((tmp_path / "convergence.json").read_text())["rows"]
+    assert kept == [row for row in result["rows"] if row["algorithm"] != "sgp"]

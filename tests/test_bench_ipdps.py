@@ -127,6 +127,15 @@ def test_a_reason_is_asked_for_beyond_a_quarter() -> None:
     assert ipdps_reasons.reason(other) == "A; the study's figure 2 has 8.67 for the same"
     assert ipdps_reasons.explained(row(links=12.0, hosts=10.0)) == 12.0
     assert ipdps_reasons.explained(row(links=20.0, hosts=15.0)) == 15.0
+    # Neither what a ring would need nor what a sum of parts gives is a reason for any value.
+    assert ipdps_reasons.reason({**ring, "published": 500.0}) == ""
+    parts = row(algorithm="bsp", network="vgg16", stage="none", links=5.6, hosts=3.15)
+    assert "all six groups' bytes" in ipdps_reasons.reason({**parts, "published": 1.74})
+    assert ipdps_reasons.reason({**parts, "published": 0.5}) == ""
+    near = {**row(links=12.0, hosts=14.0, third=20.0), "explained": 12.0}
+    far = {**row(links=20.0, hosts=11.0), "explained": 11.0}
+    assert "2 bars 1 are" in (text := ipdps_reasons.summary([near, far]))
+    assert "1 with A, 1 with all" in text and "2 with the fewest that suit each; 0 are" in text
     lost = row(links=20.0, hosts=20.0, reason="")
     assert ipdps_reasons.unexplained([lost, row(links=10.0, hosts=10.0, reason="")]) == [
         "resnet50, asp, 24 workers, wait-free at 10 Gbit/s: 20.00 beside 10 published, and no "

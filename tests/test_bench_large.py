@@ -11,7 +11,7 @@ import pytest
 from aladdin_mpi.algorithms.registry import ALGORITHMS
 from benchmarks import large
 from benchmarks.harness import run_main
-from benchmarks.scale import plots
+from benchmarks.scale import cases, plots
 from benchmarks.scale.cases import USUAL_LINK, WORKERS, Case, Phase, all_algorithms, curve, study
 from benchmarks.scale.measure import Diary, figures, run
 from benchmarks.scale.prediction import Knee, efficiency, knee, load, predicted_knee
@@ -58,6 +58,19 @@ def test_a_damaged_file_of_points_is_refused(
     assert "--points: expected a line of JSON" in capsys.readouterr().err
     assert run_main(lambda: large.main(["--workers", "8", "12"])) == 2
     assert "--workers: expected multiples of 8" in capsys.readouterr().err
+
+
+def test_points_of_other_options_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points, case = tmp_path / "points.jsonl", Case("asp", "vgg16", 8, 1, 10.0)
+    large.Store(points).put(case, {"speed_up": 7.0})
+    with points.open("a") as file:
+        file.write('{"case": {"algo')  # killed while it wrote
+    assert large.Store(points).get(case) == {"speed_up": 7.0}
+    assert points.read_text().count("\n") == 1 and "algo\n" not in points.read_text()
+    monkeypatch.setattr(cases, "JITTER", 0.01)
+    assert large.Store(points).get(case) is None
 
 
 def test_nothing_kept_nothing_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,8 @@ class RpcIntake:
         self._layout = layout
         self._timeout = timeout
         self._workers = world.size - 1
-        self._slots = [torch.ones(layout.numel) for _ in range(ring)]
+        # A tensor for each bucket: RPC copies a part of a larger one before it sends it.
+        self._slots = [[torch.ones(b.numel) for b in layout.buckets] for _ in range(ring)]
         _sums = Sums(layout) if world.rank == 0 else None
         folder = tempfile.mkdtemp(prefix="rpc-") if world.rank == 0 else None
         self._folder = Path(world.bcast(folder))
@@ -106,11 +107,11 @@ class RpcIntake:
         for turn in range(gradients):
             if len(under_way) == len(self._slots):
                 torch.futures.wait_all(under_way.popleft())
-            vector = self._slots[turn % len(self._slots)]
+            slot = self._slots[turn % len(self._slots)]
             under_way.append(
                 [
-                    rpc.rpc_async(SERVER, take, args=(bucket.index, vector[bucket.part]))
-                    for bucket in self._layout.buckets
+                    rpc.rpc_async(SERVER, take, args=(bucket.index, values))
+                    for bucket, values in zip(self._layout.buckets, slot, strict=True)
                 ]
             )
         for futures in under_way:

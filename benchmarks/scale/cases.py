@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +17,9 @@ WORKERS_PER_HOST = 8
 LOCAL_GBIT = 1600.0
 """Inside a host: 200 Gbit/s for each of eight workers, as a PCIe 4.0 slot of 16 lanes gives."""
 JITTER = 0.05
-"""Of the time of a step: "5 % compute variance" (Ko et al., IPDPS 2021)."""
+"""Standard deviation of a step's time over its mean, as on machines that others use too. In the
+IPDPS study's cluster it was 1.3 % (`benchmarks.ipdps_paper.JITTER`), which is kinder to those who
+wait for the slowest."""
 LINKS = (10.0, 25.0, 100.0, 200.0)
 SERVERS = (1, 4, 16, 64)
 USUAL_LINK, USUAL_SERVERS = 100.0, 16
@@ -67,7 +71,7 @@ class Phase:
         return self.warm_up + self.window + 1
 
     def longer(self, times: int) -> Phase:
-        """With a window so many times as long, after as long a warm-up."""
+        """With a window and a warm-up so many times as long."""
         return Phase(self.warm_up * times, self.window * times)
 
 
@@ -93,7 +97,6 @@ class Curve:
         servers: most of them: hosts have one each, up to so many; 0: it has none.
         gbit: of a host's link, each way.
         workers: the numbers of workers, rising.
-        part: of the study: "algorithms", "servers" or "links".
     """
 
     algorithm: str
@@ -156,8 +159,20 @@ class Case:
             phase = PHASES.get(self.name, PHASE)
         return phase.longer(self.times)
 
+    @property
+    def digest(self) -> str:
+        """Tells whether a point that was kept is of the same run: of all options and steps."""
+        told = json.dumps([*self.words, self.phase.warm_up, self.phase.window])
+        return hashlib.sha256(told.encode()).hexdigest()[:12]
+
     def options(self, run_dir: Path) -> SimulateOptions:
         """Of `aladdin_mpi.simulate`."""
+        words = [*self.words, "--run-dir", str(run_dir), "--quiet"]
+        return parse(SimulateOptions, words, "benchmarks.large", "")
+
+    @property
+    def words(self) -> list[str]:
+        """The options in which runs differ, or that a change of this benchmark may change."""
         model = self.model
         values: dict[str, object] = {
             "--algorithm": self.name,
@@ -175,14 +190,13 @@ class Case:
             "--bucket-mb": model.message_mb,
             "--shard-mb": model.message_mb,
             "--seed": self.seed,
-            "--run-dir": run_dir,
         }
         if self.servers:
             values["--servers"] = self.servers
         words = [str(word) for pair in values.items() for word in pair]
         words += ["--bsp-host-first"] if self.algorithm == HOST_FIRST else []
         words += ["--multistep-exchange", "gradients"] if self.name == "multistep" else []
-        return parse(SimulateOptions, [*words, "--quiet"], "benchmarks.large", "")
+        return words
 
 
 def curve(

@@ -150,13 +150,16 @@ def between(founds: Sequence[Found]) -> str:
     judged = inside = 0
     for found in founds:
         bounds = [predicted_knee(found.curve, overlapped) for overlapped in (False, True)]
-        if bounds[0] is None or bounds[1] is None:
+        if bounds[0] is None or bounds[1] is None or found.knee.beyond:
             continue
         judged += 1
         # As far apart as a quarter of the way from one number of workers to the next.
         low, high = bounds[0].workers / 2**0.25, bounds[1].workers * 2**0.25
         inside += low <= found.knee.workers <= high
-    return f"{inside} of {judged} knees lie between the two predictions (to a quarter of an octave)"
+    return (
+        f"{inside} of the {judged} knees that were found lie between the two predictions (to a "
+        "quarter of an octave)"
+    )
 
 
 def knee_rule() -> str:
