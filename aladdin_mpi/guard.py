@@ -112,8 +112,9 @@ def end_job(error: BaseException) -> None:
     elif isinstance(error, LostError):
         print(f"aladdin_mpi: error: {error}{_and_then()}", file=sys.stderr)
     elif _peer(error) is not None:
-        # Rank 0 has the word; of its own death the next one tells.
-        if rank == (1 if _peer(error) == 0 else 0):
+        # Rank 0 has the word; of its own death the next one tells. In virtual time one process is
+        # all ranks.
+        if size == 1 or rank == (1 if _peer(error) == 0 else 0):
             print(f"aladdin_mpi: error: {error}{_and_then()}", file=sys.stderr)
         else:
             time.sleep(YIELD_SECONDS)

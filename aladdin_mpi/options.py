@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from aladdin_mpi import cli
 from aladdin_mpi.agreement import agreed, differences, fingerprint
@@ -301,6 +301,13 @@ class RunOptions(BaseModel):
     sgp: SgpOptions = nested(SgpOptions)
     shat: ShatOptions = nested(ShatOptions)
     ssp: SspOptions = nested(SspOptions)
+
+    @field_validator("data_dir", "run_dir", "resume", mode="before")
+    @classmethod
+    def _check_path(cls, value: Any) -> Any:
+        if value == "":  # as of an unset variable; it would be the present folder
+            raise ValueError("expected a path, got ''; name a folder, or leave it out")
+        return value
 
     @model_validator(mode="before")
     @classmethod

@@ -227,8 +227,14 @@ class Replica(_Flat):
         """Backward is over: what has had no gradient is zero.
 
         Raises:
-            UserError: the training loop has unbound gradients.
+            UserError: the training loop has unbound gradients, or made none.
         """
+        untouched = self._missing and len(self._missing) == len(self._bound)
+        if untouched and all(parameter.grad is None for parameter in self._missing):
+            raise UserError(
+                "training loop: expected gradients at step(), got none for any parameter; call "
+                "loss.backward() before run.step(loss)"
+            )
         for parameter in self._missing.copy():
             self.take(parameter)
         for parameter, view in self._bound.items():

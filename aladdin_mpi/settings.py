@@ -151,13 +151,27 @@ def _explain(error: ValidationError, model: type[BaseModel], settings: Settings)
     for item in error.errors(include_url=False):
         leaf = _leaf_at(model, item["loc"])
         reason = item.get("ctx", {}).get("error")
-        if leaf is None:
+        if item["type"] == "extra_forbidden":
+            text = _unknown(model, item["loc"])
+        elif leaf is None:
             text = _named_by_origin(str(reason or item["msg"]), model, settings)
         else:
             origin = settings[leaf.path].origin if leaf.path in settings else leaf.flag
             text = f"{origin}: {reason or _complaint(leaf, item)}"
         lines.setdefault(leaf.path if leaf else text, text)
     return "\n".join(lines.values())
+
+
+def _unknown(model: type[BaseModel], location: Sequence[int | str]) -> str:
+    """What is wrong with a setting that does not exist, as arguments of a function have it."""
+    names = [str(part) for part in location]
+    known = {name: name for name in model.model_fields}
+    for path in leaves(model):
+        if len(path) > 1:
+            known.setdefault("_".join(path), f"{path[0]}={{'{'.'.join(path[1:])}': ...}}")
+    near = difflib.get_close_matches("_".join(names), known, n=1)
+    hint = f"did you mean {known[near[0]]}?" if near else "docs/running.md has them all"
+    return f"{'.'.join(names)}: no such option; {hint}"
 
 
 def _leaf_at(model: type[BaseModel], location: Sequence[int | str]) -> Leaf | None:

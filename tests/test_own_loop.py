@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import metrics, rises, summary
+from tests.commands import metrics, refusal, rises, summary
 from tests.launch import ROOT, Completed, needs, run_ranks
 
 pytestmark = needs("openmpi")
@@ -209,6 +209,7 @@ print("after the loop", flush=True)
 """
 
 FORGOTTEN = "loss.backward()"
+NO_BACKWARD = "run.step(loss)"
 TWICE = "loss.backward(); run.step(loss); run.step(loss)"
 UNBOUND = "loss.backward(); model.zero_grad(); run.step(loss)"
 BACKWARD_TWICE = "loss.backward(retain_graph=True); loss.backward(); run.step(loss)"
@@ -219,6 +220,7 @@ STEP_AND = "loss.backward(); run.step(loss)\n    if rank == 2 and count == 5: "
     ("body", "words"),
     [
         pytest.param(FORGOTTEN, "expected one call of step() for each batch", id="no step"),
+        pytest.param(NO_BACKWARD, "call loss.backward() before", id="no backward"),
         pytest.param(TWICE, "got a call without a batch", id="two steps", marks=pytest.mark.long),
         pytest.param(
             UNBOUND, "step() clears the gradients", id="zero_grad", marks=pytest.mark.long
@@ -244,6 +246,59 @@ def test_a_mistake_ends_the_job(tmp_path: Path, body: str, words: str) -> None:
     assert "Traceback" not in done.stderr
     # Only who has left the loop goes on behind it.
     assert done.stdout.count("after the loop") == (body == STEP_AND + "break")
+
+
+BEFORE = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from aladdin_mpi import DataParallel
+
+data = TensorDataset(torch.randn(64, 3), torch.zeros(64))
+model = nn.Linear(3, 1)
+BODY
+"""
+MAKE = "run = DataParallel(model, samples=64, run_dir='run', quiet=True)"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("DataParallel(model, epoch=5)", "epoch: no such option; did you mean epochs?"),
+        pytest.param(
+            "DataParallel(model, aladdin_pi=2)",
+            "did you mean aladdin={'pi': ...}?",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "DataParallel(model, aladdin={'pii': 2})",
+            "aladdin.pii: no such option; did you mean",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "DataParallel(model, optimizer='adam')",
+            "optimizer: no such option",
+            marks=pytest.mark.long,
+        ),
+        ("DataParallel('resnet20')", "expected a torch.nn.Module first, got str"),
+        pytest.param(
+            "DataParallel(model, evaluate=5)",
+            "evaluate: expected a function",
+            marks=pytest.mark.long,
+        ),
+        (f"{MAKE}; list(run.batches(DataLoader(data)))", "got a DataLoader; give its .dataset"),
+        (f"{MAKE}; list(run.batches(iter(data)))", "expected a map-style data set"),
+        pytest.param(
+            f"{MAKE}; list(run.batches(64))",
+            "expected a map-style data set",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_mistake_before_the_loop_is_told_once(tmp_path: Path, body: str, words: str) -> None:
+    done = run_script(tmp_path, BEFORE.replace("BODY", body), ranks=2, check=False)
+    assert words in refusal(done)
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_exception_in_the_loop_ends_the_job(tmp_path: Path) -> None:

@@ -285,6 +285,40 @@ def test_overwriting_forgets_the_old_checkpoint(tmp_path: Path, simulated: Path)
         CheckpointStore(copy).load(0, {})
 
 
+def test_a_run_cannot_become_shorter(tmp_path: Path, simulated: Path) -> None:
+    copy = Path(shutil.copytree(simulated, tmp_path / "copy"))
+    before = {file: file.read_bytes() for file in copy.rglob("*") if file.is_file()}
+    line = refusal(simulate(None, "--resume", copy, "--samples", 320, check=False))
+    assert "expected a run at least as long as it was, 640 samples" in line and "320" in line
+    assert {file: file.read_bytes() for file in copy.rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["model.pt", "curves.png", "checkpoint/weights.txt"])
+def test_files_of_others_are_not_overwritten(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "run" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+    with pytest.raises(UserError, match=r"files of the same names .*give another"):
+        prepare(tmp_path / "run", SimulateOptions())
+    assert file.read_text() == "mine"
+    if file.parent.name == "checkpoint":
+        prepare(tmp_path / "run", SimulateOptions(overwrite=True))
+        assert file.read_text() == "mine", "not a part of any run"
+
+
+def test_an_empty_path_is_refused() -> None:
+    """As by ``--run-dir "$UNSET"``; it would be the folder in which one is."""
+    line = refusal(simulate(None, "--run-dir", "", "--samples", 64, check=False))
+    assert "--run-dir: expected a path, got ''" in line
+
+
+def test_the_death_of_rank_0_is_told_in_virtual_time(tmp_path: Path) -> None:
+    done = simulate(
+        tmp_path / "run", "--workers", 3, "--samples", 64, "--deaths", "0=1.001", check=False
+    )
+    assert "rank 0 (host 0) has failed" in refusal(done)
+
+
 def test_options_that_a_resumed_run_cannot_change(simulated: Path) -> None:
     line = refusal(simulate(None, "--resume", simulated, "--lr", 1, check=False))
     assert "--lr: cannot be given together with --resume" in line

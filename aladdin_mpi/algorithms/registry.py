@@ -293,6 +293,7 @@ def check_ranks(algorithm: Algorithm, size: int, servers: int) -> None:
     if servers > workers:
         raise UserError(
             f"--servers: expected at most as many servers as workers, got {servers} servers and "
-            f"{workers} worker{'s' if workers > 1 else ''}; use --servers {size // 2} or fewer, "
-            f"or mpirun -np {2 * servers} or more"
+            f"{workers} worker{'s' if workers > 1 else ''}; with {size} ranks use --servers "
+            f"{size // 2} or fewer, or start it with mpirun -np {2 * servers} or more; simulated, "
+            f"use --servers {workers} or fewer, or --workers {servers} or more"
         )

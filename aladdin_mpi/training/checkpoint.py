@@ -24,6 +24,8 @@ from aladdin_mpi.errors import UserError, system_error
 FORMAT = "aladdin_mpi checkpoint 1"
 MANIFEST = "manifest.json"
 FOLDER = "checkpoint"
+NAMES = "samples-*"
+"""Its folders, each a checkpoint."""
 
 
 class CheckpointStore:
@@ -82,7 +84,7 @@ class CheckpointStore:
                 shutil.rmtree(final)
             temporary.rename(final)
             _sync_folder(self.folder)
-            for older in self.folder.glob("samples-*"):
+            for older in self.folder.glob(NAMES):
                 if older != final:
                     shutil.rmtree(older)
 
@@ -98,7 +100,7 @@ class CheckpointStore:
             reason = system_error(error)
             if reason is None:
                 raise
-            kept = max(self.folder.glob("samples-*"), default=None)
+            kept = max(self.folder.glob(NAMES), default=None)
             last = f"the last one, {kept.name}, is kept" if kept else "there is none before it"
             raise UserError(
                 f"checkpoint: cannot write it to {self.folder} ({reason.strerror}); {last}; make "
@@ -147,10 +149,10 @@ class CheckpointStore:
     @property
     def exists(self) -> bool:
         """Whether there is a complete checkpoint."""
-        return any(self.folder.glob("samples-*"))
+        return any(self.folder.glob(NAMES))
 
     def _last(self) -> Path:
-        found = sorted(self.folder.glob("samples-*"))
+        found = sorted(self.folder.glob(NAMES))
         if not found:
             raise UserError(
                 f"--resume: expected a checkpoint in {self.folder}, found none; the run ended "

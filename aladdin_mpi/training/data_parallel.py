@@ -12,6 +12,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
 
 from aladdin_mpi import guard, stop_signal
 from aladdin_mpi.algorithms import registry
@@ -23,6 +24,7 @@ from aladdin_mpi.settings import Setting, Settings, build
 from aladdin_mpi.tags import SEALED
 from aladdin_mpi.training import heap
 from aladdin_mpi.training.auto_resume import settle
+from aladdin_mpi.training.datasets import DatasetPair
 from aladdin_mpi.training.device import choose_device
 from aladdin_mpi.training.evaluation import Evaluate
 from aladdin_mpi.training.exchange import agree
@@ -81,6 +83,7 @@ class DataParallel:
         if transport is None:
             transport = _over_mpi(float(settings.get("timeout", 1800.0)))
         self.transport = transport
+        agree(transport, lambda: _check_given(module, evaluate))
         self.options = _settled(transport, options, settings, module)
         self.algorithm = agree(transport, self._check)
         if self.options.checksum:
@@ -145,7 +148,7 @@ class DataParallel:
         return self._loop
 
     def _batches(self, dataset: Any) -> Iterator[Any]:
-        length = len(dataset) if isinstance(dataset, Sized) else int(dataset)
+        length = agree(self.transport, lambda: _length(dataset, self.options))
         facts = agree(self.transport, lambda: self._facts(dataset, length))
         self._rank = rank = Rank(
             self.transport,
@@ -285,6 +288,39 @@ class DataParallel:
         if self._rank is None:
             raise UserError("training loop: call run.batches(dataset) first")
         return self._rank
+
+
+def _check_given(module: object, evaluate: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise UserError(
+            f"DataParallel: expected a torch.nn.Module first, got {type(module).__name__}; give "
+            "the model itself"
+        )
+    if evaluate is not None and not callable(evaluate):
+        raise UserError(
+            "DataParallel: evaluate: expected a function of the module that returns figures by "
+            f"name, got {type(evaluate).__name__}"
+        )
+
+
+def _length(dataset: Any, options: RunOptions) -> int:
+    """Of what :meth:`DataParallel.batches` was given; raises UserError if it is no data set."""
+    if isinstance(dataset, int) and options.compute == "timed":
+        return dataset
+    if isinstance(dataset, DataLoader):
+        raise UserError(
+            "batches(): expected a map-style data set, got a DataLoader; give its .dataset, and "
+            "DataParallel its batch_size and its num_workers as loader_workers"
+        )
+    if not (isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")) or isinstance(
+        dataset, DatasetPair
+    ):
+        raise UserError(
+            "batches(): expected a map-style data set, with a length and items by number, got "
+            f"{type(dataset).__name__}"
+            + ("; give its .train" if isinstance(dataset, DatasetPair) else "")
+        )
+    return len(dataset)
 
 
 def _settled(

@@ -15,9 +15,14 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import CONFIG_NAME, RunOptions, to_toml
 from aladdin_mpi.settings import build, read_toml
 from aladdin_mpi.training.checkpoint import FOLDER as CHECKPOINT
+from aladdin_mpi.training.checkpoint import NAMES as CHECKPOINTS
 from aladdin_mpi.training.recorder import METRICS
+from aladdin_mpi.training.report import CURVES
 
 SUMMARY = "summary.json"
+MODEL = "model.pt"
+WRITTEN = (CONFIG_NAME, METRICS, SUMMARY, MODEL, CURVES, CHECKPOINT)
+"""What a run writes, and what is therefore not to be found in its folder."""
 
 
 def default_name(options: RunOptions) -> str:
@@ -32,21 +37,22 @@ def prepare(folder: Path, options: RunOptions) -> None:
     Raises:
         UserError: it holds a run already, or cannot be written.
     """
-    used = [name for name in (CONFIG_NAME, METRICS, SUMMARY) if (folder / name).exists()]
+    used = [name for name in WRITTEN if (folder / name).exists()]
     if used and not options.overwrite:
+        resume = f", or go on with it by --resume {folder}" if CONFIG_NAME in used else ""
         raise UserError(
-            f"--run-dir: expected a new folder, got {str(folder)!r}, which holds a run already "
-            f"({', '.join(used)}); give another, add --overwrite to replace it, or go on with it "
-            f"by --resume {folder}"
+            f"--run-dir: expected a new folder, got {str(folder)!r}, which holds a run already, or "
+            f"files of the same names ({', '.join(used)}); give another, or add --overwrite to "
+            f"replace it{resume}"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in used:
+        for name in set(used).difference([CHECKPOINT]):
             (folder / name).unlink()
         for old in (folder / "tensorboard").glob("events.*"):
             old.unlink()
-        if used:
-            shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)
+        for old in (folder / CHECKPOINT).glob(CHECKPOINTS):
+            shutil.rmtree(old, ignore_errors=True)
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         write_text(folder / CONFIG_NAME, f"# {command}\n{to_toml(options)}")
     except OSError as error:

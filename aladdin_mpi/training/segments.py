@@ -183,7 +183,13 @@ class Segments:
         Raises UserError.
         """
         assert self._store is not None
-        return self._store.load(self._transport.rank, self._about)
+        state = self._store.load(self._transport.rank, self._about)
+        if state is not None and state["drawn"] > self._total:
+            raise UserError(
+                f"--resume: expected a run at least as long as it was, {state['drawn']} samples, "
+                f"got --epochs or --samples for {self._total}; give more, or leave them out"
+            )
+        return state
 
 
 def _not_finite(state: Any, name: str = "") -> str:

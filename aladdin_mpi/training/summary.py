@@ -10,12 +10,10 @@ from torch import Tensor
 import aladdin_mpi
 from aladdin_mpi.training.exchange import gather
 from aladdin_mpi.training.report import CURVES, draw_curves, table
-from aladdin_mpi.training.run_folder import write_summary
+from aladdin_mpi.training.run_folder import MODEL, write_summary
 
 if TYPE_CHECKING:
     from aladdin_mpi.training.rank import Rank
-
-MODEL = "model.pt"
 
 
 class AccountsError(RuntimeError):
