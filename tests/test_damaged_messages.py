@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms import registry
+from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import SimulateOptions, parse
 from aladdin_mpi.refusals import Reason
@@ -177,3 +178,13 @@ def test_with_checksums_the_engine_is_as_without(name: str) -> None:
         run_ranks(
             3, lambda t: CHECKS[name](SealedTransport(t, range(1000, 5000), damaged)), seed=seed
         )
+
+
+def test_a_new_buffer_does_not_look_damaged() -> None:
+    """Timed computing sends buffers as they are."""
+    wire = DenseWire(torch.float32, torch.device("meta"))
+    for _ in range(20):
+        before = wire.buffer(250)
+        void(before)
+        del before  # and the next one may get its memory
+        assert not is_void(wire.buffer(250))

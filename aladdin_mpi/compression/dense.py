@@ -36,9 +36,13 @@ class DenseWire(GradientCodec):
         return self
 
     def buffer(self, numel: int) -> Tensor:
-        """A new buffer for ``numel`` values, in memory that the transport can use."""
+        """A new buffer for ``numel`` values, in memory that the transport can use.
+
+        Cleared: timed computing sends it as it is, and what the memory held before may look like
+        a message that was damaged on its way.
+        """
         pinned = self._stream is not None
-        return torch.empty(numel, dtype=self.dtype, device=self._memory, pin_memory=pinned)
+        return torch.zeros(numel, dtype=self.dtype, device=self._memory, pin_memory=pinned)
 
     def buffer_for(self, vector: Tensor) -> Tensor:
         """A buffer as long as ``vector``: ``vector`` itself where it can be sent as it is."""
