@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     split = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--seeds", type=whole(), default=3, help="runs of each variant")
-    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--jobs", type=whole(), default=1, help="runs at once")
     parser.add_argument(
         "--save", type=result_name, metavar="NAME", help="keep the table in benchmarks/results"

@@ -258,6 +258,12 @@ def _settle(args: argparse.Namespace) -> None:
         return
     if args.data_dir is None:
         raise UserError("--data-dir: expected a folder with CIFAR-10, got none; or give --quick")
+    for name in () if args.kept_only else ("train", "test"):
+        if not any((args.data_dir / name).glob("*/*")):
+            raise UserError(
+                f"--data-dir: expected images as {name}/CLASS/* in {str(args.data_dir)!r}, got "
+                "none; examples/cifar10_folders.py writes CIFAR-10 like that"
+            )
     args.data = ["--dataset", "imagefolder", "--data-dir", str(args.data_dir)]
     args.data += ["--precision", "bf16", "--channels-last", "--bn-batches", "40"]
 

@@ -253,6 +253,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     curves = _chosen(args)
     facts = machine()
+    if args.kept_only and _place(args) is None:
+        raise UserError("--kept-only: expected with --quick also --points FILE, got none; add it")
     store = Store(_place(args))
     if not args.kept_only:
         run_all(store, curves, args.jobs)

@@ -25,7 +25,7 @@ PROGRAM = "benchmarks.programs.peers"
 BAR = 1.05
 """Longest time of the best of ours, as a multiple of that of the best peer."""
 OURS = ("mpi", "horovod", "torch")
-"""Backends of ``--allreduce``."""
+"""Backends of ``--ar-sgd-allreduce``."""
 PEERS = {
     "step": ("DDP", "hvd optimizer"),
     "sum": ("Allreduce", "all_reduce", "hvd allreduce"),
@@ -42,8 +42,8 @@ NOTES = """\
 Medians of repeats in which all take turns in one run, of the mean over the steps of one turn, on
 the slowest rank. A step: forward, backward, sum and update on a fixed batch, as in Horovod's
 synthetic benchmark. mpi, horovod and torch are AR-SGD through the public interface with that
-`--allreduce`, with all that training has besides; alone: the same loop in plain torch and nothing
-summed, on all ranks at once. DDP: torch's DistributedDataParallel over gloo, gradients as views of
+`--ar-sgd-allreduce`, with all that training has besides; alone: the same loop in plain torch and
+nothing summed, on all ranks at once. DDP: torch's DistributedDataParallel over gloo, gradients as views of
 its buckets; hvd optimizer: Horovod's DistributedOptimizer. The sum: of a vector, by ours in buckets
 of 4 MB, by the others in one call, namely mpi4py's Allreduce, torch.distributed's all_reduce over
 gloo, and Horovod's. Ratio: the best of ours over the best peer. Those that leave values out, dgc

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.comparison import plan
 from aladdin_mpi.comparison.options import read_request
+from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import SimulateOptions
 from benchmarks import convergence, convergence_parts
 from tests.launch import ROOT
@@ -40,10 +42,16 @@ def test_the_target_is_reached_between_two_evaluations() -> None:
     assert convergence.to_target([run, again[:1]], 0.55) is None
 
 
+def settled(*words: str) -> argparse.Namespace:
+    """Arguments, of a folder that need not be there."""
+    args = convergence._parser().parse_args(["--data-dir", "images", "--kept-only", *words])
+    convergence._settle(args)
+    return args
+
+
 def test_neighbours_share_a_host_where_there_are_no_servers() -> None:
     """Dealt in turn, each hop of a ring would leave its host."""
-    args = convergence._parser().parse_args(["--data-dir", "images"])
-    convergence._settle(args)
+    args = settled()
     for part in convergence_parts.parts(args):
         for run in plan.plan(read_request(part.command(args, Path("out"))[3:]), Path("out")):
             served = registry.find(run.entry.algorithm).server is not None
@@ -64,6 +72,11 @@ def test_bars() -> None:
     assert "at the target never" in text
 
 
+def test_a_folder_without_images_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--data-dir: expected images as train/CLASS"):
+        convergence.main(["--data-dir", str(tmp_path)])
+
+
 def test_a_gradient_takes_its_share_of_a_step() -> None:
     """Of the small network as of the large one, at 10 Gbit/s."""
     for stand in convergence_parts.STANDS.values():
@@ -74,8 +87,7 @@ def test_a_gradient_takes_its_share_of_a_step() -> None:
 
 def test_every_part_is_a_comparison_that_can_be_made() -> None:
     """`aladdin_mpi.compare` takes each part's command, and names its runs as the table does."""
-    args = convergence._parser().parse_args(["--data-dir", "images", "--lr", "0.01"])
-    convergence._settle(args)
+    args = settled("--lr", "0.01")
     found = convergence_parts.parts(args)
     assert [part.name for part in found][-2:] == ["16 workers", "24 workers"]
     for part in found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from aladdin_mpi.training import imagefolder
 from aladdin_mpi.training.datasets import DatasetPair, MapDataset, load_dataset
 from aladdin_mpi.training.host_cache import cached_array
 from aladdin_mpi.training.images import ImageArrays, ImageFiles
+from tests.launch import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -235,6 +237,17 @@ def test_nested_folders_and_grey_images_are_read(tmp_path: Path) -> None:
     (root / "train" / "cat" / "notes.txt").write_text("no image")
     pair = load_dataset("imagefolder", root)
     assert len(pair.train) == 3 and held(pair.train).images.shape[1] == 3
+
+
+def test_the_example_writes_what_imagefolder_reads(tmp_path: Path) -> None:
+    write = runpy.run_path(str(ROOT / "examples" / "cifar10_folders.py"))["write"]
+    draw = np.random.default_rng(0)
+    for part in ("train", "test"):
+        pixels = draw.integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)
+        images = [(Image.fromarray(each), i % 2) for i, each in enumerate(pixels)]
+        write(images, ["frog", "ship"], tmp_path / "set" / part)
+    data = load_dataset("imagefolder", tmp_path / "set")
+    assert (len(data.train), len(data.test), data.num_classes, data.image_size) == (6, 6, 2, 32)
 
 
 def test_missing_parts_of_a_folder_are_named(tmp_path: Path) -> None:

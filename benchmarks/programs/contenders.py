@@ -175,7 +175,7 @@ def horovod_optimizer(task: Task) -> Moments:
 
 # -- ours -----------------------------------------------------------------------------------
 def ar_sgd(backend: str) -> Loop:
-    """AR-SGD with an ``--allreduce``."""
+    """AR-SGD with an ``--ar-sgd-allreduce``."""
     return lambda task: ours(task, algorithm="ar-sgd", ar_sgd={"allreduce": backend})
 
 
