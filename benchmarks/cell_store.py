@@ -11,6 +11,7 @@ from typing import Any
 
 from aladdin_mpi.errors import UserError
 from benchmarks.cells import Cell
+from benchmarks.kept_lines import whole_lines
 
 FILE = "cells.jsonl"
 
@@ -32,9 +33,7 @@ class CellStore:
             self._load(self._path)
 
     def _load(self, path: Path) -> None:
-        text = path.read_text(encoding="utf-8")
-        whole, _, cut = text.rpartition("\n")
-        for number, line in enumerate(whole.splitlines(), start=1):
+        for number, line in whole_lines(path):
             try:
                 entry = json.loads(line)
                 self._lines[entry["cell"]] = entry
@@ -43,8 +42,6 @@ class CellStore:
                     f"{path}, line {number}: expected a finished cell as JSON, got {line[:60]!r}; "
                     "remove the line, and the cell is run again"
                 ) from error
-        if cut:  # a run that was killed while it wrote
-            path.write_text(whole + "\n" if whole else "", encoding="utf-8")
 
     def get(self, cell: Cell) -> dict[str, Any] | None:
         """The entry of a cell: ``figures``, and of the run ``date`` and ``commit``; or None."""

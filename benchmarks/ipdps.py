@@ -34,6 +34,7 @@ from benchmarks.ipdps_paper import (
     STAGES,
 )
 from benchmarks.ipdps_run import VM, Run, speed_up
+from benchmarks.kept_lines import whole_lines
 from benchmarks.machine import machine
 
 HOSTS = {"memory_gbyte": 10.0, "handling_us": 1000.0, "local_bandwidth_gbit": 17.0}
@@ -128,9 +129,7 @@ class Book:
 
 
 def _read(path: Path) -> Iterator[tuple[str, float]]:
-    text = path.read_text(encoding="utf-8")
-    whole, _, cut = text.rpartition("\n")
-    for number, line in enumerate(whole.splitlines(), start=1):
+    for number, line in whole_lines(path):
         try:
             found = json.loads(line)
             yield found["run"], float(found["speed_up"])
@@ -139,8 +138,6 @@ def _read(path: Path) -> Iterator[tuple[str, float]]:
                 f"--done: expected a finished run as JSON in {path}, line {number}, got "
                 f"{line[:60]!r}; remove the line, and the run is made again"
             ) from error
-    if cut:  # by a call that was killed while it wrote
-        path.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
 
 
 def measure(cell: Cell, book: Book, rounds: int) -> dict[str, Any]:

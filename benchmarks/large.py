@@ -22,6 +22,7 @@ from typing import Any
 from aladdin_mpi.errors import UserError
 from benchmarks import harness
 from benchmarks.bounds import data_file, whole
+from benchmarks.kept_lines import whole_lines
 from benchmarks.machine import machine
 from benchmarks.results import RESULTS, table
 from benchmarks.scale import plots
@@ -91,11 +92,8 @@ class Store:
         self._path = path
         self._found: dict[str, dict[str, Any]] = {}
         if path is not None and path.exists():
-            whole, _, cut = path.read_text(encoding="utf-8").rpartition("\n")
-            for number, line in enumerate(whole.splitlines(), start=1):
+            for number, line in whole_lines(path):
                 self._take(number, line)
-            if cut:  # by a call that was killed while it wrote
-                path.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
 
     def _take(self, number: int, line: str) -> None:
         try:
