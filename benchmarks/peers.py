@@ -40,15 +40,15 @@ MEGABYTES = {"resnet56": 3.4, "vgg16_bn_cifar": 58.9}
 Record = Mapping[str, Any]
 NOTES = """\
 Medians of repeats in which all take turns in one run, of the mean over the steps of one turn, on
-the slowest rank. A step: forward, backward, sum and update on a fixed batch, as in Horovod's
-synthetic benchmark. mpi, horovod and torch are AR-SGD through the public interface with that
-`--ar-sgd-allreduce`, with all that training has besides; alone: the same loop in plain torch and
-nothing summed, on all ranks at once. DDP: torch's DistributedDataParallel over gloo, gradients as
-views of its buckets; hvd optimizer: Horovod's DistributedOptimizer. The sum: of a vector, by ours
-in buckets of 4 MB, by the others in one call, namely mpi4py's Allreduce, torch.distributed's
-all_reduce over gloo, and Horovod's. Ratio: the best of ours over the best peer. Those that leave
-values out, dgc (AR-SGD with deep gradient compression) and DDP PowerSGD (rank 1), have a ratio of
-their own."""
+the slowest rank, without the last, with which a run ends. A step: forward, backward, sum and update
+on a fixed batch, as in Horovod's synthetic benchmark. mpi, horovod and torch are AR-SGD through the
+public interface with that `--ar-sgd-allreduce`, with all that training has besides; alone: the same
+loop in plain torch and nothing summed, on all ranks at once. DDP: torch's DistributedDataParallel
+over gloo, gradients as views of its buckets; hvd optimizer: Horovod's DistributedOptimizer. The
+sum: of a vector, by ours in buckets of 4 MB, by the others in one call, namely mpi4py's Allreduce,
+torch.distributed's all_reduce over gloo, and Horovod's. Ratio: the best of ours over the best peer.
+Those that leave values out, dgc (AR-SGD with deep gradient compression) and DDP PowerSGD (rank 1),
+have a ratio of their own."""
 QUICK = {
     "ranks": [2],
     "model": ["digits"],

@@ -29,13 +29,14 @@ COMPUTED = {"aladdin": ("alone", "flat", "busy"), "aladdin timed": ("sleep",)}
 Record = Mapping[str, Any]
 NOTES = """\
 Medians of repeats in which the cases take turns, of the mean over the steps of one turn, on the
-slowest worker. alone: forward, backward and torch's SGD on a fixed batch; flat: the same with the
-flat vectors and the optimizer of this project, and nothing sent; busy: as alone, while the core
-that a server has in the case aladdin is kept busy by an empty loop, which shows what two cores of
-this machine take from each other; aladdin: training with ALADDIN through the public interface.
-Freed memory is kept for the next step in all cases (`aladdin_mpi.training.heap`). Timed: nothing
-is calculated, a step is a sleep, and messages of the model's size are sent. The ratio is over the
-shortest of the cases without communication; busy ratio: over busy."""
+slowest worker, without the last, with which a run ends. alone: forward, backward and torch's SGD on
+a fixed batch; flat: the same with the flat vectors and the optimizer of this project, and nothing
+sent; busy: as alone, while the core that a server has in the case aladdin is kept busy by an empty
+loop, which shows what two cores of this machine take from each other; aladdin: training with
+ALADDIN through the public interface. Freed memory is kept for the next step in all cases
+(`aladdin_mpi.training.heap`). Timed: nothing is calculated, a step is a sleep, and messages of the
+model's size are sent. The ratio is over the shortest of the cases without communication; busy
+ratio: over busy."""
 QUICK = {"model": ["digits"], "batch": 2, "steps": 3, "repeats": 1, "compute_time": 0.01}
 
 

@@ -47,12 +47,15 @@ def check_broadcast(transport: Transport) -> None:
 
 
 def check_allreduce(transport: Transport) -> None:
-    """The sum over all ranks, small and large."""
+    """The sum over all ranks, small and large, in place and elsewhere."""
     for dtype in (torch.float32, torch.float64, torch.int64):
         for length in (1, 1000, LARGE + 1):
-            buffer = torch.from_numpy(_values(transport.rank, length)).to(dtype)
+            mine = torch.from_numpy(_values(transport.rank, length)).to(dtype)
+            buffer, into = mine.clone(), torch.zeros_like(mine)
+            transport.wait(transport.iallreduce(mine, into))
             transport.wait(transport.iallreduce(buffer))
             total = sum(_values(rank, length) for rank in range(transport.size))
+            assert np.array_equal(into.double().numpy(), total)
             assert np.array_equal(buffer.double().numpy(), total)
 
 

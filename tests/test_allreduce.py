@@ -41,8 +41,8 @@ def test_bf16_is_added_in_fp32() -> None:
 
     def main(transport: VirtualTransport) -> float:
         values = torch.full((5,), 256.0 if transport.rank == 0 else 1.0)
-        choose.make("mpi", transport, CPU, torch.bfloat16).start(values, 0).wait()
-        return float(values[4])
+        total = choose.make("mpi", transport, CPU, torch.bfloat16).start(values, 0).wait()
+        return float(total[4])
 
     assert run(5, main) == [260.0] * 5
     assert float(sum((torch.ones(1, dtype=torch.bfloat16) for _ in range(4)), 256)) == 256.0

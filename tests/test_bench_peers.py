@@ -10,6 +10,7 @@ import torch
 
 from aladdin_mpi.allreduce import over_horovod
 from benchmarks import gradient, heap, kernels, peers, step
+from benchmarks.programs.contenders import mean_step
 from tests.launch import needs
 from tests.test_benchmarks import run_script
 
@@ -30,6 +31,12 @@ def test_every_contender_takes_its_turn(tmp_path: Path) -> None:
         assert two[f"{name}, ms"] > 0
     assert ("horovod, ms" in one) == ("hvd optimizer, ms" in one) == there
     assert one["ratio"] > 0 and two["ratio"] > 0 and one["compressed ratio"] > 0
+
+
+def test_the_end_of_a_run_is_no_step() -> None:
+    """The last step() saves the model besides."""
+    warm_up, measured, last = [1.0, 2.0], [2.5, 3.0, 3.5], [103.5]
+    assert mean_step([*warm_up, *measured, *last], len(warm_up)) == 0.5
 
 
 @pytest.mark.long

@@ -50,8 +50,7 @@ class ArSgdWorker(SummingWorker):
         for _ in self.worker.batches():
             self.worker.gradient(self.g, self._begin_sum)
             for bucket, pending in self.sums:
-                pending.wait()
-                self._step(bucket, self.g[bucket.part])
+                self._step(bucket, pending.wait())
             self.sums.clear()
 
     def state_dict(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class LocalSgdWorker(SummingWorker, PeerWorker):
         copy(moved, self.x)
         add(moved, self.base, alpha=-1.0)
         start, buckets = self.all_reduce.start, self.layout.buckets
-        for pending in [start(moved[bucket.part], bucket.index) for bucket in buckets]:
-            pending.wait()
-        add(self.base, moved, alpha=1 / self.n)
+        sums = [start(moved[bucket.part], bucket.index) for bucket in buckets]
+        for bucket, pending in zip(buckets, sums, strict=True):
+            add(self.base[bucket.part], pending.wait(), alpha=1 / self.n)
         copy(self.x, self.base)

@@ -18,8 +18,11 @@ class Pending(ABC):
     """A sum that is under way."""
 
     @abstractmethod
-    def wait(self) -> None:
-        """Wait until the sum is in ``values``; to be called once.
+    def wait(self) -> Tensor:
+        """Wait for the sum and return it; to be called once.
+
+        It is in ``values``, or in memory that stays as it is until the next sum with this key
+        begins; what ``values`` holds then is not said.
 
         The time goes to ``traffic.waiting``. On a GPU the sum is there for the
         current stream.
@@ -41,11 +44,11 @@ class AllReduce(ABC):
 
     @abstractmethod
     def start(self, values: Tensor, key: int) -> Pending:
-        """Begin to sum ``values`` over all ranks, in place.
+        """Begin to sum ``values`` over all ranks.
 
         Args:
             values: a contiguous fp32 slice of a flat vector, left alone until the
-                sum is there.
+                sum is there, which may be put into it.
             key: the number of the bucket, not that of another sum under way.
         """
 

@@ -75,7 +75,8 @@ class _Gathering(Pending):
         self._gathered = gathered
         self._values = values
 
-    def wait(self) -> None:
+    def wait(self) -> Tensor:
         self._transport.wait(self._request)
         clear(self._values)
         add_packed(self._codec, self._bucket, self._gathered, self._transport.size, self._values)
+        return self._values

@@ -137,8 +137,9 @@ class _Handle(Pending):
         self._buffer = buffer
         self._key = key
 
-    def wait(self) -> None:
+    def wait(self) -> Tensor:
         what = f"Horovod's sum of bucket {self._key}"
         wait_until(lambda: self._hvd.poll(self._handle), self._transport, what)
         self._hvd.synchronize(self._handle)
         Buffers.store(self._buffer, self._values)
+        return self._values

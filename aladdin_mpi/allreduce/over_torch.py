@@ -116,12 +116,13 @@ class _Work(Pending):
         self._buffer = buffer
         self._key = key
 
-    def wait(self) -> None:
+    def wait(self) -> Tensor:
         what = f"torch.distributed's sum of bucket {self._key}"
         # For a GPU `wait` only tells the current stream to wait; its time would be no one's.
         wait_until(self._work.is_completed, self._transport, what)
         self._work.wait()
         Buffers.store(self._buffer, self._values)
+        return self._values
 
 
 def _meet(transport: Transport) -> Any:

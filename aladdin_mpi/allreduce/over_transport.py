@@ -23,38 +23,54 @@ EVENT_POLL = 0.0001
 
 
 class SingleAllReduce(AllReduce):
-    """Sums in fp32 by the transport's own all-reduce."""
+    """Sums in fp32 by the transport's own all-reduce, over MPI into memory of its own."""
 
     name = "mpi"
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self._transport = transport
-        self._buffers = Buffers(torch.float32, device, transport.engine == "mpi")
+        self._moves_bytes = transport.engine == "mpi"
+        self._buffers = Buffers(torch.float32, device, self._moves_bytes)
+        self._totals: dict[int, Tensor] = {}
         self._held: deque[_Single] = deque()
 
     def start(self, values: Tensor, key: int) -> Pending:
         """See :meth:`AllReduce.start`."""
         buffer, event = self._buffers.load(values, key)
-        pending = _Single(self, values, buffer, event)
+        pending = _Single(self, values, buffer, event, self._total(buffer, key))
         self._held.append(pending)
         self._launch()
         return pending
+
+    def _total(self, buffer: Tensor, key: int) -> Tensor:
+        """Where the sum goes."""
+        if not self._moves_bytes:
+            return buffer
+        total = self._totals.get(key)
+        if total is None or total.numel() != buffer.numel():
+            total = torch.zeros_like(buffer, pin_memory=buffer.is_pinned())
+            self._totals[key] = total
+        return total
 
     def _launch(self) -> None:
         """Begin those, in order, whose values have left the GPU."""
         while self._held and _happened(self._held[0].event):
             pending = self._held.popleft()
-            pending.request = self._transport.iallreduce(pending.buffer)
+            total = None if pending.total is pending.buffer else pending.total
+            pending.request = self._transport.iallreduce(pending.buffer, total)
 
-    def finish(self, pending: _Single) -> None:
-        """Wait for one sum."""
+    def finish(self, pending: _Single) -> Tensor:
+        """Wait for one sum; on the CPU it stays where it is."""
         while pending.request is None:
             self._launch()
             if pending.request is None:
                 self._transport.sleep(EVENT_POLL)
         self._transport.wait(pending.request)
-        Buffers.store(pending.buffer, pending.values)
         self._launch()
+        if pending.buffer is pending.values:
+            return pending.total
+        Buffers.store(pending.total, pending.values)
+        return pending.values
 
     def describe(self) -> str:
         """See :meth:`AllReduce.describe`."""
@@ -63,16 +79,22 @@ class SingleAllReduce(AllReduce):
 
 class _Single(Pending):
     def __init__(
-        self, owner: SingleAllReduce, values: Tensor, buffer: Tensor, event: Event | None
+        self,
+        owner: SingleAllReduce,
+        values: Tensor,
+        buffer: Tensor,
+        event: Event | None,
+        total: Tensor,
     ) -> None:
         self.owner = owner
         self.values = values
         self.buffer = buffer
         self.event = event
+        self.total = total
         self.request: Request | None = None
 
-    def wait(self) -> None:
-        self.owner.finish(self)
+    def wait(self) -> Tensor:
+        return self.owner.finish(self)
 
 
 class DirectAllReduce(AllReduce):
@@ -173,8 +195,9 @@ class _Direct(Pending):
         self.others: list[Request] = []
         self.reduced = False
 
-    def wait(self) -> None:
+    def wait(self) -> Tensor:
         self.owner.finish(self)
+        return self.values
 
 
 class _Space:

@@ -245,8 +245,13 @@ class Transport(ABC):
         """Copy ``buffer`` of ``root`` into everyone's."""
 
     @abstractmethod
-    def iallreduce(self, buffer: Tensor) -> Request:
-        """Replace ``buffer`` by its sum over all ranks; fp32, fp64 or int64.
+    def iallreduce(self, buffer: Tensor, total: Tensor | None = None) -> Request:
+        """Put the sum of ``buffer`` over all ranks into ``total``; fp32, fp64 or int64.
+
+        Args:
+            buffer: left alone until it is done; what it then holds is not said, unless there
+                is no ``total``.
+            total: of the same length and dtype, which spares MPI a copy; None: ``buffer``.
 
         Raises:
             TypeError: for half precision, which MPI does not add rightly.

@@ -69,8 +69,8 @@ class Layer(Transport):
     def ibroadcast(self, buffer: Tensor, root: int) -> Request:
         return self.inner.ibroadcast(buffer, root)
 
-    def iallreduce(self, buffer: Tensor) -> Request:
-        return self.inner.iallreduce(buffer)
+    def iallreduce(self, buffer: Tensor, total: Tensor | None = None) -> Request:
+        return self.inner.iallreduce(buffer, total)
 
     def iallgather(self, buffer: Tensor, gathered: Tensor) -> Request:
         return self.inner.iallgather(buffer, gathered)

@@ -33,6 +33,7 @@ from aladdin_mpi.transport.endpoint import Endpoint, Fabric
 from aladdin_mpi.transport.matching import Operation
 from aladdin_mpi.transport.virtual_wait import VirtualWaitSet
 from aladdin_mpi.transport.wait_set import WaitSet
+from aladdin_mpi.vectors import copy
 
 T = TypeVar("T")
 
@@ -281,15 +282,19 @@ class VirtualTransport(Transport):
         _nbytes(buffer)
         return self._endpoint.collective("broadcast", collectives.broadcast, buffer, root)
 
-    def iallreduce(self, buffer: Tensor) -> Request:
-        """Replace ``buffer`` by its sum over all ranks: tree when small, ring otherwise."""
+    def iallreduce(self, buffer: Tensor, total: Tensor | None = None) -> Request:
+        """Sum ``buffer`` over all ranks: tree when small, ring otherwise."""
         _nbytes(buffer)
         if buffer.dtype not in REDUCIBLE:
             raise TypeError(
                 f"iallreduce adds {', '.join(map(str, REDUCIBLE))}, not {buffer.dtype}, "
                 "which MPI does not add rightly: convert it first"
             )
-        return self._endpoint.collective("all-reduce", collectives.allreduce, buffer)
+        if total is None:
+            total = buffer
+        else:
+            copy(total, buffer)
+        return self._endpoint.collective("all-reduce", collectives.allreduce, total)
 
     def iallgather(self, buffer: Tensor, gathered: Tensor) -> Request:
         """Collect everyone's ``buffer``: Bruck's algorithm when small, ring otherwise."""

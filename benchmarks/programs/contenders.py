@@ -62,6 +62,19 @@ class Task:
 
 Moments = list[float]
 """When each step ended, by ``time.perf_counter``."""
+LAST = 1
+"""The step behind those that are measured."""
+
+
+def mean_step(moments: Moments, warm_up: int) -> float:
+    """Mean seconds of a step, without the first ones and without the `LAST`.
+
+    That call of ``run.step()`` returns when the whole run has ended and its model is saved.
+    """
+    measured = moments[warm_up - 1 : -1]
+    return (measured[-1] - measured[0]) / (len(measured) - 1)
+
+
 Loop = Callable[[Task], Moments]
 
 

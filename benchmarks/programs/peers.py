@@ -21,16 +21,10 @@ import torch
 from aladdin_mpi import guard
 from aladdin_mpi.training import heap
 from benchmarks.programs import sums
-from benchmarks.programs.contenders import LOOPS, Task
+from benchmarks.programs.contenders import LAST, LOOPS, Task, mean_step
 
 WARM_UP = 4
 """Steps before those that are measured: libraries learn their buckets, PowerSGD begins."""
-
-
-def step_seconds(who: str, task: Task) -> float:
-    """Mean seconds of a step after the first ones, on this rank."""
-    moments = LOOPS[who](task)
-    return (moments[-1] - moments[WARM_UP - 1]) / (len(moments) - WARM_UP)
 
 
 def slowest(seconds: float) -> float:
@@ -41,8 +35,8 @@ def slowest(seconds: float) -> float:
 def one_turn(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every contender with every model and every size, once."""
     for model, who in itertools.product(args.model, args.loop):
-        task = Task(model, args.batch, WARM_UP + args.steps)
-        seconds = slowest(step_seconds(who, task))
+        task = Task(model, args.batch, WARM_UP + args.steps + LAST)
+        seconds = slowest(mean_step(LOOPS[who](task), WARM_UP))
         yield {"what": "step", "size": model, "who": who, "seconds": seconds}
     for megabytes, who in itertools.product(args.megabytes, args.sum):
         seconds = slowest(sums.seconds(who, megabytes, args.bucket_mb, WARM_UP, args.sums))

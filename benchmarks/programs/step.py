@@ -29,7 +29,16 @@ from aladdin_mpi.training import heap
 from aladdin_mpi.training.data_parallel import DataParallel
 from aladdin_mpi.transport.mpi import MpiTransport
 from benchmarks.programs import contenders
-from benchmarks.programs.contenders import DECAY, LR, MOMENTUM, TIMEOUT, Moments, Task
+from benchmarks.programs.contenders import (
+    DECAY,
+    LAST,
+    LR,
+    MOMENTUM,
+    TIMEOUT,
+    Moments,
+    Task,
+    mean_step,
+)
 
 WARM_UP = 3
 """Steps before those that are measured: they touch all memory once."""
@@ -120,8 +129,7 @@ def measure(case: str, task: Task, compute_seconds: float) -> float:
         moments = loops[case]()
     mean = 0.0
     if world.rank >= SERVERS:
-        measured = moments[WARM_UP - 1 :]
-        mean = (measured[-1] - measured[0]) / (len(measured) - 1)
+        mean = mean_step(moments, WARM_UP)
     _wait_for_all(busy=case == "busy")
     return float(world.allreduce(mean, MPI.MAX))
 
@@ -149,7 +157,7 @@ def main() -> int:
     heap.keep_freed()  # as training does, for the cases without it too
     records = []
     for _, model, case in itertools.product(range(args.repeats), args.model, args.case):
-        task = Task(model, args.batch, WARM_UP + args.steps)
+        task = Task(model, args.batch, WARM_UP + args.steps + LAST)
         seconds = measure(case, task, args.compute_time)
         records.append({"model": model, "case": case, "seconds": seconds})
     if MPI.COMM_WORLD.rank == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,28 +19,38 @@ from aladdin_mpi.layout import BYTES_PER_MB, BYTES_PER_VALUE
 from aladdin_mpi.transport.mpi import MpiTransport
 from benchmarks.programs.contenders import TIMEOUT, gloo, horovod
 
-Sum = Callable[[Tensor], object]
-"""Sums a vector over all ranks, in place."""
+Sum = Callable[[Tensor], Iterable[Tensor]]
+"""Sums a vector over all ranks, perhaps in place, and returns the parts of the sum."""
 
 
 @contextmanager
 def bare_mpi(bucket_mb: float) -> Iterator[Sum]:
     """mpi4py's ``Allreduce``: one call for the whole vector, which waits by spinning."""
-    yield lambda vector: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, [vector.numpy(), MPI.FLOAT])
+
+    def sum_up(vector: Tensor) -> list[Tensor]:
+        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, [vector.numpy(), MPI.FLOAT])
+        return [vector]
+
+    yield sum_up
 
 
 @contextmanager
 def bare_gloo(bucket_mb: float) -> Iterator[Sum]:
     """``torch.distributed.all_reduce`` of the whole vector."""
     with gloo():
-        yield dist.all_reduce
+
+        def sum_up(vector: Tensor) -> list[Tensor]:
+            dist.all_reduce(vector)
+            return [vector]
+
+        yield sum_up
 
 
 @contextmanager
 def bare_horovod(bucket_mb: float) -> Iterator[Sum]:
     """``horovod.torch.allreduce_`` of the whole vector."""
     with horovod() as hvd:
-        yield lambda vector: hvd.allreduce_(vector, op=hvd.Sum, name="vector")
+        yield lambda vector: [hvd.allreduce_(vector, op=hvd.Sum, name="vector")]
 
 
 def ours(backend: str) -> Any:
@@ -52,10 +62,9 @@ def ours(backend: str) -> Any:
         reducer = choose.make(backend, transport, torch.device("cpu"))
         values = int(bucket_mb * BYTES_PER_MB) // BYTES_PER_VALUE
 
-        def sum_up(vector: Tensor) -> None:
+        def sum_up(vector: Tensor) -> list[Tensor]:
             pending = [reducer.start(part, key) for key, part in enumerate(vector.split(values))]
-            for one in pending:
-                one.wait()
+            return [one.wait() for one in pending]
 
         yield sum_up
         reducer.close()
@@ -83,8 +92,8 @@ def seconds(who: str, megabytes: float, bucket_mb: float, warm_up: int, times: i
     world = MPI.COMM_WORLD
     vector = torch.zeros(int(megabytes * BYTES_PER_MB) // BYTES_PER_VALUE)
     with SUMS[who](bucket_mb) as sum_up:
-        sum_up(vector.fill_(1.0))
-        assert vector.min() == vector.max() == world.size, f"{who} sums wrongly"
+        total = torch.cat(list(sum_up(vector.fill_(1.0))))
+        assert total.min() == total.max() == world.size, f"{who} sums wrongly"
         vector.zero_()  # sums of sums would soon be infinite
         for _ in range(warm_up):
             sum_up(vector)
