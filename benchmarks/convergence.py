@@ -23,7 +23,7 @@ from statistics import mean
 from typing import Any
 
 from aladdin_mpi.errors import UserError
-from benchmarks import harness
+from benchmarks import harness, quick
 from benchmarks.bounds import folder, positive, share, whole
 from benchmarks.convergence_parts import JITTER, NAMES, STANDS, Part, Stand, parts, slug
 from benchmarks.convergence_plot import Runs, draw
@@ -42,6 +42,8 @@ first evaluation at or above it and the one before; between: the seconds of thes
 time of ar-sgd to the target over this one's. Step times vary by {jitter:.0%} (log-normal). Servers
 and workers are dealt to the hosts in turn; without servers neighbours share a host. The study's SGP
 overlaps its messages with a step, which is `osgp` here."""
+
+QUICK = {"epochs": 2.0, "workers": 4, "more_workers": [], "target": 0.5, "parts": ["vgg"]}
 
 BAR_ACCURACY = 0.3
 """ALADDIN's accuracy below the synchronous one's, at most, in points."""
@@ -243,19 +245,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--eval-every", type=positive, default=0.5, help="epochs between evaluations")
     add("--jobs", type=whole(), default=2, help="runs side by side")
     add("--kept-only", action="store_true", help="show the finished runs in --out, and run nothing")
-    add("--quick", action="store_true", help="small networks on small data, in a minute")
     return parser
 
 
-def _settle(args: argparse.Namespace) -> None:
-    """What the runs learn from."""
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line's, and what the runs learn from."""
+    args = quick.parse(_parser(), argv, QUICK)
     args.stands = STANDS
     if args.quick:
         args.data = ["--dataset", "digits"]
         args.stands = {name: _quick(stand) for name, stand in STANDS.items()}
-        args.epochs, args.seeds, args.workers, args.more_workers = 2.0, 1, 4, []
-        args.target, args.parts = 0.5, ["vgg"]
-        return
+        return args
     if args.data_dir is None:
         raise UserError("--data-dir: expected a folder with CIFAR-10, got none; or give --quick")
     for name in () if args.kept_only else ("train", "test"):
@@ -266,6 +266,7 @@ def _settle(args: argparse.Namespace) -> None:
             )
     args.data = ["--dataset", "imagefolder", "--data-dir", str(args.data_dir)]
     args.data += ["--precision", "bf16", "--channels-last", "--bn-batches", "40"]
+    return args
 
 
 def _quick(stand: Stand) -> Stand:
@@ -275,8 +276,7 @@ def _quick(stand: Stand) -> Stand:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    args = _parser().parse_args(argv)
-    _settle(args)
+    args = _arguments(argv)
     facts = machine()
     table: list[dict[str, Any]] = []
     panels: dict[str, dict[str, Runs]] = {}

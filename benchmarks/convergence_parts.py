@@ -110,7 +110,6 @@ ABLATION = {
 }
 """``{half}``, ``{twice}`` and ``{five}`` stand for multiples of the learning rate. Five times:
 with a momentum of 0.5 a gradient moves the model as far in all as with 0.9."""
-LONGER = {name: ABLATION[name] for name in ("ar-sgd", "aladdin", "pi 1, lookahead")}
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,7 @@ def parts(args: argparse.Namespace) -> list[Part]:
         "resnet": [Part("resnet", resnet, workers, plainly(EVERYONE), published=like_table)],
         # Its steps take two to three times as long to compute.
         "vgg": [Part("vgg", vgg, workers, VGG_RUNS, share=0.5, published=like_table)],
-        "longer": [Part("longer", resnet, workers, LONGER, share=3.0)],
+        "longer": [Part("longer", resnet, workers, plainly(PAIR), share=3.0)],
         "ablation": [Part("ablation", resnet, workers, ablation, share=0.5)],
         "workers": [
             Part(f"{count} workers", resnet, count, plainly(PAIR), share=0.5)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.errors import UserError
-from benchmarks import harness, ipdps_plots, ipdps_reasons
+from benchmarks import harness, ipdps_plots, ipdps_reasons, quick
 from benchmarks.bounds import data_file, whole
 from benchmarks.ipdps_paper import (
     ALGORITHMS,
@@ -50,6 +50,14 @@ PUSHING = 0.13
 WHOLE_MB = 1000.0
 """A message for all that a server has: nothing is sent while something else is summed."""
 LEAST_ROUNDS = 3
+QUICK = {
+    "figure": [2],
+    "network": ["vgg16"],
+    "gbit": [10],
+    "workers": [24],
+    "rounds": LEAST_ROUNDS,
+    "done": None,  # what an older program found does not count
+}
 FACTORS = (0.8, 1.25)
 """On the time of a step, to see how much depends on it."""
 
@@ -234,7 +242,6 @@ def _chosen(args: argparse.Namespace) -> list[Cell]:
 def _parser() -> argparse.ArgumentParser:
     parser = harness.make_parser("ipdps", "The IPDPS 2021 study's speed-ups in virtual time.")
     add = parser.add_argument
-    add("--quick", action="store_true", help="figure 2, VGG-16, 24 workers, 10 Gbit/s")
     add("--figure", type=int, nargs="+", choices=(2, 4), default=[2, 4], help="of the study")
     add("--network", nargs="+", choices=list(NETWORKS), default=list(NETWORKS), help="to train")
     add("--algorithm", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS), help="to run")
@@ -261,15 +268,12 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    args = _parser().parse_args(argv)
+    args = quick.parse(_parser(), argv, QUICK)
     if args.rounds < LEAST_ROUNDS:
         raise UserError(
             f"--rounds: expected at least {LEAST_ROUNDS}, since samples are drawn two steps ahead, "
             f"got {args.rounds}; give {LEAST_ROUNDS} or more"
         )
-    if args.quick:
-        args.figure, args.network, args.gbit, args.workers = [2], ["vgg16"], [10], [24]
-        args.rounds, args.done = LEAST_ROUNDS, None  # what an older program found does not count
     facts = machine()
     book, chosen = Book(args.done), _chosen(args)
     if not chosen:

@@ -44,9 +44,7 @@ def test_the_target_is_reached_between_two_evaluations() -> None:
 
 def settled(*words: str) -> argparse.Namespace:
     """Arguments, of a folder that need not be there."""
-    args = convergence._parser().parse_args(["--data-dir", "images", "--kept-only", *words])
-    convergence._settle(args)
-    return args
+    return convergence._arguments(["--data-dir", "images", "--kept-only", *words])
 
 
 def test_neighbours_share_a_host_where_there_are_no_servers() -> None:
@@ -75,6 +73,12 @@ def test_bars() -> None:
 def test_a_folder_without_images_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--data-dir: expected images as train/CLASS"):
         convergence.main(["--data-dir", str(tmp_path)])
+
+
+def test_a_quick_pass_takes_what_is_typed() -> None:
+    args = convergence._arguments(["--quick", "--parts", "ablation", "--epochs", "1"])
+    assert (args.parts, args.epochs, args.workers) == (["ablation"], 1.0, 4)
+    assert convergence._arguments(["--quick"]).parts == ["vgg"]
 
 
 def test_a_gradient_takes_its_share_of_a_step() -> None:
