@@ -33,7 +33,6 @@ from aladdin_mpi.transport.endpoint import Endpoint, Fabric
 from aladdin_mpi.transport.matching import Operation
 from aladdin_mpi.transport.virtual_wait import VirtualWaitSet
 from aladdin_mpi.transport.wait_set import WaitSet
-from aladdin_mpi.vectors import copy
 
 T = TypeVar("T")
 
@@ -292,8 +291,8 @@ class VirtualTransport(Transport):
             )
         if total is None:
             total = buffer
-        else:
-            copy(total, buffer)
+        elif not total.is_meta:
+            total.copy_(buffer)
         return self._endpoint.collective("all-reduce", collectives.allreduce, total)
 
     def iallgather(self, buffer: Tensor, gathered: Tensor) -> Request:
