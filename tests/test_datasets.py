@@ -346,6 +346,9 @@ def vague():
 
 def wrong():
     return 5
+
+def greedy(data_dir, /, path):
+    return split(9), split(3)
 """
 
 
@@ -366,5 +369,7 @@ def test_a_users_function_may_return_two_sets_or_a_pair(user_module: str) -> Non
 def test_wrong_user_sets_are_named(user_module: str) -> None:
     with pytest.raises(UserError, match=r"must return a DatasetPair .* returned int"):
         load_dataset(f"{user_module}:wrong")
+    with pytest.raises(UserError, match=r"--dataset .*:greedy: .* needs data_dir, path; give"):
+        load_dataset(f"{user_module}:greedy")
     with pytest.raises(UserError, match="cannot tell the number of classes"):
         load_dataset(f"{user_module}:vague")

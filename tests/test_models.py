@@ -134,6 +134,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "def free(**options):\n    return torch.nn.Linear(1, **{'out_features': options.pop("
         "'num_classes'), **options})\n"
         "def wrong():\n    return 3\n"
+        "def greedy(num_classes, width, depth=2, *more, head):\n    return 3\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     return "users_nets"
@@ -152,6 +153,7 @@ def test_a_users_function_gets_what_it_accepts(user_module: str) -> None:
         ("no_such_module:f", "cannot import no_such_module"),
         ("{}:plane", "no function 'plane'; did you mean plain"),
         ("{}:wrong", "must return a torch.nn.Module, not int"),
+        ("{}:greedy", "any of num_classes, .* also needs width, head; give these a default"),
     ],
 )
 def test_wrong_user_functions_are_named(user_module: str, spec: str, message: str) -> None:

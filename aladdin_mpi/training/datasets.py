@@ -112,7 +112,8 @@ def _load(
     if ":" in name:
         function = import_function("--dataset", name)
         arguments = {"data_dir": data_dir, "download": download, "image_size": image_size}
-        return _checked(name, function, call_with_accepted(function, arguments))
+        result = call_with_accepted("--dataset", name, function, arguments)
+        return _checked(name, function, result)
     close = get_close_matches(name, NAMES)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise UserError(

@@ -112,7 +112,9 @@ def _try(model: nn.Module, in_channels: int, image_size: int) -> None:
 def _build_users(name: str, num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     function = import_function("--model", name)
     arguments = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
-    model = call_with_accepted(function, arguments, always=frozenset({"num_classes"}))
+    model = call_with_accepted(
+        "--model", name, function, arguments, always=frozenset({"num_classes"})
+    )
     if not isinstance(model, nn.Module):
         hint = " (did you forget to call it?)" if inspect.isclass(model) else ""
         raise UserError(

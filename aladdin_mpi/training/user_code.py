@@ -10,6 +10,9 @@ from typing import Any
 
 from aladdin_mpi.errors import UserError
 
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 
 def import_function(option: str, spec: str) -> Callable[..., Any]:
     """Return what ``spec``, written ``package.module:function``, names.
@@ -39,17 +42,39 @@ def import_function(option: str, spec: str) -> Callable[..., Any]:
 
 
 def call_with_accepted(
-    function: Callable[..., Any], arguments: dict[str, Any], always: frozenset[str] = frozenset()
+    option: str,
+    spec: str,
+    function: Callable[..., Any],
+    arguments: dict[str, Any],
+    always: frozenset[str] = frozenset(),
 ) -> Any:
     """Call ``function`` with those of ``arguments`` that it has a parameter for.
 
     Args:
+        option: the option that named it, for messages.
+        spec: its name there.
         function: what to call.
         arguments: what may be passed, by name.
         always: those names that are passed to a ``**`` parameter too.
+
+    Raises:
+        UserError: it needs something else.
     """
-    parameters = inspect.signature(function).parameters
-    accepted = set(parameters)
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+    parameters = inspect.signature(function).parameters.values()
+    accepted = {each.name for each in parameters if each.kind in BY_NAME}
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         accepted |= always
+    if unknown := [each.name for each in parameters if _needs_more(each, arguments)]:
+        raise UserError(
+            f"{option} {spec}: expected a function that can be called with any of "
+            f"{', '.join(arguments)} by name, got one that also needs {', '.join(unknown)}; give "
+            "these a default"
+        )
     return function(**{name: value for name, value in arguments.items() if name in accepted})
+
+
+def _needs_more(parameter: inspect.Parameter, arguments: dict[str, Any]) -> bool:
+    """Whether a parameter has to be given and cannot be."""
+    if parameter.default is not parameter.empty or parameter.kind in ANY_NUMBER:
+        return False
+    return parameter.kind not in BY_NAME or parameter.name not in arguments
