@@ -43,7 +43,7 @@ from benchmarks.scale.cases import (
 )
 from benchmarks.scale.measure import run_apart
 from benchmarks.scale.prediction import KNEE
-from benchmarks.scale.table import Found, between, row, words
+from benchmarks.scale.table import Found, between, row, servers, words
 
 STOP = 0.4
 """A curve that is only there for its knee ends with the first point below this share."""
@@ -131,9 +131,9 @@ def run_missing(store: Store, cases: Iterable[Case], jobs: int) -> None:
     missing = [case for case in dict.fromkeys(cases) if store.get(case) is None]
     for case, found, seconds, memory in run_apart(missing, jobs):
         store.put(case, found)
-        servers = f", {case.servers} servers" if case.servers else ""
+        served = f", {servers(case.servers)}" if case.servers else ""
         print(
-            f"{case.algorithm}, {case.model.name}, {case.gbit:g} Gbit/s{servers}, {case.workers} "
+            f"{case.algorithm}, {case.model.name}, {case.gbit:g} Gbit/s{served}, {case.workers} "
             f"workers: {found['speed_up'] / case.workers:.1%} of ideal; {seconds:.0f} s, "
             f"{memory:.0f} MB",
             file=sys.stderr,

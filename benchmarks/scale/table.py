@@ -95,17 +95,26 @@ def limit(found: Found) -> str:
 
 
 # -- what moves a knee -----------------------------------------------------------------
+def servers(number: float) -> str:
+    """So many of them."""
+    return f"{number:g} server" if number == 1 else f"{number:g} servers"
+
+
+def _links(gbit: float) -> str:
+    return f"{gbit:g} Gbit/s"
+
+
 def words(founds: Sequence[Found]) -> list[str]:
     """Sentences on the curves that differ in one thing."""
     return [
-        *_moves(founds, "servers", lambda curve: curve.servers, "servers"),
-        *_moves(founds, "link", lambda curve: curve.gbit, "Gbit/s"),
+        *_moves(founds, "servers", lambda curve: curve.servers, servers),
+        *_moves(founds, "link", lambda curve: curve.gbit, _links),
         *_models(founds),
     ]
 
 
 def _moves(
-    founds: Sequence[Found], what: str, of: Callable[[Curve], float], unit: str
+    founds: Sequence[Found], what: str, of: Callable[[Curve], float], show: Callable[[float], str]
 ) -> list[str]:
     families: dict[tuple[Any, ...], list[Found]] = {}
     for found in founds:
@@ -116,9 +125,9 @@ def _moves(
     for family in families.values():
         members = sorted(family, key=lambda found: of(found.curve))
         if len(members) > 1 and of(members[0].curve) < of(members[-1].curve):
-            knees = ", ".join(f"{of(f.curve):g} {unit}: {f.knee}" for f in members)
+            knees = ", ".join(f"{show(of(f.curve))}: {f.knee}" for f in members)
             first = members[0].curve
-            beside = f"{first.servers} servers" if what == "link" else f"{first.gbit:g} Gbit/s"
+            beside = servers(first.servers) if what == "link" else _links(first.gbit)
             fixed = f", {beside}" if first.servers or what != "link" else ""
             lines.append(f"{first.algorithm}, {first.model.name}{fixed}: {knees}{_factor(members)}")
     return lines
@@ -140,8 +149,8 @@ def _models(founds: Sequence[Found]) -> list[str]:
         if len(pair) == 2 and any(found.knee.beyond <= 0 for found in pair):
             curve = pair[0].curve
             knees = ", ".join(f"{found.curve.model.name}: {found.knee}" for found in pair)
-            servers = f", {curve.servers} servers" if curve.servers else ""
-            lines.append(f"{curve.algorithm}, {curve.gbit:g} Gbit/s{servers}: {knees}")
+            served = f", {servers(curve.servers)}" if curve.servers else ""
+            lines.append(f"{curve.algorithm}, {_links(curve.gbit)}{served}: {knees}")
     return lines
 
 
