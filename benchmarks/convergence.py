@@ -16,7 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -34,7 +34,7 @@ LIMIT = 24 * 3600.0
 TITLE = "Learning with the timing of the ALADDIN paper's cluster"
 NOTES = """\
 Published: table 2 of the paper, of 250 epochs on CIFAR-10 with ResNet-50 and VGG-16; here it is
-so many epochs with smaller networks and {seeds} seed(s), and the time is that of the modelled
+so many epochs with smaller networks and so many seeds, and the time is that of the modelled
 cluster. Accuracies in %; after a plus-minus sign half the distance of the lowest and the highest
 seed. Accuracy in time: of the last evaluation before the moment at which ALADDIN has used half of
 its samples. To target: seconds until the accuracy is {target:g} %, on a straight line between the
@@ -61,7 +61,7 @@ def run(part: Part, args: argparse.Namespace, out: Path) -> dict[str, Any]:
     return found
 
 
-def _kept(parts: Sequence[Part], out: Path, seeds: Iterable[int]) -> list[Part]:
+def _kept(parts: Sequence[Part], out: Path) -> list[Part]:
     """The parts of which ALADDIN's run is finished, with their finished runs alone."""
     found = []
     for part in parts:
@@ -69,7 +69,10 @@ def _kept(parts: Sequence[Part], out: Path, seeds: Iterable[int]) -> list[Part]:
         done = {
             label: run
             for label, run in part.runs.items()
-            if all((folder / slug(label) / f"seed-{n}" / "summary.json").exists() for n in seeds)
+            if all(
+                (folder / slug(label) / f"seed-{seed}" / "summary.json").exists()
+                for seed in range(part.seeds)
+            )
         }
         if "aladdin" in done:
             found.append(replace(part, runs=done))
@@ -164,6 +167,7 @@ def rows(
                 "algorithm": label,
                 "workers": part.workers,
                 "epochs": epochs * part.share,
+                "seeds": part.seeds,
                 "accuracy": _spread(line["test_accuracy"]),
                 "published accuracy": published[0] if published and part.published else None,
                 "accuracy in time": mean(at_moment) if at_moment else None,
@@ -237,7 +241,7 @@ def _parser() -> argparse.ArgumentParser:
         default=8.0,
         help="of part resnet; longer has three times as many, the others half of them",
     )
-    add("--seeds", type=whole(), default=1, help="runs of each algorithm")
+    add("--seeds", type=whole(), default=1, help="runs of each algorithm; part spread has 3")
     add("--workers", type=whole(2), default=8, help="of each run")
     add("--more-workers", type=whole(2), nargs="*", default=[16, 24], help="of the part 'workers'")
     add("--lr", type=positive, default=0.0125, help="for the batch of one worker")
@@ -284,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         out = args.out or Path(temporary)
         chosen = parts(args)
         if args.kept_only:
-            chosen = _kept(chosen, out, range(args.seeds))
+            chosen = _kept(chosen, out)
         for part in chosen:
             comparison = run(part, args, out)
             folder = out / slug(part.name)
@@ -294,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             }
     if not table:
         raise UserError(f"--out: expected finished runs in {out}, got none; run some")
-    notes = NOTES.format(seeds=args.seeds, target=100 * args.target, jitter=JITTER)
+    notes = NOTES.format(target=100 * args.target, jitter=JITTER)
     found = harness.Findings(TITLE, table, notes, missed(table))
     status = harness.publish("convergence", argv, args, facts, found)
     if args.save is not None:

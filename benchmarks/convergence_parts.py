@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aladdin_mpi.algorithms.registry import find
@@ -122,6 +122,7 @@ class Part:
         workers: of each run.
         runs: for each label in the table the algorithm and its options.
         share: of the epochs.
+        seeds: runs of each.
         published: whether it is a part of the paper's table 2.
     """
 
@@ -130,6 +131,7 @@ class Part:
     workers: int
     runs: Mapping[str, str]
     share: float = 1.0
+    seeds: int = 1
     published: bool = False
 
     @property
@@ -142,7 +144,7 @@ class Part:
         own = {"--workers": self.workers, "--out": folder, "--jobs": args.jobs}
         words = [sys.executable, "-m", "aladdin_mpi.compare"]
         words += [str(word) for pair in own.items() for word in pair]
-        words += ["--seeds", *map(str, range(args.seeds))]
+        words += ["--seeds", *map(str, range(self.seeds))]
         words += ["--target-accuracy", str(args.target)]
         words += ["--variants", *(f"{slug(n)}={_placed(o)}" for n, o in self.runs.items())]
         run = {
@@ -177,7 +179,10 @@ def slug(name: str) -> str:
 
 VGG_RUNS = {**plainly(EVERYONE), AT_THE_END: "ar-sgd --no-wait-free"}
 
-NAMES = ("resnet", "vgg", "longer", "ablation", "workers")
+SPREAD_SEEDS = 3
+"""Of the part spread, at least."""
+
+NAMES = ("resnet", "vgg", "longer", "ablation", "spread", "workers")
 """What `--parts` takes."""
 
 
@@ -196,9 +201,11 @@ def parts(args: argparse.Namespace) -> list[Part]:
         "vgg": [Part("vgg", vgg, workers, VGG_RUNS, share=0.5, published=like_table)],
         "longer": [Part("longer", resnet, workers, plainly(PAIR), share=3.0)],
         "ablation": [Part("ablation", resnet, workers, ablation, share=0.5)],
+        "spread": [Part("spread", resnet, workers, plainly(PAIR), share=0.5, seeds=SPREAD_SEEDS)],
         "workers": [
             Part(f"{count} workers", resnet, count, plainly(PAIR), share=0.5)
             for count in args.more_workers
         ],
     }
-    return [part for name in args.parts for part in known[name]]
+    chosen = [part for name in args.parts for part in known[name]]
+    return [replace(part, seeds=max(part.seeds, args.seeds)) for part in chosen]

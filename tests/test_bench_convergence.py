@@ -94,11 +94,20 @@ def test_every_part_is_a_comparison_that_can_be_made() -> None:
     args = settled("--lr", "0.01")
     found = convergence_parts.parts(args)
     assert [part.name for part in found][-2:] == ["16 workers", "24 workers"]
+    assert {part.seeds for part in found if part.name != "spread"} == {1}
     for part in found:
         words = part.command(args, Path("out"))
         runs = plan.plan(read_request(words[3:]), Path("out"))
         labels = [convergence_parts.slug(label) for label in part.labels]
-        assert [run.entry.label for run in runs] == labels
+        assert [run.entry.label for run in runs] == part.seeds * labels
+        assert {run.seed for run in runs} == set(range(part.seeds))
+
+
+def test_seeds() -> None:
+    parts = {part.name: part for part in convergence_parts.parts(settled("--seeds", "2"))}
+    assert (parts["spread"].seeds, parts["resnet"].seeds) == (3, 2)
+    parts = {part.name: part for part in convergence_parts.parts(settled("--seeds", "5"))}
+    assert (parts["spread"].seeds, parts["resnet"].seeds) == (5, 5)
 
 
 @pytest.mark.long
