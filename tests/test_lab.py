@@ -228,7 +228,11 @@ def test_nothing_is_left_after_use() -> None:
     with Lab(hosts=2) as lab:
         name = lab.name
         assert lab.run(2, ["-c", WHERE], timeout=60).returncode == 0
-        sleeper = subprocess.Popen(lab.host_command(1, ["sleep", "100"]))
+        sleep = lab.host_command(1, ["sh", "-c", "echo inside; exec sleep 100"])
+        sleeper = subprocess.Popen(sleep, stdout=subprocess.PIPE, text=True)
+        assert sleeper.stdout is not None
+        # Who comes in during the removal, behind the polite signal, gets SIGKILL.
+        assert sleeper.stdout.readline() == "inside\n"
         assert len(netns.namespaces(name)) == 3
         assert machine_links() == links
     assert sleeper.wait(timeout=10) == -signal.SIGTERM
@@ -260,7 +264,7 @@ def test_a_lab_that_cannot_be_finished_is_removed(monkeypatch: pytest.MonkeyPatc
 def test_a_run_that_takes_too_long_is_ended(lab: Lab) -> None:
     code = STUBBORN.replace("time.sleep", "print('late', flush=True); time.sleep")
     with pytest.raises(subprocess.TimeoutExpired) as caught:
-        lab.run(3, ["-c", code], timeout=8)
+        lab.run(3, ["-c", code], timeout=20)  # time enough to start, also on a busy machine
     assert "late" in str(caught.value.output)
     assert netns.processes(netns.namespaces(lab.name)) == []
     assert lab.run(3, ["-c", WHERE], timeout=60).returncode == 0
