@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from types import FrameType
 
@@ -75,6 +75,12 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
     global _terminated
     _terminated = TerminatedError(signum)
     raise _terminated
+
+
+def warn(texts: Iterable[str]) -> None:
+    """Say what the user should know although the run goes on; on one rank."""
+    for text in texts:
+        print(f"aladdin_mpi: warning: {text}", file=sys.stderr, flush=True)
 
 
 def end_job(error: BaseException) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aladdin_mpi.guard import run_guarded
+from aladdin_mpi import guard
 
 DESCRIPTION = (
     "Train, or only time, a model with data parallelism on a modelled cluster in virtual time. "
@@ -14,7 +14,7 @@ DESCRIPTION = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    return run_guarded(lambda: _main(argv))
+    return guard.run_guarded(lambda: _main(argv))
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -26,9 +26,11 @@ def _main(argv: Sequence[str] | None) -> int:
 
     from aladdin_mpi.training.auto_resume import decide, follow
     from aladdin_mpi.training.simulator import simulate
+    from aladdin_mpi.unused import warnings
 
     settled = follow(decide(SimulateOptions, given, options), SimulateOptions, given, options)
     if settled is not None:
+        guard.warn(warnings(settled, given))
         simulate(settled)
     return 0
 

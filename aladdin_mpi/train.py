@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aladdin_mpi import stop_signal
+from aladdin_mpi import guard, stop_signal
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.guard import launched_place, quiet_unless_first, run_guarded
 
 AGREEMENT_SECONDS = 60.0
 """Longest wait for the other ranks when this one has nothing but an error to tell."""
@@ -15,7 +14,7 @@ DESCRIPTION = "Train a model with data parallelism over MPI."
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    return run_guarded(lambda: _main(argv))
+    return guard.run_guarded(lambda: _main(argv))
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -25,10 +24,10 @@ def _main(argv: Sequence[str] | None) -> int:
     from aladdin_mpi.options import TrainOptions, followed
 
     # Options are read before MPI starts, so that --help works where MPI does not.
-    rank, size = launched_place()
+    rank, size = guard.launched_place()
     problem: UserError | None = None
     try:
-        with quiet_unless_first(rank):
+        with guard.quiet_unless_first(rank):
             given = read(TrainOptions, argv, "aladdin_mpi.train", DESCRIPTION)
             options = followed(TrainOptions, given)
     except UserError as error:
@@ -42,11 +41,13 @@ def _main(argv: Sequence[str] | None) -> int:
     from aladdin_mpi.training.auto_resume import settle
     from aladdin_mpi.training.exchange import agree
     from aladdin_mpi.training.trainer import train
+    from aladdin_mpi.unused import warnings
 
     transport = MpiTransport(timeout=AGREEMENT_SECONDS if problem else options.timeout)
     agree(transport, lambda: _raise(problem))
     settled = settle(transport, TrainOptions, given, options)
     if settled is not None:
+        guard.warn(warnings(settled, given) if rank == 0 else [])
         train(settled, transport)
     transport.close()
     return 0

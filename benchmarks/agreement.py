@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.errors import UserError
-from benchmarks import harness, scaling, stragglers, study
+from benchmarks import harness, quick, scaling, stragglers, study
 from benchmarks.cells import ROW_NOTES, Cell
 from benchmarks.study import Result
 
@@ -47,10 +47,10 @@ def cells(args: argparse.Namespace) -> list[Cell]:
             "; both are compared, and the network lab is needed: see benchmarks/lab.py"
         )
     found: list[Cell] = []
-    for script in (stragglers, scaling):
+    for script in (stragglers.SCRIPT, scaling.SCRIPT):
         parser = argparse.ArgumentParser()
         script.add_options(parser)
-        own = parser.parse_args([])
+        own = quick.parse(parser, ["--quick"] if args.quick else [], script.reduced)
         found += script.cells(argparse.Namespace(**{**vars(own), **vars(args)}))
     return found
 

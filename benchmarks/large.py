@@ -20,15 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.errors import UserError
-from benchmarks import harness
-from benchmarks.bounds import data_file, whole
+from benchmarks import harness, quick
+from benchmarks.bounds import data_file, positive, whole
 from benchmarks.kept_lines import whole_lines
 from benchmarks.machine import machine
 from benchmarks.results import RESULTS, table
 from benchmarks.scale import plots
 from benchmarks.scale.cases import (
     JITTER,
+    LINKS,
     LOCAL_GBIT,
+    SERVERS,
     USUAL_LINK,
     USUAL_SERVERS,
     WORKERS,
@@ -38,13 +40,19 @@ from benchmarks.scale.cases import (
     Curve,
     all_algorithms,
     curve,
-    quick_study,
     study,
 )
 from benchmarks.scale.measure import run_apart
 from benchmarks.scale.prediction import KNEE
 from benchmarks.scale.table import Found, between, row, servers, words
 
+QUICK = {
+    "workload": ["vgg16"],
+    "algorithm": ["aladdin", "ar-sgd"],
+    "workers": [8, 16, 32],
+    "servers": [1],
+    "link": [10.0],
+}
 STOP = 0.4
 """A curve that is only there for its knee ends with the first point below this share."""
 SETTLED_AT = 128
@@ -201,10 +209,11 @@ def notes(founds: Sequence[Found], checked: Sequence[Mapping[str, Any]]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = harness.make_parser("large", "How far each algorithm scales, in virtual time.")
     add = parser.add_argument
-    add("--quick", action="store_true", help="a few curves up to 32 workers")
     add("--workload", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS), help="models")
     add("--algorithm", choices=all_algorithms(), nargs="+", default=all_algorithms(), help="curves")
     add("--workers", type=whole(), nargs="+", default=list(WORKERS), help="points of each curve")
+    add("--servers", type=whole(), nargs="+", default=list(SERVERS), help="of a curve each")
+    add("--link", type=positive, nargs="+", default=list(LINKS), help="Gbit/s, of a curve each")
     add(
         "--points",
         type=data_file,
@@ -224,7 +233,7 @@ def _chosen(args: argparse.Namespace) -> list[Curve]:
                 f"--workers: expected multiples of {WORKERS_PER_HOST}, which share a host, got "
                 f"{workers}; write for example --workers 8 64 512"
             )
-    return quick_study() if args.quick else study(args.workload, args.workers, args.algorithm)
+    return study(args.workload, args.workers, args.algorithm, args.servers, args.link)
 
 
 def _place(args: argparse.Namespace) -> Path | None:
@@ -248,7 +257,7 @@ def kept(store: Store, curves: Iterable[Curve]) -> list[Found]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    args = _parser().parse_args(argv)
+    args = quick.parse(_parser(), argv, QUICK)
     curves = _chosen(args)
     facts = machine()
     if args.kept_only and _place(args) is None:
@@ -260,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not founds:
         raise UserError(f"--points: expected finished points in {_place(args)}, got none; run some")
     checked: list[dict[str, Any]] = []
-    if SETTLED_AT in args.workers and not (args.quick or args.kept_only):
+    if SETTLED_AT in args.workers and not args.kept_only:
         checked = settled(store, args.workload, args.algorithm, args.jobs)
     title = f"How far the algorithms scale: up to {max(f.points[-1][0] for f in founds)} workers"
     found = harness.Findings(title, [row(each) for each in founds], notes(founds, checked))

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 NAME = "scaling"
 ALGORITHMS = ("aladdin", "ar-sgd", "asp", "easgd", "osgp", "sgp")
-QUICK_ALGORITHMS = ("aladdin", "ar-sgd")
-QUICK_WORKERS = 2
+QUICK = {"algorithm": ["aladdin", "ar-sgd"], "workers": [2], "pi": []}
 PI = "--aladdin-pi"
 DEFAULT_PI = 4
 
@@ -45,20 +44,15 @@ SGP overlaps its messages with one step, which is `osgp` here."""
 
 def cells(args: argparse.Namespace) -> list[Cell]:
     """All cells of a pass."""
-    computing = study.computing(args)
-    if args.quick:
-        numbers = [(args.workload[0], name, QUICK_WORKERS) for name in QUICK_ALGORITHMS]
-    else:
-        numbers = [
-            (workload, name, n)
-            for workload in args.workload
-            for name in args.algorithm
-            for n in args.workers
-        ]
-    found = [study.cell(workload, name, 1.0, n, computing) for workload, name, n in numbers]
-    if "aladdin" in args.algorithm and not args.quick:
+    found = [
+        study.cell(workload, name, 1.0, workers, args.computing)
+        for workload in args.workload
+        for name in args.algorithm
+        for workers in args.workers
+    ]
+    if "aladdin" in args.algorithm:
         found += [
-            study.cell(workload, "aladdin", 1.0, study.WORKERS, computing, extra(pi))
+            study.cell(workload, "aladdin", 1.0, study.WORKERS, args.computing, extra(pi))
             for workload in args.workload
             for pi in args.pi
         ]
@@ -178,6 +172,7 @@ SCRIPT = study.Script(
     row,
     missed,
     draw,
+    reduced=QUICK,
 )
 
 

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 NAME = "stragglers"
 ALGORITHMS = ("aladdin", "ar-sgd", "osgp", "sgp", "bsp", "asp", "ssp", "easgd", "ad-psgd")
-QUICK_ALGORITHMS = ("aladdin", "ar-sgd")
-QUICK_SLOWDOWNS = (1.0, 10.0)
+QUICK = {"algorithm": ["aladdin", "ar-sgd"], "slowdown": [1.0, 10.0]}
 BAR_IDEAL = 0.97
 """Smallest share of the ideal speed-up, of ALADDIN in every cell."""
 
@@ -47,15 +46,11 @@ gradients that were sent by themselves is above the published figure, and no gra
 
 def cells(args: argparse.Namespace) -> list[Cell]:
     """All cells of a pass."""
-    quick = args.quick
-    algorithms = QUICK_ALGORITHMS if quick else args.algorithm
-    slowdowns = QUICK_SLOWDOWNS if quick else args.slowdown
-    workloads = args.workload[:1] if quick else args.workload
     return [
-        study.cell(workload, algorithm, slowdown, study.WORKERS, study.computing(args))
-        for workload in workloads
-        for algorithm in algorithms
-        for slowdown in slowdowns
+        study.cell(workload, algorithm, slowdown, study.WORKERS, args.computing)
+        for workload in args.workload
+        for algorithm in args.algorithm
+        for slowdown in args.slowdown
     ]
 
 
@@ -153,6 +148,7 @@ SCRIPT = study.Script(
     row,
     missed,
     draw,
+    reduced=QUICK,
 )
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.algorithms.registry import find
 from aladdin_mpi.errors import UserError
-from benchmarks import harness
+from benchmarks import harness, quick
 from benchmarks.bounds import folder, positive
 from benchmarks.cell_store import CellStore
 from benchmarks.cells import BOUNDED, TICKETS_AHEAD, WORKLOADS, Cell
@@ -36,8 +36,8 @@ FEWEST = 3
 """Rounds of an algorithm in which all wait for the slowest."""
 SETTLING = 20
 """Steps of the fast workers that the others need, to settle and be counted."""
-QUICK = 0.15
-"""Of the computing, for a reduced pass."""
+QUICK: Mapping[str, Any] = {"computing": 0.15 * COMPUTING, "workload": [next(iter(WORKLOADS))]}
+"""A reduced pass: short cells of one network."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class Script:
         missed: one line for every bar that was not reached.
         draw: writes the picture of all results into a PNG file.
         order: of the rows; by default that of the cells.
+        reduced: the script's own defaults with `--quick`, by name.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Script:
     missed: Callable[[Sequence[Result]], list[str]]
     draw: Callable[[Sequence[Result], Path], None]
     order: Callable[[Sequence[Result]], Sequence[Result]] = list
+    reduced: Mapping[str, Any] = field(default_factory=dict)
 
 
 def main(script: Script, argv: Sequence[str] | None) -> int:
@@ -106,7 +108,7 @@ def main(script: Script, argv: Sequence[str] | None) -> int:
     parser = harness.make_parser(script.name, script.about)
     add_options(parser)
     script.add_options(parser)
-    return carry_out(script, parser.parse_args(argv), argv)
+    return carry_out(script, quick.parse(parser, argv, {**QUICK, **script.reduced}), argv)
 
 
 def carry_out(script: Script, args: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -178,7 +180,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--computing", type=positive, default=COMPUTING, help="of a cell, in s, as far as it may be"
     )
     add("--workload", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS), help="networks")
-    add("--quick", action="store_true", help="few and short cells, under a minute")
     add("--dry-run", action="store_true", help="say what would be run and for how long, no more")
 
 
@@ -196,11 +197,6 @@ def engines(args: argparse.Namespace) -> tuple[str, ...]:
     if "real" in args.engine and reason and not args.dry_run:
         raise UserError(f"--engine real: {reason}")
     return tuple(args.engine)
-
-
-def computing(args: argparse.Namespace) -> float:
-    """Seconds that a cell aims for."""
-    return float(args.computing) * (QUICK if args.quick else 1.0)
 
 
 def run(

@@ -14,7 +14,7 @@ LAYERS = (
     "transport",
     "tags vectors layout optimizer barrier budget refusals replica compression allreduce",
     "algorithms",
-    "fields intervals settings agreement resume cli options",
+    "fields intervals settings agreement resume cli options unused",
     "training",
     "comparison machine",
     "compare servers simulate train",

@@ -181,13 +181,23 @@ def test_a_plan_is_printed_and_nothing_is_run(
 ) -> None:
     store = CellStore(tmp_path)
     words = ["--work", str(tmp_path), "--quick", "--dry-run"]
-    done = study.cell("resnet50", "ar-sgd", 10.0, 8, study.COMPUTING * study.QUICK)
+    done = study.cell("resnet50", "ar-sgd", 10.0, 8, study.QUICK["computing"])
     store.put(done, {}, None)
     assert stragglers.main(words) == 0
     lines = printed(capsys).splitlines()
     assert any(line.startswith("    done  ResNet-50, ar-sgd") for line in lines)
     assert lines[-1].endswith("minutes")
     assert len(lines) == 5
+
+
+def test_a_quick_pass_runs_what_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--quick", "--dry-run", "--workload", "vgg16", "--algorithm", "asp"]
+    assert stragglers.main([*words, "--slowdown", "2"]) == 0
+    first, _ = printed(capsys).splitlines()
+    assert "VGG-16, asp" in first and "2" in first
+    assert scaling.main([*words, "--workers", "4"]) == 0
+    first, _ = printed(capsys).splitlines()
+    assert "VGG-16, asp, 4 workers" in first
 
 
 def saved(folder: Path, name: str) -> list[Mapping[str, Any]]:
@@ -241,7 +251,7 @@ def test_agreement_needs_both_engines(capsys: pytest.CaptureFixture[str]) -> Non
 @needs_lab
 def test_agreement_over_mpi(tmp_path: Path) -> None:
     """A pass in the lab, stopped after its cells: the second start runs none of them again."""
-    words = ["--quick", "--computing", "5", "--work", str(tmp_path), "--save", str(tmp_path)]
+    words = ["--quick", "--computing", "0.75", "--work", str(tmp_path), "--save", str(tmp_path)]
     command = [sys.executable, "-m", "benchmarks.agreement", *words]
     first, second = (
         subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)

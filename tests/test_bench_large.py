@@ -25,22 +25,20 @@ def simulated(algorithm: str, workers: int, gbit: float, servers: int = 0) -> di
 
 
 # -- end to end -------------------------------------------------------------------------
-def test_a_study_runs_saves_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    lines = [curve("asp", "vgg16", USUAL_LINK, servers, (8, 16)) for servers in (1, 2)]
-    monkeypatch.setattr(large, "quick_study", lambda: lines)
+def test_a_study_runs_saves_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     points = tmp_path / "points.jsonl"
-    options = ["--quick", "--points", str(points), "--save", str(tmp_path)]
+    options = ["--quick", "--algorithm", "asp", "--workers", "8", "16", "--link", "100"]
+    options += ["--points", str(points), "--save", str(tmp_path)]
     assert large.main(options) == 0
     said = capfd.readouterr()
-    assert said.err.count("of ideal") == 3
+    assert said.err.count("of ideal") == 3, said.err
     saved = json.loads((tmp_path / "large.json").read_text())
-    assert [found["servers"] for found in saved["rows"]] == [1, 2]
+    assert [found["servers"] for found in saved["rows"]] == [16, 1]
     assert all(0 < found["their speed-up"] <= 16.5 for found in saved["rows"])
     assert "never the bottleneck" in saved["notes"]
-    assert (tmp_path / "large" / plots.ALGORITHMS).exists() is False, "not of 16 servers"
-    assert (tmp_path / "large" / plots.SERVERS).read_bytes().startswith(b"\x89PNG")
+    for picture in (plots.ALGORITHMS, plots.SERVERS):
+        assert (tmp_path / "large" / picture).read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "large" / plots.LINKS).exists(), "there is but one link"
 
     kept = points.read_text()
     points.write_text("".join(kept.splitlines(keepends=True)[:-1]))

@@ -6,6 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+SHARED = {"eamsgd": "easgd"}
+"""Algorithms that take the options of another."""
+
+
+def group_of(algorithm: str) -> str:
+    """The field of the run's options that holds an algorithm's own, if it has any."""
+    return SHARED.get(algorithm, algorithm).replace("-", "_")
+
+
 AlphaRule = Literal["theory", "since-last", "literal"]
 """How ALADDIN's server chooses the weight that a worker gives to the global model."""
 

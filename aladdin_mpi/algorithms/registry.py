@@ -19,6 +19,7 @@ from aladdin_mpi.algorithms.easgd import EamsgdWorker, EasgdServer, EasgdWorker
 from aladdin_mpi.algorithms.gosgd import GoSgdWorker
 from aladdin_mpi.algorithms.local_sgd import LocalSgdWorker
 from aladdin_mpi.algorithms.multistep import multistep_layout, multistep_worker
+from aladdin_mpi.algorithms.options import group_of
 from aladdin_mpi.algorithms.server import ParameterServer
 from aladdin_mpi.algorithms.sgp import SgpWorker
 from aladdin_mpi.algorithms.shat import ShatServer, ShatWorker
@@ -232,7 +233,7 @@ def check_compression(algorithm: Algorithm, options: RunOptions) -> None:
             f"({able}), got {algorithm.name}; leave the option out"
         )
     # Compressed are steps that hold the worker's own momentum.
-    place = getattr(getattr(options, algorithm.name.replace("-", "_"), None), "momentum", "worker")
+    place = getattr(getattr(options, group_of(algorithm.name), None), "momentum", "worker")
     if place != "worker":
         raise UserError(
             f"--compression {options.compression}: expected --{algorithm.name}-momentum worker, "

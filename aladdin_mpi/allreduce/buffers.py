@@ -26,6 +26,7 @@ class Buffers:
         self._wire = DenseWire(dtype, device, moves_bytes)
         self._on_device = on_device
         self._made: dict[int, Tensor] = {}
+        self._totals: dict[int, Tensor] = {}
 
     def load(self, values: Tensor, key: int) -> tuple[Tensor, Event | None]:
         """The buffer with ``values`` in it, and the event after which they are there, if any."""
@@ -44,6 +45,14 @@ class Buffers:
         if not self._on_device:
             return self._wire.buffer_for(values)
         return values if values.dtype == self.dtype else torch.empty_like(values, dtype=self.dtype)
+
+    def total(self, buffer: Tensor, key: int) -> Tensor:
+        """Memory for the sum of :meth:`load`'s buffer, for a library that does not add in place."""
+        total = self._totals.get(key)
+        if total is None or total.numel() != buffer.numel():
+            total = torch.zeros_like(buffer, pin_memory=buffer.is_pinned())
+            self._totals[key] = total
+        return total
 
     @staticmethod
     def store(buffer: Tensor, values: Tensor) -> None:

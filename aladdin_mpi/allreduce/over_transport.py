@@ -31,33 +31,22 @@ class SingleAllReduce(AllReduce):
         self._transport = transport
         self._moves_bytes = transport.engine == "mpi"
         self._buffers = Buffers(torch.float32, device, self._moves_bytes)
-        self._totals: dict[int, Tensor] = {}
         self._held: deque[_Single] = deque()
 
     def start(self, values: Tensor, key: int) -> Pending:
         """See :meth:`AllReduce.start`."""
         buffer, event = self._buffers.load(values, key)
-        pending = _Single(self, values, buffer, event, self._total(buffer, key))
+        total = self._buffers.total(buffer, key) if self._moves_bytes else None
+        pending = _Single(self, values, buffer, event, total)
         self._held.append(pending)
         self._launch()
         return pending
-
-    def _total(self, buffer: Tensor, key: int) -> Tensor:
-        """Where the sum goes."""
-        if not self._moves_bytes:
-            return buffer
-        total = self._totals.get(key)
-        if total is None or total.numel() != buffer.numel():
-            total = torch.zeros_like(buffer, pin_memory=buffer.is_pinned())
-            self._totals[key] = total
-        return total
 
     def _launch(self) -> None:
         """Begin those, in order, whose values have left the GPU."""
         while self._held and _happened(self._held[0].event):
             pending = self._held.popleft()
-            total = None if pending.total is pending.buffer else pending.total
-            pending.request = self._transport.iallreduce(pending.buffer, total)
+            pending.request = self._transport.iallreduce(pending.buffer, pending.total)
 
     def finish(self, pending: _Single) -> Tensor:
         """Wait for one sum; on the CPU it stays where it is."""
@@ -67,9 +56,10 @@ class SingleAllReduce(AllReduce):
                 self._transport.sleep(EVENT_POLL)
         self._transport.wait(pending.request)
         self._launch()
+        total = pending.buffer if pending.total is None else pending.total
         if pending.buffer is pending.values:
-            return pending.total
-        Buffers.store(pending.total, pending.values)
+            return total
+        Buffers.store(total, pending.values)
         return pending.values
 
     def describe(self) -> str:
@@ -78,13 +68,15 @@ class SingleAllReduce(AllReduce):
 
 
 class _Single(Pending):
+    """``total`` is where the sum comes; None: into ``buffer``."""
+
     def __init__(
         self,
         owner: SingleAllReduce,
         values: Tensor,
         buffer: Tensor,
         event: Event | None,
-        total: Tensor,
+        total: Tensor | None,
     ) -> None:
         self.owner = owner
         self.values = values

@@ -15,9 +15,10 @@ from aladdin_mpi.algorithms import registry
 from aladdin_mpi.comparison.options import ALL, PROG, SET_HERE, CompareOptions, Request, set_here
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import CONFIG_NAME, RunOptions, SimulateOptions
-from aladdin_mpi.settings import build, did_you_mean
-from aladdin_mpi.training.checkpoint import FOLDER as CHECKPOINT
+from aladdin_mpi.settings import Settings, build, did_you_mean
+from aladdin_mpi.training.checkpoint import CheckpointStore
 from aladdin_mpi.training.run_folder import SUMMARY
+from aladdin_mpi.unused import unused
 
 LOG = "output.log"
 RUNS = "runs"
@@ -66,7 +67,7 @@ class Run:
 
     def start_words(self) -> list[str]:
         """The command line that starts it, or goes on with it from its last checkpoint."""
-        if any((self.folder / CHECKPOINT).glob("samples-*")):
+        if CheckpointStore(self.folder).exists:
             return ["--resume", str(self.folder)]
         begun = (self.folder / CONFIG_NAME).exists()
         again = ["--overwrite"] if begun else []
@@ -81,11 +82,12 @@ def plan(request: Request, out: Path) -> list[Run]:
     """
     options = request.options
     found = entries(options)
-    _check_words(options, request.shared, _BEHIND)
-    for entry in found:
-        _check_words(options, entry.words, f"--variants {entry.label}: ")
+    shared = _check_words(options, request.shared, _BEHIND)
+    own = {e.label: _check_words(options, e.words, _variants(e)) for e in found}
     runs = [_run(request, entry, seed, out) for seed in options.seeds for entry in found]
+    _check_used(runs, shared, _BEHIND)
     for run in runs:
+        _check_used([run], own[run.entry.label], _variants(run.entry))
         check_stored(run)
     return runs
 
@@ -136,8 +138,20 @@ def _check_name(origin: str, name: str, known: Sequence[str]) -> None:
         )
 
 
-def _check_words(options: CompareOptions, words: Sequence[str], where: str) -> None:
-    """Refuse a typing error, and what the comparison itself decides."""
+def _variants(entry: Entry) -> str:
+    return f"--variants {entry.label}: "
+
+
+def _check_used(runs: Sequence[Run], given: Settings, where: str) -> None:
+    """Refuse an option that has no effect on any of these runs."""
+    found = [unused(run.options, given) for run in runs]
+    for flag, remedy in found[0].items():
+        if all(flag in each for each in found):
+            raise UserError(f"{where}{flag}: has no effect {remedy}")
+
+
+def _check_words(options: CompareOptions, words: Sequence[str], where: str) -> Settings:
+    """What these words say; refuses a typing error, and what the comparison itself decides."""
     about = f"The options of each run of {PROG}."
     try:
         given = cli.read(options.run_options, words, options.run_module, about)
@@ -149,6 +163,7 @@ def _check_words(options: CompareOptions, words: Sequence[str], where: str) -> N
         typed = setting.origin.startswith("--")
         if instead and (typed or (path[0] == "resume" and setting.value is not None)):
             raise UserError(f"{where}{setting.origin}: {set_here(instead)}")
+    return given
 
 
 def _run(request: Request, entry: Entry, seed: int, out: Path) -> Run:
@@ -156,7 +171,7 @@ def _run(request: Request, entry: Entry, seed: int, out: Path) -> Run:
     words = [*request.shared, *entry.words, "--algorithm", entry.algorithm, "--seed", str(seed)]
     if options.engine == "virtual":
         words += ["--workers", str(options.workers)]
-    where = f"--variants {entry.label}: " if entry.words else ""
+    where = _variants(entry) if entry.words else ""
     try:
         built = build(options.run_options, cli.read(options.run_options, words, "", ""))
         ranks = ranks_of(entry.algorithm, built, options.workers)

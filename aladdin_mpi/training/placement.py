@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from aladdin_mpi import guard
 from aladdin_mpi.training.exchange import gather
 from aladdin_mpi.transport.base import Transport
 
@@ -37,8 +37,7 @@ def tell_placement(
     if facts and not quiet:
         lines = by_rank(facts) if len(facts) <= LONG else by_host(facts)
         print("\n".join(lines), flush=True)
-    for warning in shared_gpus(facts):
-        print(f"aladdin_mpi: warning: {warning}", file=sys.stderr, flush=True)
+    guard.warn(shared_gpus(facts))
 
 
 def place(rank: int, device: torch.device, servers: int) -> dict[str, Any]:

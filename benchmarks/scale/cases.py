@@ -221,28 +221,26 @@ def all_algorithms() -> list[str]:
 
 
 def study(
-    workloads: Sequence[str], workers: Sequence[int], algorithms: Collection[str]
+    workloads: Sequence[str],
+    workers: Sequence[int],
+    algorithms: Collection[str],
+    servers: Sequence[int] = SERVERS,
+    links: Sequence[float] = LINKS,
 ) -> list[Curve]:
-    """The curves of the full pass, of these algorithms; first one of each."""
+    """The curves of these algorithms, by default of the full pass.
+
+    First one of each with the usual servers and link; then of some of them, one for each of the
+    other ``servers`` and ``links``.
+    """
     curves: dict[Curve, None] = {}
     for workload in workloads:
         for name in filter(algorithms.__contains__, all_algorithms()):
             curves[curve(name, workload, USUAL_LINK, USUAL_SERVERS, workers)] = None
     for workload in workloads:
         for name in filter(algorithms.__contains__, OVER_SERVERS):
-            for servers in SERVERS:
-                curves[curve(name, workload, USUAL_LINK, servers, workers)] = None
+            for number in servers:
+                curves[curve(name, workload, USUAL_LINK, number, workers)] = None
         for name in filter(algorithms.__contains__, OVER_LINKS):
-            for gbit in LINKS:
+            for gbit in links:
                 curves[curve(name, workload, gbit, USUAL_SERVERS, workers)] = None
     return [line for line in curves if line.workers]
-
-
-def quick_study() -> list[Curve]:
-    """A few small curves, of which some have a knee."""
-    few = (8, 16, 32)
-    return [
-        *(curve("asp", "vgg16", USUAL_LINK, servers, few) for servers in (1, USUAL_SERVERS)),
-        curve("aladdin", "vgg16", USUAL_LINK, 1, few),
-        *(curve("ar-sgd", "vgg16", gbit, 0, few) for gbit in (10.0, USUAL_LINK)),
-    ]

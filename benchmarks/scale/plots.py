@@ -117,7 +117,8 @@ def _shares(axis: Any, founds: Sequence[Found]) -> None:
     _over_workers(axis, _longest(founds))
     axis.set_ylim(0, 1.08)
     axis.set_ylabel("share of the ideal")
-    axis.legend(frameon=False, fontsize=8, loc="lower left")
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(frameon=False, fontsize=8, loc="lower left")
 
 
 def _looks() -> dict[str, dict[str, Any]]:
