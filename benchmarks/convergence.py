@@ -243,7 +243,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--seeds", type=whole(), default=1, help="runs of each algorithm; part spread has 3")
     add("--workers", type=whole(2), default=8, help="of each run")
-    add("--more-workers", type=whole(2), nargs="*", default=[16, 24], help="of the part 'workers'")
+    add(
+        "--more-workers",
+        type=whole(2),
+        nargs="*",
+        default=[16, 24],
+        help="of the part 'workers'; the first of them also of 'longer'",
+    )
     add("--lr", type=positive, default=0.0125, help="for the batch of one worker")
     add("--target", type=share, default=0.7, help="the accuracy, from 0 to 1, that is waited for")
     add("--eval-every", type=positive, default=0.5, help="epochs between evaluations")

@@ -199,7 +199,13 @@ def parts(args: argparse.Namespace) -> list[Part]:
         "resnet": [Part("resnet", resnet, workers, plainly(EVERYONE), published=like_table)],
         # Its steps take two to three times as long to compute.
         "vgg": [Part("vgg", vgg, workers, VGG_RUNS, share=0.5, published=like_table)],
-        "longer": [Part("longer", resnet, workers, plainly(PAIR), share=3.0)],
+        "longer": [
+            Part("longer", resnet, workers, plainly(PAIR), share=3.0),
+            *(
+                Part(f"longer, {count} workers", resnet, count, plainly(PAIR), share=3.0)
+                for count in args.more_workers[:1]
+            ),
+        ],
         "ablation": [Part("ablation", resnet, workers, ablation, share=0.5)],
         "spread": [Part("spread", resnet, workers, plainly(PAIR), share=0.5, seeds=SPREAD_SEEDS)],
         "workers": [
