@@ -27,7 +27,7 @@ from aladdin_mpi.layout import Bucket, Layout, cut
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.options import RESUME_FIELDS, RunOptions, agreed, check_workers
 from aladdin_mpi.replica import PhantomReplica, Replica, outline
-from aladdin_mpi.training import run_folder
+from aladdin_mpi.training import run_folder, run_lock
 from aladdin_mpi.training.checkpoint import CheckpointStore
 from aladdin_mpi.training.evaluation import Evaluate, Evaluator, Snapshots
 from aladdin_mpi.training.exchange import add_up, agree, broadcast, gather, spread
@@ -37,6 +37,7 @@ from aladdin_mpi.training.keeper import Keeper, Plan
 from aladdin_mpi.training.local_state import LocalState
 from aladdin_mpi.training.losses import Losses, settle
 from aladdin_mpi.training.recorder import Metrics, Progress
+from aladdin_mpi.training.run_lock import RunLock
 from aladdin_mpi.training.schedule import LearningRate
 from aladdin_mpi.training.segments import Segments
 from aladdin_mpi.training.summary import summarise
@@ -132,14 +133,16 @@ class Rank:
         given = options.resume or options.run_dir
         name = str(given or Path("runs") / run_folder.default_name(options))
         folder = Path(broadcast(self.transport, name))
-        if options.resume is None:
-            agree(self.transport, lambda: self._prepare(folder))
+        self.lock = agree(self.transport, lambda: self._take(folder))
         agree(self.transport, lambda: run_folder.check_seen(folder))
         return folder
 
-    def _prepare(self, folder: Path) -> None:
-        if self.transport.rank == 0:
-            run_folder.prepare(folder, self.options)
+    def _take(self, folder: Path) -> RunLock | None:
+        if self.transport.rank > 0:
+            return None
+        if self.options.resume is None:
+            return run_folder.prepare(folder, self.options)
+        return run_lock.take(folder)
 
     def _identity(self) -> dict[str, Any]:
         """What a checkpoint must have in common with the run that resumes it."""
@@ -317,6 +320,7 @@ class Rank:
             )
         self.heartbeats.close()
         self.role.close()
+        self._release()
         self.transport.close(SUSPENDED_STATUS)
 
     @property
@@ -335,7 +339,12 @@ class Rank:
         summary = summarise(self, model, waiting)
         self.heartbeats.close()
         self.role.close()
+        self._release()
         return summary
+
+    def _release(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
 
     def _final_model(self, without: Sequence[int] = ()) -> Tensor | None:
         """The global model, flat, at every rank; also put into the replica.

@@ -14,10 +14,12 @@ from typing import Any
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import CONFIG_NAME, RunOptions, to_toml
 from aladdin_mpi.settings import build, read_toml
+from aladdin_mpi.training import run_lock
 from aladdin_mpi.training.checkpoint import FOLDER as CHECKPOINT
 from aladdin_mpi.training.checkpoint import NAMES as CHECKPOINTS
 from aladdin_mpi.training.recorder import METRICS
 from aladdin_mpi.training.report import CURVES
+from aladdin_mpi.training.run_lock import RunLock
 
 SUMMARY = "summary.json"
 MODEL = "model.pt"
@@ -31,11 +33,11 @@ def default_name(options: RunOptions) -> str:
     return "-".join(parts).replace("/", "_").replace(":", "_")
 
 
-def prepare(folder: Path, options: RunOptions) -> None:
-    """Make the folder and write the configuration into it.
+def prepare(folder: Path, options: RunOptions) -> RunLock:
+    """Make the folder, take it for this run, and write the configuration into it.
 
     Raises:
-        UserError: it holds a run already, or cannot be written.
+        UserError: it holds a run already, another run is using it, or it cannot be written.
     """
     used = [name for name in WRITTEN if (folder / name).exists()]
     if used and not options.overwrite:
@@ -47,6 +49,7 @@ def prepare(folder: Path, options: RunOptions) -> None:
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        lock = run_lock.take(folder)
         for name in set(used).difference([CHECKPOINT]):
             (folder / name).unlink()
         for old in (folder / "tensorboard").glob("events.*"):
@@ -59,6 +62,7 @@ def prepare(folder: Path, options: RunOptions) -> None:
         raise UserError(
             f"--run-dir: cannot write into {str(folder)!r}: {error.strerror}; give another folder"
         ) from error
+    return lock
 
 
 def reopen(folder: Path, options: RunOptions) -> None:
