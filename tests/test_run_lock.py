@@ -112,6 +112,7 @@ def test_beside_a_run_over_mpi(tmp_path: Path, how: str) -> None:
         else:
             second = train(2, run_dir, how, *SHORT, check=False)
         assert IN_USE in refusal(second)
+        assert (run_dir / run_lock.NAME).exists()
         assert (run_dir / "config.toml").read_text() == before
         assert job.process.poll() is None, job.so_far()
     train(2, run_dir, "--overwrite", *SHORT)  # the first was killed

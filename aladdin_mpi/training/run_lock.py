@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from aladdin_mpi import guard
 from aladdin_mpi.errors import UserError
 
 NAME = ".lock"
@@ -73,7 +74,9 @@ def take(folder: Path) -> RunLock:
     file.truncate(0)
     file.write(json.dumps(_myself()))
     file.flush()
-    return RunLock(file)
+    lock = RunLock(file)
+    guard.before_leaving(lock.release)  # no file is left by a run that is refused
+    return lock
 
 
 def _is_there(file: IO[str]) -> bool:
