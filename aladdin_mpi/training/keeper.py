@@ -139,7 +139,7 @@ class Keeper:
             self._next_log = (drawn // self.plan.log_every + 1) * self.plan.log_every
             self._log(drawn)
         if self.plan.eval_every and self._next_eval <= drawn < self.plan.total:
-            self._next_eval = (drawn // self.plan.eval_every + 1) * self.plan.eval_every
+            self._next_eval = self._evaluation_behind(drawn)
             self._evaluate()
 
     def _stop_in_time(self) -> None:
@@ -208,12 +208,20 @@ class Keeper:
         self._measuring = None
 
     def make_up_for_evaluation(self) -> None:
-        """Evaluate soon, if the resumed run ended before its last evaluation did."""
+        """Evaluate soon, if the resumed run ended before its last evaluation did.
+
+        But not where it was evaluated at its end already, and is longer now.
+        """
         assert self.metrics is not None
-        due = self._measuring
+        due, drawn = self._measuring, self.budget.drawn
         if due is not None and not self.metrics.has("eval", due):
             self._next_eval = due
+        elif self.plan.eval_every and self.metrics.has("eval", drawn):
+            self._next_eval = max(self._next_eval, self._evaluation_behind(drawn))
         self._measuring = None
+
+    def _evaluation_behind(self, drawn: int) -> int:
+        return (drawn // self.plan.eval_every + 1) * self.plan.eval_every
 
     # -- checkpoint ---------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
