@@ -28,6 +28,10 @@ FLUSH_SECONDS = 0.3
 """Time for the launcher to pass on what was printed before the job is ended."""
 YIELD_SECONDS = 3.0
 """Time for another rank to say what has happened."""
+TURN_SECONDS = 1.0
+"""Time for a worker to say what has gone wrong and to end the job, before the next one does."""
+LAST_TURN = 3
+"""In a large job the ranks from here on do not wait for each other."""
 
 remedy: Callable[[], str] = str
 """Says how to go on after the job has ended in mid-training."""
@@ -111,6 +115,8 @@ def end_job(error: BaseException) -> None:
             print(f"aladdin_mpi: stopped by {error}{_and_then()}", file=sys.stderr)
     elif isinstance(error, UserError):
         status = 2
+        if not error.agreed:
+            _await_turn(rank, size)
         where = f" (rank {rank})" if size > 1 and not error.agreed else ""
         print(f"aladdin_mpi: error{where}: {error}", file=sys.stderr)
         if error.agreed:
@@ -132,8 +138,23 @@ def end_job(error: BaseException) -> None:
             file=sys.stderr,
         )
     else:
+        _await_turn(rank, size)
         _print_traceback(error, rank, size)
     _abort(status, size)
+
+
+def _await_turn(rank: int, size: int) -> None:
+    """Let the ranks before this one go first.
+
+    All workers run one loop, and a mistake in it is made by all. The first to tell of it ends the
+    job, and with it those who wait here.
+    """
+    turn = min(rank - 1, LAST_TURN)
+    if size == 1 or turn <= 0 or threading.current_thread() is not threading.main_thread():
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(turn * TURN_SECONDS)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _and_then() -> str:

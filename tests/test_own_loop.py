@@ -241,8 +241,8 @@ def test_a_mistake_ends_the_job(tmp_path: Path, body: str, words: str) -> None:
     done = run_script(tmp_path, LOOP.replace("BODY", body), check=False)
     assert done.returncode != 0
     found = re.findall(r"aladdin_mpi: error \(rank [12]\): training loop: (.*)", done.stderr)
-    assert 1 <= len(found) <= 2, repr(done)
-    assert all(words in line for line in found), repr(done)
+    (line,) = found  # of all workers, one tells of it
+    assert words in line, repr(done)
     assert "Traceback" not in done.stderr
     # Only who has left the loop goes on behind it.
     assert done.stdout.count("after the loop") == (body == STEP_AND + "break")
