@@ -67,6 +67,22 @@ def test_whoever_is_killed_has_it_no_more(tmp_path: Path, holder: int) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_only_its_own_process_gives_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path)
+    lock = run_lock.take(Path("run"))
+    monkeypatch.chdir("/")
+    if (child := os.fork()) == 0:
+        lock.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (tmp_path / "run" / run_lock.NAME).exists()
+    lock.release()
+    assert not (tmp_path / "run" / run_lock.NAME).exists()
+
+
 def test_a_job_that_is_started_again_takes_it_from_itself(
     tmp_path: Path, holder: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

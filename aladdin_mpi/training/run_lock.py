@@ -31,13 +31,16 @@ class RunLock:
 
     def __init__(self, file: IO[str] | None) -> None:
         self._file = file
+        self._process = os.getpid()
 
     def release(self) -> None:
-        """Let others use the folder; harmless when done before."""
-        if self._file is not None:
-            Path(self._file.name).unlink(missing_ok=True)
-            self._file.close()
-            self._file = None
+        """Let others use the folder; harmless when done before, and in a fork."""
+        if self._file is None or os.getpid() != self._process:
+            return
+        if _is_there(self._file):
+            os.unlink(self._file.name)
+        self._file.close()
+        self._file = None
 
 
 def take(folder: Path) -> RunLock:
@@ -50,7 +53,7 @@ def take(folder: Path) -> RunLock:
         UserError: another run is using it.
     """
     try:
-        file = (folder / NAME).open("a+")
+        file = (folder.absolute() / NAME).open("a+")  # the program may go elsewhere
     except OSError:
         return RunLock(None)  # who writes there will say so
     try:
