@@ -180,7 +180,12 @@ def slug(name: str) -> str:
     return name.replace(",", "").replace(" ", "-")
 
 
-VGG_RUNS = {**plainly(EVERYONE), AT_THE_END: "ar-sgd --no-wait-free", **LOOKING_AHEAD}
+VGG_RUNS = {
+    **plainly(EVERYONE),
+    AT_THE_END: "ar-sgd --no-wait-free",
+    "pi 2": "aladdin --aladdin-pi 2",
+    **LOOKING_AHEAD,
+}
 PAIR_AHEAD = {**plainly(PAIR), **LOOKING_AHEAD}
 
 SPREAD_SEEDS = 3
