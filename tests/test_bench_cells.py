@@ -194,7 +194,7 @@ def test_a_quick_pass_runs_what_is_typed(capsys: pytest.CaptureFixture[str]) -> 
     words = ["--quick", "--dry-run", "--workload", "vgg16", "--algorithm", "asp"]
     assert stragglers.main([*words, "--slowdown", "2"]) == 0
     first, _ = printed(capsys).splitlines()
-    assert "VGG-16, asp" in first and "2" in first
+    assert "VGG-16, asp, 8 workers, slow-down 2," in first
     assert scaling.main([*words, "--workers", "4"]) == 0
     first, _ = printed(capsys).splitlines()
     assert "VGG-16, asp, 4 workers" in first
