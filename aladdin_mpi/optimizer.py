@@ -41,21 +41,23 @@ class MomentumSGD:
         self._numel = like.numel()
         self.velocity = torch.zeros_like(like) if momentum else None
 
-    def correct(self, part: slice, gradient: Tensor, x: Tensor) -> None:
+    def correct(self, part: slice, gradient: Tensor, x: Tensor, raw: Tensor | None = None) -> None:
         """Turn ``gradient`` into the step's direction, in place.
 
         Args:
             part: of the flat vector.
             gradient: of that part.
             x: the parameters of that part.
+            raw: takes the direction less its momentum, ``g + d x``, of that part.
         """
         if gradient.is_meta:
             return
         if self.clip is not None:
             self._clip(gradient, self.clip)
         velocity = gradient if self.velocity is None else self.velocity[part]
-        for g, x_part, v in blocks(gradient, x, velocity):
-            self._turn(g, x_part, v)
+        kept = gradient if raw is None else raw
+        for g, x_part, v, u in blocks(gradient, x, velocity, kept):
+            self._turn(g, x_part, v, None if raw is None else u)
 
     def descend(
         self, part: slice, gradient: Tensor, x: Tensor, lr: float, factor: float = 1.0
@@ -77,10 +79,12 @@ class MomentumSGD:
             self._turn(g, x_part, v)
             x_part.add_(g, alpha=-lr)
 
-    def _turn(self, g: Tensor, x: Tensor, v: Tensor) -> None:
+    def _turn(self, g: Tensor, x: Tensor, v: Tensor, raw: Tensor | None = None) -> None:
         """Gradient into step; ``v`` is the velocity, if there is any."""
         if self.weight_decay:
             g.add_(x, alpha=self.weight_decay)
+        if raw is not None:
+            raw.copy_(g)
         if self.velocity is None:
             return
         v.mul_(self.momentum).add_(g)

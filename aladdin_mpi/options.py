@@ -13,6 +13,7 @@ from aladdin_mpi.agreement import agreed, differences, fingerprint
 from aladdin_mpi.algorithms.options import (
     AdPsgdOptions,
     AdspOptions,
+    AladdinAheadOptions,
     AladdinOptions,
     ArSgdOptions,
     AshlOptions,
@@ -288,6 +289,7 @@ class RunOptions(BaseModel):
     ad_psgd: AdPsgdOptions = nested(AdPsgdOptions)
     adsp: AdspOptions = nested(AdspOptions)
     aladdin: AladdinOptions = nested(AladdinOptions)
+    aladdin_ahead: AladdinAheadOptions = nested(AladdinAheadOptions)
     ar_sgd: ArSgdOptions = nested(ArSgdOptions)
     ashl: AshlOptions = nested(AshlOptions)
     asp: AspOptions = nested(AspOptions)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from aladdin_mpi.algorithms.aladdin import AladdinServer
 from aladdin_mpi.algorithms.options import AladdinOptions
-from aladdin_mpi.algorithms.server import Arrival, ParameterServer
+from aladdin_mpi.algorithms.server import Arrival, NotesThen, ParameterServer
 from aladdin_mpi.algorithms.worker import FORWARD_SHARE
 from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.layout import Bucket
@@ -339,7 +339,7 @@ class Script:
         worker: int,
         bucket: Bucket,
         alpha: float = 1.0,
-        notes: tuple[float, ...] = (),
+        notes: NotesThen = (),
         exact: bool = False,
     ) -> None:
         self.alphas.append(alpha)

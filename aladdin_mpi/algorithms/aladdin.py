@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aladdin_mpi.algorithms.base import Server, TrainingWorker
 from aladdin_mpi.algorithms.gradient_sum import GradientSum
-from aladdin_mpi.algorithms.inbox import ModelInbox
+from aladdin_mpi.algorithms.inbox import Model, ModelInbox
 from aladdin_mpi.algorithms.options import AladdinOptions
 from aladdin_mpi.algorithms.outbox import Outbox
 from aladdin_mpi.algorithms.server import Arrival, ParameterServer
@@ -105,12 +105,12 @@ class AheadInbox(ModelInbox):
         self._velocity = optimizer.velocity
         self._steps = steps
 
-    def put(self, parameters: Tensor, bucket: Bucket, values: Tensor, alpha: float) -> None:
+    def put(self, parameters: Tensor, model: Model, values: Tensor) -> None:
         """Blend in one bucket."""
-        super().put(parameters, bucket, values, alpha)
+        super().put(parameters, model, values)
         assert self._velocity is not None
-        moved = alpha * self._steps * self._worker.lr
-        add(parameters[bucket.part], self._velocity[bucket.part], alpha=-moved)
+        moved = model.alpha * self._steps * self._worker.lr
+        add(parameters[model.bucket.part], self._velocity[model.bucket.part], alpha=-moved)
 
 
 class _Shard:

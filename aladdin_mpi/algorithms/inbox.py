@@ -138,7 +138,7 @@ class ModelInbox:
         for line in self._lines:
             arrived = line.arrived()
             for model in arrived:
-                self.notes = model.notes or self.notes
+                self.note(model)
             if not parameters.is_meta:
                 self._blend(arrived, parameters)
             line.repost(len(arrived))
@@ -153,11 +153,15 @@ class ModelInbox:
             if read is not None
         }
         for model, read in newest.values():
-            self.put(parameters, model.bucket, read, model.alpha)
+            self.put(parameters, model, read)
 
-    def put(self, parameters: Tensor, bucket: Bucket, values: Tensor, alpha: float) -> None:
-        """Blend in one bucket."""
-        lerp(parameters[bucket.part], values, alpha)
+    def note(self, model: Model) -> None:
+        """A model has come, with or without values."""
+        self.notes = model.notes or self.notes
+
+    def put(self, parameters: Tensor, model: Model, values: Tensor) -> None:
+        """Blend in one bucket, of which ``values`` are the newest."""
+        lerp(parameters[model.bucket.part], values, model.alpha)
 
     def _read(self, model: Model) -> Tensor | None:
         """The values of all of the model's bucket, if they have come."""

@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from aladdin_mpi.algorithms.inbox import ModelInbox
+from aladdin_mpi.algorithms.inbox import Model, ModelInbox
 from aladdin_mpi.algorithms.local_steps import LocalStepWorker
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.vectors import copy
 
@@ -26,9 +25,9 @@ class DifferenceInbox(ModelInbox):
         super().__init__(worker.transport, worker.layout, codec)
         self.base = worker.replica.new_vector()
 
-    def put(self, parameters: Tensor, bucket: Bucket, values: Tensor, alpha: float) -> None:
+    def put(self, parameters: Tensor, model: Model, values: Tensor) -> None:
         """Take one bucket."""
-        x, base = parameters[bucket.part], self.base[bucket.part]
+        x, base = parameters[model.bucket.part], self.base[model.bucket.part]
         x.sub_(base)
         base.copy_(values)
         x.add_(base)

@@ -68,6 +68,37 @@ class AladdinOptions(BaseModel):
     )
 
 
+class AladdinAheadOptions(BaseModel):
+    """For --algorithm aladdin-ahead."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    weight: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = Field(
+        "auto",
+        description="what a worker's own gradient stands for of everybody's, until a model holds "
+        "it; auto: half its age in rounds, between 1/2 and 1",
+        json_schema_extra={"unit": "WEIGHT"},
+    )
+    lookahead: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
+        "auto",
+        description="rounds of the workers by which a gradient is computed ahead of the model; "
+        "auto: its age less a half, between 1/2 and 1",
+        json_schema_extra={"unit": "ROUNDS"},
+    )
+    send: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = Field(
+        "auto",
+        description="share of a worker's next gradient that has reached a server when it sends "
+        "this worker its models; auto: as late as they still arrive in time",
+        json_schema_extra={"unit": "SHARE"},
+    )
+    ring: int = Field(
+        2,
+        ge=1,
+        description="gradients of a worker on the wire at once; more are summed until one is free",
+        json_schema_extra={"unit": "GRADIENTS"},
+    )
+
+
 class ArSgdOptions(BaseModel):
     """For --algorithm ar-sgd."""
 

@@ -14,6 +14,10 @@ from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Request, Transport
 from aladdin_mpi.vectors import add
 
+Notes = tuple[float, ...]
+NotesFor = Notes | Callable[[int], Notes]
+"""For all servers, or for each as it is told."""
+
 
 class _Slot:
     """One flat gradient and what is on its way of it."""
@@ -23,7 +27,7 @@ class _Slot:
         self.room = room
         self.count = 0
         self.samples = 0
-        self.notes: tuple[float, ...] = ()
+        self.notes: NotesFor = ()
         self.requests: list[Request] = []
 
 
@@ -63,10 +67,11 @@ class Outbox:
         vector = self._new_vector()
         return _Slot(vector, self._codec.buffer_for(vector))
 
-    def begin(self, samples: int, count: int = 1, notes: tuple[float, ...] = ()) -> Tensor:
+    def begin(self, samples: int, count: int = 1, notes: NotesFor = ()) -> Tensor:
         """A vector for the next ``count`` gradients, from sample ``samples`` on.
 
-        It holds anything. ``notes`` go with it, unless it is added to another one.
+        It holds anything. ``notes`` go with it, unless it is added to another one; a function
+        is asked for those of each server when it leaves.
         """
         self._reclaim()
         # At most ring in flight, one that waits and this one.
@@ -134,8 +139,9 @@ class Outbox:
         self._in_flight = still
 
     def _announce(self, slot: _Slot) -> None:
-        header = Header(Kind.BUCKETS, gradients=slot.count, samples=slot.samples, notes=slot.notes)
         for server in range(self._layout.servers):
+            notes = slot.notes(server) if callable(slot.notes) else slot.notes
+            header = Header(Kind.BUCKETS, gradients=slot.count, samples=slot.samples, notes=notes)
             slot.requests.append(self._header(server, header))
 
     def _header(self, server: int, header: Header) -> Request:

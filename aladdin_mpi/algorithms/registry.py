@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from aladdin_mpi.algorithms.ad_psgd import AdPsgdWorker
 from aladdin_mpi.algorithms.adsp import AdspServer, AdspWorker
 from aladdin_mpi.algorithms.aladdin import AladdinServer, AladdinWorker
+from aladdin_mpi.algorithms.aladdin_ahead import AheadServer, AheadWorker
 from aladdin_mpi.algorithms.ar_sgd import ArSgdWorker
 from aladdin_mpi.algorithms.ashl import AshlServer, AshlWorker
 from aladdin_mpi.algorithms.asp import AspServer, AspWorker
@@ -90,6 +91,13 @@ ALGORITHMS = {
             lambda worker, sgd, wire, options: AladdinWorker(worker, sgd, wire, options.aladdin),
             lambda server, sgd, options: AladdinServer(server, sgd, options.aladdin),
             compresses=True,
+        ),
+        Algorithm(
+            "aladdin-ahead",
+            lambda worker, sgd, wire, options: AheadWorker(
+                worker, sgd, wire, options.aladdin_ahead
+            ),
+            lambda server, sgd, options: AheadServer(server),
         ),
         Algorithm(
             "bsp",

@@ -27,6 +27,8 @@ from aladdin_mpi.transport.wait_set import WaitSet
 from aladdin_mpi.vectors import add, is_finite
 
 Notes = tuple[float, ...]
+NotesThen = Notes | Callable[[], Notes]
+"""Or what makes them when the model leaves, which may be later."""
 
 TAKEN = 5
 """Bytes that move in memory for each that comes: copied in (2), and added (3)."""
@@ -204,7 +206,7 @@ class _ModelSender:
         self._largest = largest
         self._free: list[Tensor] = []
         self._in_flight: dict[tuple[int, int], tuple[Request, Tensor]] = {}
-        self._newer: dict[tuple[int, int], tuple[Bucket, Tensor, float, Notes]] = {}
+        self._newer: dict[tuple[int, int], tuple[Bucket, Tensor, float, NotesThen]] = {}
         self._ending: list[int] = []
         self._awaited: set[int] = set()
 
@@ -230,7 +232,7 @@ class _ModelSender:
         bucket: Bucket,
         values: Tensor,
         alpha: float,
-        notes: Notes = (),
+        notes: NotesThen = (),
         exact: bool = False,
     ) -> None:
         if rank in self._transport.failed:
@@ -243,7 +245,8 @@ class _ModelSender:
         wire = self._free.pop() if self._free else self._wire.buffer(self._largest)
         message, event = self._write(rank, bucket, values, wire)
         self._transport.handle(SENT * message.nbytes)
-        header = Header(Kind.BUCKETS, bucket=bucket.index, alpha=alpha, notes=notes)
+        told = notes() if callable(notes) else notes
+        header = Header(Kind.BUCKETS, bucket=bucket.index, alpha=alpha, notes=told)
         self._transport.isend(header.pack(), rank, Tag.MODEL)
         request = self._transport.isend(message, rank, Tag.MODEL, after=event)
         self._in_flight[key] = (request, wire)
@@ -500,13 +503,13 @@ class ParameterServer:
         worker: int,
         bucket: Bucket,
         alpha: float = 1.0,
-        notes: Notes = (),
+        notes: NotesThen = (),
         exact: bool = False,
     ) -> None:
         """Send the bucket's present values to a worker, which blends them in by ``alpha``.
 
         If it has to wait for an earlier one to leave, newer values may be sent instead,
-        unless ``exact``. ``notes`` go with them.
+        unless ``exact``. ``notes`` go with them; a function is asked when they leave.
         """
         if bucket is self.buckets[0]:
             self._seen[worker] = self.received

@@ -1,0 +1,156 @@
+"""ALADDIN that starts a step where the global model will be, not where it was.
+
+As in ALADDIN (Ko et al., CIKM 2021) a worker never waits and no gradient is lost. What is
+new: the worker computes each gradient where it expects the global model to be when that
+gradient is added (:mod:`~aladdin_mpi.algorithms.global_track`), and models are sent to
+arrive just before they are read (:mod:`~aladdin_mpi.algorithms.just_in_time`).
+``docs/aladdin.md`` derives both. Run for each bucket as for a model of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from aladdin_mpi.algorithms.answering import AnsweringServer
+from aladdin_mpi.algorithms.base import TrainingWorker
+from aladdin_mpi.algorithms.global_track import GlobalTrack
+from aladdin_mpi.algorithms.inbox import Model, ModelInbox
+from aladdin_mpi.algorithms.just_in_time import Timing, due_bucket
+from aladdin_mpi.algorithms.options import AladdinAheadOptions
+from aladdin_mpi.algorithms.outbox import Outbox
+from aladdin_mpi.algorithms.server import Arrival, Notes, ParameterServer
+from aladdin_mpi.algorithms.worker import Worker
+from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.layout import Bucket
+from aladdin_mpi.optimizer import MomentumSGD
+
+
+class AheadWorker(TrainingWorker):
+    """Compute, move on along the track, send the step, and never wait."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        optimizer: MomentumSGD,
+        wire: GradientCodec,
+        options: AladdinAheadOptions,
+    ) -> None:
+        super().__init__(worker, optimizer)
+        layout, transport = worker.layout, worker.transport
+        weight, lookahead, share = map(_number, (options.weight, options.lookahead, options.send))
+        self.track = GlobalTrack(worker, optimizer, weight, lookahead)
+        self.timing = Timing([len(layout.owned_by(s)) for s in range(layout.servers)], share)
+        self.outbox = Outbox(transport, layout, wire, worker.replica.new_vector, options.ring)
+        self.inbox = TrackInbox(worker, wire, self.track, self.timing)
+
+    def run(self) -> None:
+        """Train until the segment's samples are used up."""
+        worker = self.worker
+        self.track.open()
+        self.inbox.open()
+        for batch in worker.batches():
+            g = self.outbox.begin(batch.start, notes=self.timing.notes)
+            self.track.begin(worker.lr)
+            worker.gradient(g, self._send(g))
+            self.outbox.end()
+            self.inbox.blend_into(self.x)
+            self.timing.end_step()
+        self.outbox.flush()
+        self.inbox.drain_into(self.x)
+
+    def _send(self, g: Tensor) -> Callable[[Bucket], None]:
+        def on_bucket(bucket: Bucket) -> None:
+            self.track.advance(bucket, g)
+            self.outbox.put(bucket)
+
+        return on_bucket
+
+    def counts(self) -> dict[str, int]:
+        """Gradients computed and coalesced so far."""
+        return {**super().counts(), "coalesced": self.outbox.coalesced}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next segment depends on."""
+        return {
+            **super().state_dict(),
+            "track": self.track.state_dict(),
+            "timing": self.timing.state_dict(),
+            "outbox": self.outbox.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        super().load_state_dict(state)
+        self.track.load_state_dict(state["track"])
+        self.timing.load_state_dict(state["timing"])
+        self.outbox.load_state_dict(state["outbox"])
+
+    def join(self, common: dict[str, Any]) -> None:
+        """Go on from the global model, which comes next."""
+        self.track.restart()
+
+
+class TrackInbox(ModelInbox):
+    """Models are not blended in but what the track stands on."""
+
+    def __init__(
+        self, worker: Worker, codec: GradientCodec, track: GlobalTrack, timing: Timing
+    ) -> None:
+        super().__init__(worker.transport, worker.layout, codec)
+        self._track = track
+        self._timing = timing
+
+    def note(self, model: Model) -> None:
+        """See :meth:`ModelInbox.note`."""
+        self._timing.note(model.bucket.server, model.bucket.index)
+
+    def put(self, parameters: Tensor, model: Model, values: Tensor) -> None:
+        """Go on from one bucket's model."""
+        count, own, before = map(int, model.notes)
+        self._track.rebase(model.bucket, values, count, own, before)
+
+
+class AheadServer(AnsweringServer):
+    """Add every step as it comes; send models when they are wanted."""
+
+    def __init__(self, server: ParameterServer) -> None:
+        super().__init__(server, None, server.worker_count)
+        self.places = {bucket.index: place for place, bucket in enumerate(server.buckets)}
+        self.before = {bucket.index: [0] * self.n for bucket in server.buckets}
+        """Gradients that came before a worker's newest."""
+
+    def apply(self, arrival: Arrival) -> None:
+        """``x~ <- x~ - step / n``."""
+        arrival.add_to(self.server.values[arrival.bucket.index], -1 / self.divisor)
+
+    def answer(self, arrival: Arrival) -> None:
+        """All buckets' models, if so much of the worker's gradient has come as it asks for."""
+        bucket, worker = arrival.bucket, arrival.worker
+        self.before[bucket.index][worker] = self.applied[bucket.index] - arrival.count
+        (share,) = arrival.notes
+        if self.places[bucket.index] == due_bucket(share, len(self.server.buckets)):
+            for each in self.server.buckets:
+                self.server.send_model(worker, each, notes=partial(self._notes, each.index, worker))
+
+    def _notes(self, bucket: int, worker: int) -> Notes:
+        """Of a model that leaves now, see :meth:`GlobalTrack.rebase`."""
+        own = self.server.taken[worker][bucket]
+        return (self.applied[bucket], own, self.before[bucket][worker])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next segment depends on."""
+        return {**super().state_dict(), "before": self.before}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        super().load_state_dict(state)
+        self.before = state["before"]
+
+
+def _number(value: float | str) -> float | None:
+    """None for "auto"."""
+    return None if isinstance(value, str) else value

@@ -1,0 +1,87 @@
+"""When a worker wants its models: as late as they still come before they are read.
+
+A model that is sent as soon as a gradient has come waits in the worker's inbox for most of a
+step, and ages. So the worker asks for it at a moment of its next step, told as the share f of
+the gradient that has reached the server by then: a server needs no clock and no timer. f
+falls when models come too late, and creeps up while they come in time.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from aladdin_mpi.algorithms.outbox import Notes
+
+FIRST_SHARE = 0.5
+"""f of a worker that has no experience yet."""
+LATER = 0.01
+"""Added to f after a step for which all models came in time."""
+EARLIER = 0.2
+"""Taken from f after a step for which none did."""
+
+
+class Timing:
+    """One worker's wishes, for each server apart: they may be near or far.
+
+    Args:
+        buckets: of each server.
+        share: f where it is fixed; None: it adapts.
+    """
+
+    def __init__(self, buckets: list[int], share: float | None = None) -> None:
+        self._buckets = buckets
+        self._fixed = share
+        self.shares = [FIRST_SHARE if share is None else share] * len(buckets)
+        self._arrived: list[set[int]] = [set() for _ in buckets]
+        self.steps = 0
+        self.late = 0.0
+        """Share of the buckets that came late, over the run."""
+
+    def note(self, server: int, bucket: int) -> None:
+        """A bucket's model is there, to be read before the next step."""
+        self._arrived[server].add(bucket)
+
+    def end_step(self, due: bool = True) -> float:
+        """All that has come was read; the share of the buckets that has not.
+
+        Args:
+            due: whether models were to come in this step.
+        """
+        missing = 0.0
+        for server, buckets in enumerate(self._buckets):
+            late = 1 - len(self._arrived[server]) / buckets
+            if due:
+                missing += late * buckets
+                self._adapt(server, late)
+            self._arrived[server].clear()
+        if not due:
+            return 0.0
+        share = missing / sum(self._buckets)
+        self.steps += 1
+        self.late += (share - self.late) / self.steps
+        return share
+
+    def _adapt(self, server: int, late: float) -> None:
+        if self._fixed is None:
+            f = self.shares[server] + LATER * (1 - late) - EARLIER * late
+            self.shares[server] = min(max(f, 0.0), 1.0)
+
+    def notes(self, server: int) -> Notes:
+        """What goes with a gradient."""
+        return (self.shares[server],)
+
+    def state_dict(self) -> dict[str, object]:
+        """Everything that the next segment depends on."""
+        return {"shares": self.shares, "steps": self.steps, "late": self.late}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        shares = state["shares"]
+        assert isinstance(shares, list)
+        self.shares = list(shares)
+        self.steps, self.late = int(str(state["steps"])), float(str(state["late"]))
+
+
+def due_bucket(share: float, buckets: int) -> int:
+    """After which of a server's ``buckets`` of a gradient, from 0, its models are to leave."""
+    return max(1, ceil(share * buckets)) - 1
