@@ -68,7 +68,7 @@ class Job:
 
     @property
     def options(self) -> RunOptions:
-        settings = {"bucket_mb": self.megabytes, **self.settings}
+        settings = {"bucket_mb": self.megabytes, "servers": self.servers, **self.settings}
         return RunOptions(algorithm=self.algorithm, **settings)
 
     @property

@@ -51,6 +51,7 @@ class AheadWorker(TrainingWorker):
         """Train until the segment's samples are used up."""
         worker = self.worker
         self.track.open()
+        self.timing.open()
         self.inbox.open()
         for batch in worker.batches():
             g = self.outbox.begin(batch.start, notes=self.timing.notes)
@@ -58,7 +59,7 @@ class AheadWorker(TrainingWorker):
             worker.gradient(g, self._send(g))
             self.outbox.end()
             self.inbox.blend_into(self.x)
-            self.timing.end_step()
+            self.timing.end_step(self.track.sent)
         self.outbox.flush()
         self.inbox.drain_into(self.x)
 
@@ -100,17 +101,19 @@ class TrackInbox(ModelInbox):
     def __init__(
         self, worker: Worker, codec: GradientCodec, track: GlobalTrack, timing: Timing
     ) -> None:
-        super().__init__(worker.transport, worker.layout, codec)
+        # A model that has come too late to be read must not keep the next one from coming in time.
+        super().__init__(worker.transport, worker.layout, codec, models=2)
         self._track = track
         self._timing = timing
 
     def note(self, model: Model) -> None:
         """See :meth:`ModelInbox.note`."""
-        self._timing.note(model.bucket.server, model.bucket.index)
+        during = int(model.notes[-1])
+        self._timing.note(model.bucket.server, model.bucket.index, during)
 
     def put(self, parameters: Tensor, model: Model, values: Tensor) -> None:
         """Go on from one bucket's model."""
-        count, own, before = map(int, model.notes)
+        count, own, before, _ = map(int, model.notes)
         self._track.rebase(model.bucket, values, count, own, before)
 
 
@@ -133,13 +136,15 @@ class AheadServer(AnsweringServer):
         self.before[bucket.index][worker] = self.applied[bucket.index] - arrival.count
         (share,) = arrival.notes
         if self.places[bucket.index] == due_bucket(share, len(self.server.buckets)):
+            during = self.server.taken[worker][bucket.index]
             for each in self.server.buckets:
-                self.server.send_model(worker, each, notes=partial(self._notes, each.index, worker))
+                notes = partial(self._notes, each.index, worker, during)
+                self.server.send_model(worker, each, notes=notes)
 
-    def _notes(self, bucket: int, worker: int) -> Notes:
-        """Of a model that leaves now, see :meth:`GlobalTrack.rebase`."""
+    def _notes(self, bucket: int, worker: int, during: int) -> Notes:
+        """Of a model that leaves now: see :meth:`GlobalTrack.rebase` and :meth:`Timing.note`."""
         own = self.server.taken[worker][bucket]
-        return (self.applied[bucket], own, self.before[bucket][worker])
+        return (self.applied[bucket], own, self.before[bucket][worker], during)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next segment depends on."""

@@ -31,7 +31,7 @@ class _Line:
     """The receives posted for one server: header, bucket, header, bucket, ..."""
 
     def __init__(
-        self, transport: Transport, server: int, layout: Layout, codec: GradientCodec
+        self, transport: Transport, server: int, layout: Layout, codec: GradientCodec, models: int
     ) -> None:
         self._transport = transport
         self._server = server
@@ -39,9 +39,10 @@ class _Line:
         self._posted: deque[tuple[Request, Request]] = deque()
         self._oldest: Header | None = None
         self.ended = False
-        # A whole model can arrive while the worker computes.
         self._buffers = [
-            (new_header(), codec.buffer(layout.largest)) for _ in layout.owned_by(server)
+            (new_header(), codec.buffer(layout.largest))
+            for _ in range(models)
+            for _ in layout.owned_by(server)
         ]
 
     def open(self) -> None:
@@ -111,15 +112,18 @@ class _Line:
 class ModelInbox:
     """Receives posted ahead for the models that the servers send when they see fit.
 
-    ``notes`` are those of the newest model that came with any.
+    ``notes`` are those of the newest model that came with any. ``models`` is how many whole
+    models can arrive while the worker computes.
     """
 
-    def __init__(self, transport: Transport, layout: Layout, codec: GradientCodec) -> None:
+    def __init__(
+        self, transport: Transport, layout: Layout, codec: GradientCodec, models: int = 1
+    ) -> None:
         self._transport = transport
         self._buckets = len(layout.buckets)
         self.notes: tuple[float, ...] = ()
         self._differences = DifferenceDecoder() if codec.sparse else None
-        self._lines = [_Line(transport, s, layout, codec) for s in range(layout.servers)]
+        self._lines = [_Line(transport, s, layout, codec, models) for s in range(layout.servers)]
 
     def open(self) -> None:
         """Post the receives; at the start of a segment."""

@@ -9,9 +9,19 @@ falls when models come too late, and creeps up while they come in time.
 from __future__ import annotations
 
 from math import ceil
+from typing import TYPE_CHECKING
 
 from aladdin_mpi.algorithms.outbox import Notes
+from aladdin_mpi.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
+from aladdin_mpi.replica import PhantomReplica, Replica
 
+if TYPE_CHECKING:
+    from aladdin_mpi.options import RunOptions
+
+MOMENTS = 8
+"""Buckets that each server has at least, where they are not tiny then."""
+LEAST_BUCKET_MB = 0.064
+"""Below this a message costs more for itself than for its bytes."""
 FIRST_SHARE = 0.5
 """f of a worker that has no experience yet."""
 LATER = 0.01
@@ -32,30 +42,31 @@ class Timing:
         self._buckets = buckets
         self._fixed = share
         self.shares = [FIRST_SHARE if share is None else share] * len(buckets)
-        self._arrived: list[set[int]] = [set() for _ in buckets]
+        self._newest: list[dict[int, int]] = [{} for _ in buckets]
         self.steps = 0
         self.late = 0.0
         """Share of the buckets that came late, over the run."""
 
-    def note(self, server: int, bucket: int) -> None:
-        """A bucket's model is there, to be read before the next step."""
-        self._arrived[server].add(bucket)
+    def open(self) -> None:
+        """Begin a segment: its gradients are counted anew."""
+        for newest in self._newest:
+            newest.clear()
 
-    def end_step(self, due: bool = True) -> float:
-        """All that has come was read; the share of the buckets that has not.
+    def note(self, server: int, bucket: int, during: int) -> None:
+        """A bucket's model is there, which was sent while gradient ``during`` came in."""
+        self._newest[server][bucket] = during
 
-        Args:
-            due: whether models were to come in this step.
+    def end_step(self, number: int) -> float:
+        """Gradient ``number`` is complete, and the models that are there are read.
+
+        Returns the share of the buckets of which none sent during this gradient is among them.
         """
         missing = 0.0
         for server, buckets in enumerate(self._buckets):
-            late = 1 - len(self._arrived[server]) / buckets
-            if due:
-                missing += late * buckets
-                self._adapt(server, late)
-            self._arrived[server].clear()
-        if not due:
-            return 0.0
+            timely = sum(during >= number for during in self._newest[server].values())
+            late = 1 - timely / buckets
+            missing += late * buckets
+            self._adapt(server, late)
         share = missing / sum(self._buckets)
         self.steps += 1
         self.late += (share - self.late) / self.steps
@@ -80,6 +91,20 @@ class Timing:
         assert isinstance(shares, list)
         self.shares = list(shares)
         self.steps, self.late = int(str(state["steps"])), float(str(state["late"]))
+
+
+def fine_layout(replica: Replica | PhantomReplica, workers: int, options: RunOptions) -> Layout:
+    """Buckets so small that a server can tell how far a worker's backward pass is."""
+    megabytes = replica.numel * BYTES_PER_VALUE / BYTES_PER_MB / options.servers
+    bucket_mb = min(options.bucket_mb, max(megabytes / MOMENTS, LEAST_BUCKET_MB))
+    return cut(
+        replica.numel,
+        options.servers,
+        bucket_mb,
+        options.shard_mb,
+        options.sharding,
+        replica.layers,
+    )
 
 
 def due_bucket(share: float, buckets: int) -> int:

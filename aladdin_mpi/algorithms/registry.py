@@ -18,6 +18,7 @@ from aladdin_mpi.algorithms.base import Server, TrainingWorker
 from aladdin_mpi.algorithms.bsp import BspServer, bsp_worker
 from aladdin_mpi.algorithms.easgd import EamsgdWorker, EasgdServer, EasgdWorker
 from aladdin_mpi.algorithms.gosgd import GoSgdWorker
+from aladdin_mpi.algorithms.just_in_time import fine_layout
 from aladdin_mpi.algorithms.local_sgd import LocalSgdWorker
 from aladdin_mpi.algorithms.multistep import multistep_layout, multistep_worker
 from aladdin_mpi.algorithms.options import group_of
@@ -98,6 +99,7 @@ ALGORITHMS = {
                 worker, sgd, wire, options.aladdin_ahead
             ),
             lambda server, sgd, options: AheadServer(server),
+            layout=fine_layout,
         ),
         Algorithm(
             "bsp",
