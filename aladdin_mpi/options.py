@@ -59,6 +59,7 @@ DEFAULT_EPOCHS = 30.0
 """The length of a run when neither epochs nor samples are given."""
 
 Precision = Literal["fp32", "bf16"]
+Wire = Literal["fp32", "bf16", "int8", "int4"]
 Worker = Annotated[int, Field(ge=0)]
 Factor = Annotated[float, Field(ge=1)]
 
@@ -219,7 +220,12 @@ class RunOptions(BaseModel):
         "send a checksum with every gradient and model, and refuse those that arrive damaged",
         group="communication",
     )
-    wire: Precision = option("fp32", "number format of what is sent", group="communication")
+    wire: Wire = option(
+        "fp32",
+        "number format of what is sent; int8, int4: in blocks with a scale each, for algorithms "
+        "with servers; gradients make up for their rounding, and models are sent as differences",
+        group="communication",
+    )
 
     # -- computing
     compute: Literal["real", "timed"] = option(

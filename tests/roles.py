@@ -19,7 +19,7 @@ from aladdin_mpi.algorithms.server import ParameterServer
 from aladdin_mpi.algorithms.worker import Pace, Worker
 from aladdin_mpi.barrier import barrier
 from aladdin_mpi.budget import Budget, Report, Ticket
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.wires import make_codec
 from aladdin_mpi.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.options import RunOptions
@@ -182,7 +182,7 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
     replica = Replica(module)
     x, options = replica.parameters, job.options
     sgd = MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov)
-    wire = DenseWire(torch.bfloat16 if options.wire == "bf16" else torch.float32, x.device)
+    wire = make_codec(options.wire, job.layout, x.device)
     tickets: list[Ticket] = []
     reports: list[tuple[int, Report]] = []
     role: Role

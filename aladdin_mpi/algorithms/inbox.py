@@ -10,7 +10,6 @@ from torch import Tensor
 
 from aladdin_mpi.algorithms.frames import Header, Kind, new_header
 from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.compression.difference import DifferenceDecoder
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Request, Transport
@@ -122,7 +121,7 @@ class ModelInbox:
         self._transport = transport
         self._buckets = len(layout.buckets)
         self.notes: tuple[float, ...] = ()
-        self._differences = DifferenceDecoder() if codec.sparse else None
+        self._differences = codec.model_decoder()
         self._lines = [_Line(transport, s, layout, codec, models) for s in range(layout.servers)]
 
     def open(self) -> None:

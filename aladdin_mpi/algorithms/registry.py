@@ -28,6 +28,7 @@ from aladdin_mpi.algorithms.shat import ShatServer, ShatWorker
 from aladdin_mpi.algorithms.ssp import SspServer, SspWorker
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.wires import FEW_BITS
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.optimizer import MomentumSGD
@@ -58,6 +59,7 @@ class Algorithm:
         least_workers: the smallest number of workers for which it makes sense.
         layout: cuts the flat vector where the usual cut will not do.
         compresses: its gradients can be sent compressed.
+        few_bits: its gradients and models can be sent in few bits.
         needs_all: whether, with these options, it cannot go on without every worker.
         collective: its gradients or models travel in collectives, which have no checksums.
     """
@@ -70,6 +72,7 @@ class Algorithm:
     least_workers: int = 1
     layout: MakeLayout | None = None
     compresses: bool = False
+    few_bits: bool = False
     needs_all: Callable[[RunOptions], bool] = lambda options: False
     collective: bool = False
 
@@ -92,6 +95,7 @@ ALGORITHMS = {
             lambda worker, sgd, wire, options: AladdinWorker(worker, sgd, wire, options.aladdin),
             lambda server, sgd, options: AladdinServer(server, sgd, options.aladdin),
             compresses=True,
+            few_bits=True,
         ),
         Algorithm(
             "aladdin-ahead",
@@ -100,6 +104,7 @@ ALGORITHMS = {
             ),
             lambda server, sgd, options: AheadServer(server),
             layout=fine_layout,
+            few_bits=True,
         ),
         Algorithm(
             "bsp",
@@ -118,6 +123,7 @@ ALGORITHMS = {
             lambda worker, sgd, wire, options: AspWorker(worker, sgd, wire, options.asp),
             lambda server, sgd, options: AspServer(server, sgd, options.asp),
             compresses=True,
+            few_bits=True,
         ),
         Algorithm(
             "shat",
@@ -253,6 +259,33 @@ def check_compression(algorithm: Algorithm, options: RunOptions) -> None:
         raise UserError(
             f"--compression {options.compression}: expected without --bsp-host-first, which adds "
             "up whole gradients; leave one of the two out"
+        )
+
+
+def check_wire(algorithm: Algorithm, options: RunOptions) -> None:
+    """Check that ``--wire`` suits the algorithm and its options.
+
+    Raises:
+        UserError: in few bits are only gradients to servers, and their models, and only those
+            that are not compressed otherwise.
+    """
+    if options.wire not in FEW_BITS:
+        return
+    if not algorithm.few_bits:
+        able = ", ".join(sorted(a.name for a in ALGORITHMS.values() if a.few_bits))
+        raise UserError(
+            f"--wire {options.wire}: expected an algorithm that sends gradients to servers "
+            f"({able}), got {algorithm.name}; use --wire bf16"
+        )
+    if options.compression != "none":
+        raise UserError(
+            f"--wire {options.wire}: expected without --compression {options.compression}, whose "
+            "values are few; use --wire bf16, or leave one of the two out"
+        )
+    if algorithm.name == "bsp" and options.bsp.host_first:
+        raise UserError(
+            f"--wire {options.wire}: expected without --bsp-host-first, which adds up whole "
+            "gradients; use --wire bf16, or leave one of the two out"
         )
 
 

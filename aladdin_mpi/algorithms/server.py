@@ -17,7 +17,6 @@ from torch import Tensor
 
 from aladdin_mpi.algorithms.frames import Header, Kind, new_header
 from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.compression.difference import DifferenceEncoder
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.refusals import Reason, Refusal, report
 from aladdin_mpi.tags import Tag
@@ -202,7 +201,7 @@ class _ModelSender:
         self._transport = transport
         self._codec = codec
         self._wire = codec.plain
-        self._differences = DifferenceEncoder(codec.plain) if codec.sparse else None
+        self._differences = codec.model_encoder()
         self._largest = largest
         self._free: list[Tensor] = []
         self._in_flight: dict[tuple[int, int], tuple[Request, Tensor]] = {}
@@ -244,7 +243,7 @@ class _ModelSender:
         self._newer.pop(key, None)
         wire = self._free.pop() if self._free else self._wire.buffer(self._largest)
         message, event = self._write(rank, bucket, values, wire)
-        self._transport.handle(SENT * message.nbytes)
+        self._transport.handle(self._moved(bucket, message.nbytes))
         told = notes() if callable(notes) else notes
         header = Header(Kind.BUCKETS, bucket=bucket.index, alpha=alpha, notes=told)
         self._transport.isend(header.pack(), rank, Tag.MODEL)
@@ -259,6 +258,11 @@ class _ModelSender:
             return message, self._wire.encode(values, message)
         always = self._codec.always_sent(bucket)
         return self._differences.encode(rank, bucket, values, wire, always), None
+
+    def _moved(self, bucket: Bucket, nbytes: int) -> int:
+        """Bytes that move in memory for a message of ``nbytes``."""
+        differences = self._differences
+        return SENT * nbytes + (differences.besides(bucket, nbytes) if differences else 0)
 
     def _reclaim(self, key: tuple[int, int]) -> bool:
         request, wire = self._in_flight[key]
@@ -428,7 +432,8 @@ class ParameterServer:
         if arrival is None:
             self._count(worker, intake.header)
         else:
-            self.transport.handle(TAKEN * arrival.nbytes)
+            besides = self.arriving.besides(arrival.bucket, arrival.nbytes)
+            self.transport.handle(TAKEN * arrival.nbytes + besides)
             self._sender.note(arrival)
             self.taken[worker][arrival.bucket.index] += arrival.count
             self._look(arrival, look)

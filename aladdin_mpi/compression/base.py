@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from aladdin_mpi.compression.models import ModelDecoder, ModelEncoder
 from aladdin_mpi.layout import Bucket
 from aladdin_mpi.transport.base import Event
 
@@ -21,13 +22,9 @@ class GradientCodec(ABC):
     A message is a one-dimensional tensor of ``dtype``. One as long as its bucket is
     the values themselves; a codec that leaves values out writes shorter ones, so
     that a message's length says all about its form.
-
-    ``sparse`` says whether it leaves values out: then servers send models back as
-    differences, see :mod:`aladdin_mpi.compression.difference`.
     """
 
     dtype: torch.dtype
-    sparse: bool = False
 
     @property
     @abstractmethod
@@ -74,6 +71,18 @@ class GradientCodec(ABC):
     def always_sent(self, bucket: Bucket) -> int:
         """Number of values, those of vectors, that are in every message about ``bucket``."""
         return 0
+
+    def besides(self, bucket: Bucket, nbytes: int) -> int:
+        """Bytes that move in memory to add a message of ``nbytes``, besides those of values."""
+        return 0
+
+    def model_encoder(self) -> ModelEncoder | None:
+        """What servers write models with; None: they are sent as they are, by :attr:`plain`."""
+        return None
+
+    def model_decoder(self) -> ModelDecoder | None:
+        """What reads those of :meth:`model_encoder`."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """What has not been sent yet, for a checkpoint."""

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.difference import DifferenceDecoder, DifferenceEncoder
 from aladdin_mpi.compression.select import select
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.transport.base import Event
@@ -67,8 +68,6 @@ class DeepGradientCompression(GradientCodec):
         velocity: the worker's flat momentum ``u``, or None.
         sample: share of values from which the threshold is estimated.
     """
-
-    sparse = True
 
     def __init__(
         self,
@@ -118,6 +117,14 @@ class DeepGradientCompression(GradientCodec):
     def always_sent(self, bucket: Bucket) -> int:
         """See :meth:`GradientCodec.always_sent`."""
         return self._parts[bucket.index].always_sent
+
+    def model_encoder(self) -> DifferenceEncoder | None:
+        """Most of a model is what a worker has already."""
+        return DifferenceEncoder(self._wire)
+
+    def model_decoder(self) -> DifferenceDecoder | None:
+        """See :meth:`GradientCodec.model_decoder`."""
+        return DifferenceDecoder()
 
     # -- memory ----------------------------------------------------------------
     @property

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.models import ModelDecoder, ModelEncoder
 from aladdin_mpi.layout import Bucket
 
 INDEX_BYTES = 4
@@ -23,7 +24,7 @@ def _entry(dtype: torch.dtype) -> int:
     return 1 + INDEX_BYTES // dtype.itemsize
 
 
-class DifferenceEncoder:
+class DifferenceEncoder(ModelEncoder):
     """A server's memory of what every worker has: as many models as there are workers.
 
     Args:
@@ -37,33 +38,22 @@ class DifferenceEncoder:
         self._touched_at_send: dict[tuple[int, int], int] = {}
 
     def forget(self) -> None:
-        """Send every bucket whole the next time; with :meth:`DifferenceDecoder.forget`."""
+        """See :meth:`ModelEncoder.forget`."""
         self._last.clear()
         self._touched_at_send.clear()
 
     def lost(self, rank: int, bucket: int) -> None:
-        """A worker has not got the last message: send it the whole bucket the next time."""
+        """See :meth:`ModelEncoder.lost`."""
         self._last.pop((rank, bucket), None)
 
     def touch(self, bucket: Bucket, count: int) -> None:
-        """Note that a gradient has changed ``count`` values; for timed computing."""
+        """See :meth:`ModelEncoder.touch`."""
         self._touched[bucket.index] = self._touched.get(bucket.index, 0) + count
 
     def encode(
         self, rank: int, bucket: Bucket, values: Tensor, room: Tensor, always: int = 0
     ) -> Tensor:
-        """Write ``values`` for the worker at ``rank``; it must get every message, in order.
-
-        Args:
-            rank: the worker's.
-            bucket: of the model.
-            values: its present values.
-            room: at least as long as the bucket, in the wire's dtype.
-            always: values that every gradient changes; for timed computing.
-
-        Returns:
-            The message, a part of ``room``.
-        """
+        """See :meth:`ModelEncoder.encode`."""
         key = rank, bucket.index
         if values.is_meta:
             return room[: self._likely_length(key, bucket, always)]
@@ -106,25 +96,22 @@ def _sparse(changed: Tensor, values: Tensor, room: Tensor) -> Tensor:
     return message
 
 
-class DifferenceDecoder:
+class DifferenceDecoder(ModelDecoder):
     """A worker's copy of the last model received, in the wire's dtype."""
 
     def __init__(self) -> None:
         self._last: dict[int, Tensor] = {}
 
     def forget(self) -> None:
-        """Expect every bucket whole the next time."""
+        """See :meth:`ModelDecoder.forget`."""
         self._last.clear()
 
     def lost(self, bucket: Bucket) -> None:
-        """A message about ``bucket`` is lost."""
+        """See :meth:`ModelDecoder.lost`."""
         self._last.pop(bucket.index, None)
 
     def decode(self, bucket: Bucket, message: Tensor) -> Tensor | None:
-        """The server's values of ``bucket``; they stay so until its next message.
-
-        None after a loss, until the bucket comes whole.
-        """
+        """See :meth:`ModelDecoder.decode`."""
         if message.numel() == bucket.numel:
             whole = self._last.setdefault(bucket.index, torch.empty_like(message))
             return whole.copy_(message)

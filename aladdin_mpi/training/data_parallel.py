@@ -116,6 +116,7 @@ class DataParallel:
         algorithm = registry.find(self.options.algorithm)
         registry.check_ranks(algorithm, self.transport.size, self.options.servers)
         registry.check_compression(algorithm, self.options)
+        registry.check_wire(algorithm, self.options)
         registry.check_checksum(algorithm, self.options)
         registry.check_lookahead(algorithm, self.options)
         return algorithm

@@ -20,8 +20,8 @@ from aladdin_mpi.algorithms.server import ParameterServer
 from aladdin_mpi.algorithms.worker import Pace, Worker
 from aladdin_mpi.budget import Ticket
 from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.compression.dgc import DeepGradientCompression
+from aladdin_mpi.compression.wires import make_codec
 from aladdin_mpi.errors import SUSPENDED_STATUS, UserError
 from aladdin_mpi.layout import Bucket, Layout, cut
 from aladdin_mpi.optimizer import MomentumSGD
@@ -43,8 +43,6 @@ from aladdin_mpi.training.segments import Segments
 from aladdin_mpi.training.summary import summarise
 from aladdin_mpi.training.suspension import Suspension
 from aladdin_mpi.transport.base import Transport
-
-WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Rank:
@@ -209,14 +207,14 @@ class Rank:
         """How gradients are written for the wire."""
         options, x = self.options, self.replica.parameters
         moves_bytes = self.transport.engine == "mpi"
-        wire = DenseWire(WIRE_DTYPES[options.wire], x.device, moves_bytes)
+        wire = make_codec(options.wire, self.layout, x.device, moves_bytes)
         if options.compression == "none":
             return wire
         dgc, epoch = options.dgc, self.plan.epoch
         if dgc.clip is not None:
             sgd.clip = dgc.clip / sqrt(self.worker_count)
         return DeepGradientCompression(
-            wire,
+            wire.plain,
             self.layout,
             self.replica.shapes,
             lambda samples: dgc.ratio_at(samples, epoch),

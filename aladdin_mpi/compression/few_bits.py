@@ -1,0 +1,223 @@
+"""Gradients and models in 8 or 4 bits a value; what rounding loses is sent later.
+
+Gradients: what a message could not hold of the sum of all gradients so far waits in ``left``
+and is added to the next one: error feedback (Seide, Fu, Droppo, Li, Yu; Interspeech 2014;
+Karimireddy, Rebjock, Stich, Jaggi; ICML 2019). All that is sent is thus all gradients but for
+half a step.
+
+Models: a whole model in 8 bits would lose most of what training changes. So a message is the
+difference from what the receiver has, which the sender knows to the bit; the next difference
+makes up for its rounding (Tang, Yu, Lian, Zhang, Liu; ICML 2019, DoubleSqueeze, for the way
+there and back). As training comes to rest, so do the differences, and their steps are finer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.models import ModelDecoder, ModelEncoder
+from aladdin_mpi.compression.quantise import (
+    Scratch,
+    add_dequantised,
+    message_length,
+    quantise,
+    quantise_difference,
+    scales_of,
+)
+from aladdin_mpi.layout import Bucket, Layout
+from aladdin_mpi.transport.base import Event
+
+
+class FewBitsCodec(GradientCodec):
+    """The codec, with ``left``: what a worker has not sent yet, less than a step of any value.
+
+    Buckets of less than five values are sent as they are. Decoding needs no state.
+
+    Args:
+        wire: in fp32; where messages are staged.
+        layout: of the flat vector.
+        bits: of a value, 8 or 4; ``bits`` may be set at any time, as a message's length says
+            them to its receiver.
+    """
+
+    def __init__(self, wire: DenseWire, layout: Layout, bits: int) -> None:
+        assert wire.dtype == torch.float32
+        self.dtype = wire.dtype
+        self.bits = bits
+        self._wire = wire
+        self._numel = layout.numel
+        self._scratch = Scratch()
+        self.left: Tensor | None = None
+        """Flat; None as long as nothing has been sent."""
+
+    @property
+    def plain(self) -> DenseWire:
+        """In fp32."""
+        return self._wire
+
+    def numbers(self, bucket: Bucket, message: Tensor) -> Tensor:
+        """The scales: if these are finite, all values are."""
+        if message.numel() == bucket.numel:
+            return message
+        return scales_of(message, bucket.numel)
+
+    def besides(self, bucket: Bucket, nbytes: int) -> int:
+        """The target is read and written in fp32; see :meth:`GradientCodec.besides`."""
+        whole = bucket.numel * self.dtype.itemsize
+        return 2 * (whole - nbytes)
+
+    def model_encoder(self) -> FewBitsEncoder:
+        """See :meth:`GradientCodec.model_encoder`."""
+        return FewBitsEncoder(self.bits)
+
+    def model_decoder(self) -> FewBitsDecoder:
+        """See :meth:`GradientCodec.model_decoder`."""
+        return FewBitsDecoder(self._wire.device)
+
+    # -- memory ----------------------------------------------------------------
+    def buffer(self, numel: int) -> Tensor:
+        """No message is longer than its bucket."""
+        return self._wire.buffer(numel)
+
+    def buffer_for(self, vector: Tensor) -> Tensor:
+        """Apart from ``vector``, which stays as it is."""
+        if vector.device.type == "cpu":
+            # Messages fill a quarter of it: the rest of the memory is never touched.
+            return torch.empty_like(vector)
+        return self._wire.buffer(vector.numel())
+
+    # -- sending ---------------------------------------------------------------
+    def compress(
+        self, bucket: Bucket, values: Tensor, samples: int, room: Tensor
+    ) -> tuple[Tensor, Event | None]:
+        """What ``left`` and ``values`` are together; see :meth:`GradientCodec.compress`."""
+        length = message_length(bucket.numel, self.bits)
+        if values.is_meta:
+            return room[:length], None
+        if length == bucket.numel:
+            room = room[:length]
+            return room, self._wire.encode(values, room)
+        if self.left is None:
+            self.left = torch.zeros(self._numel, device=values.device)
+        message = _room(room[:length], values)
+        quantise(values, self.left[bucket.part], message, self.bits, self._scratch)
+        return self._wire.stage(message)
+
+    # -- receiving -------------------------------------------------------------
+    def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
+        """See :meth:`GradientCodec.add`."""
+        if target.is_meta:
+            return
+        if message.numel() == bucket.numel:
+            self._wire.add(bucket, message.to(target.device), target, alpha)
+        else:
+            add_dequantised(message.to(target.device), target, alpha, self._scratch)
+
+    # -- checkpoints -------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """``left``."""
+        return {"left": self.left}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up ``left``."""
+        saved = state["left"]
+        self.left = None if saved is None else saved.to(self._wire.device, copy=True)
+
+
+class FewBitsEncoder(ModelEncoder):
+    """A shadow of what every receiver has: as many models as there are receivers.
+
+    Args:
+        bits: of a value, 8 or 4, for receivers that :meth:`use` has not been called for.
+    """
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+        self._bits: dict[int, int] = {}
+        self._shadows: dict[tuple[int, int], Tensor] = {}
+        self._scratch = Scratch()
+
+    def use(self, rank: int, bits: int) -> None:
+        """Send what follows to the receiver at ``rank`` in 8 or 4 bits."""
+        self._bits[rank] = bits
+
+    def forget(self) -> None:
+        """See :meth:`ModelEncoder.forget`."""
+        self._shadows.clear()
+
+    def lost(self, rank: int, bucket: int) -> None:
+        """See :meth:`ModelEncoder.lost`."""
+        self._shadows.pop((rank, bucket), None)
+
+    def encode(
+        self, rank: int, bucket: Bucket, values: Tensor, room: Tensor, always: int = 0
+    ) -> Tensor:
+        """See :meth:`ModelEncoder.encode`."""
+        key, bits = (rank, bucket.index), self._bits.get(rank, self.bits)
+        length = message_length(bucket.numel, bits)
+        shadow = self._shadows.get(key)
+        if shadow is None or length == bucket.numel:
+            return self._whole(key, values, room[: bucket.numel])
+        message = room[:length]
+        if not values.is_meta:
+            written = _room(message, values)
+            quantise_difference(values, shadow, written, bits, self._scratch)
+            if written is not message:
+                message.copy_(written)
+        return message
+
+    def _whole(self, key: tuple[int, int], values: Tensor, message: Tensor) -> Tensor:
+        if values.is_meta:
+            self._shadows[key] = values
+        else:
+            # Adding makes negative zeros positive, see quantise_difference().
+            self._shadows[key] = values + 0.0
+            message.copy_(self._shadows[key])
+        return message
+
+    def besides(self, bucket: Bucket, nbytes: int) -> int:
+        """The values are read, the shadow is read and written; see :meth:`ModelEncoder.besides`."""
+        whole = bucket.numel * torch.float32.itemsize
+        return 3 * whole - nbytes if nbytes < whole else whole
+
+
+class FewBitsDecoder(ModelDecoder):
+    """A copy that is, to the bit, the sender's shadow.
+
+    Args:
+        device: where the copy is kept.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies: dict[int, Tensor] = {}
+        self._scratch = Scratch()
+
+    def forget(self) -> None:
+        """See :meth:`ModelDecoder.forget`."""
+        self._copies.clear()
+
+    def lost(self, bucket: Bucket) -> None:
+        """See :meth:`ModelDecoder.lost`."""
+        self._copies.pop(bucket.index, None)
+
+    def decode(self, bucket: Bucket, message: Tensor) -> Tensor | None:
+        """See :meth:`ModelDecoder.decode`."""
+        message = message.to(self._device)
+        if message.numel() == bucket.numel:
+            copy = self._copies.setdefault(bucket.index, torch.empty_like(message))
+            return copy.copy_(message)
+        last = self._copies.get(bucket.index)
+        if last is not None:
+            add_dequantised(message, last, 1.0, self._scratch)
+        return last
+
+
+def _room(room: Tensor, values: Tensor) -> Tensor:
+    """``room``, or as much on the device of ``values``."""
+    return room if room.device == values.device else torch.empty_like(room, device=values.device)

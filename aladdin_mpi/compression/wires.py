@@ -1,0 +1,29 @@
+"""The choices of ``--wire``."""
+
+from __future__ import annotations
+
+import torch
+
+from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.few_bits import FewBitsCodec
+from aladdin_mpi.layout import Layout
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FEW_BITS = {"int8": 8, "int4": 4}
+"""Those that round to so many bits, and send later what that has lost."""
+
+
+def make_codec(
+    name: str, layout: Layout, device: torch.device, moves_bytes: bool = True
+) -> GradientCodec:
+    """The codec of a ``--wire``.
+
+    Args:
+        name: one of ``DTYPES`` or ``FEW_BITS``.
+        layout: of the flat vector.
+        device: where the vectors live.
+        moves_bytes: see :class:`DenseWire`.
+    """
+    wire = DenseWire(DTYPES.get(name, torch.float32), device, moves_bytes)
+    return FewBitsCodec(wire, layout, FEW_BITS[name]) if name in FEW_BITS else wire
