@@ -59,7 +59,7 @@ DEFAULT_EPOCHS = 30.0
 """The length of a run when neither epochs nor samples are given."""
 
 Precision = Literal["fp32", "bf16"]
-Wire = Literal["fp32", "bf16", "int8", "int4"]
+Wire = Literal["auto", "fp32", "bf16", "int8", "int4"]
 Worker = Annotated[int, Field(ge=0)]
 Factor = Annotated[float, Field(ge=1)]
 
@@ -221,9 +221,10 @@ class RunOptions(BaseModel):
         group="communication",
     )
     wire: Wire = option(
-        "fp32",
+        "auto",
         "number format of what is sent; int8, int4: in blocks with a scale each, for algorithms "
-        "with servers; gradients make up for their rounding, and models are sent as differences",
+        "with servers; gradients make up for their rounding, and models are sent as differences; "
+        "auto: int8 for aladdin-ahead, and int4 where links are full; fp32 for all others",
         group="communication",
     )
 

@@ -182,7 +182,7 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
     replica = Replica(module)
     x, options = replica.parameters, job.options
     sgd = MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov)
-    wire = make_codec(options.wire, job.layout, x.device)
+    wire = make_codec(job.kind.wire(options), job.layout, x.device)
     tickets: list[Ticket] = []
     reports: list[tuple[int, Report]] = []
     role: Role

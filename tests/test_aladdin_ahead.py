@@ -35,7 +35,7 @@ BEGIN, SEND, END = 0, 1, 2
 
 def job(**changes: Any) -> Job:
     own = changes.pop("own", {})
-    settings = {"weight_decay": 0.01, "momentum": 0.8, "aladdin_ahead": own}
+    settings = {"weight_decay": 0.01, "momentum": 0.8, "wire": "fp32", "aladdin_ahead": own}
     return replace(Job(NAME, bucket=4, slowdown=SPREAD, settings=settings), **changes)
 
 
@@ -97,6 +97,7 @@ class Plain:
         self.job, self.n = job, job.workers
         options = job.options.aladdin_ahead
         fixed = [None if isinstance(o, str) else o for o in (options.weight, options.lookahead)]
+        self.pi = 1 if isinstance(options.pi, str) else options.pi
         self.share = None if isinstance(options.send, str) else options.send
         self.parts = [bucket.part for bucket in job.layout.buckets]
         first = flat_start(job.numel).double().numpy()
@@ -162,7 +163,8 @@ class Plain:
         self.before[i][b] = self.count[b]
         self.count[b] += 1
         self.own[i][b] += 1
-        if b == max(1, ceil(self.asked[i] * len(self.parts))) - 1:
+        due = self.own[i][b] % self.pi == 0
+        if due and b == max(1, ceil(self.asked[i] * len(self.parts))) - 1:
             for each, place in enumerate(self.parts):
                 self.during[i][each] = self.own[i][b]
                 told = (self.count[each], self.own[i][each], self.before[i][each])
@@ -174,7 +176,8 @@ class Plain:
         newest = {b: told for _, b, told in here}
         for b, told in newest.items():
             self.workers[i][b].read(*told)
-        if self.share is None and now < float("inf"):
+        due = self.steps[i] % self.pi == 0
+        if due and self.share is None and now < float("inf"):
             timely = [b for b in newest if self.during[i][b] == self.steps[i]]
             late = 1 - len(timely) / len(self.parts)
             self.f[i] = float(np.clip(self.f[i] + 0.01 * (1 - late) - 0.2 * late, 0, 1))
@@ -191,7 +194,10 @@ OWN: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("own", [{}, *OWN], ids=str)
+PI = [{"pi": 3}, {"pi": 2, "weight": 1.0, "lookahead": 1.0, "send": 0.5}]
+
+
+@pytest.mark.parametrize("own", [{}, *OWN, *PI], ids=str)
 def test_it_equals_the_rule(own: dict[str, Any]) -> None:
     it = job(own=own, samples=400)
     check(it)
@@ -201,7 +207,7 @@ def test_it_equals_the_rule(own: dict[str, Any]) -> None:
     ("workers", "bucket", "momentum"), [(1, 17, 0.9), (3, 2, 0.0), (4, 5, 0.5)]
 )
 def test_it_equals_the_rule_in_any_size(workers: int, bucket: int, momentum: float) -> None:
-    settings = {"weight_decay": 0.0, "momentum": momentum}
+    settings = {"weight_decay": 0.0, "momentum": momentum, "wire": "fp32"}
     check(job(workers=workers, bucket=bucket, settings=settings, samples=100 * workers))
 
 
@@ -246,8 +252,8 @@ def test_one_worker_of_which_every_gradient_is_in_has_the_model() -> None:
 
 def test_one_worker_that_stands_for_itself_needs_no_model() -> None:
     """With n = 1 and w = 1 its recursion is the server's, however late models are."""
-    slow = Cluster.model_validate({"hosts": 2, "latency_us": 7.3e6})
-    end = run(job(workers=1, own={"weight": 1.0, "send": 0.0}, cluster=slow))
+    slow = Cluster.model_validate({"hosts": 2, "latency_us": 4e5})
+    end = run(job(workers=1, own={"pi": 1, "weight": 1.0, "send": 0.0}, cluster=slow))
     role = worker_of(end)
     assert min(role.track.own) < 50
     torch.testing.assert_close(track_x(role), end.model, rtol=1e-5, atol=1e-5)

@@ -103,7 +103,7 @@ def test_help_is_grouped_and_says_units_and_choices() -> None:
     for title in ("aladdin", "cluster"):
         assert text.count(f"\n{title}:\n") == 1
     assert "--timeout SECONDS" in text
-    assert "--wire {fp32,bf16,int8,int4}" in text
+    assert "--wire {auto,fp32,bf16,int8,int4}" in text
     assert "--nesterov, --no-nesterov" in text
     assert "--cluster FILE" in text
 
@@ -241,7 +241,9 @@ def test_an_algorithm_brings_its_options_in_one_line(config: Path) -> None:
         ("--momentum 1", ["--momentum: expected a number of 0 or more and below 1, got '1'"]),
         (
             "--wire fp23",
-            ["--wire: expected fp32 or bf16 or int8 or int4, got 'fp23'; did you mean fp32?"],
+            [
+                "--wire: expected auto or fp32 or bf16 or int8 or int4, got 'fp23'; did you mean fp32?"
+            ],
         ),
         ("--aladdin-alpha theorie", ["--aladdin-alpha: expected a number", "mean theory?"]),
         ("--aladdin-pi 0", ["--aladdin-pi: expected a whole number of 1 or more, got '0'"]),

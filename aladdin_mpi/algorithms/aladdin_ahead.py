@@ -9,8 +9,9 @@ arrive just before they are read (:mod:`~aladdin_mpi.algorithms.just_in_time`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import mean
 from typing import Any
 
 from torch import Tensor
@@ -22,11 +23,15 @@ from aladdin_mpi.algorithms.inbox import Model, ModelInbox
 from aladdin_mpi.algorithms.just_in_time import Timing, due_bucket
 from aladdin_mpi.algorithms.options import AladdinAheadOptions
 from aladdin_mpi.algorithms.outbox import Outbox
+from aladdin_mpi.algorithms.room import Level, Room
 from aladdin_mpi.algorithms.server import Arrival, Notes, ParameterServer
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
+
+RARER = (2, 4, 8)
+"""Values of pi where there is no room for a model after each gradient."""
 
 
 class AheadWorker(TrainingWorker):
@@ -38,14 +43,18 @@ class AheadWorker(TrainingWorker):
         optimizer: MomentumSGD,
         wire: GradientCodec,
         options: AladdinAheadOptions,
+        bits: Sequence[int],
     ) -> None:
         super().__init__(worker, optimizer)
+        self.wire = wire
+        self.room = Room(levels(bits, options.pi))
         layout, transport = worker.layout, worker.transport
         weight, lookahead, share = map(_number, (options.weight, options.lookahead, options.send))
         self.track = GlobalTrack(worker, optimizer, weight, lookahead)
         self.timing = Timing([len(layout.owned_by(s)) for s in range(layout.servers)], share)
         self.outbox = Outbox(transport, layout, wire, worker.replica.new_vector, options.ring)
         self.inbox = TrackInbox(worker, wire, self.track, self.timing)
+        self.coalesced = 0
 
     def run(self) -> None:
         """Train until the segment's samples are used up."""
@@ -54,12 +63,13 @@ class AheadWorker(TrainingWorker):
         self.timing.open()
         self.inbox.open()
         for batch in worker.batches():
-            g = self.outbox.begin(batch.start, notes=self.timing.notes)
+            self._adapt()
+            g = self.outbox.begin(batch.start, notes=self._notes)
             self.track.begin(worker.lr)
             worker.gradient(g, self._send(g))
             self.outbox.end()
             self.inbox.blend_into(self.x)
-            self.timing.end_step(self.track.sent)
+        self._adapt()
         self.outbox.flush()
         self.inbox.drain_into(self.x)
 
@@ -69,6 +79,18 @@ class AheadWorker(TrainingWorker):
             self.outbox.put(bucket)
 
         return on_bucket
+
+    def _notes(self, server: int) -> Notes:
+        """What a server is told with a gradient: the worker's wishes and its age."""
+        return (self.timing.shares[server], *self.room.level, self.track.mean_age)
+
+    def _adapt(self) -> None:
+        """After a step: was there room, and did the models come in time?"""
+        if self.track.sent % self.room.level.pi:
+            return  # no model was due
+        late = self.timing.end_step(self.track.sent) if self.track.sent else 0.0
+        added, self.coalesced = self.outbox.coalesced - self.coalesced, self.outbox.coalesced
+        self.wire.use(self.room.end_step(self.timing.mean_share - late - added).bits)
 
     def counts(self) -> dict[str, int]:
         """Gradients computed and coalesced so far."""
@@ -80,6 +102,8 @@ class AheadWorker(TrainingWorker):
             **super().state_dict(),
             "track": self.track.state_dict(),
             "timing": self.timing.state_dict(),
+            "room": self.room.state_dict(),
+            "coalesced": self.coalesced,
             "outbox": self.outbox.state_dict(),
         }
 
@@ -88,6 +112,9 @@ class AheadWorker(TrainingWorker):
         super().load_state_dict(state)
         self.track.load_state_dict(state["track"])
         self.timing.load_state_dict(state["timing"])
+        self.room.load_state_dict(state["room"])
+        self.coalesced = state["coalesced"]
+        self.wire.use(self.room.level.bits)
         self.outbox.load_state_dict(state["outbox"])
 
     def join(self, common: dict[str, Any]) -> None:
@@ -125,6 +152,9 @@ class AheadServer(AnsweringServer):
         self.places = {bucket.index: place for place, bucket in enumerate(server.buckets)}
         self.before = {bucket.index: [0] * self.n for bucket in server.buckets}
         """Gradients that came before a worker's newest."""
+        self.told: dict[int, Notes] = {}
+        """The newest notes of each worker."""
+        server.measures = self.measures
 
     def apply(self, arrival: Arrival) -> None:
         """``x~ <- x~ - step / n``."""
@@ -134,9 +164,12 @@ class AheadServer(AnsweringServer):
         """All buckets' models, if so much of the worker's gradient has come as it asks for."""
         bucket, worker = arrival.bucket, arrival.worker
         self.before[bucket.index][worker] = self.applied[bucket.index] - arrival.count
-        (share,) = arrival.notes
+        share, bits, pi, _ = self.told[worker] = arrival.notes
         if self.places[bucket.index] == due_bucket(share, len(self.server.buckets)):
             during = self.server.taken[worker][bucket.index]
+            if during // pi == (during - arrival.count) // pi:
+                return
+            self.server.model_bits(worker, int(bits))
             for each in self.server.buckets:
                 notes = partial(self._notes, each.index, worker, during)
                 self.server.send_model(worker, each, notes=notes)
@@ -146,14 +179,39 @@ class AheadServer(AnsweringServer):
         own = self.server.taken[worker][bucket]
         return (self.applied[bucket], own, self.before[bucket][worker], during)
 
+    def measures(self) -> dict[str, float]:
+        """What the workers have told, in the mean."""
+        if not self.told:
+            return {}
+        names = ("models_sent_at", "wire_bits", "pi", "age_rounds")
+        means = (mean(column) for column in zip(*self.told.values(), strict=True))
+        return dict(zip(names, means, strict=True))
+
+    def facts(self) -> dict[str, Any]:
+        """The same at the end of the run."""
+        return self.measures()
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next segment depends on."""
-        return {**super().state_dict(), "before": self.before}
+        return {**super().state_dict(), "before": self.before, "told": self.told}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
         super().load_state_dict(state)
-        self.before = state["before"]
+        self.before, self.told = state["before"], state["told"]
+
+
+def levels(bits: Sequence[int], pi: int | str) -> tuple[Level, ...]:
+    """From generous to thrifty: first fewer bits, then fewer models.
+
+    Args:
+        bits: that the wire may use.
+        pi: fixed, or "auto".
+    """
+    if isinstance(pi, int):
+        return tuple(Level(each, pi) for each in bits)
+    fewer = (Level(bits[-1], each) for each in RARER)
+    return (*(Level(each, 1) for each in bits), *fewer)
 
 
 def _number(value: float | str) -> float | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING
 
-from aladdin_mpi.algorithms.outbox import Notes
 from aladdin_mpi.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
 from aladdin_mpi.replica import PhantomReplica, Replica
 
@@ -57,7 +56,7 @@ class Timing:
         self._newest[server][bucket] = during
 
     def end_step(self, number: int) -> float:
-        """Gradient ``number`` is complete, and the models that are there are read.
+        """Gradient ``number``, during which models were asked for, is complete and they are read.
 
         Returns the share of the buckets of which none sent during this gradient is among them.
         """
@@ -77,9 +76,11 @@ class Timing:
             f = self.shares[server] + LATER * (1 - late) - EARLIER * late
             self.shares[server] = min(max(f, 0.0), 1.0)
 
-    def notes(self, server: int) -> Notes:
-        """What goes with a gradient."""
-        return (self.shares[server],)
+    @property
+    def mean_share(self) -> float:
+        """The mean f of all buckets."""
+        weighted = zip(self.shares, self._buckets, strict=True)
+        return sum(share * buckets for share, buckets in weighted) / sum(self._buckets)
 
     def state_dict(self) -> dict[str, object]:
         """Everything that the next segment depends on."""

@@ -73,6 +73,13 @@ class AladdinAheadOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    pi: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        description="gradients that a worker sends between two models sent back to it; auto: one, "
+        "and more where the links have no room",
+        json_schema_extra={"unit": "GRADIENTS"},
+    )
+
     weight: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = Field(
         "auto",
         description="what a worker's own gradient stands for of everybody's, until a model holds "

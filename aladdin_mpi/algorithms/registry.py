@@ -28,7 +28,7 @@ from aladdin_mpi.algorithms.shat import ShatServer, ShatWorker
 from aladdin_mpi.algorithms.ssp import SspServer, SspWorker
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.compression.wires import FEW_BITS
+from aladdin_mpi.compression.wires import FEW_BITS, bits_of
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.optimizer import MomentumSGD
@@ -60,6 +60,7 @@ class Algorithm:
         layout: cuts the flat vector where the usual cut will not do.
         compresses: its gradients can be sent compressed.
         few_bits: its gradients and models can be sent in few bits.
+        auto_wire: what ``--wire auto`` is, at first where it adapts.
         needs_all: whether, with these options, it cannot go on without every worker.
         collective: its gradients or models travel in collectives, which have no checksums.
     """
@@ -73,8 +74,13 @@ class Algorithm:
     layout: MakeLayout | None = None
     compresses: bool = False
     few_bits: bool = False
+    auto_wire: str = "fp32"
     needs_all: Callable[[RunOptions], bool] = lambda options: False
     collective: bool = False
+
+    def wire(self, options: RunOptions) -> str:
+        """The format of what is sent."""
+        return self.auto_wire if options.wire == "auto" else options.wire
 
     def holders(self, bucket: Bucket, ranks: int) -> range:
         """The ranks whose values of a bucket make up the global model's."""
@@ -100,11 +106,12 @@ ALGORITHMS = {
         Algorithm(
             "aladdin-ahead",
             lambda worker, sgd, wire, options: AheadWorker(
-                worker, sgd, wire, options.aladdin_ahead
+                worker, sgd, wire, options.aladdin_ahead, bits_of(options.wire)
             ),
             lambda server, sgd, options: AheadServer(server),
             layout=fine_layout,
             few_bits=True,
+            auto_wire="int8",
         ),
         Algorithm(
             "bsp",

@@ -214,6 +214,11 @@ class _ModelSender:
         if self._differences is not None:
             self._differences.forget()
 
+    def use(self, rank: int, bits: int) -> None:
+        """Send a worker's models in ``bits`` a value, where there is a choice."""
+        if self._differences is not None:
+            self._differences.use(rank, bits)
+
     def lost(self, source: int, message: Tensor) -> None:
         """A worker has told that a difference did not reach it."""
         if self._differences is not None:
@@ -353,6 +358,8 @@ class ParameterServer:
         self.samples = 0
         self.received = 0
         self.staleness = 0.0
+        self.measures: Callable[[], dict[str, float]] = dict
+        """What an algorithm has to say of itself in each line of the metrics."""
         self.partial = {b.index: 0 for b in self.buckets}
         """Gradients of a bucket whose worker failed before all buckets had come."""
         self.given = [0] * self.worker_count
@@ -502,6 +509,10 @@ class ParameterServer:
             stale = self.received - self._seen[worker]
             self.staleness += 0.02 * (stale - self.staleness)
             self.received += header.gradients
+
+    def model_bits(self, worker: int, bits: int) -> None:
+        """Send a worker's models in ``bits`` a value from now on, where the wire has a choice."""
+        self._sender.use(self.layout.servers + worker, bits)
 
     def send_model(
         self,

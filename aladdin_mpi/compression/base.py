@@ -60,6 +60,10 @@ class GradientCodec(ABC):
     def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
         """``target <- target + alpha * gradient``; ``target`` has the bucket's length."""
 
+    def use(self, bits: int) -> None:
+        """Send what follows in ``bits`` a value, where there is a choice."""
+        return
+
     def numbers(self, bucket: Bucket, message: Tensor) -> Tensor:
         """The part of ``message`` that is values, and no positions."""
         return message

@@ -60,6 +60,10 @@ class FewBitsCodec(GradientCodec):
         """In fp32."""
         return self._wire
 
+    def use(self, bits: int) -> None:
+        """See :meth:`GradientCodec.use`."""
+        self.bits = bits
+
     def numbers(self, bucket: Bucket, message: Tensor) -> Tensor:
         """The scales: if these are finite, all values are."""
         if message.numel() == bucket.numel:
@@ -143,7 +147,7 @@ class FewBitsEncoder(ModelEncoder):
         self._scratch = Scratch()
 
     def use(self, rank: int, bits: int) -> None:
-        """Send what follows to the receiver at ``rank`` in 8 or 4 bits."""
+        """See :meth:`ModelEncoder.use`."""
         self._bits[rank] = bits
 
     def forget(self) -> None:

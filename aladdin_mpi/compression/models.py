@@ -20,6 +20,10 @@ class ModelEncoder(ABC):
     def lost(self, rank: int, bucket: int) -> None:
         """A receiver has not got the last message: send it the whole bucket the next time."""
 
+    def use(self, rank: int, bits: int) -> None:
+        """Send what follows to ``rank`` in ``bits`` a value, where there is a choice."""
+        return
+
     def touch(self, bucket: Bucket, count: int) -> None:
         """Note that a gradient has changed ``count`` values; for timed computing."""
         return

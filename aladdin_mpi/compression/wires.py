@@ -14,6 +14,13 @@ FEW_BITS = {"int8": 8, "int4": 4}
 """Those that round to so many bits, and send later what that has lost."""
 
 
+def bits_of(name: str) -> tuple[int, ...]:
+    """Of a value, from generous to thrifty, between which a ``--wire`` leaves the choice."""
+    if name == "auto":
+        return tuple(sorted(FEW_BITS.values(), reverse=True))
+    return (FEW_BITS.get(name, 8 * DTYPES.get(name, torch.float32).itemsize),)
+
+
 def make_codec(
     name: str, layout: Layout, device: torch.device, moves_bytes: bool = True
 ) -> GradientCodec:

@@ -164,6 +164,7 @@ class Keeper:
         if self._server is not None:
             values["staleness"] = self._server.staleness
             values["gradients"] = self._server.received
+            values |= self._server.measures()
         self._last_log = (drawn, seconds)
         self._loss_sum, self._loss_samples, self._unlogged = 0.0, 0, 0
         self.metrics.append("train", values)

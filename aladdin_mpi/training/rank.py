@@ -207,7 +207,7 @@ class Rank:
         """How gradients are written for the wire."""
         options, x = self.options, self.replica.parameters
         moves_bytes = self.transport.engine == "mpi"
-        wire = make_codec(options.wire, self.layout, x.device, moves_bytes)
+        wire = make_codec(self.algorithm.wire(options), self.layout, x.device, moves_bytes)
         if options.compression == "none":
             return wire
         dgc, epoch = options.dgc, self.plan.epoch
