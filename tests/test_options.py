@@ -242,7 +242,8 @@ def test_an_algorithm_brings_its_options_in_one_line(config: Path) -> None:
         (
             "--wire fp23",
             [
-                "--wire: expected auto or fp32 or bf16 or int8 or int4, got 'fp23'; did you mean fp32?"
+                "--wire: expected auto or fp32 or bf16 or int8 or int4, got 'fp23'",
+                "did you mean fp32?",
             ],
         ),
         ("--aladdin-alpha theorie", ["--aladdin-alpha: expected a number", "mean theory?"]),

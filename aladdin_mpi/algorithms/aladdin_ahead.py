@@ -82,7 +82,8 @@ class AheadWorker(TrainingWorker):
 
     def _notes(self, server: int) -> Notes:
         """What a server is told with a gradient: the worker's wishes and its age."""
-        return (self.timing.shares[server], *self.room.level, self.track.mean_age)
+        f = self.timing.shares[server], self.timing.mean_share
+        return (*f, *self.room.level, self.track.mean_age)
 
     def _adapt(self) -> None:
         """After a step: was there room, and did the models come in time?"""
@@ -137,6 +138,8 @@ class TrackInbox(ModelInbox):
         """See :meth:`ModelInbox.note`."""
         during = int(model.notes[-1])
         self._timing.note(model.bucket.server, model.bucket.index, during)
+        if self._track.x.is_meta:  # of which nobody blends anything in
+            self.put(self._track.x, model, self._track.x[model.bucket.part])
 
     def put(self, parameters: Tensor, model: Model, values: Tensor) -> None:
         """Go on from one bucket's model."""
@@ -164,7 +167,7 @@ class AheadServer(AnsweringServer):
         """All buckets' models, if so much of the worker's gradient has come as it asks for."""
         bucket, worker = arrival.bucket, arrival.worker
         self.before[bucket.index][worker] = self.applied[bucket.index] - arrival.count
-        share, bits, pi, _ = self.told[worker] = arrival.notes
+        share, _, bits, pi, _ = self.told[worker] = arrival.notes
         if self.places[bucket.index] == due_bucket(share, len(self.server.buckets)):
             during = self.server.taken[worker][bucket.index]
             if during // pi == (during - arrival.count) // pi:
@@ -184,8 +187,8 @@ class AheadServer(AnsweringServer):
         if not self.told:
             return {}
         names = ("models_sent_at", "wire_bits", "pi", "age_rounds")
-        means = (mean(column) for column in zip(*self.told.values(), strict=True))
-        return dict(zip(names, means, strict=True))
+        _, *told = zip(*self.told.values(), strict=True)
+        return {name: mean(column) for name, column in zip(names, told, strict=True)}
 
     def facts(self) -> dict[str, Any]:
         """The same at the end of the run."""
