@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import json
 import os
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aladdin_mpi.algorithms.aladdin_ahead import AheadServer, AheadWorker
+from aladdin_mpi.algorithms.aladdin_ahead import AheadServer, AheadWorker, levels
 from aladdin_mpi.algorithms.global_track import MOST_PENDING
 from aladdin_mpi.algorithms.just_in_time import Timing
+from aladdin_mpi.algorithms.room import Level, Room
 from aladdin_mpi.algorithms.worker import FORWARD_SHARE
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.options import SimulateOptions, parse
+from aladdin_mpi.training.simulator import simulate
 from aladdin_mpi.transport.cluster import Cluster
 from tests.quadratic import Quadratic, noise_of
 from tests.roles import Job, Outcome, any_network, flat_start, run
@@ -410,3 +417,101 @@ def test_the_server_adds_steps_and_nothing_else() -> None:
     role = end.servers[0].role
     assert isinstance(role, AheadServer)
     assert set(role.applied.values()) == {16}
+
+
+# -- room -------------------------------------------------------------------------------------
+
+LEVELS = (Level(8, 1), Level(4, 1), Level(4, 2))
+
+
+def steps(room: Room, measure: Callable[[Level], float], count: int) -> list[Level]:
+    """With gradients that are the younger the larger the measure is."""
+    found = []
+    for _ in range(count):
+        now = measure(room.level)
+        found.append(room.end_step(now, 1 - now))
+    return found
+
+
+def test_a_level_that_helps_is_kept_and_given_back_when_there_is_room() -> None:
+    room = Room(LEVELS)
+    assert steps(room, lambda level: 0.2 if level.bits == 8 else 0.6, 500)[-1] == Level(4, 1)
+    assert steps(room, lambda level: 0.9, 500)[-1] == Level(8, 1)
+
+
+def test_a_level_that_does_not_help_is_left_and_tried_less_and_less() -> None:
+    """As where a latency is the reason, and not the bytes."""
+    room = Room(LEVELS)
+    seen = steps(room, lambda level: 0.1, 9000)
+    tried = [i for i, (a, b) in enumerate(pairwise(seen)) if (a, b) == LEVELS[:2]]
+    pauses = [b - a for a, b in pairwise(tried)]
+    assert pauses == sorted(pauses)
+    assert len(tried) > 3
+    assert pauses[-1] > 5 * pauses[0]
+    assert seen.count(LEVELS[0]) > 0.85 * len(seen)
+    assert LEVELS[2] not in seen
+
+
+def test_where_one_level_shows_nothing_the_next_may() -> None:
+    """As on links that are overfull still."""
+    room = Room(LEVELS)
+    assert steps(room, lambda level: 0.5 if level.pi > 1 else -0.9, 300)[-1] == Level(4, 2)
+    hopeless = steps(Room(LEVELS), lambda level: -0.9, 9000)
+    assert LEVELS[2] in hopeless
+    assert hopeless.count(LEVELS[0]) > 0.8 * len(hopeless)
+
+
+def test_levels() -> None:
+    assert levels((8, 4), "auto")[:3] == LEVELS
+    assert levels((8, 4), 3) == (Level(8, 3), Level(4, 3))
+    assert levels((32,), "auto")[:2] == (Level(32, 1), Level(32, 2))
+
+
+def timed(folder: Path, *words: object) -> dict[str, Any]:
+    """Eight workers on four hosts, whose steps take 0.1 s for a model of 1 MB."""
+    plan = ["--algorithm", NAME, "--compute", "timed", "--compute-time", 0.1, "--model", "size:1"]
+    plan += ["--workers", 8, "--servers", 4, "--hosts", 4, "--samples", 8 * 32 * 160, "--quiet"]
+    plan += ["--bucket-mb", 0.1, "--run-dir", folder, *words]
+    return simulate(parse(SimulateOptions, list(map(str, plan)), "simulate", ""))
+
+
+def test_full_links_get_fewer_bits_and_models(tmp_path: Path) -> None:
+    wide = timed(tmp_path / "wide", "--bandwidth-gbit", 10)
+    tight = timed(tmp_path / "tight", "--bandwidth-gbit", 0.07)
+    full = timed(tmp_path / "full", "--bandwidth-gbit", 0.03)
+    assert (wide["wire_bits"], wide["pi"]) == (8, 1)
+    assert tight["wire_bits"] < 7
+    assert full["pi"] > 1
+    assert wide["age_rounds"] < tight["age_rounds"] < 1.5 < full["age_rounds"]
+    assert wide["bytes_sent_per_step"] < 0.27 * 1e6
+
+
+def test_what_is_fixed_stays(tmp_path: Path) -> None:
+    words = ["--bandwidth-gbit", 0.06, "--wire", "int8", "--aladdin-ahead-pi", 1]
+    end = timed(tmp_path / "run", *words)
+    assert (end["wire_bits"], end["pi"]) == (8, 1)
+    last = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()][-1]
+    assert {"models_sent_at", "wire_bits", "pi", "age_rounds"} <= last.keys()
+
+
+def test_bf16_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--wire bf16: .* use --wire int8"):
+        timed(tmp_path / "run", "--wire", "bf16")
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_few_bits_come_to_the_same_minimum(wire: str) -> None:
+    settings = {"weight_decay": 0.0, "momentum": 0.9, "wire": wire}
+    it = Job(
+        NAME,
+        numel=300,
+        bucket=60,
+        samples=4 * 4 * 200,
+        schedule=lambda samples: 0.1,
+        noise=0.0,
+        jitter=0.05,
+        settings=settings,
+    )
+    end = run(it)
+    optimum = Quadratic(it.numel).optimum
+    assert float((end.model - optimum).norm()) < 1e-3 * float((end.first - optimum).norm())

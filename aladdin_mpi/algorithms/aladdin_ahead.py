@@ -91,7 +91,8 @@ class AheadWorker(TrainingWorker):
             return  # no model was due
         late = self.timing.end_step(self.track.sent) if self.track.sent else 0.0
         added, self.coalesced = self.outbox.coalesced - self.coalesced, self.outbox.coalesced
-        self.wire.use(self.room.end_step(self.timing.mean_share - late - added).bits)
+        measure = self.timing.mean_share - late - added
+        self.wire.use(self.room.end_step(measure, self.track.mean_age).bits)
 
     def counts(self) -> dict[str, int]:
         """Gradients computed and coalesced so far."""

@@ -60,6 +60,7 @@ class Algorithm:
         layout: cuts the flat vector where the usual cut will not do.
         compresses: its gradients can be sent compressed.
         few_bits: its gradients and models can be sent in few bits.
+        whole_models: models go whole in bf16, which the algorithm can do with.
         auto_wire: what ``--wire auto`` is, at first where it adapts.
         needs_all: whether, with these options, it cannot go on without every worker.
         collective: its gradients or models travel in collectives, which have no checksums.
@@ -74,6 +75,7 @@ class Algorithm:
     layout: MakeLayout | None = None
     compresses: bool = False
     few_bits: bool = False
+    whole_models: bool = True
     auto_wire: str = "fp32"
     needs_all: Callable[[RunOptions], bool] = lambda options: False
     collective: bool = False
@@ -111,6 +113,7 @@ ALGORITHMS = {
             lambda server, sgd, options: AheadServer(server),
             layout=fine_layout,
             few_bits=True,
+            whole_models=False,
             auto_wire="int8",
         ),
         Algorithm(
@@ -276,6 +279,11 @@ def check_wire(algorithm: Algorithm, options: RunOptions) -> None:
         UserError: in few bits are only gradients to servers, and their models, and only those
             that are not compressed otherwise.
     """
+    if options.wire == "bf16" and not algorithm.whole_models:
+        raise UserError(
+            f"--wire bf16: expected a wire that keeps the differences of models for "
+            f"{algorithm.name}, got one that rounds whole models; use --wire int8, which sends less"
+        )
     if options.wire not in FEW_BITS:
         return
     if not algorithm.few_bits:

@@ -3,8 +3,10 @@
 The measure is f, the share of the next gradient that a server can wait for before it sends a
 model that still comes in time (:mod:`~aladdin_mpi.algorithms.just_in_time`), less the share of
 late models and of gradients that had to be added to another. Where it is small, the next
-thriftier level is tried, and kept if that helps: where a latency is the reason and not the
-bytes, nothing is gained by sending less. Where there is room for more, a level is given back.
+thriftier level is tried, and kept if gradients are younger then: where a latency is the reason
+and not the bytes, nothing is gained by sending less. Only where most models are late does a
+trial go further, as on links that are overfull one level may show nothing. Where there is room
+for more, a level is given back.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ TIGHT = 0.35
 WIDE = 0.8
 """Above it the next more generous one is."""
 GAIN = 0.05
-"""By which a thriftier level has to raise the measure to be kept."""
+"""Rounds by which gradients have to be younger for a thriftier level to be kept."""
 SETTLE = 30
 """Steps after a change before the measure is believed again."""
-LONGEST = 1000
-"""Steps between two trials of a level that was no good, at most; at first ``SETTLE``."""
+LATER = 4
+"""How many times as long the pause is after each trial that was no good; at first ``SETTLE``."""
+LONGEST = 2000
+"""Steps of such a pause, at most."""
 SHARE = 0.05
 """Of the newest step in the running mean of the measure."""
 
@@ -44,7 +48,8 @@ class Room:
         self._at = 0
         self._measure = 0.5
         self._steps = 0
-        self._before: float | None = None
+        self._trial: tuple[int, float] | None = None
+        """The level from which thriftier ones are being tried, and the age there."""
         self._pause = SETTLE
 
     @property
@@ -52,43 +57,42 @@ class Room:
         """The present one."""
         return self._levels[self._at]
 
-    def end_step(self, measure: float) -> Level:
-        """Take note of a step's measure; the level from now on."""
+    def end_step(self, measure: float, age: float) -> Level:
+        """Take note of a step's measure and of the age of gradients; the level from now on."""
         self._steps += 1
         self._measure += SHARE * (measure - self._measure)
-        if self._steps >= SETTLE and self._before is not None:
-            self._judge()
+        if self._steps >= SETTLE and self._trial is not None:
+            self._judge(*self._trial, age)
         elif self._steps >= self._pause:
-            self._move()
+            self._move(age)
         return self.level
 
-    def _judge(self) -> None:
+    def _judge(self, origin: int, before: float, age: float) -> None:
         """Was the thriftier level of any use?"""
-        assert self._before is not None
-        helped = self._measure >= self._before + GAIN
-        self._before = None
-        if helped:
-            self._pause = SETTLE
+        if age <= before - GAIN:
+            self._trial, self._pause = None, 2 * SETTLE
+        elif self._measure < 0 and self._at + 1 < len(self._levels):
+            self._go(self._at + 1)
         else:
-            self._go(-1)
-            self._pause = min(2 * max(self._pause, SETTLE), LONGEST)
+            self._trial, self._pause = None, min(LATER * self._pause, LONGEST)
+            self._go(origin)
 
-    def _move(self) -> None:
+    def _move(self, age: float) -> None:
         if self._measure < TIGHT and self._at + 1 < len(self._levels):
-            self._before = self._measure
-            self._go(1)
+            self._trial = self._at, age
+            self._go(self._at + 1)
         elif self._measure > WIDE and self._at:
-            self._go(-1)
-            # If that was too much the way back is tried soon, and the next time later.
-            self._pause = min(2 * self._pause, LONGEST)
+            # If that is too much the way back is tried later, and later the next time.
+            self._pause = min(LATER * self._pause, LONGEST)
+            self._go(self._at - 1)
 
-    def _go(self, by: int) -> None:
-        self._at += by
+    def _go(self, level: int) -> None:
+        self._at = level
         self._steps = 0
 
     def state_dict(self) -> dict[str, object]:
         """Everything that the next segment depends on."""
-        names = ("_at", "_measure", "_steps", "_before", "_pause")
+        names = ("_at", "_measure", "_steps", "_trial", "_pause")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
