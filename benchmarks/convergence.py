@@ -25,8 +25,18 @@ from typing import Any
 from aladdin_mpi.errors import UserError
 from benchmarks import harness, quick
 from benchmarks.bounds import folder, positive, share, whole
-from benchmarks.convergence_parts import JITTER, NAMES, STANDS, Part, Stand, parts, slug
+from benchmarks.convergence_parts import (
+    JITTER,
+    NAMES,
+    NESTEROV,
+    STANDS,
+    Part,
+    Stand,
+    parts,
+    slug,
+)
 from benchmarks.convergence_plot import Runs, draw
+from benchmarks.convergence_samples import ratios
 from benchmarks.machine import machine
 
 LIMIT = 24 * 3600.0
@@ -39,7 +49,9 @@ cluster. Accuracies in %; after a plus-minus sign half the distance of the lowes
 seed. Accuracy in time: of the last evaluation before the moment at which ALADDIN has used half of
 its samples. To target: seconds until the accuracy is {target:g} %, on a straight line between the
 first evaluation at or above it and the one before; between: the seconds of these two. Faster: the
-time of ar-sgd to the target over this one's. Step times vary by {jitter:.0%} (log-normal). Servers
+time of ar-sgd to the target over this one's. Samples to loss: those that it takes to the training
+loss that ar-sgd (with Nesterov's momentum, where it is there) has after 50 and 70 % of its samples,
+over those of ar-sgd; means over the seeds. Step times vary by {jitter:.0%} (log-normal). Servers
 and workers are dealt to the hosts in turn; without servers neighbours share a host. The study's SGP
 overlaps its messages with a step, which is `osgp` here."""
 
@@ -47,6 +59,10 @@ QUICK = {"epochs": 2.0, "workers": 4, "more_workers": [], "target": 0.5, "parts"
 
 BAR_ACCURACY = 0.3
 """ALADDIN's accuracy below the synchronous one's, at most, in points."""
+BAR_SAMPLES = 1.05
+"""aladdin-ahead's samples to the synchronous training loss, over ar-sgd's, at most."""
+LOSS_SHARES = (0.5, 0.7)
+"""Of the synchronous run's samples, where its training loss is taken."""
 BAR_FASTER = 2.5
 """ALADDIN to the target with VGG's timing, against ar-sgd, at least."""
 
@@ -74,7 +90,7 @@ def _kept(parts: Sequence[Part], out: Path) -> list[Part]:
                 for seed in range(part.seeds)
             )
         }
-        if "aladdin" in done:
+        if {"aladdin", "aladdin-ahead"} & done.keys():
             found.append(replace(part, runs=done))
     return found
 
@@ -150,9 +166,9 @@ def rows(
 ) -> list[dict[str, Any]]:
     """The table of one comparison; ``target`` is an accuracy from 0 to 1."""
     found = {row["label"]: row["figures"] for row in comparison["rows"]}
-    moment = half_time(evaluations(folder, "aladdin"))
+    moment = half_time(evaluations(folder, part.ours))
     times = {label: to_target(evaluations(folder, label), target) for label in part.labels}
-    synchronous = times.get("ar-sgd")
+    synchronous = times.get(part.base) if part.base else None
     table = []
     for label in part.labels:
         line = found[slug(label)]
@@ -177,6 +193,9 @@ def rows(
                 "faster": synchronous[1] / there[1] if synchronous and there else None,
                 "published faster": _published_faster(part, label),
                 "speed-up": _mean(line, "speed_up"),
+                "samples to loss": (
+                    ratios(folder, label, part.base, LOSS_SHARES) if part.base else None
+                ),
             }
         )
     return table
@@ -207,9 +226,11 @@ def missed(table: Sequence[Mapping[str, Any]]) -> list[str]:
     found = []
     for part in dict.fromkeys(row["part"] for row in table):
         lines = {row["algorithm"]: row for row in table if row["part"] == part}
+        if {"aladdin-ahead", NESTEROV} <= lines.keys():
+            found += _missed_ahead(part, lines["aladdin-ahead"], lines[NESTEROV])
         if not {"aladdin", "ar-sgd"} <= lines.keys():
             continue
-        accuracy = {name: float(lines[name]["accuracy"].split()[0]) for name in lines}
+        accuracy = {name: _accuracy(lines[name]) for name in lines}
         behind = accuracy["ar-sgd"] - accuracy["aladdin"]
         if behind > BAR_ACCURACY:
             found.append(
@@ -221,6 +242,27 @@ def missed(table: Sequence[Mapping[str, Any]]) -> list[str]:
             shown = "never" if faster is None else f"{faster:.2f} times as fast as ar-sgd"
             found.append(f"{part}: ALADDIN is at the target {shown}, expected {BAR_FASTER}")
     return found
+
+
+def _missed_ahead(part: str, ours: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
+    found = []
+    behind = _accuracy(base) - _accuracy(ours)
+    if behind > BAR_ACCURACY:
+        found.append(
+            f"{part}: aladdin-ahead's accuracy is {behind:.2f} points below that of ar-sgd "
+            f"--nesterov, expected at most {BAR_ACCURACY}"
+        )
+    samples = ours["samples to loss"].split(", ")
+    if any(each == "never" or float(each) > BAR_SAMPLES for each in samples):
+        found.append(
+            f"{part}: aladdin-ahead takes {' and '.join(samples)} times the samples of ar-sgd "
+            f"--nesterov to its training loss, expected at most {BAR_SAMPLES}"
+        )
+    return found
+
+
+def _accuracy(row: Mapping[str, Any]) -> float:
+    return float(row["accuracy"].split()[0])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -241,7 +283,12 @@ def _parser() -> argparse.ArgumentParser:
         default=8.0,
         help="of part resnet; longer has three times as many, the others half of them",
     )
-    add("--seeds", type=whole(), default=1, help="runs of each algorithm; part spread has 3")
+    add(
+        "--seeds",
+        type=whole(),
+        default=1,
+        help="runs of each algorithm; parts spread and ahead have 3",
+    )
     add("--workers", type=whole(2), default=8, help="of each run")
     add(
         "--more-workers",

@@ -138,6 +138,16 @@ class Part:
     published: bool = False
 
     @property
+    def ours(self) -> str:
+        """The run of ALADDIN that the others are compared with."""
+        return next(label for label in ("aladdin-ahead", "aladdin") if label in self.runs)
+
+    @property
+    def base(self) -> str | None:
+        """The synchronous run, if there is one."""
+        return next((label for label in (NESTEROV, "ar-sgd") if label in self.runs), None)
+
+    @property
     def labels(self) -> list[str]:
         """What the runs are called in the table."""
         return list(self.runs)
@@ -160,6 +170,8 @@ class Part:
             "--servers": HOSTS,
             "--jitter": JITTER,
         }
+        if NESTEROV in self.runs:
+            run["--log-every"] = LOG_EVERY
         words += ["--", *(str(word) for pair in run.items() for word in pair)]
         return [*words, *self.stand.options(), *args.data]
 
@@ -188,10 +200,16 @@ VGG_RUNS = {
 }
 PAIR_AHEAD = {**plainly(PAIR), **LOOKING_AHEAD}
 
-SPREAD_SEEDS = 3
-"""Of the part spread, at least."""
+NESTEROV = "ar-sgd, nesterov"
+"""The fair base for an algorithm that looks ahead."""
+AHEAD = {"aladdin-ahead": "aladdin-ahead", NESTEROV: "ar-sgd --nesterov"}
 
-NAMES = ("resnet", "vgg", "longer", "ablation", "spread", "workers")
+SPREAD_SEEDS = 3
+"""Of the parts spread and ahead, at least."""
+LOG_EVERY = 6250
+"""Samples between two lines of training loss, where it is compared."""
+
+NAMES = ("resnet", "vgg", "longer", "ablation", "spread", "workers", "ahead")
 """What `--parts` takes."""
 
 
@@ -220,6 +238,10 @@ def parts(args: argparse.Namespace) -> list[Part]:
         "workers": [
             Part(f"{count} workers", resnet, count, plainly(PAIR), share=0.5)
             for count in args.more_workers
+        ],
+        "ahead": [
+            Part(f"ahead, {count} workers", resnet, count, AHEAD, share=0.5, seeds=SPREAD_SEEDS)
+            for count in (workers, *args.more_workers)
         ],
     }
     chosen = [part for name in args.parts for part in known[name]]

@@ -18,6 +18,7 @@ from aladdin_mpi.comparison.options import read_request
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import SimulateOptions
 from benchmarks import convergence, convergence_parts
+from benchmarks.convergence_samples import ratio
 from tests.launch import ROOT
 
 
@@ -70,6 +71,31 @@ def test_bars() -> None:
     assert "at the target never" in text
 
 
+def test_bars_of_ahead() -> None:
+    base = {"part": "p", "algorithm": "ar-sgd, nesterov", "accuracy": "70.00 ± 0.10"}
+    ours = {"part": "p", "algorithm": "aladdin-ahead", "accuracy": "69.75"}
+    assert convergence.missed([base, {**ours, "samples to loss": "1.05, 0.97"}]) == []
+    (text,) = convergence.missed([base, {**ours, "samples to loss": "1.05, never"}])
+    assert "1.05 and never times the samples" in text
+    below = {**ours, "accuracy": "69.60", "samples to loss": "1.00, 1.00"}
+    (text,) = convergence.missed([base, below])
+    assert "0.40 points below" in text
+
+
+def test_samples_to_the_same_loss() -> None:
+    """Straight lines down from 4 to 0, the second at half the pace."""
+
+    def lines(pace: float) -> list[dict[str, Any]]:
+        return [{"samples": 100 * i, "loss": 4 - pace * (i - 0.5)} for i in range(1, 41)]
+
+    base, slow = [lines(0.1), lines(0.1)], [lines(0.05), lines(0.05)]
+    assert ratio(base, base, 0.5) == pytest.approx(1, abs=0.01)
+    assert ratio(slow, base, 0.25) == pytest.approx(2, abs=0.01)
+    assert ratio(slow, base, 0.7) is None
+    # Of two seeds the mean curve counts, not the mean of two moments.
+    assert ratio([lines(0.05), lines(0.15)], base, 0.5) == pytest.approx(1, abs=0.01)
+
+
 def test_a_folder_without_images_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--data-dir: expected images as train/CLASS"):
         convergence.main(["--data-dir", str(tmp_path)])
@@ -93,8 +119,9 @@ def test_every_part_is_a_comparison_that_can_be_made() -> None:
     """`aladdin_mpi.compare` takes each part's command, and names its runs as the table does."""
     args = settled("--lr", "0.01")
     found = convergence_parts.parts(args)
-    assert [part.name for part in found][-2:] == ["16 workers", "24 workers"]
-    assert {part.seeds for part in found if part.name != "spread"} == {1}
+    assert [part.name for part in found][-2:] == ["ahead, 16 workers", "ahead, 24 workers"]
+    several = {part.name for part in found if part.seeds > 1}
+    assert several == {"spread", *(f"ahead, {n} workers" for n in (8, 16, 24))}
     for part in found:
         words = part.command(args, Path("out"))
         runs = plan.plan(read_request(words[3:]), Path("out"))
