@@ -22,6 +22,7 @@ from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.compression.models import ModelDecoder, ModelEncoder
 from aladdin_mpi.compression.quantise import (
+    BITS,
     Scratch,
     add_dequantised,
     message_length,
@@ -60,6 +61,14 @@ class FewBitsCodec(GradientCodec):
         """In fp32."""
         return self._wire
 
+    def length(self, bucket: Bucket) -> int:
+        """Of the next message about ``bucket``."""
+        return message_length(bucket.numel, self.bits)
+
+    def reads(self, bucket: Bucket, length: int) -> bool:
+        """Whether a message of ``length`` is in few bits."""
+        return length < bucket.numel and length in {message_length(bucket.numel, b) for b in BITS}
+
     def numbers(self, bucket: Bucket, message: Tensor) -> Tensor:
         """The scales: if these are finite, all values are."""
         if message.numel() == bucket.numel:
@@ -96,7 +105,7 @@ class FewBitsCodec(GradientCodec):
         self, bucket: Bucket, values: Tensor, samples: int, room: Tensor
     ) -> tuple[Tensor, Event | None]:
         """What ``left`` and ``values`` are together; see :meth:`GradientCodec.compress`."""
-        length = message_length(bucket.numel, self.bits)
+        length = self.length(bucket)
         if values.is_meta:
             return room[:length], None
         if length == bucket.numel:
