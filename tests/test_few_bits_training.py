@@ -94,7 +94,7 @@ def test_every_workers_copy_is_its_servers_shadow(algorithm: str, wire: str) -> 
     outcome = run(job_of(algorithm, wire, samples=400, cluster=any_network(1, 6)))
     compared = 0
     for server in outcome.servers:
-        encoder: Any = server.role.server._sender._differences  # type: ignore[attr-defined]
+        encoder: Any = server.role.server.differences  # type: ignore[attr-defined]
         assert isinstance(encoder, FewBitsEncoder)
         for worker, rank in enumerate(range(2, 6)):
             decoder: Any = outcome.workers[worker].role.inbox._differences  # type: ignore[attr-defined]

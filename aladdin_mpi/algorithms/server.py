@@ -17,6 +17,7 @@ from torch import Tensor
 
 from aladdin_mpi.algorithms.frames import Header, Kind, new_header
 from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.models import ModelEncoder
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.refusals import Reason, Refusal, report
 from aladdin_mpi.tags import Tag
@@ -370,6 +371,11 @@ class ParameterServer:
     def lr(self) -> float:
         """Learning rate at the newest sample that a gradient was computed from."""
         return self._schedule(self.samples)
+
+    @property
+    def differences(self) -> ModelEncoder | None:
+        """What models are written with, where they are sent as differences."""
+        return self._sender._differences
 
     def _nothing_taken(self) -> list[dict[int, int]]:
         return [{b.index: 0 for b in self.buckets} for _ in range(self.worker_count)]

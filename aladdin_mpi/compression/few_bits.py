@@ -105,17 +105,16 @@ class FewBitsCodec(GradientCodec):
         self, bucket: Bucket, values: Tensor, samples: int, room: Tensor
     ) -> tuple[Tensor, Event | None]:
         """What ``left`` and ``values`` are together; see :meth:`GradientCodec.compress`."""
-        length = self.length(bucket)
+        room = room[: self.length(bucket)]
         if values.is_meta:
-            return room[:length], None
-        if length == bucket.numel:
-            room = room[:length]
+            return room, None
+        if room.numel() == bucket.numel:
             return room, self._wire.encode(values, room)
         if self.left is None:
             self.left = torch.zeros(self._numel, device=values.device)
-        message = _room(room[:length], values)
+        message = _room(room, values)
         quantise(values, self.left[bucket.part], message, self.bits, self._scratch)
-        return self._wire.stage(message)
+        return self._wire.stage(message, room)
 
     # -- receiving -------------------------------------------------------------
     def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
