@@ -13,6 +13,7 @@ from torch import Tensor
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.algorithms.ashl_top_k import TopK
 from aladdin_mpi.algorithms.easgd import EasgdServer, EasgdWorker
+from aladdin_mpi.algorithms.server import SENT, TAKEN
 from aladdin_mpi.compression.few_bits import FewBitsCodec, FewBitsDecoder, FewBitsEncoder
 from aladdin_mpi.compression.quantise import message_length
 from aladdin_mpi.compression.wires import FEW_BITS, make_codec
@@ -146,13 +147,19 @@ def test_a_gradient_that_is_not_finite_harms_nothing(algorithm: str) -> None:
     assert [refusal.reason for refusal in outcome.ranks[0].refusals] == [1] * 3
 
 
-def test_servers_and_workers_pay_for_fp32_where_they_hold_it() -> None:
-    """A few bits on the wire are values in memory: modelled handling takes them into account."""
-    codec, bucket = make_codec("int4", cut(10_000, 1, 64.0, 64.0), CPU), None
-    (bucket,) = cut(10_000, 1, 64.0, 64.0).buckets
-    message = 4 * codec.length(bucket) if isinstance(codec, FewBitsCodec) else 0
-    assert 3 * message + 80_000 == 5 * message + codec.besides(bucket, message)
-    assert codec.besides(bucket, 40_000) == 0
+def test_a_server_pays_for_what_moves_in_its_memory() -> None:
+    """With modelled handling: few bits on the wire are values in fp32 where they are added."""
+    layout = cut(10_000, 1, 64.0, 64.0)
+    (bucket,) = layout.buckets
+    codec = make_codec("int4", layout, CPU)
+    encoder = codec.model_encoder()
+    assert encoder is not None
+    values, message = 40_000, 4 * message_length(10_000, 4)
+    # In and out of the message, and a value read and written for each in it.
+    assert TAKEN * message + codec.besides(bucket, message) == 3 * message + 2 * values
+    assert TAKEN * values + codec.besides(bucket, values) == 5 * values
+    # The values and the shadow are read; the shadow and the message are written.
+    assert SENT * message + encoder.besides(bucket, message) == 3 * values + message
 
 
 # -- EASGD: models both ways -----------------------------------------------------
