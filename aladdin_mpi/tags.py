@@ -39,7 +39,7 @@ class Tag(IntEnum):
     REFUSAL = 20
     """To rank 0: something was refused."""
     WHOLE = 21
-    """Worker to server: a difference was lost, send the bucket as a whole."""
+    """Worker to server, or server to worker: a difference was lost, send the bucket as a whole."""
     REDUCE_SCATTER = 40
     """Worker to worker: a part of a bucket, for its owner to add."""
     ALL_GATHER = 41

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from math import isfinite
 from statistics import median
 from typing import Any
@@ -18,6 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aladdin_mpi.compression.quantise import (
+    WIDTH,
+    Scratch,
+    add_dequantised,
+    message_length,
+    quantise,
+    steps_of,
+)
 from aladdin_mpi.layout import BYTES_PER_MB, BYTES_PER_VALUE
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.training.heap import keep_freed
@@ -32,8 +41,10 @@ Medians of single calls that take turns, on one thread. Look: whether all values
 `aladdin_mpi.vectors.is_finite`, beside the sum of the values. Look and add: a gradient that has
 arrived, by `add_if_finite`, beside looking at it and adding it then. Momentum: a gradient turned
 into a step by `MomentumSGD.correct`, beside the same operations on whole vectors; Update: a whole
-step by `MomentumSGD.step`, likewise. Vectors are read in turn from more memory than caches of a
-core hold, as they are in training."""
+step by `MomentumSGD.step`, likewise. Quantise: a gradient and what was left of those before
+written in 8 or 4 bits by `quantise`, beside the same operations on whole vectors; Dequantise and
+add: what was written, by `add_dequantised`, likewise. Vectors are read in turn from more memory
+than caches of a core hold, as they are in training."""
 QUICK = {"megabytes": [0.5], "repeats": 5}
 MEMORY_MB = 256.0
 """Memory that the vectors are taken from in turn."""
@@ -48,6 +59,9 @@ class Vectors:
         count = max(4, int(MEMORY_MB / megabytes))
         self._rows = torch.randn(count, self.numel).mul_(1e-3)
         self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def take(self) -> Tensor:
         """The one that has not been used for longest."""
@@ -104,11 +118,77 @@ def update(megabytes: float) -> tuple[Way, Way]:
     return lambda: sgd.step(x.take(), gradient.take(), LR), whole
 
 
+def quantising(bits: int) -> Callable[[float], tuple[Way, Way]]:
+    """A gradient is written in few bits, and what that loses is kept."""
+
+    def kernel(megabytes: float) -> tuple[Way, Way]:
+        gradient = Vectors(megabytes)
+        left, scratch = torch.zeros(gradient.numel), Scratch()
+        message = torch.empty(message_length(gradient.numel, bits))
+        full = gradient.numel - gradient.numel % WIDTH
+
+        def whole() -> tuple[Tensor, Tensor]:
+            left.add_(gradient.take())
+            blocks = left[:full].view(-1, WIDTH)
+            scales = blocks.abs().amax(1, keepdim=True).div_(steps_of(bits))
+            steps = (blocks / scales).round_()
+            blocks.sub_(steps * scales)
+            return scales, _packed(steps.view(-1), bits)
+
+        return lambda: quantise(gradient.take(), left, message, bits, scratch), whole
+
+    return kernel
+
+
+def dequantising(bits: int) -> Callable[[float], tuple[Way, Way]]:
+    """A gradient that has arrived in few bits is added to a sum."""
+
+    def kernel(megabytes: float) -> tuple[Way, Way]:
+        total, scratch = Vectors(megabytes), Scratch()
+        full = total.numel - total.numel % WIDTH
+        messages = torch.zeros(len(total), message_length(total.numel, bits))
+        for message in messages:
+            quantise(total.take(), torch.zeros(total.numel), message, bits, scratch)
+        scales = torch.ones(full // WIDTH, 1)
+        packed = torch.ones(len(total), full * bits // 8, dtype=torch.uint8)
+        number = count()
+
+        def here() -> None:
+            add_dequantised(messages[next(number) % len(total)], total.take(), LR, scratch)
+
+        def whole() -> None:
+            values = _unpacked(packed[next(number) % len(total)], bits).view(-1, WIDTH) * scales
+            total.take()[:full].add_(values.view(-1), alpha=LR)
+
+        return here, whole
+
+    return kernel
+
+
+def _packed(steps: Tensor, bits: int) -> Tensor:
+    """Steps as bytes, two neighbours in one where they fit, written plainly."""
+    if bits == 8:
+        return steps.to(torch.int8)
+    positive = steps.add_(8).to(torch.uint8)
+    return positive[::2] | positive[1::2] << 4
+
+
+def _unpacked(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of :func:`_packed`."""
+    if bits == 8:
+        return packed.view(torch.int8).float()
+    return torch.stack((packed & 15, packed >> 4), 1).view(-1).float().sub_(8)
+
+
 KERNELS: dict[str, Callable[[float], tuple[Way, Way]]] = {
     "look": look,
     "look and add": look_and_add,
     "momentum": momentum,
     "update": update,
+    "quantise 8": quantising(8),
+    "quantise 4": quantising(4),
+    "dequantise and add 8": dequantising(8),
+    "dequantise and add 4": dequantising(4),
 }
 
 

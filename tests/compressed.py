@@ -22,6 +22,7 @@ from aladdin_mpi.budget import Budget, Ticket
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.compression.dgc import DeepGradientCompression
+from aladdin_mpi.compression.wires import make_codec
 from aladdin_mpi.layout import Layout, cut
 from aladdin_mpi.optimizer import MomentumSGD
 from aladdin_mpi.options import RunOptions
@@ -49,6 +50,7 @@ class WholeModels(DeepGradientCompression):
 class Job:
     """A run. ``ratio`` is the share of values sent; None: no compression.
 
+    ``wire`` is another way to send, one of ``--wire``; it stands for ratio, kind and dtype.
     ``settings`` are fields of RunOptions; times are virtual seconds.
     """
 
@@ -56,6 +58,7 @@ class Job:
     ratio: float | None = 0.01
     kind: type[DeepGradientCompression] = DeepGradientCompression
     dtype: torch.dtype = torch.float32
+    wire: str | None = None
     hidden: int = 64
     workers: int = 3
     servers: int = 2
@@ -162,7 +165,7 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
     replica = PhantomReplica(sum(sizes.layers), sizes) if job.timed else Replica(module)
     x, options, layout = replica.parameters, job.options, layout_of(job)
     sgd = MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov)
-    codec = _codec(job, DenseWire(job.dtype, x.device, transport.engine == "mpi"), replica, sgd)
+    codec = _codec(job, replica, sgd, moves_bytes=transport.engine == "mpi")
     algorithm = registry.find(job.algorithm)
     role: Role
     if transport.rank < job.servers:
@@ -188,9 +191,12 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
 
 
 def _codec(
-    job: Job, wire: DenseWire, replica: Replica | PhantomReplica, sgd: MomentumSGD
+    job: Job, replica: Replica | PhantomReplica, sgd: MomentumSGD, moves_bytes: bool
 ) -> GradientCodec:
-    ratio = job.ratio
+    ratio, device = job.ratio, replica.parameters.device
+    if job.wire is not None:
+        return make_codec(job.wire, layout_of(job), device, moves_bytes)
+    wire = DenseWire(job.dtype, device, moves_bytes)
     if ratio is None:
         return wire
     return job.kind(wire, layout_of(job), replica.shapes, lambda samples: ratio, sgd.velocity)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from aladdin_mpi.algorithms.ashl import AshlServer, AshlWorker, Head, Phase, TopK
+from aladdin_mpi.algorithms.ashl import AshlServer, AshlWorker, Head, Phase
 from aladdin_mpi.algorithms.ashl_plan import (
     Share,
     Stage,
@@ -25,6 +25,7 @@ from aladdin_mpi.algorithms.ashl_plan import (
     rates,
     shares,
 )
+from aladdin_mpi.algorithms.ashl_top_k import TopK
 from aladdin_mpi.algorithms.outbox import Outbox
 from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.layout import cut

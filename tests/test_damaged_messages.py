@@ -35,6 +35,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bsp host first": {"bsp": {"host_first": True}},
     "ashl bf16": {"wire": "bf16"},
     "gosgd": {"gosgd": {"p": 0.5}},
+    "aladdin int8": {"wire": "int8"},
+    "asp int4": {"wire": "int4"},
+    "easgd int8": {"wire": "int8"},
+    "ashl int4": {"wire": "int4"},
 }
 
 
@@ -80,8 +84,12 @@ def test_without_checksums_the_damage_is_in_the_model() -> None:
     assert not outcome.model.norm() < 1e6
 
 
-@pytest.mark.parametrize("algorithm", ["asp", "easgd", "adsp", "aladdin", "bsp"])
-def test_what_is_not_finite_is_refused_at_the_server(algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "wire"),
+    [(name, "fp32") for name in ("asp", "easgd", "adsp", "aladdin", "bsp")]
+    + [(name, "int8") for name in ("easgd", "aladdin")],
+)
+def test_what_is_not_finite_is_refused_at_the_server(algorithm: str, wire: str) -> None:
     """A bug in an algorithm, say; EASGD's centre must not be drawn to zero either."""
 
     def wrap(transport: Transport) -> Transport:
@@ -98,6 +106,7 @@ def test_what_is_not_finite_is_refused_at_the_server(algorithm: str) -> None:
 
     # All values are far from zero, the workers' and, when it has heard them, the servers'.
     job = Job(algorithm, numel=60, bucket=60, samples=160, wrap=wrap, start=far, noise=0.0)
+    job.settings = {"wire": wire}
     outcome = run(job)
     check_unharmed(outcome)
     heard = outcome.ranks[0].refusals

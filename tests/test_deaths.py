@@ -68,7 +68,18 @@ def schedule(algorithm: str, seed: int) -> Job:
 @pytest.mark.parametrize("seed", range(SCHEDULES))
 @pytest.mark.parametrize("algorithm", SURVIVORS)
 def test_the_living_go_on(algorithm: str, seed: int) -> None:
+    check_the_living(schedule(algorithm, seed))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("algorithm", ["aladdin", "easgd", "ashl", "bsp"])
+def test_so_they_do_in_few_bits(algorithm: str, seed: int) -> None:
     job = schedule(algorithm, seed)
+    job.settings["wire"] = ["int8", "int4"][seed % 2]
+    check_the_living(job)
+
+
+def check_the_living(job: Job) -> None:
     outcome = run(job)
     living = [rank for rank in outcome.ranks if rank is not None]
     budget = living[0].budget

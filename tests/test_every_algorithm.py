@@ -26,6 +26,10 @@ VARIANTS: dict[str, list[object]] = {
     **{name: ["--algorithm", name] for name in NAMES if name not in GOSSIPS},
     **{f"{name} dgc": ["--algorithm", name, *DGC] for name in ("aladdin", "ar-sgd", "bsp")},
     "ssp on-bound": ["--algorithm", "ssp", "--ssp-pull", "on-bound"],
+    "aladdin int8": ["--algorithm", "aladdin", "--wire", "int8", "--servers", 2],
+    "easgd int4": ["--algorithm", "easgd", "--wire", "int4"],
+    "ashl int8": ["--algorithm", "ashl", "--wire", "int8", "--ashl-coarse-rate", 0.1],
+    "adsp int4": ["--algorithm", "adsp", "--wire", "int4"],
     "asp server": ["--algorithm", "asp", "--asp-momentum", "server"],
     "bsp host-first": ["--algorithm", "bsp", "--bsp-host-first"],
     "asp by layers": ["--algorithm", "asp", "--sharding", "layer", "--servers", 2],
@@ -104,6 +108,24 @@ def test_compression_is_refused_where_it_does_not_fit(
 ) -> None:
     with pytest.raises(UserError, match=message):
         start("--compression", "dgc", "--algorithm", *words, "--run-dir", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ar-sgd"], r"--wire int8: .* \(adsp, aladdin, .*\), got ar-sgd; use --wire bf16"),
+        (["local-sgd"], "got local-sgd"),
+        (["gosgd"], "got gosgd"),
+        (["multistep"], "got multistep"),
+        (["bsp", "--bsp-host-first"], "--wire int8: expected without --bsp-host-first"),
+        (["asp", "--compression", "dgc"], "--wire int8: expected without --compression dgc"),
+    ],
+)
+def test_few_bits_are_refused_where_they_do_not_fit(
+    tmp_path: Path, words: list[str], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        start("--wire", "int8", "--algorithm", *words, "--run-dir", tmp_path / "run")
 
 
 def test_looking_ahead_without_a_momentum_is_refused(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class AdspWorker(DifferenceWorker):
     """
 
     def __init__(self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec) -> None:
-        super().__init__(worker, optimizer, wire.plain, wire.plain)
+        super().__init__(worker, optimizer, wire, wire)
         self.interval = 0.0
         self.committed = 0.0
         self.awaited = 0

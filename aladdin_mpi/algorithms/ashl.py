@@ -22,6 +22,7 @@ from typing import Any
 
 from aladdin_mpi.algorithms.answering import AnsweringServer
 from aladdin_mpi.algorithms.ashl_plan import Share, Stage, Times, make_plan
+from aladdin_mpi.algorithms.ashl_top_k import SAMPLE, TopK
 from aladdin_mpi.algorithms.global_loss import GlobalLoss
 from aladdin_mpi.algorithms.local_difference import DifferenceWorker
 from aladdin_mpi.algorithms.options import AshlOptions
@@ -29,14 +30,11 @@ from aladdin_mpi.algorithms.server import Arrival, ParameterServer
 from aladdin_mpi.algorithms.staleness import StalenessBound
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.compression.dgc import DeepGradientCompression
 from aladdin_mpi.compression.select import select
-from aladdin_mpi.layout import Bucket, Layout
+from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
 
 _log = logging.getLogger(__name__)
-SAMPLE = 0.01
-"""Share of the values from which the smallest of the largest is estimated."""
 
 
 class Phase(IntEnum):
@@ -44,20 +42,6 @@ class Phase(IntEnum):
 
     COARSE = 0
     FINE = 1
-
-
-class TopK(DeepGradientCompression):
-    """``TopK(x - base, rate)``: of every bucket the largest values, at the present ``rate``."""
-
-    def __init__(self, wire: GradientCodec, layout: Layout) -> None:
-        everything = [(1, layout.numel)]
-        super().__init__(wire.plain, layout, everything, lambda samples: self.rate, sample=SAMPLE)
-        self.rate = 1.0
-
-    def discard(self) -> None:
-        """Forget what was not sent."""
-        if self.left is not None:
-            self.left.zero_()
 
 
 class _Profile:
@@ -103,7 +87,7 @@ class AshlWorker(DifferenceWorker):
         self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: AshlOptions
     ) -> None:
         self.top_k = TopK(wire, worker.layout)
-        super().__init__(worker, optimizer, wire.plain, self.top_k)
+        super().__init__(worker, optimizer, wire, self.top_k)
         self.options = options
         self.profile = _Profile(options.profile)
         self.plan: Share | None = None

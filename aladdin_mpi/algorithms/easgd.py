@@ -8,14 +8,63 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from aladdin_mpi.algorithms.answering import AnsweringServer
+from aladdin_mpi.algorithms.inbox import ModelInbox
 from aladdin_mpi.algorithms.local_steps import LocalStepWorker
 from aladdin_mpi.algorithms.options import EasgdOptions
 from aladdin_mpi.algorithms.server import Arrival, ParameterServer
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.models import ModelEncoder
+from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.tags import Tag
+from aladdin_mpi.transport.base import Event
 from aladdin_mpi.vectors import add, lerp, scale
+
+WHOLE_BYTES = 8
+"""Of a message that says that a difference was lost."""
+
+
+class ModelCodec(GradientCodec):
+    """Writes a worker's model for its servers, as the difference from what they have of it.
+
+    Args:
+        codec: of gradients.
+        differences: written by this worker.
+    """
+
+    def __init__(self, codec: GradientCodec, differences: ModelEncoder) -> None:
+        self.dtype = codec.dtype
+        self._codec = codec
+        self._differences = differences
+
+    @property
+    def plain(self) -> DenseWire:
+        """That of the gradients' codec."""
+        return self._codec.plain
+
+    def buffer(self, numel: int) -> Tensor:
+        """See :meth:`GradientCodec.buffer`."""
+        return self._codec.buffer(numel)
+
+    def buffer_for(self, vector: Tensor) -> Tensor:
+        """See :meth:`GradientCodec.buffer_for`."""
+        return self._codec.buffer_for(vector)
+
+    def compress(
+        self, bucket: Bucket, values: Tensor, samples: int, room: Tensor
+    ) -> tuple[Tensor, Event | None]:
+        """The difference; see :meth:`GradientCodec.compress`."""
+        return self._differences.encode(bucket.server, bucket, values, room), None
+
+    def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
+        """See :meth:`GradientCodec.add`."""
+        self._codec.add(bucket, message, target, alpha)
 
 
 class EasgdWorker(LocalStepWorker):
@@ -24,8 +73,22 @@ class EasgdWorker(LocalStepWorker):
     def __init__(
         self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: EasgdOptions
     ) -> None:
-        super().__init__(worker, optimizer, wire)
+        self.differences = wire.model_encoder()
+        sent = wire if self.differences is None else ModelCodec(wire, self.differences)
+        inbox = ModelInbox(worker.transport, worker.layout, wire)
+        super().__init__(worker, optimizer, sent, inbox)
         self.tau = options.tau
+        worker.transport.on_message(Tag.WHOLE, WHOLE_BYTES, self._lost)
+
+    def open(self) -> None:
+        """A segment begins: with models as wholes."""
+        if self.differences is not None:
+            self.differences.forget()
+
+    def _lost(self, server: int, message: Tensor) -> None:
+        """A server has not got the last difference about a bucket."""
+        if self.differences is not None:
+            self.differences.lost(server, int(message.view(torch.int64)))
 
     def is_due(self) -> bool:
         """Every tau steps."""
@@ -75,13 +138,34 @@ class EasgdServer(AnsweringServer):
         super().__init__(server, optimizer=None)
         automatic = options.alpha == "auto"
         self.alpha = 0.9 / server.worker_count if automatic else float(options.alpha)
+        self.models = [server.codec.model_decoder() for _ in range(server.worker_count)]
+        """The workers' models, where these come as differences."""
+
+    def begin(self) -> None:
+        """A segment begins: with models as wholes."""
+        for models in self.models:
+            if models is not None:
+                models.forget()
 
     def apply(self, arrival: Arrival) -> None:
         """Answer with the centre as it is, then move it: both use the same difference."""
         centre = self.server.values[arrival.bucket.index]
         self.server.send_model(arrival.worker, arrival.bucket, self.alpha, exact=True)
-        if not arrival.refused:
-            lerp(centre, arrival.values, self.alpha)
+        model = None if centre.is_meta else self._read(arrival)
+        if model is not None:
+            lerp(centre, model, self.alpha)
+
+    def _read(self, arrival: Arrival) -> Tensor | None:
+        """The worker's model, if it has come."""
+        models, bucket = self.models[arrival.worker], arrival.bucket
+        if models is None:
+            return None if arrival.refused else arrival.values
+        if arrival.refused:
+            models.lost(bucket)
+            rank = self.server.layout.servers + arrival.worker
+            self.server.transport.isend(torch.tensor([bucket.index]), rank, Tag.WHOLE)
+            return None
+        return models.decode(bucket, arrival.storage[: arrival.length])
 
     def answer(self, arrival: Arrival) -> None:
         """It has gone already."""

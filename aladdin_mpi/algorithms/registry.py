@@ -126,6 +126,7 @@ ALGORITHMS = {
             ),
             lockstep=True,
             compresses=True,
+            few_bits=True,
             needs_all=lambda options: options.bsp.host_first,
         ),
         Algorithm(
@@ -140,32 +141,38 @@ ALGORITHMS = {
             lambda worker, sgd, wire, options: ShatWorker(worker, sgd, wire, options.shat),
             lambda server, sgd, options: ShatServer(server, sgd, options.shat),
             compresses=True,
+            few_bits=True,
         ),
         Algorithm(
             "ssp",
             lambda worker, sgd, wire, options: SspWorker(worker, sgd, wire, options.ssp),
             lambda server, sgd, options: SspServer(server, sgd, options.ssp),
             compresses=True,
+            few_bits=True,
         ),
         Algorithm(
             "easgd",
             lambda worker, sgd, wire, options: EasgdWorker(worker, sgd, wire, options.easgd),
             lambda server, sgd, options: EasgdServer(server, options.easgd),
+            few_bits=True,
         ),
         Algorithm(
             "eamsgd",
             lambda worker, sgd, wire, options: EamsgdWorker(worker, sgd, wire, options.easgd),
             lambda server, sgd, options: EasgdServer(server, options.easgd),
+            few_bits=True,
         ),
         Algorithm(
             "ashl",
             lambda worker, sgd, wire, options: AshlWorker(worker, sgd, wire, options.ashl),
             lambda server, sgd, options: AshlServer(server, options.ashl),
+            few_bits=True,
         ),
         Algorithm(
             "adsp",
             lambda worker, sgd, wire, options: AdspWorker(worker, sgd, wire),
             lambda server, sgd, options: AdspServer(server, options.adsp),
+            few_bits=True,
         ),
         Algorithm(
             "ar-sgd",

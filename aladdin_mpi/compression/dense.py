@@ -63,11 +63,14 @@ class DenseWire(GradientCodec):
             wire.copy_(values, non_blocking=True)
             return self._stream.record_event()
 
-    def stage(self, message: Tensor) -> tuple[Tensor, Event | None]:
-        """A complete ``message`` in memory that the transport can use; and what to send after."""
+    def stage(self, message: Tensor, room: Tensor | None = None) -> tuple[Tensor, Event | None]:
+        """A complete ``message`` in memory that the transport can use; and what to send after.
+
+        That memory is ``message`` itself, or else ``room``, if there is one.
+        """
         if self._stream is None:
             return message, None
-        staged = torch.empty_like(message, device="cpu", pin_memory=True)
+        staged = torch.empty_like(message, device="cpu", pin_memory=True) if room is None else room
         event = self.encode(message, staged)
         message.record_stream(self._stream)  # its memory must outlive the copy
         return staged, event

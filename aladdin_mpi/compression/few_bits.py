@@ -22,6 +22,7 @@ from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.compression.models import ModelDecoder, ModelEncoder
 from aladdin_mpi.compression.quantise import (
+    BITS,
     Scratch,
     add_dequantised,
     message_length,
@@ -64,6 +65,14 @@ class FewBitsCodec(GradientCodec):
         """See :meth:`GradientCodec.use`."""
         self.bits = bits
 
+    def length(self, bucket: Bucket) -> int:
+        """Of the next message about ``bucket``."""
+        return message_length(bucket.numel, self.bits)
+
+    def reads(self, bucket: Bucket, length: int) -> bool:
+        """Whether a message of ``length`` is in few bits."""
+        return length < bucket.numel and length in {message_length(bucket.numel, b) for b in BITS}
+
     def numbers(self, bucket: Bucket, message: Tensor) -> Tensor:
         """The scales: if these are finite, all values are."""
         if message.numel() == bucket.numel:
@@ -100,17 +109,16 @@ class FewBitsCodec(GradientCodec):
         self, bucket: Bucket, values: Tensor, samples: int, room: Tensor
     ) -> tuple[Tensor, Event | None]:
         """What ``left`` and ``values`` are together; see :meth:`GradientCodec.compress`."""
-        length = message_length(bucket.numel, self.bits)
+        room = room[: self.length(bucket)]
         if values.is_meta:
-            return room[:length], None
-        if length == bucket.numel:
-            room = room[:length]
+            return room, None
+        if room.numel() == bucket.numel:
             return room, self._wire.encode(values, room)
         if self.left is None:
             self.left = torch.zeros(self._numel, device=values.device)
-        message = _room(room[:length], values)
+        message = _room(room, values)
         quantise(values, self.left[bucket.part], message, self.bits, self._scratch)
-        return self._wire.stage(message)
+        return self._wire.stage(message, room)
 
     # -- receiving -------------------------------------------------------------
     def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:

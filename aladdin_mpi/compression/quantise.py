@@ -179,7 +179,8 @@ def _pieces(message: Tensor, numel: int, bits: int) -> Iterator[_Piece]:
 
 def _round(x: Tensor, scales: Tensor, steps: Tensor, bits: int) -> None:
     """The scale of every row, and its values as whole steps."""
-    torch.linalg.vector_norm(x, torch.inf, dim=1, keepdim=True, out=scales)
+    # A tenth of the time of vector_norm() with infinity, which no vector unit helps.
+    torch.amax(torch.abs(x, out=steps), 1, keepdim=True, out=scales)
     scales.mul_(1 / steps_of(bits))
     torch.mul(x, scales.clamp_min(TINY).reciprocal_(), out=steps)
     steps.round_()

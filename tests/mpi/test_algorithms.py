@@ -65,11 +65,13 @@ def train(job: Job, transport: MpiTransport) -> tuple[Tensor, list[bool]]:
     return whole, same
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("algorithm", sorted(registry.ALGORITHMS))
 def test_converges_and_accounts_balance(transport: MpiTransport, algorithm: str, wire: str) -> None:
-    if wire == "bf16" and transport.size != 3:
+    if wire != "fp32" and transport.size != 3:
         pytest.skip("once is enough")
+    if wire == "int8" and not registry.find(algorithm).few_bits:
+        pytest.skip("is refused")
     settings = {
         "wire": wire,
         "momentum": 0.5,
