@@ -15,6 +15,7 @@ from aladdin_mpi.training.evaluation import Evaluator, Snapshots
 from aladdin_mpi.training.ledger import Ledger
 from aladdin_mpi.training.losses import Losses
 from aladdin_mpi.training.recorder import Metrics, Progress
+from aladdin_mpi.training.variance import ModelVariance
 from aladdin_mpi.transport.base import Transport
 
 
@@ -66,6 +67,7 @@ class Keeper:
         self.progress: Progress | None = None
         self.evaluator: Evaluator | None = None
         self.snapshots: Snapshots | None = None
+        self.variance: ModelVariance | None = None
         self.losses: Losses | None = None
         self._seconds = 0.0
         self._opened: float | None = None
@@ -79,6 +81,8 @@ class Keeper:
         self._next_log = plan.log_every
         self._next_eval = plan.eval_every
         self._moment: dict[str, Any] = {}
+        self._copy: Tensor | None = None
+        self._model_variance: float | None = None
         self._measuring: int | None = None
         self.suspended = 0
         """The signal after which the run is to end before its budget is used up."""
@@ -184,18 +188,47 @@ class Keeper:
 
     # -- evaluation ---------------------------------------------------------------
     def _evaluate(self) -> None:
-        if self.evaluator is None or self.snapshots is None:
+        if self.evaluator is None or self.snapshots is None or self.variance is None:
             return
+        self._wait_no_longer()
         if not (self.evaluator.busy or self.snapshots.busy):
             self._moment = self.moment()
-            self._moment["gradients"] = self._server.received if self._server else 0
             self._measuring = self._moment["samples"]
+            self._model_variance = None
+            self.variance.take(self._moment["samples"])
             self.snapshots.take()
 
     def evaluate_copy(self, vector: Tensor) -> None:
         """A copy of the model, asked for when an evaluation was due, has come."""
+        self._copy = vector
+        self._evaluate_if_complete()
+
+    def take_variance(self, value: float | None) -> None:
+        """So has the variance among the workers' models; see :class:`ModelVariance`."""
+        self._model_variance = value
+        self._evaluate_if_complete()
+
+    def _evaluate_if_complete(self) -> None:
+        assert self.evaluator is not None and self.variance is not None
+        if self._copy is None or self.variance.busy:
+            return
+        copy, self._copy = self._copy, None
+        gradients = self._server.received if self._server else 0
+        about = {"model_variance": self._model_variance, "gradients": gradients}
+        self.evaluator.submit(copy, {**self._moment, **about})
+
+    def _wait_no_longer(self) -> None:
+        """Evaluate without the variance if a worker has not answered, as one that hangs."""
+        if self._copy is not None and self.variance is not None:
+            self.variance.give_up()
+            self._evaluate_if_complete()
+
+    def end_evaluations(self) -> None:
+        """Wait for the evaluation that is under way, if there is one."""
         assert self.evaluator is not None
-        self.evaluator.submit(vector, self._moment)
+        with self._transport.atomic():
+            self._wait_no_longer()
+        self.evaluator.wait()
 
     def evaluated(self, moment: dict[str, Any], measured: Mapping[str, float]) -> None:
         """An evaluation of the model at ``moment`` is done."""
