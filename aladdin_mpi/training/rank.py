@@ -250,7 +250,7 @@ class Rank:
             self.role,
             draw_places(sizes, self.options.seed),
             self.algorithm.lockstep,
-            self.keeper.take_variance if self.keeper else _nobody,
+            self.keeper.take_variance if self.keeper else _nobody_asks,
         )
 
     # -- start and end -----------------------------------------------------------
@@ -407,8 +407,12 @@ def _plan(options: RunOptions, epoch: int) -> Plan:
     )
 
 
-def _nobody(found: Tensor | float | None) -> None:
-    """Only rank 0 asks for copies, and for the variance."""
+def _nobody(vector: Tensor) -> None:
+    """Only rank 0 asks for copies."""
+
+
+def _nobody_asks(samples: int, variance: float | None) -> None:
+    """Nor does anybody else ask for the variance."""
 
 
 def _remedy(run_dir: Path) -> str:

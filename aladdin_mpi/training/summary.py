@@ -45,7 +45,8 @@ def summarise(
         keeper.end_evaluations()
         measured = dict(keeper.evaluator.measure(model))
         if not keeper.metrics.has("eval", keeper.budget.drawn):
-            keeper.evaluated({**keeper.moment(), "model_variance": variance}, measured)
+            keeper.take_variance(keeper.budget.drawn, variance)
+            keeper.evaluated(keeper.moment(), measured)
         summary |= measured
         state = keeper.evaluator.module.state_dict()
         torch.save(state, rank.run_dir / MODEL)

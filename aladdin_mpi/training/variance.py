@@ -82,8 +82,8 @@ class ModelVariance:
         role: this rank's.
         places: of the sample; the same on all ranks.
         lockstep: whether workers go in rounds.
-        done: at rank 0, called with every value; None: the workers were not at one place, or
-            it is not finite.
+        done: at rank 0, called with the samples of :meth:`take` and the value; None: the workers
+            were not at one place, one did not answer in time, or it is not finite.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ModelVariance:
         role: Role,
         places: Places,
         lockstep: bool,
-        done: Callable[[float | None], None],
+        done: Callable[[int, float | None], None],
     ) -> None:
         self._transport = transport
         self._role = role
@@ -107,10 +107,7 @@ class ModelVariance:
         self._lockstep = lockstep
         self._done = done
         self._workers = range(layout.servers, transport.size)
-        self._missing: set[int] = set()
-        self._asked = 0
-        self._reached: set[int] = set()
-        self._sums = _Sums(places.weight)
+        self._open: dict[int, _Answers] = {}
         transport.exempt(Tag.SAMPLE, Tag.SAMPLED)
         if transport.rank == 0:
             transport.on_failure(self._lose)
@@ -119,25 +116,28 @@ class ModelVariance:
         else:
             transport.on_message(Tag.SAMPLE, 8, self._answer)
 
-    @property
-    def busy(self) -> bool:
-        """Whether a value is being collected."""
-        return bool(self._missing)
+    # -- at an evaluation, by messages -----------------------------------------------
+    def take(self, samples: int) -> None:
+        """At rank 0: start to collect, for the models that have had the first ``samples``.
+
+        Where workers do not go in rounds, an earlier value that is not complete is given up:
+        one that hangs is not waited for. In rounds all would wait for it.
+        """
+        if not self._lockstep:
+            self.give_up()
+        failed = self._transport.failed
+        missing = {rank for rank in self._workers if rank not in failed}
+        self._open[samples] = _Answers(missing, self._weight)
+        for rank in sorted(missing - {0}):
+            self._transport.isend(torch.tensor([samples]), rank, Tag.SAMPLE)
+        if 0 in missing:
+            self._when(samples, lambda: self._add(0, samples, self._place, self._values()))
 
     def give_up(self) -> None:
         """Wait for no more answers."""
-        self._missing.clear()
-
-    # -- at an evaluation, by messages -----------------------------------------------
-    def take(self, samples: int) -> None:
-        """At rank 0: start to collect, for the models that have had the first ``samples``."""
-        failed = self._transport.failed
-        self._missing = {rank for rank in self._workers if rank not in failed}
-        self._asked, self._reached, self._sums = samples, set(), _Sums(self._weight)
-        for rank in sorted(self._missing - {0}):
-            self._transport.isend(torch.tensor([samples]), rank, Tag.SAMPLE)
-        if 0 in self._missing:
-            self._when(samples, lambda: self._add(0, samples, self._place, self._values()))
+        for samples in list(self._open):
+            del self._open[samples]
+            self._done(samples, None)
 
     def _answer(self, source: int, message: Tensor) -> None:
         samples = int(message.clone().view(torch.int64))
@@ -175,21 +175,21 @@ class ModelVariance:
         self._add(source, samples, place, message[FRAME_BYTES:].clone().view(torch.float32))
 
     def _add(self, source: int, samples: int, place: int, values: Tensor) -> None:
-        if samples != self._asked or source not in self._missing:
+        answers = self._open.get(samples)
+        if answers is None or source not in answers.missing:
             return  # too late
-        self._reached.add(place)
-        self._sums.add(values)
-        self._missing.discard(source)
-        self._finish()
+        answers.add(source, place, values)
+        self._finish(samples)
 
     def _lose(self, rank: int) -> None:
-        if rank in self._missing:
-            self._missing.discard(rank)
-            self._finish()
+        for samples, answers in list(self._open.items()):
+            if rank in answers.missing:
+                answers.missing.discard(rank)
+                self._finish(samples)
 
-    def _finish(self) -> None:
-        if not self._missing:
-            self._done(self._sums.variance() if len(self._reached) == 1 else None)
+    def _finish(self, samples: int) -> None:
+        if not self._open[samples].missing:
+            self._done(samples, self._open.pop(samples).variance())
 
     # -- at the end of the run, all ranks together --------------------------------------
     def at_end(self) -> float | None:
@@ -210,17 +210,26 @@ class ModelVariance:
         return _ratio(squares[0].item() / squares[1].item(), (self._weight @ mean**2).item())
 
 
-class _Sums:
-    """Mean and squared deviations of vectors that come one by one (Welford)."""
+class _Answers:
+    """Vectors that come one by one: their mean and squared deviations (Welford).
 
-    def __init__(self, weight: Tensor) -> None:
+    Args:
+        missing: the ranks that are to answer.
+        weight: of the values.
+    """
+
+    def __init__(self, missing: set[int], weight: Tensor) -> None:
+        self.missing = missing
         self._weight = weight
+        self._places: set[int] = set()
         self._count = 0
         self._mean = torch.zeros_like(weight)
         self._squares = 0.0
 
-    def add(self, values: Tensor) -> None:
+    def add(self, source: int, place: int, values: Tensor) -> None:
         """One more; of values that are all the same the deviations are exactly 0."""
+        self.missing.discard(source)
+        self._places.add(place)
         self._count += 1
         away = values - self._mean
         self._mean += away / self._count
@@ -228,6 +237,8 @@ class _Sums:
 
     def variance(self) -> float | None:
         """The mean of the squared deviations, over the square of the mean's norm."""
+        if len(self._places) != 1:
+            return None
         return _ratio(self._squares / self._count, (self._weight @ self._mean**2).item())
 
 
