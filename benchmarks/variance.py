@@ -30,6 +30,8 @@ from benchmarks.results import RESULTS
 
 ALGORITHMS = ("aladdin", "asp", "easgd", "gosgd", "ad-psgd", "local-sgd", "ar-sgd")
 LR, JITTER, EVAL_EVERY = 0.01, 0.1, 0.25
+LEAST = 1e-9
+"""Of what is drawn."""
 QUARTERS = ("first quarter", "second", "third", "last")
 Lines = Sequence[Mapping[str, Any]]
 """The evaluations of a run."""
@@ -92,6 +94,7 @@ def draw(runs: Mapping[str, Sequence[tuple[Lines, float]]], path: Path) -> None:
             name = algorithm if shown else f"{algorithm}: 0"
             axis.plot(x, y, lw=1.0, alpha=0.8, label=None if turn else name, **look)
     axis.set_yscale("log")
+    axis.set_ylim(bottom=LEAST)  # at the very end those that take a last model are all but equal
     axis.set_xlabel("epochs")
     axis.set_ylabel("variance among the workers' models")
     axis.grid(alpha=0.3)
