@@ -26,6 +26,10 @@ class Tag(IntEnum):
     """Worker to the leading worker of its host: a bucket."""
     LOCAL_MODEL = 10
     """The other way."""
+    SAMPLE = 15
+    """From rank 0: send me a sample of your model."""
+    SAMPLED = 16
+    """The answer."""
     SETUP = 7
     """Before training: what all ranks must agree on."""
     REPORT = 8

@@ -54,6 +54,7 @@ PASSES = (
         "ablation",
         ("--seeds", "1", "--variants", "base", "pi 2", "--", "--workers", "2", "--epochs", "1"),
     ),
+    Pass("variance"),
     Pass("intake"),
     Pass("step"),
     Pass("gradient"),

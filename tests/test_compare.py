@@ -28,7 +28,9 @@ from tests.launch import ROOT, Completed, environment, needs
 SMALL = ["--epochs", "2", "--eval-every", "0.5", "--checkpoint-every", "0.25epochs"]
 LABELS = ["aladdin", "pi1"]
 FILES = ["report.md", "table.csv", "comparison.json", "comparison.toml"]
-PICTURES = [plots.ACCURACY_TIME, plots.ACCURACY_SAMPLES, plots.THROUGHPUT]
+PICTURES = [
+    plots.ACCURACY_TIME, plots.ACCURACY_SAMPLES, plots.VARIANCE_SAMPLES, plots.THROUGHPUT,
+]  # fmt: skip
 
 
 def command(out: Path, *options: str, seeds: str = "0,1", run: Sequence[str] = SMALL) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -25,14 +26,19 @@ SURVIVORS = [
     for name, algorithm in registry.ALGORITHMS.items()
     if not algorithm.needs_all(RunOptions(algorithm=name))
 ]
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in SURVIVORS},
+    "osgp push-first": ("osgp", {"osgp": {"order": "push-first"}}),
+}
 LR = 0.05
 SILENCE = 8.5
 """Virtual seconds; the pauses of `any_network` last up to 4, of which two may join."""
 
 
-def schedule(algorithm: str, seed: int) -> Job:
+def schedule(variant: str, seed: int) -> Job:
     """A run with delays and pauses, in which all workers but one may die, or be left out."""
-    r = random.Random(f"{algorithm} {seed}")
+    r = random.Random(f"{variant} {seed}")
+    algorithm, settings = VARIANTS[variant]
     kind = registry.find(algorithm)
     workers, servers = r.randint(2, 6), r.randint(1, 2)
     ranks = workers + (servers if kind.server else 0)
@@ -54,7 +60,7 @@ def schedule(algorithm: str, seed: int) -> Job:
         samples=4 * workers * steps + r.randint(0, 3),
         segments=r.randint(1, 3),
         bucket=r.choice([5, 17]),
-        settings={"weight_decay": 0.0, "momentum": r.choice([0.0, 0.5])},
+        settings={"weight_decay": 0.0, "momentum": r.choice([0.0, 0.5]), **settings},
         schedule=lambda samples: LR,
         slowdown={r.randrange(workers): r.choice([1.0, 3.0])},
         jitter=0.3,
@@ -66,9 +72,9 @@ def schedule(algorithm: str, seed: int) -> Job:
 
 
 @pytest.mark.parametrize("seed", range(SCHEDULES))
-@pytest.mark.parametrize("algorithm", SURVIVORS)
-def test_the_living_go_on(algorithm: str, seed: int) -> None:
-    check_the_living(schedule(algorithm, seed))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_living_go_on(variant: str, seed: int) -> None:
+    check_the_living(schedule(variant, seed))
 
 
 @pytest.mark.parametrize("seed", range(4))

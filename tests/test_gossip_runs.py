@@ -15,11 +15,12 @@ from tests.failing import Failure, Net
 VARIANTS = [
     ["--algorithm", "sgp"],
     ["--algorithm", "osgp", "--osgp-tau", 2],
+    ["--algorithm", "osgp", "--osgp-order", "push-first"],
     ["--algorithm", "gosgd", "--gosgd-p", 0.3],
     ["--algorithm", "ad-psgd"],
     ["--algorithm", "ad-psgd", "--ad-psgd-graph", "exponential"],
 ]
-NAMES = ["sgp", "osgp", "gosgd", "ad-psgd", "ad-psgd-exponential"]
+NAMES = ["sgp", "osgp", "osgp-push-first", "gosgd", "ad-psgd", "ad-psgd-exponential"]
 each = pytest.mark.parametrize("variant", VARIANTS, ids=NAMES)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from math import log2
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.algorithms.sgp import SgpWorker, hops
+from aladdin_mpi.algorithms.sgp import SgpWorker, _Push, hops
 from aladdin_mpi.budget import Ticket
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Request, Transport
@@ -20,12 +21,14 @@ from tests.gossip import Spy, any_job, large, noises, run_spied, starts
 from tests.quadratic import Quadratic, network
 from tests.roles import Job, Outcome, any_network, run
 
+ORDERS = ("add-first", "push-first")
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("sgp", {}),
     ("sgp", {"sgp": {"graph": "ring"}}),
-    ("osgp", {}),
-    ("osgp", {"osgp": {"tau": 3}}),
+    *(("osgp", {"osgp": {"tau": tau, "order": order}}) for tau in (1, 3) for order in ORDERS),
 ]
+SLOW = network(latency_us=5e5, local_latency_us=5e5)
+"""Half a step on the wire."""
 
 
 def role(outcome: Outcome, worker: int) -> SgpWorker:
@@ -80,10 +83,30 @@ def test_average_is_exact_after_log2_n_steps(n: int) -> None:
         assert not torch.equal(mixed(n, period - 1)[0], torch.full((n, n), 1 / n).double())
 
 
+@pytest.mark.parametrize("n", [8, 16])
+@pytest.mark.parametrize("tau", [1, 2])
+@pytest.mark.parametrize(
+    "uneven",
+    [{}, {"cluster": SLOW}, {"cluster": SLOW, "jitter": 0.03}, {"slowdown": {0: 1.3}}],
+    ids=["at-once", "slow", "jitter", "one-is-late"],  # others' messages come too early for it
+)
+def test_only_adding_first_mixes_in_log2_n_steps(n: int, tau: int, uneven: dict[str, Any]) -> None:
+    """Sent first, what has come goes on a step later, and everyone is far from the mean."""
+    away = {}
+    for order in ORDERS:
+        options = {"osgp": {"tau": tau, "order": order}}
+        matrix, w = mixed(n, round(log2(n)), "osgp", settings=options, **uneven)
+        assert sum(w.tolist()) == n
+        away[order] = (matrix / w[:, None] - 1 / n).norm() / (torch.eye(n) - 1 / n).norm()
+    assert away["add-first"] == 0
+    assert away["push-first"] > 0.1
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("n", [2, 3, 5, 8, 13])
-def test_overlapped_mixing_is_column_stochastic(n: int) -> None:
+def test_overlapped_mixing_is_column_stochastic(n: int, order: str) -> None:
     uneven = {"slowdown": {0: 3.0}, "jitter": 0.5, "cluster": network(latency_us=6e5)}
-    matrix, w = mixed(n, 7, "osgp", **uneven)
+    matrix, w = mixed(n, 7, "osgp", settings={"osgp": {"order": order}}, **uneven)
     assert torch.allclose(matrix.sum(0), torch.ones(n).double(), atol=1e-5)
     assert torch.allclose(matrix.sum(1), w, atol=1e-5)
     assert sum(w.tolist()) == pytest.approx(n, abs=1e-12)
@@ -161,8 +184,12 @@ def test_weights_add_up_to_n_at_any_moment(
 
 
 # -- trajectories ------------------------------------------------------------------------------
-def transcribed(job: Job, outcome: Outcome, graph: str, added: dict[int, list[int]]) -> Tensor:
-    """The paper's rules in float64; ``added[i][s]`` is when i adds the message of step s."""
+Added = dict[int, list[tuple[list[int], list[int]]]]
+"""For each worker and step: of which steps it adds messages before it sends, and after."""
+
+
+def transcribed(job: Job, outcome: Outcome, graph: str, added: Added) -> Tensor:
+    """The paper's rules in float64."""
     n, problem, options = job.workers, Quadratic(job.numel), job.options
     scale, optimum = problem.scale.double(), problem.optimum.double()
     path = hops(n, graph)
@@ -171,50 +198,57 @@ def transcribed(job: Job, outcome: Outcome, graph: str, added: dict[int, list[in
     w, v = [1.0] * n, [torch.zeros(job.numel).double() for _ in range(n)]
     sent: list[list[tuple[Tensor, float]]] = []
 
-    steps = len(all_noise[0])
-    for k in range(steps + 1):
-        for i in range(n if k < steps else 0):
+    def add(i: int, steps: list[int]) -> None:
+        for step in steps:
+            values, weight = sent[step][(i - path[step % len(path)]) % n]
+            x[i], w[i] = x[i] + values, w[i] + weight
+
+    for k in range(len(all_noise[0])):
+        for i in range(n):
             z = x[i] / w[i]
             g = scale * (z - optimum) + all_noise[i][k] + options.weight_decay * z
             v[i] = options.momentum * v[i] + g
             x[i] = x[i] - job.schedule(outcome.workers[i].tickets[k].start) * v[i]
-        sent.append([(x[i] / 2, w[i] / 2) for i in range(n)])
+            add(i, added[i][k][0])
+            x[i], w[i] = x[i] / 2, w[i] / 2
+        sent.append([(x[i], w[i]) for i in range(n)])
         for i in range(n):
-            if k < steps:
-                x[i], w[i] = x[i] / 2, w[i] / 2
-            for step in [step for step, when in enumerate(added[i]) if when == k]:
-                source = (i - path[step % len(path)]) % n
-                x[i] = x[i] + sent[step][source][0]
-                w[i] += sent[step][source][1]
+            add(i, added[i][k][1])
     return torch.stack([x[i] / w[i] for i in range(n)])
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(
-    ("algorithm", "settings", "tau"),
-    [
-        ("sgp", {}, 0),
-        ("sgp", {"sgp": {"graph": "ring"}}, 0),
-        ("osgp", {}, 1),
-        ("osgp", {"osgp": {"tau": 3}}, 3),
-    ],
-)
-def test_trajectory(algorithm: str, settings: dict[str, Any], tau: int, seed: int) -> None:
-    n = [2, 3, 6, 8, 11, 16][seed]
-    added: dict[int, list[int]] = defaultdict(list)
+def log_additions(added: Added) -> Callable[[Transport, object, Ticket], None]:
+    """A probe that keeps what each worker adds in each step."""
 
-    def log_additions(transport: Transport, found: object, ticket: Ticket) -> None:
+    def probe(transport: Transport, found: object, ticket: Ticket) -> None:
         assert isinstance(found, SgpWorker)
+        rows = added[transport.rank]
+        rows.append(([], []))
         if found.steps:
             return
-        add = found._add
+        add, send = found._add, found._push
+        pushes = 0
 
-        def logged(push: Any) -> None:
-            added[transport.rank].append(found.steps)
+        def logged_push(dest: int) -> None:
+            nonlocal pushes
+            pushes += 1
+            send(dest)
+
+        def logged_add(push: _Push) -> None:
+            rows[-1][pushes == len(rows)].append(push.step)
             add(push)
 
-        found._add = logged  # type: ignore[method-assign]
+        found._push = logged_push  # type: ignore[method-assign]
+        found._add = logged_add  # type: ignore[method-assign]
 
+    return probe
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("algorithm", "settings"), VARIANTS)
+def test_trajectory(algorithm: str, settings: dict[str, Any], seed: int) -> None:
+    n = [2, 3, 6, 8, 11, 16][seed]
+    added: Added = defaultdict(list)
     job = Job(
         algorithm,
         workers=n,
@@ -226,16 +260,21 @@ def test_trajectory(algorithm: str, settings: dict[str, Any], tau: int, seed: in
         jitter=0.4,
         cluster=any_network(seed, n),
         start=lambda rank: starts(rank, 17),
-        probe=log_additions,
+        probe=log_additions(added),
         seed=seed,
     )
     outcome = run(job)
-    for when in added.values():  # every message once, in order, never more than tau late
-        assert len(when) == 11
-        assert when == sorted(when)
-        assert all(0 <= k - step <= tau for step, k in enumerate(when))
-    graph = settings.get("sgp", {}).get("graph", "exponential")
-    expected = transcribed(job, outcome, graph, added).float()
+    own = settings.get(algorithm, {})
+    tau = 0 if algorithm == "sgp" else own["tau"]
+    for rows in added.values():  # every message once, in order, never more than tau late
+        assert [step for row in rows for part in row for step in part] == list(range(11))
+        assert all(0 <= k - step <= tau for k, row in enumerate(rows) for step in row[0] + row[1])
+        assert all(step < k for k, row in enumerate(rows) for step in row[0])
+    if own.get("order") != "add-first":
+        assert not any(row[0] for rows in added.values() for row in rows)
+    elif seed == 3:
+        assert any(row[0] for rows in added.values() for row in rows)
+    expected = transcribed(job, outcome, own.get("graph", "exponential"), added).float()
     assert torch.allclose(outcome.locals, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -274,12 +313,21 @@ def test_converges(algorithm: str, settings: dict[str, Any], n: int) -> None:
 
 
 def test_overlap_does_not_wait_for_messages_of_this_step() -> None:
-    """Half a step on the wire: SGP waits for it in every step, Overlap SGP in none."""
-    slow = network(latency_us=5e5, local_latency_us=5e5)
-    job = Job("sgp", workers=4, samples=4 * 4 * 50, cluster=slow)
+    """SGP waits for them in every step, Overlap SGP in none."""
+    job = Job("sgp", workers=4, samples=4 * 4 * 50, cluster=SLOW)
     waiting = {
         name: max(r.traffic.waiting for r in run(replace(job, algorithm=name)).workers)
         for name in ("sgp", "osgp")
     }
     assert waiting["sgp"] > 20  # 0.5 s in each of 50 steps
     assert waiting["osgp"] < 5
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_adding_first_costs_no_time(seed: int) -> None:
+    """Messages leave and are waited for at the same moments, on any network."""
+    waiting = []
+    for order in ORDERS:
+        job = any_job("osgp", 200 + seed, osgp={"tau": 1 + seed % 2, "order": order})
+        waiting.append([worker.traffic.waiting for worker in run(job).workers])
+    assert waiting[0] == waiting[1]

@@ -232,6 +232,11 @@ class OsgpOptions(SgpOptions):
         description="steps that a message may take before it is waited for",
         json_schema_extra={"unit": "STEPS"},
     )
+    order: Literal["add-first", "push-first"] = Field(
+        "add-first",
+        description="what a worker does after a step: add the messages of earlier steps that have "
+        "come, then send; or send, then add",
+    )
 
 
 class GoSgdOptions(BaseModel):

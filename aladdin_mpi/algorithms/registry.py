@@ -201,7 +201,12 @@ ALGORITHMS = {
         Algorithm(
             "osgp",
             lambda worker, sgd, wire, options: SgpWorker(
-                worker, sgd, wire, options.osgp, options.osgp.tau
+                worker,
+                sgd,
+                wire,
+                options.osgp,
+                options.osgp.tau,
+                add_first=options.osgp.order == "add-first",
             ),
             lockstep=True,
             holder="all",

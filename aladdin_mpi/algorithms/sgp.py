@@ -13,7 +13,10 @@ read at any moment. Then [1] is ``z <- z - lr/w opt(g(z))``; [2] changes w alone
 with [4] is ``z <- (w z + w' z') / (w + w')``.
 
 SGP waits in every step for the message of this step, Overlap SGP only for the one of
-tau steps before.
+tau steps before. What has come of earlier steps Overlap SGP adds before it sends: then n a
+power of two mixes exactly in log2(n) steps, as in SGP, if every message comes within a step.
+That is the order of the authors' code, which also waits before it sends; here a worker waits
+only afterwards, so that the order costs no time.
 """
 
 from __future__ import annotations
@@ -54,13 +57,19 @@ class _Push:
     """A message that is awaited: the sender's z and the weight it comes with."""
 
     def __init__(self, values: Tensor) -> None:
+        self.step = 0
         self.w = torch.zeros(1, dtype=torch.float64)
         self.values = values
         self.requests: list[Request] = []
 
 
 class SgpWorker(PeerWorker):
-    """One node; ``tau`` = 0 is SGP, more is Overlap SGP."""
+    """One node; ``tau`` = 0 is SGP, more is Overlap SGP.
+
+    Args:
+        tau: steps that a message may take before it is waited for.
+        add_first: add what has come of earlier steps before sending, too, not only after.
+    """
 
     def __init__(
         self,
@@ -69,9 +78,11 @@ class SgpWorker(PeerWorker):
         wire: GradientCodec,
         options: SgpOptions,
         tau: int = 0,
+        add_first: bool = False,
     ) -> None:
         super().__init__(worker, optimizer, wire)
         self.tau = tau
+        self.add_first = add_first
         self.graph = options.graph
         self.w = 1.0
         self.steps = 0
@@ -86,10 +97,14 @@ class SgpWorker(PeerWorker):
             source, dest = self._neighbours(batch.absent)
             self._expect(source)
             add(self.x, self.direction(), alpha=-self.worker.lr / self.w)  # [1]
+            if self.add_first:
+                # Not this step's, which a faster worker may have sent already: whoever gets
+                # from here would have it a step early, and the mixing would not be exact.
+                self._pull(self.steps)  # [3, 4]
             self._push(dest)  # [2]
-            self._pull(self.tau)  # [3, 4]
             self.steps += 1
-        self._pull(0)
+            self._pull(self.steps, self.steps - self.tau)  # [3, 4]
+        self._pull(self.steps, self.steps)
         self.outbox.flush()
 
     def _neighbours(self, absent: tuple[int, ...]) -> tuple[int, int]:
@@ -108,6 +123,7 @@ class SgpWorker(PeerWorker):
         if source in self.transport.failed or source == self.index:
             return
         push = self._spare.pop()
+        push.step = self.steps
         post = self.transport.irecv
         push.requests = [post(push.w, source, Tag.PUSH)]
         for bucket in self.layout.buckets:
@@ -120,12 +136,12 @@ class SgpWorker(PeerWorker):
         self.outbox.send(self.x, dest, torch.tensor([P * self.w], dtype=torch.float64))
         self.w *= P
 
-    def _pull(self, late: int) -> None:
-        """Add what has come, in order; wait until no more than ``late`` messages are awaited."""
-        while self.incoming:
+    def _pull(self, end: int, due: int = 0) -> None:
+        """Add what has come of steps before ``end``, in order; wait for those before ``due``."""
+        while self.incoming and self.incoming[0].step < end:
             requests, is_lost = self.incoming[0].requests, False
             try:
-                if len(self.incoming) > late:
+                if self.incoming[0].step < due:
                     self.transport.wait_all(requests)
                 elif not all(self.transport.test(request) for request in requests):
                     break

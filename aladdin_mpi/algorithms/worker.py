@@ -53,7 +53,8 @@ class Pace:
 class Worker:
     """One worker's replica and its supply of batches and gradients.
 
-    ``index`` counts the workers from 0, ``count`` is their number and ``servers``
+    ``reached`` is the number of the run's samples before which this worker has done all of its
+    steps, in rounds; ``index`` counts the workers from 0, ``count`` is their number and ``servers``
     that of the servers, which are ranks 0 to ``servers`` - 1.
 
     A gradient that is not finite is refused where it is made, so that no algorithm has to
@@ -99,6 +100,9 @@ class Worker:
         self.computed = 0
         self.refused = 0
         self.in_a_row = 0
+        self.reached = 0
+        self._is_stepping = False
+        self._when_reached: list[tuple[int, Callable[[], None]]] = []
         self.check = GradientCheck()
         self._compute = compute
         self._batch_size = batch_size
@@ -147,7 +151,7 @@ class Worker:
         The next one is drawn while the current one is computed, or several where the
         network is slow, so that drawing costs no waiting.
         """
-        draws = self._draws
+        draws, end = self._draws, self.reached
         draws.open()
         draws.request(self._batch_size, self._take_report())
         while draws.outstanding:
@@ -156,8 +160,33 @@ class Worker:
                 continue  # so are those asked for after it
             for _ in range(draws.short):
                 draws.request(self._batch_size, self._take_report())
+            self._reach(self.ticket.start, is_stepping=True)
             yield self.ticket
+            end = self.ticket.start + self.ticket.whole
+        self._reach(end, is_stepping=False)
         draws.report(self._take_report())
+
+    def when_reached(self, samples: int, action: Callable[[], None]) -> None:
+        """Call ``action`` when this worker has done all steps of samples before ``samples``.
+
+        For message handlers, where workers go in rounds. It is called between two steps, as a
+        handler: at the first of these moments, or at once if the segment's last step is done.
+        """
+        if not self._is_stepping and self.reached >= samples:
+            action()
+        else:
+            self._when_reached.append((samples, action))
+
+    def _reach(self, samples: int, is_stepping: bool) -> None:
+        """All steps of samples before ``samples`` are done; the next one follows, or none."""
+        with self.transport.atomic():
+            self.reached, self._is_stepping = samples, is_stepping
+            waiting, self._when_reached = self._when_reached, []
+            for least, action in waiting:
+                if samples >= least:
+                    action()
+                else:
+                    self._when_reached.append((least, action))
 
     def _take_report(self) -> Report:
         traffic = self.transport.traffic

@@ -33,6 +33,8 @@ class Evaluation:
     samples: int
     seconds: float
     accuracy: float
+    model_variance: float | None = None
+    """Among the workers; None where it was not measured."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,12 @@ def read_figures(folder: Path, label: str) -> RunFigures:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         lines = [line for line in read_metrics(folder) if line["kind"] == "eval"]
         evaluations = [
-            Evaluation(line["samples"], line["seconds"], line["test_accuracy"])
+            Evaluation(
+                line["samples"],
+                line["seconds"],
+                line["test_accuracy"],
+                line.get("model_variance"),
+            )
             for line in lines
             if line.get("test_accuracy") is not None
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from aladdin_mpi.comparison.figures import Evaluation, Row, RunFigures
 
 ACCURACY_TIME = "accuracy-time.png"
 ACCURACY_SAMPLES = "accuracy-samples.png"
+VARIANCE_SAMPLES = "variance-samples.png"
 THROUGHPUT = "throughput.png"
 COLOURS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#e69f00", "#56b4e9", "#8c564b",
@@ -56,14 +58,24 @@ def draw(
             (ACCURACY_TIME, _seconds, "training time, s"),
             (ACCURACY_SAMPLES, _samples, "samples"),
         ):
-            figure = _curves(runs, styles, x, title, target)
+            figure = _curves(runs, styles, x, _accuracy, title)
             axis = figure.axes[0]
-            axis.set_xlabel(label)
+            if target is not None:
+                grey = {"color": "grey", "lw": 1, "ls": (0, (6, 4))}
+                axis.axhline(target, label=f"target {target:g}", **grey)
+            _label(axis, label, "test accuracy")
             longest = [run.evaluations[-1].seconds for run in runs if run.evaluations]
             if x is _seconds and max(longest) > LOG_RATIO * max(min(longest), 1e-9):
                 axis.set_xscale("log")
             _save(figure, out / name)
             names.append(name)
+    if any(e.model_variance for run in runs for e in run.evaluations):
+        figure = _curves(runs, styles, _samples, _variance, title)
+        _label(figure.axes[0], "samples", "variance among the workers' models")
+        # Those whose workers are the same have 0, and no curve.
+        figure.axes[0].set_yscale("log", nonpositive="mask")
+        _save(figure, out / VARIANCE_SAMPLES)
+        names.append(VARIANCE_SAMPLES)
     _save(_bars(rows, styles, title, ideal), out / THROUGHPUT)
     return [*names, THROUGHPUT]
 
@@ -86,6 +98,20 @@ def _samples(evaluation: Evaluation) -> float:
     return float(evaluation.samples)
 
 
+def _accuracy(evaluation: Evaluation) -> float:
+    return evaluation.accuracy
+
+
+def _variance(evaluation: Evaluation) -> float:
+    return math.nan if evaluation.model_variance is None else evaluation.model_variance
+
+
+def _label(axis: Any, x: str, y: str) -> None:
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, handlelength=3.2)
+
+
 def _figure(width: float, height: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -99,29 +125,30 @@ def _curves(
     runs: Sequence[RunFigures],
     styles: dict[str, Style],
     x: Value,
+    y: Value,
     title: str,
-    target: float | None,
 ) -> Any:
     figure = _figure(9.5, max(4.6, 1.2 + 0.24 * len(styles)))
     axis = figure.add_subplot()
     for label, look in styles.items():
         curves = [run.evaluations for run in runs if run.label == label and run.evaluations]
         if curves:
-            _curve(axis, curves, x, label, look)
-    if target is not None:
-        axis.axhline(target, color="grey", lw=1, ls=(0, (6, 4)), label=f"target {target:g}")
-    axis.set_ylabel("test accuracy")
+            _curve(axis, curves, (x, y), label, look)
     axis.set_title(title, fontsize=10)
     axis.grid(alpha=0.3)
-    axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, handlelength=3.2)
     return figure
 
 
 def _curve(
-    axis: Any, curves: Sequence[Sequence[Evaluation]], x: Value, label: str, look: Style
+    axis: Any,
+    curves: Sequence[Sequence[Evaluation]],
+    values: tuple[Value, Value],
+    label: str,
+    look: Style,
 ) -> None:
     """One run as it is; several as thin lines, with their mean where all of them are."""
-    points = [([x(e) for e in curve], [e.accuracy for e in curve]) for curve in curves]
+    x, y = values
+    points = [([x(e) for e in curve], [y(e) for e in curve]) for curve in curves]
     if len(points) > 1:
         for xs, ys in points:
             axis.plot(xs, ys, color=look["color"], lw=0.7, alpha=0.35)

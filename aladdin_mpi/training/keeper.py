@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -15,6 +16,7 @@ from aladdin_mpi.training.evaluation import Evaluator, Snapshots
 from aladdin_mpi.training.ledger import Ledger
 from aladdin_mpi.training.losses import Losses
 from aladdin_mpi.training.recorder import Metrics, Progress
+from aladdin_mpi.training.variance import ModelVariance
 from aladdin_mpi.transport.base import Transport
 
 
@@ -66,6 +68,7 @@ class Keeper:
         self.progress: Progress | None = None
         self.evaluator: Evaluator | None = None
         self.snapshots: Snapshots | None = None
+        self.variance: ModelVariance | None = None
         self.losses: Losses | None = None
         self._seconds = 0.0
         self._opened: float | None = None
@@ -79,6 +82,8 @@ class Keeper:
         self._next_log = plan.log_every
         self._next_eval = plan.eval_every
         self._moment: dict[str, Any] = {}
+        self._lines: dict[int, dict[str, Any]] = {}
+        self._lines_lock = threading.Lock()
         self._measuring: int | None = None
         self.suspended = 0
         """The signal after which the run is to end before its budget is used up."""
@@ -185,12 +190,13 @@ class Keeper:
 
     # -- evaluation ---------------------------------------------------------------
     def _evaluate(self) -> None:
-        if self.evaluator is None or self.snapshots is None:
+        if self.evaluator is None or self.snapshots is None or self.variance is None:
             return
         if not (self.evaluator.busy or self.snapshots.busy):
             self._moment = self.moment()
             self._moment["gradients"] = self._server.received if self._server else 0
             self._measuring = self._moment["samples"]
+            self.variance.take(self._moment["samples"])
             self.snapshots.take()
 
     def evaluate_copy(self, vector: Tensor) -> None:
@@ -200,13 +206,35 @@ class Keeper:
 
     def evaluated(self, moment: dict[str, Any], measured: Mapping[str, float]) -> None:
         """An evaluation of the model at ``moment`` is done."""
-        assert self.metrics is not None
         gradients = self._server.received if self._server else 0
         before = moment.pop("gradients", gradients)
-        self.metrics.append(
-            "eval", {**moment, **measured, "gradients_meanwhile": gradients - before}
-        )
-        self._measuring = None
+        figures = {**measured, "gradients_meanwhile": gradients - before}
+        self._complete(moment["samples"], {**moment, **figures})
+
+    def take_variance(self, samples: int, value: float | None) -> None:
+        """The variance among the workers' models is there; see :class:`ModelVariance`."""
+        self._complete(samples, {"model_variance": value})
+
+    def _complete(self, samples: int, figures: dict[str, Any]) -> None:
+        """Write a line when both its parts are there, which come from two threads over MPI."""
+        assert self.metrics is not None
+        with self._lines_lock:
+            line = self._lines.setdefault(samples, {})
+            line |= figures
+            if not {"model_variance", "gradients_meanwhile"} <= line.keys():
+                return
+            del self._lines[samples]
+            variance = line.pop("model_variance")
+            self.metrics.append("eval", {**line, "model_variance": variance})
+            if self._measuring == samples:
+                self._measuring = None
+
+    def end_evaluations(self) -> None:
+        """Wait for the evaluation that is under way, and for no worker's answer any more."""
+        assert self.evaluator is not None and self.variance is not None
+        self.evaluator.wait()
+        with self._transport.atomic():
+            self.variance.give_up()
 
     def make_up_for_evaluation(self) -> None:
         """Evaluate soon, if the resumed run ended before its last evaluation did.

@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import sqrt
+from math import prod, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from aladdin_mpi.training.schedule import LearningRate
 from aladdin_mpi.training.segments import Segments
 from aladdin_mpi.training.summary import summarise
 from aladdin_mpi.training.suspension import Suspension
+from aladdin_mpi.training.variance import ModelVariance, draw_places
 from aladdin_mpi.transport.base import Transport
 
 
@@ -91,8 +92,9 @@ class Rank:
         self._watch()
         done = self.keeper.evaluate_copy if self.keeper else _nobody
         self.snapshots = Snapshots(transport, self.layout, self.role, self._holders, done)
+        self.variance = self._variance()
         if self.keeper is not None:
-            self.keeper.snapshots = self.snapshots
+            self.keeper.snapshots, self.keeper.variance = self.snapshots, self.variance
         self._start()
 
     # -- parts ----------------------------------------------------------------
@@ -238,6 +240,17 @@ class Rank:
         lockstep = workers if self.algorithm.lockstep else 0
         return Keeper(self.transport, self.plan, self.lr, workers, self.server, lockstep)
 
+    def _variance(self) -> ModelVariance:
+        sizes = [prod(shape) for shape in self.replica.shapes]
+        return ModelVariance(
+            self.transport,
+            self.layout,
+            self.role,
+            draw_places(sizes, self.options.seed),
+            self.algorithm.lockstep,
+            self.keeper.take_variance if self.keeper else _nobody_asks,
+        )
+
     # -- start and end -----------------------------------------------------------
     def _start(self) -> None:
         """Seed, restore, and open the books."""
@@ -333,8 +346,9 @@ class Rank:
         waiting = self.transport.traffic.waiting  # what follows is not training
         if isinstance(self.role, Server):
             self.role.finish()
+        variance = self.variance.at_end() if self.options.compute == "real" else None
         model = self._final_model()
-        summary = summarise(self, model, waiting)
+        summary = summarise(self, model, waiting, variance)
         self.heartbeats.close()
         self.role.close()
         self._release()
@@ -393,6 +407,10 @@ def _plan(options: RunOptions, epoch: int) -> Plan:
 
 def _nobody(vector: Tensor) -> None:
     """Only rank 0 asks for copies."""
+
+
+def _nobody_asks(samples: int, variance: float | None) -> None:
+    """Nor does anybody else ask for the variance."""
 
 
 def _remedy(run_dir: Path) -> str:

@@ -10,7 +10,10 @@ CURVES = "curves.png"
 
 
 def draw_curves(lines: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw loss and accuracy against samples, and accuracy against time, into a PNG."""
+    """Draw loss and accuracy against epochs, and accuracy against time, into a PNG.
+
+    Where the workers' models differ, also the variance among them.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -18,10 +21,15 @@ def draw_curves(lines: list[dict[str, Any]], path: Path, title: str) -> None:
 
     train = [line for line in lines if line["kind"] == "train"]
     measured = [line for line in lines if line["kind"] == "eval" and "test_accuracy" in line]
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
+    varied = [line for line in lines if line["kind"] == "eval" and line.get("model_variance")]
+    count = 4 if varied else 3
+    figure, axes = pyplot.subplots(1, count, figsize=(4.3 * count, 3.6), constrained_layout=True)
     _curve(axes[0], train, "epoch", "loss", "epochs", "training loss")
     _curve(axes[1], measured, "epoch", "test_accuracy", "epochs", "test accuracy")
     _curve(axes[2], measured, "seconds", "test_accuracy", "training time, s", "test accuracy")
+    if varied:
+        _curve(axes[3], varied, "epoch", "model_variance", "epochs", "variance among models")
+        axes[3].set_yscale("log")
     figure.suptitle(title)
     temporary = path.with_name("curves.tmp.png")
     figure.savefig(temporary, dpi=110)

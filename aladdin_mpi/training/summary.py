@@ -20,10 +20,13 @@ class AccountsError(RuntimeError):
     """Gradients computed and gradients applied do not agree."""
 
 
-def summarise(rank: Rank, model: Tensor | None, waiting: float) -> dict[str, Any]:
+def summarise(
+    rank: Rank, model: Tensor | None, waiting: float, variance: float | None
+) -> dict[str, Any]:
     """Gather the accounts; at rank 0 evaluate, write and print. Returns the summary there.
 
-    ``waiting`` are the seconds that this rank waited in training.
+    ``waiting`` are the seconds that this rank waited in training, ``variance`` is that among the
+    workers' models at its end.
     """
     with_waiting = {**rank.role.counts(), "waiting": waiting}
     totals = [total or {} for total in gather(rank.transport, with_waiting)]
@@ -39,9 +42,10 @@ def summarise(rank: Rank, model: Tensor | None, waiting: float) -> dict[str, Any
     whole = keeper.seconds * rank.worker_count
     summary["wait_fraction"] = all_waiting / whole if whole else 0.0
     if keeper.evaluator is not None and model is not None:
-        keeper.evaluator.wait()
+        keeper.end_evaluations()
         measured = dict(keeper.evaluator.measure(model))
         if not keeper.metrics.has("eval", keeper.budget.drawn):
+            keeper.take_variance(keeper.budget.drawn, variance)
             keeper.evaluated(keeper.moment(), measured)
         summary |= measured
         state = keeper.evaluator.module.state_dict()

@@ -17,6 +17,7 @@ from tests.roles import Job, flat, run_rank
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("sgp", {}),
     ("osgp", {"osgp": {"tau": 2}}),
+    ("osgp", {"osgp": {"order": "push-first"}}),
     ("gosgd", {"gosgd": {"p": 0.3}}),
     ("gosgd", {"gosgd": {"p": 1.0}, "wire": "bf16"}),
     ("ad-psgd", {}),
