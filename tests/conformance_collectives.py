@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import Request, Transport
 
 LARGE = 300_000
 """Items of a message that no MPI sends eagerly."""
@@ -124,6 +124,39 @@ def check_overlapping_collectives(transport: Transport) -> None:
     assert torch.equal(message, full(LARGE, (rank - 1) % size))
 
 
+def check_when_done(transport: Transport) -> None:
+    """One collective follows another while the rank computes, and after it has ended as well."""
+    size, count = transport.size, 5
+    gathered = [torch.zeros(size * LARGE) for _ in range(count)]
+    requests: list[Request] = []
+
+    def follow() -> None:
+        if len(requests) < count:
+            mine = full(LARGE, 10 * len(requests) + transport.rank)
+            request = transport.iallgather(mine, gathered[len(requests)])
+            requests.append(request)
+            transport.when_done(request, follow)
+
+    with transport.atomic():
+        follow()
+    for _ in range(500):
+        if len(requests) == count and requests[-1].done:
+            break
+        transport.sleep(0.02)
+    assert len(requests) == count and all(request.done for request in requests)
+    for number, each in enumerate(gathered):
+        expected = (10 * number + torch.arange(size)).float().repeat_interleave(LARGE)
+        assert torch.equal(each, expected)
+    told: list[bool] = []
+    transport.when_done(requests[0], lambda: told.append(True))
+    for _ in range(500):
+        if told:
+            break
+        transport.sleep(0.02)
+    transport.wait(transport.ibarrier())
+    assert told == [True]
+
+
 COLLECTIVE_CHECKS = (
     check_barrier,
     check_broadcast,
@@ -133,4 +166,5 @@ COLLECTIVE_CHECKS = (
     check_allgather,
     check_alltoall,
     check_overlapping_collectives,
+    check_when_done,
 )

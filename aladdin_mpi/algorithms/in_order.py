@@ -1,4 +1,9 @@
-"""Collectives that all ranks start in one order, each as soon as its buffer is filled."""
+"""Collectives that all ranks start in one order, a few of them at a time.
+
+Those that are under way share the links. If all were started at once, each step of the first one
+would queue behind the first steps of all others, and it would end when they do: so the next one
+starts when an earlier one has ended, which it does while the rank computes.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +14,56 @@ from aladdin_mpi.transport.base import Event, Request, Transport
 
 EVENT_POLL = 0.0001
 """Seconds between two looks at a copy from the GPU."""
+UNDER_WAY = 2
+"""Collectives under way at a time. With one the links idle from its end on one rank to the start
+of the next on another; with more the first ones end later (docs/algorithms.md)."""
 
 
 class InOrder:
-    """A queue of collectives; one whose buffer is still being filled holds up those behind."""
+    """A queue of collectives: first in, first out.
 
-    def __init__(self, transport: Transport) -> None:
+    One whose buffer is still being filled holds up those behind. All ranks have to put the same
+    ones in the same order, and may start no others meanwhile.
+
+    Args:
+        most: collectives under way at a time.
+    """
+
+    def __init__(self, transport: Transport, most: int = UNDER_WAY) -> None:
         self._transport = transport
+        self._most = most
         self._held: deque[Queued] = deque()
+        self._under_way: list[Request] = []
 
     def put(self, start: Callable[[], Request], after: Event | None) -> Queued:
         """Call ``start`` when its turn has come and ``after`` has happened, if there is one."""
         queued = Queued(start, after)
-        self._held.append(queued)
-        self._launch()
+        with self._transport.atomic():
+            self._held.append(queued)
+            self._launch()
         return queued
 
     def _launch(self) -> None:
-        while self._held and self._held[0].is_ready:
-            queued = self._held.popleft()
-            queued.request = queued.start()
+        """Start as many as may be. Also called, by any thread, when one has ended."""
+        # Whoever starts one: the next must not overtake it.
+        with self._transport.atomic():
+            self._under_way = [request for request in self._under_way if not request.done]
+            while len(self._under_way) < self._most and self._held and self._held[0].is_ready:
+                queued = self._held.popleft()
+                queued.request = queued.start()
+                if not queued.request.done:
+                    self._under_way.append(queued.request)
+                    self._transport.when_done(queued.request, self._launch)
 
     def wait(self, queued: Queued) -> None:
         """Wait until it has ended."""
         self._launch()
         while queued.request is None:
-            self._transport.sleep(EVENT_POLL)
+            # Not started: it is behind others, or behind a copy from the GPU.
+            if len(under_way := self._under_way) >= self._most:
+                self._transport.wait_any(under_way)
+            else:
+                self._transport.sleep(EVENT_POLL)
             self._launch()
         self._transport.wait(queued.request)
 

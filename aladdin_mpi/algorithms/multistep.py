@@ -59,7 +59,8 @@ class MultistepWorker(TrainingWorker):
     ) -> None:
         x, transport = worker.parameters, worker.transport
         weights = DenseWire(x.dtype, x.device, moves_bytes=transport.engine == "mpi")
-        ground = Ground(transport, InOrder(transport), x, wire.plain, weights, worker.check)
+        self.order = InOrder(transport)
+        ground = Ground(transport, self.order, x, wire.plain, weights, worker.check)
         self.pieces = _pieces(ground, worker.layout, exchanged, batch)
         self.dense = [piece for piece in self.pieces if isinstance(piece, DenseWeight)]
         # Momentum: 1/n of it on each rank, one part of the vector for each piece.
@@ -173,7 +174,9 @@ class MultistepWorker(TrainingWorker):
         transport = self.worker.transport
         mine = torch.tensor([self._verdict(piece) for piece in self.dense], dtype=torch.uint8)
         gathered = torch.empty(len(mine) * transport.size, dtype=torch.uint8)
-        transport.wait(transport.iallgather(mine, gathered))
+        # Through the queue, as all collectives: there may be some in it that wait for their turn.
+        order = self.order
+        order.wait(order.put(lambda: transport.iallgather(mine, gathered), None))
         for piece, verdicts in zip(self.dense, gathered.view(transport.size, -1).t(), strict=True):
             piece.exchanging = UNFIT not in verdicts.tolist()
             if not piece.exchanging:

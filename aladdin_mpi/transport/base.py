@@ -265,6 +265,17 @@ class Transport(ABC):
     def ialltoall(self, buffer: Tensor, received: Tensor) -> Request:
         """Send the i-th of ``size`` equal parts to rank i; receive likewise."""
 
+    @abstractmethod
+    def when_done(self, request: Request, action: Callable[[], None]) -> None:
+        """Have ``action`` called once, as a handler, soon after ``request`` has ended.
+
+        Even while the rank computes, so that one collective can follow another.
+
+        Args:
+            request: a collective, under way or ended, be it because a peer died.
+            action: unlike other handlers it may start collectives.
+        """
+
     # -- failure and end ------------------------------------------------------
     @property
     @abstractmethod

@@ -75,6 +75,7 @@ class Endpoint:
         self._held: dict[tuple[int, int], deque[tuple[Message, Event | None]]] = {}
         self._collectives: dict[int, Collective] = {}
         self._collective_calls = 0
+        self._when_done: dict[Request, list[Callable[[], None]]] = {}
         self._completions = 0
 
     # -- the end of a request ---------------------------------------------------
@@ -88,6 +89,25 @@ class Endpoint:
             waiter.operation_done(request)
         else:
             self.fiber.notify(request)
+        if self._when_done:
+            for action in self._when_done.pop(request, ()):
+                self._call_soon(action)
+
+    def when_done(self, request: Request, action: Callable[[], None]) -> None:
+        """Have ``action`` called at the time at which ``request`` ends; see :class:`Transport`."""
+        if request.done:
+            self._call_soon(action)
+        else:
+            self._when_done.setdefault(request, []).append(action)
+
+    def _call_soon(self, action: Callable[[], None]) -> None:
+        # As an event: a request may end inside what another rank does.
+        self.fabric.clock.at(self.fabric.clock.now, self._call, action, LATE)
+
+    def _call(self, action: Callable[[], None]) -> None:
+        if not self.fiber.ended:
+            with self.fiber.handler():
+                action()
 
     def fail(self, request: Operation | Collective, dead: int) -> None:
         """End ``request`` because the rank ``dead`` has died."""

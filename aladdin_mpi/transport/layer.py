@@ -78,6 +78,9 @@ class Layer(Transport):
     def ialltoall(self, buffer: Tensor, received: Tensor) -> Request:
         return self.inner.ialltoall(buffer, received)
 
+    def when_done(self, request: Request, action: Callable[[], None]) -> None:
+        self.inner.when_done(request, action)
+
     @property
     def failed(self) -> frozenset[int]:
         return self.inner.failed

@@ -128,6 +128,7 @@ class MpiTransport(Transport):
         self._held_back: dict[tuple[int, int], deque[tuple[MpiRequest, Event | None]]] = {}
         self._handling = threading.RLock()
         self._inboxes: list[_Inbox] = []
+        self._when_done: list[tuple[Request, Callable[[], None]]] = []
         self._looks: list[Callable[[], None]] = []
         self._waiters = 0
         self._news = threading.Event()
@@ -320,6 +321,8 @@ class MpiTransport(Transport):
         for inbox in self._inboxes:
             if inbox.posted and inbox.posted[0].done:
                 self._dispatch(inbox)
+        if any(request.done for request, _ in self._when_done):
+            self._tell_ends()
         for look in self._looks:
             look()
         return free
@@ -590,6 +593,18 @@ class MpiTransport(Transport):
         volume = alltoall_bytes(buffer.nbytes, self.size)
         arguments = (_bytes(buffer), _bytes(received))
         return self._collective("Ialltoall", volume, *arguments, kept=buffer)
+
+    def when_done(self, request: Request, action: Callable[[], None]) -> None:
+        with self._handling:
+            # Anew: another thread may be going through it.
+            self._when_done = [*self._when_done, (request, action)]
+
+    def _tell_ends(self) -> None:
+        with self._handling:
+            ended = [each for each in self._when_done if each[0].done]
+            self._when_done = [each for each in self._when_done if each not in ended]
+            for _, action in ended:
+                action()
 
     # -- end ------------------------------------------------------------------
     def close(self, status: int = 0) -> None:

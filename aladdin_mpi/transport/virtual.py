@@ -314,6 +314,10 @@ class VirtualTransport(Transport):
             )
         return self._endpoint.collective("all-to-all", collectives.alltoall, buffer, received)
 
+    def when_done(self, request: Request, action: Callable[[], None]) -> None:
+        """See :meth:`Transport.when_done`. No virtual time passes before ``action``."""
+        self._endpoint.when_done(request, action)
+
     # -- failure and end ------------------------------------------------------
     @property
     def failed(self) -> frozenset[int]:
