@@ -178,7 +178,7 @@ class Keeper:
     def _show(self, drawn: int, values: Mapping[str, Any], seconds: float) -> None:
         if self.progress is None:
             return
-        shown = ["epoch", "loss", "samples_per_second", "staleness"]
+        shown = ["epoch", "loss", "samples_per_second", "staleness", "wire_bits", "pi"]
         facts = {name: values[name] for name in shown if values.get(name) is not None}
         left = seconds * (self.plan.total - drawn) / drawn if drawn else None
         self.progress.show(drawn, facts, left)
