@@ -151,12 +151,13 @@ def test_without_peers_there_is_no_ratio() -> None:
 
 def test_a_step_is_compared_with_the_shortest_without_communication() -> None:
     seconds = {"alone": 0.2, "flat": 0.1, "busy": 0.22, "aladdin": 0.11}
-    seconds |= {"sleep": 0.1, "aladdin timed": 0.101}
+    seconds |= {"sleep": 0.1, "aladdin timed": 0.101, "aladdin-ahead": 0.112}
     table = step.rows(
         [{"model": "m", "case": case, "seconds": value} for case, value in seconds.items()], 1
     )
-    assert [row["ratio"] for row in table] == pytest.approx([1.1, 1.01])
-    assert [row["busy ratio"] for row in table] == [pytest.approx(0.5), None]
+    assert [row["ratio"] for row in table] == pytest.approx([1.1, 1.12, 1.01])
+    assert [row["busy ratio"] for row in table][0::2] == [pytest.approx(0.5), None]
+    assert [row["over aladdin"] for row in table] == [None, pytest.approx(0.112 / 0.11), None]
     assert len(step.missed(table)) == 1
 
 

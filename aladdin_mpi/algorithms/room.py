@@ -17,7 +17,7 @@ TIGHT = 0.35
 """Below this measure a thriftier level is tried."""
 WIDE = 0.8
 """Above it the next more generous one is."""
-GAIN = 0.05
+GAIN = 0.1
 """Rounds by which gradients have to be younger for a thriftier level to be kept."""
 SETTLE = 30
 """Steps after a change before the measure is believed again."""

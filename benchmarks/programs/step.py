@@ -71,9 +71,9 @@ def flat(task: Task) -> Moments:
     return moments
 
 
-def aladdin(task: Task) -> Moments:
-    """ALADDIN, as in training."""
-    return contenders.ours(task, algorithm="aladdin", servers=SERVERS)
+def trained(task: Task, algorithm: str) -> Moments:
+    """As in training."""
+    return contenders.ours(task, algorithm=algorithm, servers=SERVERS)
 
 
 def sleeping(task: Task, seconds: float) -> Moments:
@@ -118,7 +118,8 @@ def measure(case: str, task: Task, compute_seconds: float) -> float:
         "alone": lambda: contenders.alone(task),
         "busy": lambda: contenders.alone(task),
         "flat": lambda: flat(task),
-        "aladdin": lambda: aladdin(task),
+        "aladdin": lambda: trained(task, "aladdin"),
+        "aladdin-ahead": lambda: trained(task, "aladdin-ahead"),
         "sleep": lambda: sleeping(task, compute_seconds),
         "aladdin timed": lambda: aladdin_timed(task, compute_seconds),
     }
