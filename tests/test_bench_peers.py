@@ -46,11 +46,13 @@ def test_step_runs(tmp_path: Path) -> None:
     rows = run_script("step", tmp_path, "--quick")["rows"]
     assert [(row["model"], row["case"]) for row in rows] == [
         ("digits", "aladdin"),
+        ("digits", "aladdin-ahead"),
         ("digits", "aladdin timed"),
     ]
     shortest = min(rows[0][f"{case}, ms"] for case in ("alone", "flat", "busy"))
     assert rows[0]["without communication, ms"] == shortest
-    assert rows[1]["sleep, ms"] >= 10 and rows[1]["step, ms"] >= 10
+    assert rows[1]["over aladdin"] == rows[1]["step, ms"] / rows[0]["step, ms"]
+    assert rows[2]["sleep, ms"] >= 10 and rows[2]["step, ms"] >= 10
 
 
 @pytest.mark.slow
