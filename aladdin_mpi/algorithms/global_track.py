@@ -141,7 +141,7 @@ class GlobalTrack:
             p, v, raw, mine = self.x[part], self.velocity[part], step.raw[part], g[part]
             self.optimizer.correct(part, mine, p, raw)
             mine.mul_(step.lr)
-            p.add_(v, alpha=k)
+            p.add_(v, alpha=k)  # x: a handler that reads it now sees a model too
             v.mul_(m).add_(raw, alpha=w)
             p.sub_(v, alpha=1 + k)
 

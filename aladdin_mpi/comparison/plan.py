@@ -225,4 +225,8 @@ def stored_options(folder: Path, model: type[RunOptions]) -> RunOptions:
 
 def comparable(options: RunOptions) -> dict[str, object]:
     """What two runs must have in common to be the same run."""
-    return options.model_dump(mode="json", exclude=NOT_COMPARED)
+    facts = options.model_dump(mode="json", exclude=NOT_COMPARED)
+    # A default that says the same as what older runs have stored in words.
+    if options.wire == "auto" and registry.find(options.algorithm).auto_wire == "fp32":
+        facts["wire"] = "fp32"
+    return facts
