@@ -68,8 +68,8 @@ class Job:
 
     @property
     def options(self) -> RunOptions:
-        settings = {"bucket_mb": self.megabytes, "servers": self.servers, **self.settings}
-        return RunOptions(algorithm=self.algorithm, **settings)
+        settings = {"bucket_mb": self.megabytes, "servers": max(1, self.servers)}
+        return RunOptions(algorithm=self.algorithm, **{**settings, **self.settings})
 
     @property
     def megabytes(self) -> float:
