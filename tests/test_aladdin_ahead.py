@@ -52,11 +52,13 @@ def job(**changes: Any) -> Job:
 class PlainBucket:
     """The rule for one bucket of one worker: x, V, M and the steps that no model holds."""
 
-    def __init__(self, x: Vector, n: int, m: float, w: float | None, ahead: float | None) -> None:
+    def __init__(self, x: Vector, n: int, m: float, w: float | None, ahead: float) -> None:
         self.x, self.model, self.velocity = x.copy(), x.copy(), np.zeros_like(x)
-        self.n, self.m, self.w, self.ahead = n, m, w, ahead
+        self.n, self.m, self.w = n, m, w
         self.v = np.zeros_like(x)
-        self.k = 0.0
+        self.k = m * (1 - m**ahead) / (1 - m)
+        if ahead == int(ahead):
+            assert np.isclose(self.k, sum(m**i for i in range(1, int(ahead) + 1)))
         self.count = self.own = 0
         self.age = 1.0
         self.steps: list[tuple[int, int, Vector]] = []
@@ -89,10 +91,6 @@ class PlainBucket:
         if count > self.count:
             self.velocity = (self.model - model) * self.n / (count - self.count)
         self.model, self.count, self.x = model, count, model
-        ahead = float(np.clip(self.age - 0.5, 0.5, 1)) if self.ahead is None else self.ahead
-        self.k = sum(self.m ** (i + 1) for i in range(int(ahead))) if ahead == int(ahead) else 0
-        if ahead != int(ahead):
-            self.k = self.m * (1 - self.m**ahead) / (1 - self.m)
         for _, _, u in self.steps:
             self.move(u)
 
@@ -103,7 +101,7 @@ class Plain:
     def __init__(self, job: Job) -> None:
         self.job, self.n = job, job.workers
         options = job.options.aladdin_ahead
-        fixed = [None if isinstance(o, str) else o for o in (options.weight, options.lookahead)]
+        weight = None if isinstance(options.weight, str) else options.weight
         self.pi = 1 if isinstance(options.pi, str) else options.pi
         self.share = None if isinstance(options.send, str) else options.send
         self.parts = [bucket.part for bucket in job.layout.buckets]
@@ -114,7 +112,7 @@ class Plain:
         self.count = [0] * len(self.parts)
         m = job.options.momentum
         self.workers = [
-            [PlainBucket(first[part], self.n, m, *fixed) for part in self.parts]
+            [PlainBucket(first[part], self.n, m, weight, options.lookahead) for part in self.parts]
             for _ in range(self.n)
         ]
         self.own = [[0] * len(self.parts) for _ in range(self.n)]
@@ -246,7 +244,7 @@ def track_x(role: AheadWorker) -> Tensor:
     x = role.x.clone()
     for bucket in role.worker.layout.buckets:
         part = bucket.part
-        x[part] += role.track.reach[bucket.index] * role.track.velocity[part]
+        x[part] += role.track.k * role.track.velocity[part]
     return x
 
 

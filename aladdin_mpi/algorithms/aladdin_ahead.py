@@ -49,8 +49,8 @@ class AheadWorker(TrainingWorker):
         self.wire = wire
         self.room = Room(levels(bits, options.pi))
         layout, transport = worker.layout, worker.transport
-        weight, lookahead, share = map(_number, (options.weight, options.lookahead, options.send))
-        self.track = GlobalTrack(worker, optimizer, weight, lookahead)
+        weight, share = _number(options.weight), _number(options.send)
+        self.track = GlobalTrack(worker, optimizer, weight, options.lookahead)
         self.timing = Timing([len(layout.owned_by(s)) for s in range(layout.servers)], share)
         self.outbox = Outbox(transport, layout, wire, worker.replica.new_vector, options.ring)
         self.inbox = TrackInbox(worker, wire, self.track, self.timing)

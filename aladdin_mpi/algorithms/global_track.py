@@ -59,15 +59,15 @@ class GlobalTrack:
         optimizer: makes steps of its gradients.
         weight: w, what an own gradient stands for of everybody's; None: by its age a in
             rounds, a / 2 between 1/2 and 1.
-        lookahead: L, rounds to look ahead from x; None: a - 1/2 between 1/2 and 1.
+        lookahead: L, rounds to look ahead from x.
     """
 
     def __init__(
         self,
         worker: Worker,
         optimizer: MomentumSGD,
-        weight: float | None = None,
-        lookahead: float | None = None,
+        weight: float | None,
+        lookahead: float,
     ) -> None:
         self.worker = worker
         self.optimizer = optimizer
@@ -77,7 +77,9 @@ class GlobalTrack:
         self.velocity = new_vector()
         self.model = new_vector()
         self._new_vector = new_vector
-        self._weight, self._lookahead = weight, lookahead
+        self._weight = weight
+        m = optimizer.momentum
+        self.k = m * (1 - m**lookahead) / (1 - m)
         buckets = len(worker.layout.buckets)
         self.count = [0] * buckets
         """N: gradients in the model that x stands on."""
@@ -85,8 +87,6 @@ class GlobalTrack:
         """How many of them are this worker's, of this segment."""
         self.age = [1.0] * buckets
         """In rounds, from the model that a gradient was computed on to its addition."""
-        self.reach = [0.0] * buckets
-        """k of the present p."""
         self.sent = 0
         self.begun = False
         self.pending: deque[Step] = deque()
@@ -135,7 +135,7 @@ class GlobalTrack:
         """
         if g.is_meta:
             return
-        step, k = self.pending[-1], self.reach[bucket.index]
+        step, k = self.pending[-1], self.k
         m, w = self.optimizer.momentum, self.weight(bucket) * step.lr
         for part in _pieces(bucket, g):
             p, v, raw, mine = self.x[part], self.velocity[part], step.raw[part], g[part]
@@ -159,7 +159,6 @@ class GlobalTrack:
         self._measure_age(index, own, before)
         rounds = (count - self.count[index]) / self.n
         self.count[index], self.own[index] = count, own
-        k = self.reach[index] = self._reach(index)
         if values.is_meta or self.x.is_meta:
             return
         m, w, part = self.optimizer.momentum, self.weight(bucket), bucket.part
@@ -174,21 +173,14 @@ class GlobalTrack:
             for step, raw in zip(steps, raws, strict=True):
                 v.mul_(m).add_(raw, alpha=w * step.lr)
                 p.sub_(v)
-            p.sub_(v, alpha=k)
+            p.sub_(v, alpha=self.k)
 
-    # -- w and L ------------------------------------------------------------------------
+    # -- w ------------------------------------------------------------------------------
     def weight(self, bucket: Bucket) -> float:
         """Of a bucket: w."""
         if self._weight is not None:
             return self._weight
         return min(max(self.age[bucket.index] / 2, 0.5), 1.0)
-
-    def _reach(self, index: int) -> float:
-        ahead = self._lookahead
-        if ahead is None:
-            ahead = min(max(self.age[index] - 0.5, 0.5), 1.0)
-        m = self.optimizer.momentum
-        return m * (1 - m**ahead) / (1 - m)
 
     def _measure_age(self, index: int, own: int, before: int) -> None:
         """Of the worker's newest gradient in a model."""
@@ -210,7 +202,6 @@ class GlobalTrack:
             "model": self.model,
             "count": self.count,
             "age": self.age,
-            "reach": self.reach,
             "begun": self.begun,
             "pending": [(step.lr, step.raw, step.base) for step in self.pending],
         }
@@ -220,7 +211,7 @@ class GlobalTrack:
         copy(self.velocity, state["velocity"])
         copy(self.model, state["model"])
         self.count, self.age = list(state["count"]), list(state["age"])
-        self.reach, self.begun = list(state["reach"]), state["begun"]
+        self.begun = state["begun"]
         self.pending.clear()
         for lr, saved, base in state["pending"]:
             raw = self._new_vector()

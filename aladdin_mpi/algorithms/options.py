@@ -86,10 +86,11 @@ class AladdinAheadOptions(BaseModel):
         "it; auto: half its age in rounds, between 1/2 and 1",
         json_schema_extra={"unit": "WEIGHT"},
     )
-    lookahead: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
-        "auto",
-        description="rounds of the workers by which a gradient is computed ahead of the model; "
-        "auto: its age less a half, between 1/2 and 1",
+    lookahead: float = Field(
+        1.0,
+        ge=0,
+        description="rounds of the workers by which a gradient is computed ahead of the model, "
+        "along the momentum of all",
         json_schema_extra={"unit": "ROUNDS"},
     )
     send: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = Field(
