@@ -363,6 +363,13 @@ def test_steps_that_no_model_holds_take_bounded_memory() -> None:
         assert track.mean_age > 3
 
 
+def test_a_rate_of_zero_is_no_error_where_steps_are_added_up() -> None:
+    slow = Cluster.model_validate({"hosts": 5, "latency_us": 6.7e6})
+    end = run(job(samples=400, cluster=slow, schedule=lambda samples: 0.1 * (samples < 200)))
+    end.check_accounts()
+    assert torch.isfinite(end.model).all()
+
+
 # -- accounts ---------------------------------------------------------------------------------
 
 

@@ -97,8 +97,8 @@ class GlobalTrack:
         """Begin a segment: all former steps are at the servers, and in each model to come."""
         self.own = [0] * len(self.own)
         self.sent = 0
-        for step in self.pending:
-            step.index = 0
+        while self.pending:
+            self._free.append(self.pending.popleft().raw)
         if not self.begun:
             copy(self.model, self.x)
             self.begun = True
@@ -120,7 +120,8 @@ class GlobalTrack:
     def _merge_oldest(self) -> None:
         """Where models are very late: memory has a bound, and two steps become one."""
         first, second = self.pending.popleft(), self.pending[0]
-        if not first.raw.is_meta:
+        # At a rate of 0 there is nothing to scale by; the next model has the step anyway.
+        if second.lr and not first.raw.is_meta:
             for bucket in self.worker.layout.buckets:
                 if first.index > self.own[bucket.index]:
                     part = bucket.part
@@ -196,14 +197,16 @@ class GlobalTrack:
 
     # -- checkpoints --------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on; p is the worker's own."""
+        """Everything that the next segment depends on; p is the worker's own.
+
+        Not what is pending: see :meth:`open`.
+        """
         return {
             "velocity": self.velocity,
             "model": self.model,
             "count": self.count,
             "age": self.age,
             "begun": self.begun,
-            "pending": [(step.lr, step.raw, step.base) for step in self.pending],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -212,11 +215,6 @@ class GlobalTrack:
         copy(self.model, state["model"])
         self.count, self.age = list(state["count"]), list(state["age"])
         self.begun = state["begun"]
-        self.pending.clear()
-        for lr, saved, base in state["pending"]:
-            raw = self._new_vector()
-            copy(raw, saved)
-            self.pending.append(Step(0, lr, raw, list(base)))
 
     def restart(self) -> None:
         """Without a state: what was here is not the worker's any more."""
