@@ -73,6 +73,9 @@ class PaperServer:
         self.seen += 1
         if self.c_i[i] < self.options.pi:  # line 5
             self.add(g_i)  # line 6
+            if not self.options.lazy:
+                self.update(lr)
+                self.g[:] = self.summed = 0
             return None
         if self.options.trigger == "accumulate":
             self.add(g_i)
@@ -91,7 +94,8 @@ class PaperServer:
         if not self.summed:
             return
         n = self.setup.workers
-        step = self.g / {"count": self.c, "workers": n, "none": 1}[self.options.normalize]
+        count = self.c if self.options.lazy else self.summed
+        step = self.g / {"count": count, "workers": n, "none": 1}[self.options.normalize]
         if self.options.momentum == "split":
             step = self.momentum.direction(step, self.x, self.part)
         self.x -= lr * step
@@ -131,7 +135,8 @@ class PaperWorker:
             self.g = self.own
 
     def end(self, now: float) -> None:
-        self.x -= self.lr * self.own  # the local self-update
+        if self.setup.aladdin.self_update:
+            self.x -= self.lr * self.own
         self.blend([reply for reply in self.arrived if reply[0] < now])
         self.arrived = [reply for reply in self.arrived if reply[0] >= now]
 
@@ -251,6 +256,26 @@ def test_the_variants_differ_by_more_than_the_tolerance() -> None:
     }
     for (one, x), (other, y) in combinations(ends.items(), 2):
         assert np.abs(x - y).max() > 1e-3, (one, other)
+
+
+@pytest.mark.parametrize("momentum", ["worker", "split"])
+@pytest.mark.parametrize("normalize", ["count", "workers", "none"])
+@pytest.mark.parametrize(("self_update", "lazy"), [(False, True), (True, False), (False, False)])
+def test_each_strategy_switched_off(
+    self_update: bool, lazy: bool, normalize: str, momentum: str
+) -> None:
+    def setup(**strategies: bool) -> Setup:
+        options = aladdin_options(
+            pi=3, normalize=normalize, momentum=momentum, alpha="literal", **strategies
+        )
+        return replace(BASE, aladdin=options)
+
+    check(setup(self_update=self_update, lazy=lazy))
+    with_all = Transcription(setup()).run().everything
+    without = Transcription(setup(self_update=self_update, lazy=lazy)).run().everything
+    # A sum of steps that workers have made is the same sum whenever it is added.
+    alike = self_update and normalize != "count" and momentum == "worker"
+    assert (np.abs(with_all - without).max() < 1e-9) == alike
 
 
 @pytest.mark.parametrize("pi", [1, 2, 5])

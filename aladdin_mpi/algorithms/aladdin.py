@@ -34,6 +34,7 @@ class AladdinWorker(TrainingWorker):
     ) -> None:
         super().__init__(worker, optimizer)
         self.sends_steps = options.momentum == "worker"
+        self.updates_itself = options.self_update
         layout, transport = worker.layout, worker.transport
         new_vector = worker.replica.new_vector
         self.outbox = Outbox(transport, layout, wire, new_vector, options.ring)
@@ -50,7 +51,7 @@ class AladdinWorker(TrainingWorker):
         for batch in worker.batches():
             g = self.outbox.begin(batch.start)
             worker.gradient(g, self._send(g))  # [3] and, bucket by bucket, [5]
-            if not self.sends_steps:
+            if self.updates_itself and not self.sends_steps:
                 self.optimizer.step(x, g, worker.lr)  # [4]
             self.outbox.end()
             self.inbox.blend_into(x)  # [6, 7]
@@ -62,8 +63,11 @@ class AladdinWorker(TrainingWorker):
             if self.sends_steps:
                 # [4] at once, while a cache holds the bucket: backward needs these
                 # parameters no more when their gradients are complete.
-                part, lr = bucket.part, self.worker.lr
-                self.optimizer.descend(part, g[part], self.x[part], lr)
+                part = bucket.part
+                if self.updates_itself:
+                    self.optimizer.descend(part, g[part], self.x[part], self.worker.lr)
+                else:
+                    self.optimizer.correct(part, g[part], self.x[part])
             self.outbox.put(bucket)
 
         return on_bucket
@@ -160,8 +164,10 @@ class AladdinServer(Server):
                 alpha = self._alpha(shard, worker)  # [9]
                 self._update(shard)  # [8, 11]
                 self.server.send_model(worker, arrival.bucket, alpha)  # [10]
-                shard.c[worker] = 0  # [11]
+                shard.counted = shard.c[worker] = 0  # [11]
                 shard.total_at_send[worker] = shard.total
+            elif not self.options.lazy:
+                self._update(shard)
 
     def _accumulate(self, shard: _Shard, arrival: Arrival, due: bool) -> None:
         if due and self.options.trigger == "drop":
@@ -172,9 +178,9 @@ class AladdinServer(Server):
             self.server.tell_refused(arrival)
 
     def _update(self, shard: _Shard) -> None:
-        """Lazy global update: ``x~ <- x~ - lr g~ / norm``, then ``g~ <- 0, c~ <- 0``."""
-        norms = {"count": shard.counted, "workers": self.n, "none": 1}
-        shard.counted = 0
+        """Global update: ``x~ <- x~ - lr g~ / norm``, then ``g~ <- 0``."""
+        count = shard.counted if self.options.lazy else shard.sum.count
+        norms = {"count": count, "workers": self.n, "none": 1}
         if shard.sum.count == 0:
             return
         step = shard.sum.values

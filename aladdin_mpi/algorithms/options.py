@@ -60,6 +60,16 @@ class AladdinOptions(BaseModel):
         "it blends it in, for what other workers are about to add to it; 0: not, as in the paper",
         json_schema_extra={"unit": "STEPS"},
     )
+    self_update: bool = Field(
+        True,
+        description="a worker applies its gradient to its own model at once; otherwise its model "
+        "stays as it is until the global one comes",
+    )
+    lazy: bool = Field(
+        True,
+        description="the global model is updated when a worker is sent it; otherwise by every "
+        "gradient",
+    )
     ring: int = Field(
         2,
         ge=1,

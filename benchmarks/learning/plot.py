@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from aladdin_mpi.comparison.plots import style
+from benchmarks.learning.evaluations import Runs
 
-Runs = Sequence[Sequence[dict[str, Any]]]
-"""For each seed the evaluations."""
 ACROSS = 2
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.convergence_parts import slug
+from benchmarks.learning.evaluations import lines
 
 Lines = Sequence[Mapping[str, Any]]
 POINTS = 400
 """Of a mean curve."""
-
-
-def training(folder: Path, label: str) -> list[Lines]:
-    """For each seed the lines of training."""
-    found = sorted((folder / "runs" / slug(label)).glob("seed-*/metrics.jsonl"))
-    lines = [[json.loads(line) for line in path.open()] for path in found]
-    return [[line for line in run if line["kind"] == "train"] for run in lines]
 
 
 def curve(runs: Sequence[Lines], grid: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -50,7 +42,8 @@ def ratio(ours: Sequence[Lines], base: Sequence[Lines], share: float) -> float |
     return float(grid[there[0]] / (share * total)) if there.size else None
 
 
-def ratios(folder: Path, ours: str, base: str, shares: Sequence[float]) -> str:
+def ratios(folder: Path, ours: str, base: str, seeds: int, shares: Sequence[float]) -> str:
     """The ratios at some shares of the run, as text."""
-    found = [ratio(training(folder, ours), training(folder, base), share) for share in shares]
+    own, other = (lines(folder, label, seeds, "train") for label in (ours, base))
+    found = [ratio(own, other, share) for share in shares]
     return ", ".join("never" if each is None else f"{each:.2f}" for each in found)

@@ -1,0 +1,1 @@
+"""Parts of benchmarks.convergence: its networks, runs, figures, bars and pictures."""

@@ -1,0 +1,123 @@
+"""What the runs of `benchmarks.convergence` are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.learning.part import NESTEROV
+from benchmarks.learning.parts import PUBLISHED_WORKERS, ahead_name, slow_name
+
+BAR_ACCURACY = 0.3
+"""Accuracy below the synchronous one's, at most, in points."""
+BAR_SAMPLES = 1.05
+"""aladdin-ahead's samples to the synchronous training loss, over ar-sgd's, at most."""
+BAR_FASTER = 2.5
+"""ALADDIN to the target with VGG's timing, against ar-sgd, at least, as published."""
+BAR_SLOW_ACCURACY = 0.5
+"""aladdin-ahead's accuracy with a slow worker, below that with all alike, at most, in points."""
+BAR_SLOW_FASTER = {10: 6.0}
+"""aladdin-ahead to the target against ar-sgd, at least, with a worker so many times slower."""
+BAR_VGG_FASTER, BAR_VGG_SPEED_UP = 1.2, 7.9
+"""The same with VGG's timing and eight workers."""
+
+Lines = Mapping[str, Mapping[str, Any]]
+"""The rows of a part, by algorithm."""
+
+
+def missed(table: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is not as aimed at, in words."""
+    parts: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in table:
+        parts.setdefault(row["part"], {})[row["algorithm"]] = row
+    found = []
+    for part, lines in parts.items():
+        if part.startswith("ahead") and {"aladdin-ahead", NESTEROV} <= lines.keys():
+            found += _missed_ahead(part, lines["aladdin-ahead"], lines[NESTEROV])
+        if not part.startswith("race") and {"aladdin", "ar-sgd"} <= lines.keys():
+            found += _missed_published(part, lines["aladdin"], lines["ar-sgd"])
+    alike = parts.get(ahead_name(PUBLISHED_WORKERS), {}).get("aladdin-ahead")
+    for factor, bar in {2: None, **BAR_SLOW_FASTER, 100: None}.items():
+        part = slow_name(factor)
+        if "aladdin-ahead" in parts.get(part, {}):
+            found += _missed_slow(part, parts[part]["aladdin-ahead"], alike, bar)
+    if ours := parts.get(ahead_name("vgg"), {}).get("aladdin-ahead"):
+        found += _missed_vgg(ours, parts)
+    return found
+
+
+def _missed_published(part: str, ours: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
+    found = []
+    behind = _accuracy(base) - _accuracy(ours)
+    if behind > BAR_ACCURACY:
+        found.append(
+            f"{part}: ALADDIN's accuracy is {behind:.2f} points below ar-sgd's, expected at "
+            f"most {BAR_ACCURACY}"
+        )
+    if part == "vgg":
+        found += _missed_faster(part, "ALADDIN", ours, BAR_FASTER)
+    return found
+
+
+def _missed_faster(part: str, name: str, ours: Mapping[str, Any], bar: float) -> list[str]:
+    faster = ours["faster"]
+    if faster is not None and faster >= bar:
+        return []
+    shown = "never" if faster is None else f"{faster:.2f} times as fast as ar-sgd"
+    return [f"{part}: {name} is at the target {shown}, expected {bar}"]
+
+
+def _missed_slow(
+    part: str, ours: Mapping[str, Any], alike: Mapping[str, Any] | None, bar: float | None
+) -> list[str]:
+    found = []
+    if alike and (behind := _accuracy(alike) - _accuracy(ours)) > BAR_SLOW_ACCURACY:
+        found.append(
+            f"{part}: aladdin-ahead's accuracy is {behind:.2f} points below that with all workers "
+            f"alike, expected at most {BAR_SLOW_ACCURACY}"
+        )
+    if bar is not None:
+        found += _missed_faster(part, "aladdin-ahead", ours, bar)
+    return found
+
+
+def _missed_vgg(ours: Mapping[str, Any], parts: Mapping[str, Lines]) -> list[str]:
+    """With VGG's timing it has to be the first of all at the target."""
+    part = ours["part"]
+    found = _missed_faster(part, "aladdin-ahead", ours, BAR_VGG_FASTER)
+    if ours["speed-up"] < BAR_VGG_SPEED_UP:
+        found.append(
+            f"{part}: aladdin-ahead has a speed-up of {ours['speed-up']:.2f}, expected "
+            f"{BAR_VGG_SPEED_UP}"
+        )
+    times = {
+        name: row["to target, s"]
+        for name, row in parts.get("vgg", {}).items()
+        if row["to target, s"] is not None
+    }
+    first = min(times, key=times.__getitem__, default=None)
+    own = ours["to target, s"]
+    if first is not None and (own is None or times[first] < own):
+        found.append(f"{part}: {first} is at the target before aladdin-ahead")
+    return found
+
+
+def _missed_ahead(part: str, ours: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
+    found = []
+    behind = _accuracy(base) - _accuracy(ours)
+    if behind > BAR_ACCURACY:
+        found.append(
+            f"{part}: aladdin-ahead's accuracy is {behind:.2f} points below that of ar-sgd "
+            f"--nesterov, expected at most {BAR_ACCURACY}"
+        )
+    samples = ours["samples to loss"].split(", ")
+    if any(each == "never" or float(each) > BAR_SAMPLES for each in samples):
+        found.append(
+            f"{part}: aladdin-ahead takes {' and '.join(samples)} times the samples of ar-sgd "
+            f"--nesterov to its training loss, expected at most {BAR_SAMPLES}"
+        )
+    return found
+
+
+def _accuracy(row: Mapping[str, Any]) -> float:
+    return float(row["accuracy"].split()[0])

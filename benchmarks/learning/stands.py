@@ -1,0 +1,78 @@
+"""Small networks with the timing of the large ones that the studies train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+HOSTS = 4
+GBIT = 10.0
+
+Published = Mapping[str, tuple[float, float | None]]
+"""For each label the test accuracy in %, and the hours to the study's target if it gives them."""
+
+
+@dataclass(frozen=True)
+class Stand:
+    """A small network in the place of a large one.
+
+    Args:
+        model: of `aladdin_mpi.simulate`; ``megabytes`` its parameters.
+        original: what it stands for, of ``original_mb``; its step takes ``seconds``.
+        published: in table 2 of the ALADDIN paper, with the hours to 90 %. The study's SGP
+            overlaps its messages with a step, which is `osgp` here.
+    """
+
+    model: str
+    megabytes: float
+    original: str
+    original_mb: float
+    seconds: float
+    published: Published
+
+    @property
+    def scale(self) -> float:
+        """The size of the small one over that of the large one."""
+        return self.megabytes / self.original_mb
+
+    def options(self, hosts: int = HOSTS) -> list[str]:
+        """Time and network, such that communication takes its share of a step."""
+        values = {
+            "--compute-time": self.seconds,
+            "--hosts": hosts,
+            "--bandwidth-gbit": GBIT * self.scale,
+            "--bucket-mb": 4 * self.scale,
+            "--shard-mb": 16 * self.scale,
+        }
+        return [str(word) for pair in values.items() for word in pair]
+
+
+RESNET = Stand(
+    "resnet20",
+    1.09,
+    "ResNet-50",
+    94.0,
+    0.447,
+    {
+        "ar-sgd": (93.53, 0.98),
+        "asp": (93.15, 1.16),
+        "easgd": (91.12, 1.36),
+        "osgp": (93.40, 1.15),
+        "aladdin": (93.78, 0.92),
+    },
+)
+VGG = Stand(
+    "vgg8_cifar",
+    15.7,
+    "VGG-16",
+    552.0,
+    0.849,
+    {
+        "ar-sgd": (92.38, 6.40),
+        "asp": (91.71, 8.22),
+        "easgd": (91.24, 6.18),
+        "osgp": (92.28, 3.94),
+        "aladdin": (92.26, 2.87),
+    },
+)
+STANDS = {"resnet": RESNET, "vgg": VGG}
