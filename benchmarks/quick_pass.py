@@ -55,6 +55,7 @@ PASSES = (
         ("--seeds", "1", "--variants", "base", "pi 2", "--", "--workers", "2", "--epochs", "1"),
     ),
     Pass("variance"),
+    Pass("breakdown"),
     Pass("intake"),
     Pass("step"),
     Pass("gradient"),
