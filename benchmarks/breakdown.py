@@ -39,10 +39,11 @@ PUBLISHED = 0.6
 
 TITLE = "Where the training time of a worker goes"
 NOTES = f"""\
-Waiting, in % of the training time, the mean over the workers: for messages, and for other workers
-where they are late; the rest is computing. At the end: with `--no-wait-free`, messages of gradients
-start when backward is over. {ITERATIONS} steps in virtual time, {HOSTS} hosts with links of 10
-Gbit/s (fewer workers: a host each) and servers on all of them; step times vary by 1.3 %."""
+Waiting, in % of the training time until all samples are drawn, the mean over the workers: for
+messages, and for other workers where they are late; the rest is computing. At the end: with
+`--no-wait-free`, messages of gradients start when backward is over. {ITERATIONS} steps in virtual
+time, {HOSTS} hosts with links of 10 Gbit/s (fewer workers: a host each) and servers on all of them;
+step times vary by 1.3 %."""
 QUICK = {"algorithms": ["ar-sgd", "aladdin"], "workers": [2, 4], "workload": ["resnet50"]}
 
 
@@ -58,7 +59,7 @@ def cell(workload: str, algorithm: str, workers: int, extra: tuple[str, ...] = (
 def waiting(chosen: Cell) -> float:
     """The share of the training time, from 0 to 1, that workers do not compute in."""
     with VirtualEngine() as engine:
-        return float(engine.run(chosen)["wait fraction"])
+        return float(engine.run(chosen)["wait until all are drawn"])
 
 
 def row(workload: str, algorithm: str, counts: Sequence[int]) -> dict[str, Any]:

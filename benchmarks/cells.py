@@ -198,11 +198,19 @@ def row(
         "speed-up": settled * step,
         "whole run": whole * step,
         "wait fraction": summary["wait_fraction"],
+        "wait until all are drawn": _wait_until_drawn(metrics, summary["samples"]),
         "coalesced": summary["gradients_coalesced"] / summary["gradients_computed"],
         "dropped": summary["gradients_dropped"],
         "sent by a step, MB": summary["bytes_sent_per_step"] / 1e6,
         "seconds": summary["seconds"],
     }
+
+
+def _wait_until_drawn(metrics: Sequence[Mapping[str, Any]], samples: int) -> float | None:
+    """The share of waiting up to the last draw: behind it the run only comes to its end."""
+    lines = (line for line in metrics if line["kind"] == "train" and line["samples"] == samples)
+    first = next(lines, None)
+    return None if first is None else float(first["wait_fraction"])
 
 
 def settled_rate(metrics: Sequence[Mapping[str, Any]], samples: int, cell: Cell) -> float:
