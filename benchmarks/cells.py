@@ -210,7 +210,7 @@ def _wait_until_drawn(metrics: Sequence[Mapping[str, Any]], samples: int) -> flo
     """The share of waiting up to the last draw: behind it the run only comes to its end."""
     lines = (line for line in metrics if line["kind"] == "train" and line["samples"] == samples)
     first = next(lines, None)
-    return None if first is None else float(first["wait_fraction"])
+    return None if first is None else first.get("wait_fraction")
 
 
 def settled_rate(metrics: Sequence[Mapping[str, Any]], samples: int, cell: Cell) -> float:
