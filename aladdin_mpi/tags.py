@@ -30,6 +30,8 @@ class Tag(IntEnum):
     """From rank 0: send me a sample of your model."""
     SAMPLED = 16
     """The answer."""
+    INPUTS = 17
+    """From the first worker, to rank 0: what the module was called with."""
     SETUP = 7
     """Before training: what all ranks must agree on."""
     REPORT = 8

@@ -189,6 +189,88 @@ def test_two_runs_in_one_program(tmp_path: Path) -> None:
     assert [summary(tmp_path / f"run-{n}")["samples"] for n in (1, 2)] == [100, 100]
 
 
+BATCH_NORM = """
+import torch
+from torch import nn
+from aladdin_mpi import DataParallel
+from aladdin_mpi.training.datasets import load_dataset
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(256, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10),
+        )
+    def forward(self, *, images, scale):
+        return self.layers(images * scale)
+
+def accuracy(model):
+    right = sum(int(model(images=x[None], scale=2.0).argmax()) == int(y) for x, y in data.test)
+    return right / len(data.test)
+
+def evaluate(model):
+    assert not model.training and not torch.is_grad_enabled()
+    return {"test_accuracy": accuracy(model)}
+
+data = load_dataset("digits")
+model = Net()
+run = DataParallel(
+    model, algorithm="ALGORITHM", epochs=4, batch_size=32, lr=0.05, run_dir="run", quiet=True,
+    eval_every=1, evaluate=EVALUATE,
+)
+for images, labels in run.batches(data.train):
+    loss = nn.functional.cross_entropy(model(images=images, scale=2.0), labels)
+    loss.backward()
+    run.step(loss)
+model.eval()
+sums = sum(buffer.sum().item() for buffer in model.buffers())
+print(f"rank {run.transport.rank} {accuracy(model)} {sums}", flush=True)
+if run.transport.rank == 0:
+    model.load_state_dict(torch.load("run/model.pt"))
+    print(f"file {accuracy(model)}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "evaluate"),
+    [
+        ("aladdin", "evaluate"),
+        pytest.param("easgd", "None", marks=pytest.mark.long),
+        ("ar-sgd", "None"),
+        pytest.param("gosgd", "evaluate", marks=pytest.mark.long),
+    ],
+)
+def test_batch_norm_fits_the_model(tmp_path: Path, algorithm: str, evaluate: str) -> None:
+    """Where it is evaluated, on every rank after the loop, and in the file."""
+    text = BATCH_NORM.replace("ALGORITHM", algorithm).replace("EVALUATE", evaluate)
+    done = run_script(tmp_path, text)
+    ranks = re.findall(r"^rank (\d) ([\d.]+) (\S+)$", done.stdout, re.M)
+    assert sorted(rank for rank, _, _ in ranks) == ["0", "1", "2"]
+    (same,) = {(accuracy, sums) for _, accuracy, sums in ranks}
+    assert float(same[0]) > 0.9
+    assert f"file {same[0]}\n" in done.stdout
+    evaluations = metrics(tmp_path / "run", "eval")
+    # One that is due while another runs is left out.
+    assert len(evaluations) in ((2, 3, 4) if evaluate == "evaluate" else (0,))
+    assert all(line["test_accuracy"] > 0.5 for line in evaluations)
+    assert "warning" not in done.stderr
+
+
+def test_batch_norm_of_a_model_that_is_never_called_whole(tmp_path: Path) -> None:
+    text = BATCH_NORM.replace("ALGORITHM", "aladdin").replace("EVALUATE", "None")
+    done = run_script(
+        tmp_path,
+        text.replace(
+            "model(images=images, scale=2.0), labels", "model.layers(images * 2.0), labels"
+        ),
+    )
+    assert done.stderr.count("batch norm: no training call of the model was seen") == 1
+    ranks = re.findall(r"^rank \d ([\d.]+) (\S+)$", done.stdout, re.M)
+    assert len(ranks) == 3 and len(set(ranks)) == 1
+    assert float(ranks[0][0]) > 0.8
+
+
 # -- mistakes -------------------------------------------------------------------------------
 LOOP = """
 import torch

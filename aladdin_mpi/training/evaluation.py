@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,17 +21,38 @@ from aladdin_mpi.transport.base import Transport
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 """Measures a model; what it returns goes into the metrics, such as ``test_accuracy``."""
 
+
+@dataclass(frozen=True)
+class Measurement:
+    """An evaluation that estimates batch norm's statistics by itself."""
+
+    evaluate: Evaluate
+
+    def __call__(self, module: nn.Module) -> Mapping[str, float]:
+        """Measure ``module``."""
+        return self.evaluate(module)
+
+
 FRAME_BYTES = 16
 """Before the values of a bucket: its number and their weight."""
 
 
-def reestimate_batch_norm(module: nn.Module, batches: Iterable[Tensor]) -> None:
-    """Estimate the running statistics of all batch norms anew from ``batches`` of inputs.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a module's forward pass."""
+
+
+def batch_norms(module: nn.Module) -> list[_BatchNorm]:
+    """The parts of ``module`` that have running statistics."""
+    return [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+
+
+def reestimate_batch_norm(module: nn.Module, calls: Iterable[Call]) -> None:
+    """Estimate the running statistics of all batch norms anew by training passes.
 
     No gradient method transmits these statistics, and an average of models has none
     that would fit it. A model without batch norm costs nothing.
     """
-    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    norms = batch_norms(module)
     if not norms:
         return
     momenta = [norm.momentum for norm in norms]
@@ -40,8 +62,8 @@ def reestimate_batch_norm(module: nn.Module, batches: Iterable[Tensor]) -> None:
         norm.reset_running_stats()
         norm.momentum = None  # the plain mean over all batches
     with torch.no_grad():
-        for inputs in batches:
-            module(inputs)
+        for args, kwargs in calls:
+            module(*args, **kwargs)
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     module.train(mode)

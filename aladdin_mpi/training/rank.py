@@ -29,7 +29,7 @@ from aladdin_mpi.options import RESUME_FIELDS, RunOptions, agreed, check_workers
 from aladdin_mpi.replica import PhantomReplica, Replica, outline
 from aladdin_mpi.training import run_folder, run_lock
 from aladdin_mpi.training.checkpoint import CheckpointStore
-from aladdin_mpi.training.evaluation import Evaluate, Evaluator, Snapshots
+from aladdin_mpi.training.evaluation import Evaluate, Evaluator, Measurement, Snapshots
 from aladdin_mpi.training.exchange import add_up, agree, broadcast, gather, spread
 from aladdin_mpi.training.handshake import check_agreement
 from aladdin_mpi.training.heartbeats import Heartbeats
@@ -39,6 +39,7 @@ from aladdin_mpi.training.losses import Losses, settle
 from aladdin_mpi.training.recorder import Metrics, Progress
 from aladdin_mpi.training.run_lock import RunLock
 from aladdin_mpi.training.schedule import LearningRate
+from aladdin_mpi.training.seen_inputs import SeenInputs
 from aladdin_mpi.training.segments import Segments
 from aladdin_mpi.training.summary import summarise
 from aladdin_mpi.training.suspension import Suspension
@@ -54,7 +55,8 @@ class Rank:
         epoch: samples of one epoch.
         data: facts about this rank's data, in which all must agree.
         compute: see :class:`Worker`.
-        evaluate: see :class:`Evaluator`; None: no evaluations.
+        evaluate: see :class:`Evaluator`; None: no evaluations. Unless it is a
+            :class:`Measurement`, the module has batch norm's statistics estimated before.
 
     Raises:
         UserError, RefusedError: ranks disagree, or a folder cannot be used.
@@ -74,9 +76,10 @@ class Rank:
         self.transport = transport
         self.options = options
         self.algorithm = algorithm
-        self.evaluate = evaluate if options.compute == "real" else None
         self.module = module
         servers = options.servers if algorithm.server else 0
+        self.seen = self._seen(servers, evaluate)
+        self.evaluate = self._evaluation(evaluate)
         self.replica = agree(transport, self._replica)
         self.layout = self._layout(servers)
         agree(transport, self._check)
@@ -98,6 +101,16 @@ class Rank:
         self._start()
 
     # -- parts ----------------------------------------------------------------
+    def _seen(self, servers: int, evaluate: Evaluate | None) -> SeenInputs | None:
+        if self.options.compute != "real" or isinstance(evaluate, Measurement):
+            return None
+        return SeenInputs(self.transport, self.module, servers, self.options.bn_batches)
+
+    def _evaluation(self, evaluate: Evaluate | None) -> Evaluate | None:
+        if evaluate is None or self.options.compute != "real":
+            return None
+        return evaluate if self.seen is None else self.seen.measured(evaluate)
+
     def _replica(self) -> Replica | PhantomReplica:
         if self.options.compute == "real":
             return Replica(self.module)
@@ -279,6 +292,8 @@ class Rank:
             texts = [self.role.describe(), self._prospects()]
             if (text := "\n".join(filter(None, texts))) and not self.options.quiet:
                 print(text, flush=True)
+        if self.seen is not None:
+            self.seen.open()
 
     def _prospects(self) -> str:
         """What becomes of the run if a worker dies, where something can be done."""
@@ -348,11 +363,22 @@ class Rank:
             self.role.finish()
         variance = self.variance.at_end() if self.options.compute == "real" else None
         model = self._final_model()
+        if self.seen is not None:
+            self.seen.complete()
+            self._take_buffers_of(self.layout.servers)
         summary = summarise(self, model, waiting, variance)
+        if self.seen is not None:
+            self._take_buffers_of(0)
         self.heartbeats.close()
         self.role.close()
         self._release()
         return summary
+
+    def _take_buffers_of(self, source: int) -> None:
+        """Everybody's module gets those of a rank, or of the next one that lives."""
+        living = [rank for rank in self.transport.living if rank >= source]
+        for buffer in self.module.buffers():
+            self._broadcast(buffer.view(-1) if buffer.dim() == 0 else buffer, living[0])
 
     def _release(self) -> None:
         if self.lock is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import aladdin_mpi
 from aladdin_mpi.training.exchange import gather
@@ -48,7 +48,11 @@ def summarise(
             keeper.take_variance(keeper.budget.drawn, variance)
             keeper.evaluated(keeper.moment(), measured)
         summary |= measured
-        state = keeper.evaluator.module.state_dict()
+        _take_buffers(rank.module, keeper.evaluator.module)
+    elif rank.seen is not None:
+        rank.seen.reestimate(rank.module)
+    if model is not None:
+        state = {name: each.cpu() for name, each in rank.module.state_dict().items()}
         torch.save(state, rank.run_dir / MODEL)
     keeper.metrics.close()
     write_summary(rank.run_dir, summary)
@@ -57,6 +61,12 @@ def summarise(
     if not rank.options.quiet:
         print(f"{table(summary)}\n  results in {rank.run_dir}", flush=True)
     return summary
+
+
+def _take_buffers(module: nn.Module, other: nn.Module) -> None:
+    """Make the buffers of ``module`` those of its copy."""
+    for buffer, theirs in zip(module.buffers(), other.buffers(), strict=True):
+        buffer.copy_(theirs)
 
 
 def _about(rank: Rank) -> dict[str, Any]:

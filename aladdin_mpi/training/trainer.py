@@ -16,7 +16,7 @@ from aladdin_mpi.options import RunOptions
 from aladdin_mpi.training import loading
 from aladdin_mpi.training.data_parallel import DataParallel
 from aladdin_mpi.training.datasets import DatasetPair, load_dataset
-from aladdin_mpi.training.evaluation import Evaluate, reestimate_batch_norm
+from aladdin_mpi.training.evaluation import Measurement, reestimate_batch_norm
 from aladdin_mpi.training.exchange import agree
 from aladdin_mpi.training.models import build_model
 from aladdin_mpi.transport.base import Transport
@@ -59,15 +59,15 @@ def _loss(module: nn.Module, inputs: Tensor, labels: Tensor, precision: str) -> 
     return functional.cross_entropy(outputs.float(), labels)
 
 
-def _evaluation(options: RunOptions, data: DatasetPair) -> Evaluate:
+def _evaluation(options: RunOptions, data: DatasetPair) -> Measurement:
     def evaluate(module: nn.Module) -> Mapping[str, float]:
         batches = loading.train_batches_for_statistics(
             data.train, options.batch_size, options.bn_batches, options.seed
         )
-        reestimate_batch_norm(module, (inputs for inputs, _ in batches))
+        reestimate_batch_norm(module, (((inputs,), {}) for inputs, _ in batches))
         return measure(module, data)
 
-    return evaluate
+    return Measurement(evaluate)
 
 
 def measure(module: nn.Module, data: DatasetPair) -> dict[str, float]:
