@@ -144,6 +144,7 @@ class Replica(_Flat):
         self._bound: dict[nn.Parameter, Tensor] = {}
         self._missing: set[nn.Parameter] = set()
         self._takes = False
+        self._versions: dict[nn.Parameter, int] | None = None
         self._kept: tuple[list[Tensor], list[Tensor]] | None = None
         for parameter, view in zip(self._parameters, self._cut(self.parameters), strict=True):
             view.copy_(parameter.detach())
@@ -193,7 +194,9 @@ class Replica(_Flat):
         """
         views = self._views.get(vector.data_ptr())
         if views is None:
-            views = dict(zip(self._parameters, self._cut(vector), strict=True))
+            # As .data, so that the loop's writes are told from the algorithm's by their versions.
+            cut = (view.data for view in self._cut(vector))
+            views = dict(zip(self._parameters, cut, strict=True))
             self._views[vector.data_ptr()] = views
         self._bound = views
         if self._takes:
@@ -212,22 +215,24 @@ class Replica(_Flat):
             UserError: the training loop has removed what an earlier backward pass had left.
         """
         view, gradient = self._bound[parameter], parameter.grad
-        if _is_same(gradient, view):
-            return  # autograd has added to it
-        if parameter not in self._missing:
-            raise _unbound()
-        self._missing.remove(parameter)
-        if gradient is None:
-            view.zero_()
-        else:
-            view.copy_(gradient.detach().to_dense() if gradient.is_sparse else gradient.detach())
+        if not _is_same(gradient, view):  # otherwise autograd has added to it
+            if parameter not in self._missing:
+                raise _unbound()
+            self._missing.remove(parameter)
+            if gradient is None:
+                view.zero_()
+            else:
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                view.copy_(dense.detach())
         parameter.grad = view
+        if self._versions is not None:
+            self._versions[parameter] = view._version
 
     def settle(self) -> None:
         """Backward is over: what has had no gradient is zero.
 
         Raises:
-            UserError: the training loop has unbound gradients, or made none.
+            UserError: the training loop has unbound or changed gradients, or made none.
         """
         untouched = self._missing and len(self._missing) == len(self._bound)
         if untouched and all(parameter.grad is None for parameter in self._missing):
@@ -240,9 +245,19 @@ class Replica(_Flat):
         for parameter, view in self._bound.items():
             if not _is_same(parameter.grad, view):
                 raise _unbound()
+            if self._versions is not None and self._versions[parameter] != view._version:
+                raise UserError(
+                    "training loop: gradients were changed between backward() and step(), when "
+                    "they may have been sent already; give wait_free=False, so that they are "
+                    "sent at step()"
+                )
 
-    def watch(self, layout: Layout, on_bucket: OnBucket) -> BucketWatch:
-        """Call ``on_bucket`` during backward, in order, as buckets are completed."""
+    def watch(self, layout: Layout, on_bucket: OnBucket, at_once: bool = True) -> BucketWatch:
+        """Call ``on_bucket`` during backward, in order, as buckets are completed.
+
+        ``at_once``: they are used then; :meth:`settle` refuses gradients that are changed later.
+        """
+        self._versions = {} if at_once else None
         watch = BucketWatch(layout, on_bucket, self.take)
         self._takes = True
         start = 0

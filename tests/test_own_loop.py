@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from aladdin_mpi.training.own_words import as_arguments
 from tests.commands import metrics, refusal, rises, summary
 from tests.launch import ROOT, Completed, needs, run_ranks
 
@@ -296,6 +297,12 @@ TWICE = "loss.backward(); run.step(loss); run.step(loss)"
 UNBOUND = "loss.backward(); model.zero_grad(); run.step(loss)"
 BACKWARD_TWICE = "loss.backward(retain_graph=True); loss.backward(); run.step(loss)"
 STEP_AND = "loss.backward(); run.step(loss)\n    if rank == 2 and count == 5: "
+CLIPPED = "loss.backward(); nn.utils.clip_grad_norm_(model.parameters(), 1.0); run.step(loss)"
+OPTIMIZER = "loss.backward(); torch.optim.SGD(model.parameters(), 0.1).step(); run.step(loss)"
+LATE_OPTIMIZER = "loss.backward(); run.step(loss); torch.optim.AdamW(model.parameters()).step()"
+WRITTEN = "loss.backward(); torch.nn.init.zeros_(model.bias); run.step(loss)"
+FROZEN = "loss.backward(); run.step(loss); model.bias.requires_grad = count < 3"
+SCALED = "scaler = torch.amp.GradScaler('cpu'); scaler.scale(loss).backward(); run.step(loss)"
 
 
 @pytest.mark.parametrize(
@@ -310,6 +317,17 @@ STEP_AND = "loss.backward(); run.step(loss)\n    if rank == 2 and count == 5: "
         pytest.param(
             BACKWARD_TWICE, "`with run.accumulate():`", id="two backward", marks=pytest.mark.long
         ),
+        pytest.param(CLIPPED, "gradients were changed between backward() and step()", id="clip"),
+        pytest.param(
+            OPTIMIZER,
+            "SGD.step() was called for parameter weight",
+            id="optimizer",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(LATE_OPTIMIZER, "AdamW.step() was called for", id="optimizer behind"),
+        pytest.param(WRITTEN, "parameter bias was changed", id="written", marks=pytest.mark.long),
+        pytest.param(FROZEN, "parameter bias was frozen", id="frozen", marks=pytest.mark.long),
+        pytest.param(SCALED, "a GradScaler has scaled the loss", id="scaler"),
         pytest.param(STEP_AND + "break", "end a run early by run.stop()", id="break"),
         pytest.param(
             STEP_AND + "raise SystemExit", "run.stop()", id="exit", marks=pytest.mark.long
@@ -357,6 +375,16 @@ MAKE = "run = DataParallel(model, samples=64, run_dir='run', quiet=True)"
             "aladdin.pii: no such option; did you mean",
             marks=pytest.mark.long,
         ),
+        (
+            "DataParallel(model, precision='bf16')",
+            "precision: expected only for the built-in training, got it for a loop of your own",
+        ),
+        ("DataParallel(model, algorithm='gosgd', compression='dgc')", "error: compression"),
+        pytest.param(
+            "DataParallel(model, samples=64); DataParallel(nn.Linear(2, 1), samples=8)",
+            "expected one run at a time, got a second",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             "DataParallel(model, optimizer='adam')",
             "optimizer: no such option",
@@ -381,6 +409,40 @@ def test_a_mistake_before_the_loop_is_told_once(tmp_path: Path, body: str, words
     done = run_script(tmp_path, BEFORE.replace("BODY", body), ranks=2, check=False)
     assert words in refusal(done)
     assert not (tmp_path / "run").exists()
+
+
+def test_gradients_may_be_changed_where_they_are_sent_at_step(tmp_path: Path) -> None:
+    """With ``wait_free=False``: here all of them become 0, and so does every step."""
+    text = BATCHES_OF_ONES.replace("BODY", "torch._foreach_zero_([model.weight.grad])")
+    done = run_script(tmp_path, text)
+    assert done.stdout.count("weight [[0.0, 0.0, 0.0]]") == 3
+
+
+BATCHES_OF_ONES = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from aladdin_mpi import DataParallel
+
+data = TensorDataset(torch.ones(64, 3), torch.zeros(64))
+model = nn.Linear(3, 1, bias=False)
+nn.init.zeros_(model.weight)
+run = DataParallel(
+    model, samples=64, batch_size=8, wait_free=False, weight_decay=0, run_dir="run", quiet=True
+)
+for inputs, _ in run.batches(data):
+    model(inputs).sum().backward()
+    BODY
+    run.step()
+print(f"weight {model.weight.tolist()}", flush=True)
+"""
+
+
+def test_options_have_the_names_of_arguments() -> None:
+    text = as_arguments("--max-loss: with --aladdin-ahead-pi 2 or --ar-sgd-allreduce or --no-such")
+    assert text == (
+        "max_loss: with aladdin_ahead={'pi': ...} 2 or ar_sgd={'allreduce': ...} or --no-such"
+    )
 
 
 def test_an_exception_in_the_loop_ends_the_job(tmp_path: Path) -> None:

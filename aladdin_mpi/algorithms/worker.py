@@ -122,7 +122,9 @@ class Worker:
         self.watch: BucketWatch | None = None
         if pace.seconds is None:
             assert isinstance(replica, Replica)
-            self.watch = replica.watch(layout, lambda index: self._complete(layout.buckets[index]))
+            self.watch = replica.watch(
+                layout, lambda index: self._complete(layout.buckets[index]), self._wait_free
+            )
 
     @property
     def lr(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Iterator, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from aladdin_mpi.training.device import choose_device
 from aladdin_mpi.training.evaluation import Evaluate
 from aladdin_mpi.training.exchange import agree
 from aladdin_mpi.training.loading import BatchSource, describe
+from aladdin_mpi.training.loop_watch import LoopWatch
+from aladdin_mpi.training.own_words import check_effect, in_own_words
 from aladdin_mpi.training.placement import tell_placement
 from aladdin_mpi.training.rank import Rank
 from aladdin_mpi.training.sampler import ShardedStream
@@ -70,6 +72,9 @@ class DataParallel:
         UserError: bad settings, too few ranks, ranks that disagree, a folder in use.
     """
 
+    _open: DataParallel | None = None
+    """The run over MPI that has not ended."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -80,10 +85,34 @@ class DataParallel:
         **settings: Any,
     ) -> None:
         self._owns_transport = transport is None
+        self._is_own_loop = options is None
+        self._words = in_own_words if self._is_own_loop else nullcontext
+        try:
+            with self._words():
+                self._prepare(module, options, transport, evaluate, settings)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """Another run over MPI may begin."""
+        if DataParallel._open is self:
+            DataParallel._open = None
+
+    def _prepare(
+        self,
+        module: nn.Module,
+        options: RunOptions | None,
+        transport: Transport | None,
+        evaluate: Evaluate | None,
+        settings: dict[str, Any],
+    ) -> None:
         if transport is None:
+            _check_alone_over_mpi()
             transport = _over_mpi(float(settings.get("timeout", 1800.0)))
+            DataParallel._open = self
         self.transport = transport
-        agree(transport, lambda: _check_given(module, evaluate))
+        agree(transport, lambda: _check_given(module, evaluate, settings))
         self.options = _settled(transport, options, settings, module)
         self.algorithm = agree(transport, self._check)
         if self.options.checksum:
@@ -97,7 +126,7 @@ class DataParallel:
             heap.keep_freed()
         tell_placement(transport, self.device, servers, self.options.quiet)
         # Timed computing needs no more than the parameters' sizes: they may be on "meta".
-        self.module = module if self.options.compute == "timed" else module.to(self.device)
+        self.module = module if self.options.compute == "timed" else self._placed(module)
         self._evaluate = evaluate
         self._servers = servers
         self._rank: Rank | None = None
@@ -106,11 +135,18 @@ class DataParallel:
         self._algorithm_side: greenlet | None = None
         self._loop_side: greenlet | None = None
         self._ticket: Ticket | None = None
+        self._watch: LoopWatch | None = None
         self._stepped = False
         self.run_dir: Path | None = None
         self.summary: dict[str, Any] = {}
         if self._owns_transport:
             atexit.register(self._check_ended)
+
+    def _placed(self, module: nn.Module) -> nn.Module:
+        module = module.to(self.device)
+        return (
+            module.to(memory_format=torch.channels_last) if self.options.channels_last else module
+        )
 
     def _check(self) -> registry.Algorithm:
         algorithm = registry.find(self.options.algorithm)
@@ -149,6 +185,10 @@ class DataParallel:
         return self._loop
 
     def _batches(self, dataset: Any) -> Iterator[Any]:
+        with self._words():
+            yield from self._run(dataset)
+
+    def _run(self, dataset: Any) -> Iterator[Any]:
         length = agree(self.transport, lambda: _length(dataset, self.options))
         facts = agree(self.transport, lambda: self._facts(dataset, length))
         self._rank = rank = Rank(
@@ -169,9 +209,11 @@ class DataParallel:
         if rank.segments.suspended:
             rank.suspend()
             self._ended = True
+            self._leave()
             raise SuspendedError
         self.summary = rank.finish()
         self._ended = True
+        self._leave()
         if self._owns_transport:
             self.transport.close()
             atexit.unregister(self._check_ended)  # which would hold all vectors until then
@@ -198,12 +240,23 @@ class DataParallel:
 
     def _worker_batches(self, rank: Rank, dataset: Any, length: int) -> Iterator[Any]:
         source = self._source(rank, dataset, length)
+        if self._is_own_loop and self.options.compute == "real":
+            self._watch = LoopWatch(self.module)
+        try:
+            yield from self._turn(rank, source)
+        finally:
+            if self._watch is not None:
+                self._watch.close()
+
+    def _turn(self, rank: Rank, source: BatchSource | None) -> Iterator[Any]:
         self._loop_side = getcurrent()
         self._algorithm_side = algorithm = greenlet(rank.segments.run)
         self._ticket = algorithm.switch()
         while not algorithm.dead:
             assert self._ticket is not None
             self._stepped = False
+            if self._watch is not None:
+                self._watch.begin()
             if source is None:
                 yield None
             else:
@@ -242,6 +295,10 @@ class DataParallel:
                 needs; or the gradients are not where backward has to put them, as after
                 ``zero_grad()``.
         """
+        with self._words():
+            self._step(loss)
+
+    def _step(self, loss: Tensor | float | None) -> None:
         if self._algorithm_side is None or self._stepped:
             raise UserError(
                 "training loop: expected step() once for each batch of run.batches(); got a call "
@@ -252,6 +309,8 @@ class DataParallel:
                 "--max-loss: expected the loss of every batch, got a step() without one; call "
                 "run.step(loss), or leave --max-loss out"
             )
+        if self._watch is not None:
+            self._watch.end()
         self._stepped = True
         value = loss.item() if isinstance(loss, Tensor) else loss
         self._loop_side = getcurrent()
@@ -291,7 +350,30 @@ class DataParallel:
         return self._rank
 
 
-def _check_given(module: object, evaluate: object) -> None:
+def _check_alone_over_mpi() -> None:
+    """Two runs at once would share one MPI.
+
+    Raises:
+        UserError: another run has not ended yet.
+    """
+    other = DataParallel._open
+    if other is None:
+        return
+    problem = UserError(
+        "DataParallel: expected one run at a time, got a second before the loop of the first has "
+        "ended; train several models together as one module, such as nn.ModuleDict"
+    )
+
+    def refuse() -> None:
+        raise problem
+
+    if other._loop is None:
+        agree(other.transport, refuse)
+    raise problem
+
+
+def _check_given(module: object, evaluate: object, settings: dict[str, Any]) -> None:
+    check_effect(settings.keys())
     if not isinstance(module, nn.Module):
         raise UserError(
             f"DataParallel: expected a torch.nn.Module first, got {type(module).__name__}; give "
