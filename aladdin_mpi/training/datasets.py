@@ -114,6 +114,11 @@ def _load(
         arguments = {"data_dir": data_dir, "download": download, "image_size": image_size}
         result = call_with_accepted("--dataset", name, function, arguments)
         return _checked(name, function, result)
+    if name == "imagenet":
+        raise UserError(
+            "--dataset imagenet: expected only with --compute timed, which needs its sizes alone, "
+            "got --compute real; give --dataset imagefolder and --data-dir FOLDER"
+        )
     close = get_close_matches(name, NAMES)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise UserError(

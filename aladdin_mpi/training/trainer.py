@@ -16,6 +16,7 @@ from aladdin_mpi.options import RunOptions
 from aladdin_mpi.training import loading
 from aladdin_mpi.training.data_parallel import DataParallel
 from aladdin_mpi.training.datasets import DatasetPair, load_dataset
+from aladdin_mpi.training.described_sets import describe_set
 from aladdin_mpi.training.evaluation import Measurement, reestimate_batch_norm
 from aladdin_mpi.training.exchange import agree
 from aladdin_mpi.training.models import build_model
@@ -96,10 +97,10 @@ def _rehearse(options: RunOptions, transport: Transport) -> dict[str, Any]:
 def _sizes_of(
     model: str, dataset: str, data_dir: Path | None, download: bool
 ) -> tuple[nn.Module, int]:
-    data = load_dataset(dataset, data_dir, download, cache="off")
+    data = describe_set(dataset, data_dir, download)
     with torch.device("meta"):
-        module = build_model(model, data.num_classes, data.in_channels, data.image_size)
-    return module, len(data.train)
+        module = build_model(model, data.classes, data.channels, data.size)
+    return module, data.samples
 
 
 def _sizes(options: RunOptions) -> tuple[nn.Module, int]:

@@ -1,0 +1,50 @@
+"""The sizes of well-known data sets: all that timed computing needs of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from aladdin_mpi.training.builtin_sets import parse_synthetic
+from aladdin_mpi.training.datasets import load_dataset
+
+
+@dataclass(frozen=True)
+class Description:
+    """Of a training set of images.
+
+    Args:
+        samples: in an epoch.
+        classes: outputs of a model.
+        channels: of an image.
+        size: its height in pixels.
+    """
+
+    samples: int
+    classes: int
+    channels: int
+    size: int
+
+
+KNOWN = {
+    "mnist": Description(60_000, 10, 1, 28),
+    "fashion-mnist": Description(60_000, 10, 1, 28),
+    "cifar10": Description(50_000, 10, 3, 32),
+    "cifar100": Description(50_000, 100, 3, 32),
+    "imagenet": Description(1_281_167, 1000, 3, 224),
+}
+
+
+def describe_set(name: str, data_dir: Path | None, download: bool) -> Description:
+    """The sizes of the data set ``name``, which is read only if they are not known.
+
+    Raises:
+        UserError: as :func:`~aladdin_mpi.training.datasets.load_dataset`.
+    """
+    if name in KNOWN:
+        return KNOWN[name]
+    if name.split(":")[0] == "synthetic":
+        shape, classes, count = parse_synthetic(name)
+        return Description(count, classes, shape[0], shape[1])
+    data = load_dataset(name, data_dir, download, cache="off")
+    return Description(len(data.train), data.num_classes, data.in_channels, data.image_size)
