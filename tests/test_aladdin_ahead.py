@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import heapq
 import json
 import os
@@ -21,11 +22,12 @@ from torch import Tensor
 
 from aladdin_mpi.algorithms.aladdin_ahead import AheadServer, AheadWorker, levels
 from aladdin_mpi.algorithms.global_track import MOST_PENDING
-from aladdin_mpi.algorithms.just_in_time import Timing
+from aladdin_mpi.algorithms.just_in_time import MOMENTS, Timing, fine_layout
 from aladdin_mpi.algorithms.room import Level, Room
 from aladdin_mpi.algorithms.worker import FORWARD_SHARE
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options import SimulateOptions, parse
+from aladdin_mpi.options import RunOptions, SimulateOptions, parse
+from aladdin_mpi.replica import PhantomReplica
 from aladdin_mpi.training.simulator import simulate
 from aladdin_mpi.transport.cluster import Cluster
 from tests.quadratic import Quadratic, noise_of
@@ -119,6 +121,7 @@ class Plain:
         self.before = [[0] * len(self.parts) for _ in range(self.n)]
         self.during = [[0] * len(self.parts) for _ in range(self.n)]
         self.f = [0.5 if self.share is None else self.share] * self.n
+        self.rise = [0.05] * self.n
         self.asked = list(self.f)
         self.inbox: list[list[tuple[float, int, tuple[Any, ...]]]] = [[] for _ in range(self.n)]
         self.steps = [0] * self.n
@@ -185,7 +188,10 @@ class Plain:
         if due and self.share is None and now < float("inf"):
             timely = [b for b in newest if self.during[i][b] == self.steps[i]]
             late = 1 - len(timely) / len(self.parts)
-            self.f[i] = float(np.clip(self.f[i] + 0.01 * (1 - late) - 0.2 * late, 0, 1))
+            if late:
+                self.rise[i] = 0.01
+            step = self.rise[i] * (1 - late) - 0.2 * late
+            self.f[i] = float(np.clip(self.f[i] + step, 0, 1))
 
     @property
     def locals(self) -> Tensor:
@@ -337,6 +343,35 @@ def test_models_come_as_late_as_they_can() -> None:
         assert worker_of(end).timing.late < 0.2
     assert shares[0] > shares[1] > shares[2] > 0, shares
     assert ages[0] < ages[1] < ages[2] < 2
+
+
+@pytest.mark.parametrize("servers", [1, 4, 16])
+def test_each_server_sees_all_of_a_backward_pass(servers: int) -> None:
+    options = RunOptions(servers=servers, bucket_mb=4.0, shard_mb=16.0)
+    layout = fine_layout(PhantomReplica(25_000_000), 8, options)
+    for server in range(servers):
+        own = layout.owned_by(server)
+        assert len(own) >= MOMENTS
+        assert own[0].stop < layout.numel / 6 and own[-1].start > layout.numel * 5 / 6
+    sizes = [sum(b.numel for b in layout.owned_by(server)) for server in range(servers)]
+    assert max(sizes) - min(sizes) <= 2 * len(layout.buckets)
+
+
+def test_f_rises_fast_until_a_model_is_late() -> None:
+    timing = Timing([1])
+    timing.note(0, 0, during=1)
+    timing.end_step(1)
+    assert timing.shares == [pytest.approx(0.55)]
+    timing.end_step(2)  # late
+    timing.note(0, 0, during=3)
+    saved = copy.deepcopy(timing.state_dict())
+    timing.end_step(3)
+    assert timing.shares == [pytest.approx(0.36)]
+    other = Timing([1])
+    other.load_state_dict(saved)
+    other.note(0, 0, during=3)
+    other.end_step(3)
+    assert other.shares == timing.shares
 
 
 def test_late_models_make_f_fall_and_timely_ones_rise() -> None:

@@ -25,6 +25,8 @@ FIRST_SHARE = 0.5
 """f of a worker that has no experience yet."""
 LATER = 0.01
 """Added to f after a step for which all models came in time."""
+FIRST_LATER = 0.05
+"""The same as long as none has ever come late: a run's first rounds are not to be lost."""
 EARLIER = 0.2
 """Taken from f after a step for which none did."""
 
@@ -41,6 +43,7 @@ class Timing:
         self._buckets = buckets
         self._fixed = share
         self.shares = [FIRST_SHARE if share is None else share] * len(buckets)
+        self._rises = [FIRST_LATER] * len(buckets)
         self._newest: list[dict[int, int]] = [{} for _ in buckets]
         self.steps = 0
         self.late = 0.0
@@ -73,7 +76,9 @@ class Timing:
 
     def _adapt(self, server: int, late: float) -> None:
         if self._fixed is None:
-            f = self.shares[server] + LATER * (1 - late) - EARLIER * late
+            if late:
+                self._rises[server] = LATER
+            f = self.shares[server] + self._rises[server] * (1 - late) - EARLIER * late
             self.shares[server] = min(max(f, 0.0), 1.0)
 
     @property
@@ -84,25 +89,34 @@ class Timing:
 
     def state_dict(self) -> dict[str, object]:
         """Everything that the next segment depends on."""
-        return {"shares": self.shares, "steps": self.steps, "late": self.late}
+        return {
+            "shares": self.shares,
+            "rises": self._rises,
+            "steps": self.steps,
+            "late": self.late,
+        }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Take up a state from :meth:`state_dict`."""
-        shares = state["shares"]
-        assert isinstance(shares, list)
-        self.shares = list(shares)
+        shares, rises = state["shares"], state.get("rises", [LATER] * len(self.shares))
+        assert isinstance(shares, list) and isinstance(rises, list)
+        self.shares, self._rises = list(shares), list(rises)
         self.steps, self.late = int(str(state["steps"])), float(str(state["late"]))
 
 
 def fine_layout(replica: Replica | PhantomReplica, workers: int, options: RunOptions) -> Layout:
-    """Buckets so small that a server can tell how far a worker's backward pass is."""
+    """Buckets so small, and dealt so, that a server can tell how far a worker's backward pass is.
+
+    They are dealt to the servers in turn, one by one: in a shard of several a server would have
+    gradients from a short part of the backward pass only, and send its models right behind it.
+    """
     megabytes = replica.numel * BYTES_PER_VALUE / BYTES_PER_MB / options.servers
     bucket_mb = min(options.bucket_mb, max(megabytes / MOMENTS, LEAST_BUCKET_MB))
     return cut(
         replica.numel,
         options.servers,
         bucket_mb,
-        options.shard_mb,
+        min(options.shard_mb, bucket_mb),
         options.sharding,
         replica.layers,
     )

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from aladdin_mpi.algorithms.just_in_time import MOMENTS
+
 HOSTS = 4
 GBIT = 10.0
+BUCKET_MB = 4.0
+"""Of the large network's messages, at most."""
 
 Published = Mapping[str, tuple[float, float | None]]
 """For each label the test accuracy in %, and the hours to the study's target if it gives them."""
@@ -36,12 +40,17 @@ class Stand:
         return self.megabytes / self.original_mb
 
     def options(self, hosts: int = HOSTS) -> list[str]:
-        """Time and network, such that communication takes its share of a step."""
+        """Time and network, such that communication takes its share of a step.
+
+        With more hosts, and servers, buckets are as small as `aladdin-ahead` would make those of
+        the large network; its own bound for tiny messages would keep it from that here.
+        """
+        bucket = BUCKET_MB if hosts <= HOSTS else self.original_mb / hosts / MOMENTS
         values = {
             "--compute-time": self.seconds,
             "--hosts": hosts,
             "--bandwidth-gbit": GBIT * self.scale,
-            "--bucket-mb": 4 * self.scale,
+            "--bucket-mb": min(BUCKET_MB, bucket) * self.scale,
             "--shard-mb": 16 * self.scale,
         }
         return [str(word) for pair in values.items() for word in pair]
