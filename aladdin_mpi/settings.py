@@ -162,13 +162,18 @@ def _explain(error: ValidationError, model: type[BaseModel], settings: Settings)
     return "\n".join(lines.values())
 
 
+def as_argument(path: Sequence[str]) -> str:
+    """A setting as an argument of a function: ``lr``, or ``aladdin={'pi': ...}``."""
+    return path[0] if len(path) == 1 else f"{path[0]}={{'{'.'.join(path[1:])}': ...}}"
+
+
 def _unknown(model: type[BaseModel], location: Sequence[int | str]) -> str:
     """What is wrong with a setting that does not exist, as arguments of a function have it."""
     names = [str(part) for part in location]
     known = {name: name for name in model.model_fields}
     for path in leaves(model):
         if len(path) > 1:
-            known.setdefault("_".join(path), f"{path[0]}={{'{'.'.join(path[1:])}': ...}}")
+            known.setdefault("_".join(path), as_argument(path))
     near = difflib.get_close_matches("_".join(names), known, n=1)
     hint = f"did you mean {known[near[0]]}?" if near else "docs/running.md has them all"
     return f"{'.'.join(names)}: no such option; {hint}"

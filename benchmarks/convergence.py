@@ -172,10 +172,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for part in chosen:
             comparison = run(part, args, out)
             folder = out / slug(part.name)
-            table += rows(part, folder, comparison, args.epochs, args.target)
-            panels[title(part, args.epochs)] = {
-                label: evaluations(folder, label, part.seeds) for label in part.labels
-            }
+            runs = {label: evaluations(folder, label, part.seeds) for label in part.labels}
+            table += rows(part, folder, comparison, runs, args.epochs, args.target)
+            panels[title(part, args.epochs)] = runs
     if not table:
         raise UserError(f"--out: expected finished runs in {out}, got none; run some")
     notes = NOTES.format(jitter=JITTER)

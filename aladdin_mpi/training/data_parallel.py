@@ -95,7 +95,8 @@ class DataParallel:
             raise
 
     def _leave(self) -> None:
-        """Another run over MPI may begin."""
+        """The run has ended: another one over MPI may begin."""
+        self._ended = True
         if DataParallel._open is self:
             DataParallel._open = None
 
@@ -208,11 +209,9 @@ class DataParallel:
             yield from self._worker_batches(rank, dataset, length)
         if rank.segments.suspended:
             rank.suspend()
-            self._ended = True
             self._leave()
             raise SuspendedError
         self.summary = rank.finish()
-        self._ended = True
         self._leave()
         if self._owns_transport:
             self.transport.close()
@@ -359,17 +358,16 @@ def _check_alone_over_mpi() -> None:
     other = DataParallel._open
     if other is None:
         return
-    problem = UserError(
+    if other._loop is None:
+        agree(other.transport, _refuse_second)
+    _refuse_second()
+
+
+def _refuse_second() -> None:
+    raise UserError(
         "DataParallel: expected one run at a time, got a second before the loop of the first has "
         "ended; train several models together as one module, such as nn.ModuleDict"
     )
-
-    def refuse() -> None:
-        raise problem
-
-    if other._loop is None:
-        agree(other.transport, refuse)
-    raise problem
 
 
 def _check_given(module: object, evaluate: object, settings: dict[str, Any]) -> None:

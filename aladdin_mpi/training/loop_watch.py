@@ -21,8 +21,8 @@ class LoopWatch:
 
     def __init__(self, module: nn.Module) -> None:
         self._names = {parameter: name for name, parameter in module.named_parameters()}
-        self._trained = {p: p.requires_grad for p in self._names}
-        self._versions = [p._version for p in self._names]
+        self._trained = [p.requires_grad for p in self._names]
+        self._versions: list[int] = []
         self._is_first = True
         self._hook = register_optimizer_step_pre_hook(self._refuse_optimizer)
 
@@ -36,19 +36,19 @@ class LoopWatch:
         Raises:
             UserError: parameters were changed, frozen or unfrozen meanwhile, or gradients scaled.
         """
-        for parameter, before in zip(self._names, self._versions, strict=True):
-            if parameter._version != before:
+        before = zip(self._names.items(), self._versions, self._trained, strict=True)
+        for (parameter, name), version, trained in before:
+            if parameter._version != version:
                 raise UserError(
-                    f"training loop: parameter {self._names[parameter]} was changed between its "
-                    "batch and step(); the optimizer is part of the algorithm: leave out "
-                    "optimizer.step(), and whatever else writes to parameters"
+                    f"training loop: parameter {name} was changed between its batch and step(); "
+                    "the optimizer is part of the algorithm: leave out optimizer.step(), and "
+                    "whatever else writes to parameters"
                 )
-        for parameter, before in self._trained.items():
-            if parameter.requires_grad != before:
-                now = "unfrozen" if parameter.requires_grad else "frozen"
+            if parameter.requires_grad != trained:
+                now = "frozen" if trained else "unfrozen"
                 raise UserError(
-                    f"training loop: parameter {self._names[parameter]} was {now} during the run; "
-                    "set requires_grad before DataParallel is made"
+                    f"training loop: parameter {name} was {now} during the run; set requires_grad "
+                    "before DataParallel is made"
                 )
         if self._is_first:
             self._is_first = False

@@ -6,10 +6,10 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from pydantic import BaseModel
-
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.fields import leaves
 from aladdin_mpi.options import RunOptions
+from aladdin_mpi.settings import as_argument
 
 NO_EFFECT = {
     "precision": "put forward and loss into torch.autocast",
@@ -18,6 +18,7 @@ NO_EFFECT = {
     "cache": "give batches() the data set",
 }
 """Options that only the built-in training follows, and what to do in a loop of one's own."""
+_ARGUMENTS = {leaf.flag: as_argument(path) for path, leaf in leaves(RunOptions).items()}
 
 
 def check_effect(given: Collection[str]) -> None:
@@ -45,18 +46,4 @@ def in_own_words() -> Iterator[None]:
 
 def as_arguments(text: str) -> str:
     """``text`` with each option of the command line as an argument of DataParallel."""
-    return re.sub(r"--([a-z][a-z0-9-]*)", lambda found: _argument(found[1], found[0]), text)
-
-
-def _argument(flag: str, otherwise: str) -> str:
-    name = flag.replace("-", "_")
-    if name in RunOptions.model_fields:
-        return name
-    for group, field in RunOptions.model_fields.items():
-        kind = field.annotation
-        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-            continue
-        own = name.removeprefix(f"{group}_")
-        if own != name and own in kind.model_fields:
-            return f"{group}={{{own!r}: ...}}"
-    return otherwise
+    return re.sub(r"--[a-z][a-z-]*", lambda found: _ARGUMENTS.get(found[0], found[0]), text)

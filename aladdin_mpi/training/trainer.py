@@ -49,8 +49,6 @@ def _prepare(options: RunOptions) -> tuple[DatasetPair, nn.Module]:
     data = load_dataset(options.dataset, options.data_dir, options.download, cache=options.cache)
     torch.manual_seed(options.seed)
     module = build_model(options.model, data.num_classes, data.in_channels, data.image_size)
-    if options.channels_last:
-        module = module.to(memory_format=torch.channels_last)
     return data, module
 
 

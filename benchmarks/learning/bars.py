@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.learning.part import NESTEROV
-from benchmarks.learning.parts import PUBLISHED_WORKERS, ahead_name, slow_name
+from benchmarks.learning.parts import PUBLISHED_WORKERS, SLOWDOWNS, ahead_name, slow_name
 
 BAR_ACCURACY = 0.3
 """Accuracy below the synchronous one's, at most, in points."""
@@ -37,54 +37,57 @@ def missed(table: Sequence[Mapping[str, Any]]) -> list[str]:
         if not part.startswith("race") and {"aladdin", "ar-sgd"} <= lines.keys():
             found += _missed_published(part, lines["aladdin"], lines["ar-sgd"])
     alike = parts.get(ahead_name(PUBLISHED_WORKERS), {}).get("aladdin-ahead")
-    for factor, bar in {2: None, **BAR_SLOW_FASTER, 100: None}.items():
-        part = slow_name(factor)
-        if "aladdin-ahead" in parts.get(part, {}):
-            found += _missed_slow(part, parts[part]["aladdin-ahead"], alike, bar)
+    for factor in SLOWDOWNS:
+        if ours := parts.get(slow_name(factor), {}).get("aladdin-ahead"):
+            found += _missed_slow(ours, alike, BAR_SLOW_FASTER.get(factor))
     if ours := parts.get(ahead_name("vgg"), {}).get("aladdin-ahead"):
         found += _missed_vgg(ours, parts)
     return found
 
 
-def _missed_published(part: str, ours: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
-    found = []
+def _missed_accuracy(
+    name: str, ours: Mapping[str, Any], than: str, base: Mapping[str, Any], bar: float
+) -> list[str]:
     behind = _accuracy(base) - _accuracy(ours)
-    if behind > BAR_ACCURACY:
-        found.append(
-            f"{part}: ALADDIN's accuracy is {behind:.2f} points below ar-sgd's, expected at "
-            f"most {BAR_ACCURACY}"
-        )
+    if behind <= bar:
+        return []
+    return [
+        f"{ours['part']}: {name}'s accuracy is {behind:.2f} points below {than}, expected at most "
+        f"{bar}"
+    ]
+
+
+def _missed_published(part: str, ours: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
+    found = _missed_accuracy("ALADDIN", ours, "ar-sgd's", base, BAR_ACCURACY)
     if part == "vgg":
-        found += _missed_faster(part, "ALADDIN", ours, BAR_FASTER)
+        found += _missed_faster("ALADDIN", ours, BAR_FASTER)
     return found
 
 
-def _missed_faster(part: str, name: str, ours: Mapping[str, Any], bar: float) -> list[str]:
+def _missed_faster(name: str, ours: Mapping[str, Any], bar: float) -> list[str]:
     faster = ours["faster"]
     if faster is not None and faster >= bar:
         return []
     shown = "never" if faster is None else f"{faster:.2f} times as fast as ar-sgd"
-    return [f"{part}: {name} is at the target {shown}, expected {bar}"]
+    return [f"{ours['part']}: {name} is at the target {shown}, expected {bar}"]
 
 
 def _missed_slow(
-    part: str, ours: Mapping[str, Any], alike: Mapping[str, Any] | None, bar: float | None
+    ours: Mapping[str, Any], alike: Mapping[str, Any] | None, bar: float | None
 ) -> list[str]:
     found = []
-    if alike and (behind := _accuracy(alike) - _accuracy(ours)) > BAR_SLOW_ACCURACY:
-        found.append(
-            f"{part}: aladdin-ahead's accuracy is {behind:.2f} points below that with all workers "
-            f"alike, expected at most {BAR_SLOW_ACCURACY}"
-        )
+    if alike:
+        than = "that with all workers alike"
+        found += _missed_accuracy("aladdin-ahead", ours, than, alike, BAR_SLOW_ACCURACY)
     if bar is not None:
-        found += _missed_faster(part, "aladdin-ahead", ours, bar)
+        found += _missed_faster("aladdin-ahead", ours, bar)
     return found
 
 
 def _missed_vgg(ours: Mapping[str, Any], parts: Mapping[str, Lines]) -> list[str]:
     """With VGG's timing it has to be the first of all at the target."""
     part = ours["part"]
-    found = _missed_faster(part, "aladdin-ahead", ours, BAR_VGG_FASTER)
+    found = _missed_faster("aladdin-ahead", ours, BAR_VGG_FASTER)
     if ours["speed-up"] < BAR_VGG_SPEED_UP:
         found.append(
             f"{part}: aladdin-ahead has a speed-up of {ours['speed-up']:.2f}, expected "
@@ -103,13 +106,8 @@ def _missed_vgg(ours: Mapping[str, Any], parts: Mapping[str, Lines]) -> list[str
 
 
 def _missed_ahead(part: str, ours: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
-    found = []
-    behind = _accuracy(base) - _accuracy(ours)
-    if behind > BAR_ACCURACY:
-        found.append(
-            f"{part}: aladdin-ahead's accuracy is {behind:.2f} points below that of ar-sgd "
-            f"--nesterov, expected at most {BAR_ACCURACY}"
-        )
+    than = "that of ar-sgd --nesterov"
+    found = _missed_accuracy("aladdin-ahead", ours, than, base, BAR_ACCURACY)
     samples = ours["samples to loss"].split(", ")
     if any(each == "never" or float(each) > BAR_SAMPLES for each in samples):
         found.append(

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from benchmarks.learning.evaluations import lines
 
 Lines = Sequence[Mapping[str, Any]]
 POINTS = 400
@@ -42,8 +39,7 @@ def ratio(ours: Sequence[Lines], base: Sequence[Lines], share: float) -> float |
     return float(grid[there[0]] / (share * total)) if there.size else None
 
 
-def ratios(folder: Path, ours: str, base: str, seeds: int, shares: Sequence[float]) -> str:
+def ratios(ours: Sequence[Lines], base: Sequence[Lines], shares: Sequence[float]) -> str:
     """The ratios at some shares of the run, as text."""
-    own, other = (lines(folder, label, seeds, "train") for label in (ours, base))
-    found = [ratio(own, other, share) for share in shares]
+    found = [ratio(ours, base, share) for share in shares]
     return ", ".join("never" if each is None else f"{each:.2f}" for each in found)

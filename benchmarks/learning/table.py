@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.learning.evaluations import accuracy_at, evaluations, half_time, to_target
+from benchmarks.learning.evaluations import Runs, accuracy_at, half_time, lines, to_target
 from benchmarks.learning.part import Part, slug
 from benchmarks.learning.samples import ratios
 
@@ -16,20 +16,31 @@ LOSS_SHARES = (0.5, 0.7)
 
 
 def rows(
-    part: Part, folder: Path, comparison: Mapping[str, Any], epochs: float, target: float
+    part: Part,
+    folder: Path,
+    comparison: Mapping[str, Any],
+    evaluations: Mapping[str, Runs],
+    epochs: float,
+    target: float,
 ) -> list[dict[str, Any]]:
-    """The table of one comparison; ``target``, from 0 to 1, is for parts that have none."""
+    """The table of one comparison.
+
+    Args:
+        folder: of its runs.
+        evaluations: by label.
+        epochs: of a part whose share is 1.
+        target: from 0 to 1, for parts that have none.
+    """
     target = part.target or target
     found = {row["label"]: row["figures"] for row in comparison["rows"]}
-    moment = half_time(evaluations(folder, part.ours, part.seeds))
-    times = {
-        label: to_target(evaluations(folder, label, part.seeds), target) for label in part.labels
-    }
+    moment = half_time(evaluations[part.ours])
+    times = {label: to_target(runs, target) for label, runs in evaluations.items()}
+    base = lines(folder, part.base, part.seeds, "train") if part.base else None
     synchronous = times.get(part.base) if part.base else None
     table = []
     for label in part.labels:
         line = found[slug(label)]
-        runs = evaluations(folder, label, part.seeds)
+        runs = evaluations[label]
         at_moment = [a for run in runs if (a := accuracy_at(run, moment)) is not None]
         published = part.published.get(label)
         there = times[label]
@@ -52,7 +63,9 @@ def rows(
                 "published faster": _published_faster(part, label),
                 "speed-up": _mean(line, "speed_up"),
                 "samples to loss": (
-                    ratios(folder, label, part.base, part.seeds, LOSS_SHARES) if part.base else None
+                    ratios(lines(folder, label, part.seeds, "train"), base, LOSS_SHARES)
+                    if base
+                    else None
                 ),
             }
         )
