@@ -46,7 +46,7 @@ class Report(NamedTuple):
 
     ``samples`` and ``loss`` (mean over them) are the last step's; 0 samples: there
     was no step since the last report. ``waiting`` (seconds), ``sent`` (bytes) and
-    ``steps`` are totals.
+    ``steps`` are totals. ``rate`` is the learning rate, where only workers know it.
     """
 
     samples: int = 0
@@ -54,6 +54,11 @@ class Report(NamedTuple):
     waiting: float = 0.0
     sent: int = 0
     steps: int = 0
+    rate: float | None = None
+
+    def pack(self) -> tuple[float, ...]:
+        """As numbers, less a rate that there is not."""
+        return tuple(value for value in self if value is not None)
 
 
 class _Round(NamedTuple):
@@ -109,9 +114,9 @@ class Budget:
         transport.on_message(Tag.DRAW, nbytes, self._draw)
 
     def _draw(self, source: int, message: Tensor) -> None:
-        want, samples, loss, waiting, sent, steps = message.view(torch.float64).tolist()
+        want, samples, loss, waiting, sent, steps, *rate = message.view(torch.float64).tolist()
         self._computed[source] += samples > 0
-        self._on_report(source, Report(int(samples), loss, waiting, int(sent), int(steps)))
+        self._on_report(source, Report(int(samples), loss, waiting, int(sent), int(steps), *rate))
         if want < 0:
             self.total = self.limit = self.drawn
         if want > 0 and self._is_open:
@@ -225,7 +230,7 @@ class Draws:
         self._send(-1, Report())
 
     def _send(self, want: int, report: Report) -> None:
-        message = torch.tensor([want, *report], dtype=torch.float64)
+        message = torch.tensor([want, *report.pack()], dtype=torch.float64)
         self._transport.isend(message, KEEPER, Tag.DRAW)
 
     def take(self) -> Ticket:

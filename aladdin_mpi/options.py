@@ -32,6 +32,7 @@ from aladdin_mpi.compression.options import DgcOptions
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.fields import nested, option, shown
 from aladdin_mpi.intervals import CheckpointInterval, Interval
+from aladdin_mpi.optimizers.named import default_decay
 from aladdin_mpi.resume import AUTO, CONFIG_NAME, RESUME_FIELDS, resumed_options
 from aladdin_mpi.settings import Settings, build, to_toml
 from aladdin_mpi.transport.cluster import Cluster
@@ -57,6 +58,9 @@ __all__ = [
 
 DEFAULT_EPOCHS = 30.0
 """The length of a run when neither epochs nor samples are given."""
+
+SGD_RATE, OTHER_RATE = 0.01, 0.001
+SGD_DECAY = 1e-4
 
 Precision = Literal["fp32", "bf16"]
 Wire = Literal["auto", "fp32", "bf16", "int8", "int4"]
@@ -131,17 +135,55 @@ class RunOptions(BaseModel):
     batch_size: int = option(
         32, "batch of one worker's step", unit="SAMPLES", group="optimisation", ge=1
     )
+    optimizer: str = option(
+        "sgd",
+        "sgd, with momentum; another of torch's in small letters, such as adamw; or "
+        "package.module:class",
+        unit="NAME",
+        group="optimisation",
+    )
+    optimizer_options: dict[str, float] = option(
+        {},
+        "what else the optimizer takes, such as beta1=0.9 eps=1e-8 amsgrad=1; several, apart by "
+        "commas or spaces",
+        unit="NAME=VALUE",
+        group="optimisation",
+    )
     lr: float = option(
-        0.01,
+        SGD_RATE,
         "learning rate for the batch of one worker, before --lr-scaling",
         unit="RATE",
         group="optimisation",
+        default_text=f"{SGD_RATE:g} for sgd, {OTHER_RATE:g} for others",
         gt=0,
     )
-    lr_scaling: Literal["linear", "sqrt", "none"] = option(
-        "linear",
-        "multiply the learning rate by the number of workers, its square root, or nothing",
+    lr_scaling: Literal["auto", "linear", "sqrt", "none"] = option(
+        "auto",
+        "multiply the learning rate by the number of workers, its square root, or nothing; auto: "
+        "linear for sgd, nothing for others",
         group="optimisation",
+    )
+    lr_factors: dict[str, Annotated[float, Field(ge=0)]] = option(
+        {},
+        "multiply the learning rate of parameters whose names match a pattern, such as "
+        "head.*=10; several, apart by commas or spaces",
+        unit="PATTERN=FACTOR",
+        group="optimisation",
+    )
+    decay_factors: dict[str, Annotated[float, Field(ge=0)]] = option(
+        {},
+        "multiply the weight decay of parameters whose names match a pattern, such as *.bias=0",
+        unit="PATTERN=FACTOR",
+        group="optimisation",
+    )
+    clip: float | None = option(
+        None,
+        "largest norm of a gradient, over all parameters: of the workers' mean for ar-sgd, else "
+        "of each worker's own, which is then sent when backward is over",
+        unit="NORM",
+        group="optimisation",
+        default_text="gradients are not clipped",
+        gt=0,
     )
     lr_schedule: Literal["constant", "step", "cosine"] = option(
         "cosine", "how the learning rate goes on after the warm-up", group="optimisation"
@@ -164,7 +206,12 @@ class RunOptions(BaseModel):
     )
     nesterov: bool = option(False, "Nesterov's form of the momentum", group="optimisation")
     weight_decay: float = option(
-        1e-4, "weight decay (L2)", unit="FACTOR", group="optimisation", ge=0
+        SGD_DECAY,
+        "weight decay: L2 for sgd, else as the optimizer has it",
+        unit="FACTOR",
+        group="optimisation",
+        default_text=f"{SGD_DECAY:g} for sgd, else the optimizer's own",
+        ge=0,
     )
     max_loss: float | None = option(
         None,
@@ -326,6 +373,21 @@ class RunOptions(BaseModel):
         ):
             return {**values, "epochs": DEFAULT_EPOCHS}
         return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_rates(cls, values: Any) -> Any:
+        """Of an optimizer other than SGD."""
+        if not isinstance(values, dict) or (name := values.get("optimizer", "sgd")) == "sgd":
+            return values
+        return {"lr": OTHER_RATE, "weight_decay": default_decay(str(name)), **values}
+
+    @property
+    def rate_scaling(self) -> str:
+        """What :attr:`lr_scaling` is, for this optimizer."""
+        if self.lr_scaling != "auto":
+            return self.lr_scaling
+        return "linear" if self.optimizer == "sgd" else "none"
 
     @model_validator(mode="after")
     def _check_together(self) -> RunOptions:

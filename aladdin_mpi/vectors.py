@@ -41,6 +41,15 @@ def clear(x: Tensor) -> None:
         x.zero_()
 
 
+def clip_norm(x: Tensor, largest: float) -> None:
+    """Scale ``x`` down to an L2 norm of ``largest`` if it has more, in place.
+
+    As torch.nn.utils.clip_grad_norm_ does, without waiting for a device.
+    """
+    if not x.is_meta:
+        x.mul_((largest / (torch.linalg.vector_norm(x) + 1e-6)).clamp_(max=1.0))
+
+
 def lerp(x: Tensor, y: Tensor, weight: float) -> None:
     """``x <- (1 - weight) x + weight y``, in place; ``y`` may be of another dtype or device."""
     if not x.is_meta:

@@ -28,7 +28,7 @@ from aladdin_mpi.compression.quantise import (
     steps_of,
 )
 from aladdin_mpi.layout import BYTES_PER_MB, BYTES_PER_VALUE
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.training.heap import keep_freed
 from aladdin_mpi.vectors import add_if_finite, is_finite
 from benchmarks import harness, quick

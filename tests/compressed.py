@@ -24,7 +24,7 @@ from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.compression.dgc import DeepGradientCompression
 from aladdin_mpi.compression.wires import make_codec
 from aladdin_mpi.layout import Layout, cut
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options import RunOptions
 from aladdin_mpi.replica import PhantomReplica, Replica, outline
 from aladdin_mpi.training.builtin_sets import read_digits

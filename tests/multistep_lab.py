@@ -15,7 +15,7 @@ from aladdin_mpi.algorithms.multistep import MultistepWorker
 from aladdin_mpi.algorithms.worker import Pace, Worker
 from aladdin_mpi.budget import Budget, Ticket
 from aladdin_mpi.compression.dense import DenseWire
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options import RunOptions
 from aladdin_mpi.replica import Replica
 from aladdin_mpi.tags import Tag

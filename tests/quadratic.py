@@ -20,7 +20,7 @@ from aladdin_mpi.algorithms.worker import Pace, Worker
 from aladdin_mpi.budget import Budget, Report, Ticket
 from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.replica import Replica
 from aladdin_mpi.transport.base import Traffic
 from aladdin_mpi.transport.cluster import Cluster

@@ -21,7 +21,7 @@ from aladdin_mpi.barrier import barrier
 from aladdin_mpi.budget import Budget, Report, Ticket
 from aladdin_mpi.compression.wires import make_codec
 from aladdin_mpi.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options import RunOptions
 from aladdin_mpi.refusals import NBYTES, Refusal
 from aladdin_mpi.replica import Replica

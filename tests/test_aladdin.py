@@ -26,7 +26,7 @@ from aladdin_mpi.algorithms.server import Arrival, NotesThen, ParameterServer
 from aladdin_mpi.algorithms.worker import FORWARD_SHARE
 from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.layout import Bucket
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport
 from tests.quadratic import STAGGER, Outcome, Quadratic, Setup, aladdin_options, noise_of, run
 

@@ -12,7 +12,7 @@ PACKAGE = "aladdin_mpi"
 LAYERS = (
     "errors guard stop_signal",
     "transport",
-    "tags vectors layout optimizer barrier budget refusals replica compression allreduce",
+    "tags vectors layout optimizers barrier budget refusals replica compression allreduce",
     "algorithms",
     "fields intervals settings agreement resume cli options unused",
     "training",

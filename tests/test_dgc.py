@@ -20,7 +20,7 @@ from aladdin_mpi.compression.equal_length import add_packed, pack, packed_length
 from aladdin_mpi.compression.options import DgcOptions
 from aladdin_mpi.compression.select import select
 from aladdin_mpi.layout import Bucket, Layout, cut
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.sgd import MomentumSGD
 
 SHAPES = [(7,), (20, 30), (30,), (30, 4, 3, 3), (5, 5)]
 """Vectors of 7 and 30 values among matrices and kernels of 600, 1080 and 25."""

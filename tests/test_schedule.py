@@ -13,9 +13,10 @@ from aladdin_mpi.training.schedule import LearningRate
 EPOCH, WORKERS = 1000, 4
 
 
-def schedule(total: int = 10 * EPOCH, workers: int = WORKERS, **options: Any) -> LearningRate:
-    settings = {"lr": 0.1, "warmup_epochs": 2.0, "lr_schedule": "constant", **options}
-    return LearningRate(RunOptions.model_validate(settings), workers, EPOCH, total)
+def schedule(total: int = 10 * EPOCH, workers: int = WORKERS, **given: Any) -> LearningRate:
+    settings = {"lr": 0.1, "warmup_epochs": 2.0, "lr_schedule": "constant", **given}
+    options = RunOptions.model_validate(settings)
+    return LearningRate(options, workers, EPOCH, total, options.lr)
 
 
 @pytest.mark.parametrize(

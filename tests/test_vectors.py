@@ -12,7 +12,7 @@ from aladdin_mpi import vectors
 from aladdin_mpi.algorithms.gradient_sum import GradientSum
 from aladdin_mpi.algorithms.server import Arrival
 from aladdin_mpi.layout import Bucket
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.sgd import MomentumSGD
 
 NUMEL = 3 * vectors.BLOCK + 17
 

@@ -28,7 +28,7 @@ from aladdin_mpi.barrier import barrier
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.layout import Bucket
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import PeerFailedError, Request
 from aladdin_mpi.transport.sealed import is_void, void
@@ -192,7 +192,7 @@ class AdPsgdWorker(PeerWorker):
     def __init__(
         self,
         worker: Worker,
-        optimizer: MomentumSGD,
+        optimizer: Optimizer,
         wire: GradientCodec,
         options: AdPsgdOptions,
         seed: int,

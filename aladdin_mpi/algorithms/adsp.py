@@ -16,7 +16,7 @@ from aladdin_mpi.algorithms.options import AdspOptions
 from aladdin_mpi.algorithms.server import Arrival, ParameterServer
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
 
 
 class AdspWorker(DifferenceWorker):
@@ -27,7 +27,7 @@ class AdspWorker(DifferenceWorker):
     paper's ``O_i``, which a worker there spends on a commit, is nothing to be subtracted.
     """
 
-    def __init__(self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec) -> None:
+    def __init__(self, worker: Worker, optimizer: Optimizer, wire: GradientCodec) -> None:
         super().__init__(worker, optimizer, wire, wire)
         self.interval = 0.0
         self.committed = 0.0

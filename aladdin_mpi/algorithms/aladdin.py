@@ -22,7 +22,8 @@ from aladdin_mpi.algorithms.server import Arrival, ParameterServer
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.layout import Bucket
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.vectors import add
 
 
@@ -30,7 +31,7 @@ class AladdinWorker(TrainingWorker):
     """Algorithm 1: compute, update oneself, send, and never wait."""
 
     def __init__(
-        self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: AladdinOptions
+        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: AladdinOptions
     ) -> None:
         super().__init__(worker, optimizer)
         self.sends_steps = options.momentum == "worker"
@@ -65,7 +66,7 @@ class AladdinWorker(TrainingWorker):
                 # parameters no more when their gradients are complete.
                 part = bucket.part
                 if self.updates_itself:
-                    self.optimizer.descend(part, g[part], self.x[part], self.worker.lr)
+                    self.optimizer.correct_and_descend(part, g[part], self.x[part], self.worker.lr)
                 else:
                     self.optimizer.correct(part, g[part], self.x[part])
             self.outbox.put(bucket)
@@ -102,10 +103,11 @@ class AheadInbox(ModelInbox):
     """
 
     def __init__(
-        self, worker: Worker, codec: GradientCodec, optimizer: MomentumSGD, steps: float
+        self, worker: Worker, codec: GradientCodec, optimizer: Optimizer, steps: float
     ) -> None:
         super().__init__(worker.transport, worker.layout, codec)
         self._worker = worker
+        assert isinstance(optimizer, MomentumSGD)
         self._velocity = optimizer.velocity
         self._steps = steps
 
@@ -139,7 +141,7 @@ class AladdinServer(Server):
     """Algorithm 2: accumulate, update lazily, send when a worker is due."""
 
     def __init__(
-        self, server: ParameterServer, optimizer: MomentumSGD, options: AladdinOptions
+        self, server: ParameterServer, optimizer: Optimizer, options: AladdinOptions
     ) -> None:
         self.server = server
         self.options = options

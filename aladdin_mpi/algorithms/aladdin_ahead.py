@@ -28,7 +28,7 @@ from aladdin_mpi.algorithms.server import Arrival, Notes, ParameterServer
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.layout import Bucket
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
 
 RARER = (2, 4, 8)
 """Values of pi where there is no room for a model after each gradient."""
@@ -40,7 +40,7 @@ class AheadWorker(TrainingWorker):
     def __init__(
         self,
         worker: Worker,
-        optimizer: MomentumSGD,
+        optimizer: Optimizer,
         wire: GradientCodec,
         options: AladdinAheadOptions,
         bits: Sequence[int],

@@ -9,7 +9,7 @@ from torch import Tensor
 from aladdin_mpi.algorithms.base import Server
 from aladdin_mpi.algorithms.server import Arrival, ParameterServer
 from aladdin_mpi.layout import Bucket
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.vectors import add
 
 
@@ -26,7 +26,7 @@ class AnsweringServer(Server):
     """Whether arrivals are looked at for values that are not finite before :meth:`apply`."""
 
     def __init__(
-        self, server: ParameterServer, optimizer: MomentumSGD | None, divisor: float = 1.0
+        self, server: ParameterServer, optimizer: Optimizer | None, divisor: float = 1.0
     ) -> None:
         self.server = server
         self.optimizer = optimizer
@@ -38,6 +38,8 @@ class AnsweringServer(Server):
         """Serve until every worker has ended the segment."""
         self.begin()
         for arrival in self.server.gradients(self.ended, self.look):
+            if self.optimizer is not None:
+                self.optimizer.adopt(arrival.notes)
             self.apply(arrival)
             self.applied[arrival.bucket.index] += arrival.count
             self.answer(arrival)

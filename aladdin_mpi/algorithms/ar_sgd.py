@@ -20,15 +20,15 @@ from aladdin_mpi.allreduce.compressed import CompressedAllReduce
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.dgc import DeepGradientCompression
 from aladdin_mpi.layout import Bucket
-from aladdin_mpi.optimizer import MomentumSGD
-from aladdin_mpi.vectors import add, scale
+from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.vectors import add, clip_norm, copy, scale
 
 
 class ArSgdWorker(SummingWorker):
     """``x <- x - lr/n (g_1 + ... + g_n)``, the same on every worker."""
 
     def __init__(
-        self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: ArSgdOptions
+        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: ArSgdOptions
     ) -> None:
         super().__init__(worker, optimizer)
         self.g = worker.replica.new_vector()
@@ -49,8 +49,11 @@ class ArSgdWorker(SummingWorker):
         """Train until the segment's samples are used up."""
         for _ in self.worker.batches():
             self.worker.gradient(self.g, self._begin_sum)
-            for bucket, pending in self.sums:
-                self._step(bucket, pending.wait())
+            if (self.worker.clip is None and self.optimizer.takes_parts) or self.compresses:
+                for bucket, pending in self.sums:
+                    self._step(bucket, pending.wait())
+            else:
+                self._step_as_whole()
             self.sums.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,3 +81,17 @@ class ArSgdWorker(SummingWorker):
             add(x, total, alpha=-lr)
         else:
             self.optimizer.descend(bucket.part, total, x, lr, mean)
+
+    def _step_as_whole(self) -> None:
+        """With the norm of the whole mean, or whole parameters."""
+        worker, g = self.worker, self.g
+        for bucket, pending in self.sums:
+            if (total := pending.wait()).data_ptr() != g[bucket.part].data_ptr():
+                copy(g[bucket.part], total)
+        scale(g, 1 / worker.count)
+        if worker.clip is not None:
+            clip_norm(g, worker.clip)
+        whole = slice(0, g.numel())
+        parts = [b.part for b in worker.layout.buckets] if self.optimizer.takes_parts else [whole]
+        for part in parts:
+            self.optimizer.descend(part, g[part], self.x[part], worker.lr)

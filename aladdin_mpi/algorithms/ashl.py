@@ -32,7 +32,7 @@ from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.select import select
 from aladdin_mpi.layout import Bucket
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class AshlWorker(DifferenceWorker):
     """Algorithm 3, worker: H_i local steps, push ``TopK(x - base, R_i)``, pull."""
 
     def __init__(
-        self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: AshlOptions
+        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: AshlOptions
     ) -> None:
         self.top_k = TopK(wire, worker.layout)
         super().__init__(worker, optimizer, wire, self.top_k)

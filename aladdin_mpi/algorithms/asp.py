@@ -12,14 +12,14 @@ from aladdin_mpi.algorithms.push_pull import PushPullWorker
 from aladdin_mpi.algorithms.server import ParameterServer
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
 
 
 class AspWorker(PushPullWorker):
     """Push ``g_i``, wait for ``x~``, take it: ``x_i <- x~``."""
 
     def __init__(
-        self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: AspOptions
+        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: AspOptions
     ) -> None:
         super().__init__(worker, optimizer, wire, momentum=options.momentum == "worker")
 
@@ -27,9 +27,7 @@ class AspWorker(PushPullWorker):
 class AspServer(AnsweringServer):
     """``x~ <- x~ - lr g_i``, answered at once."""
 
-    def __init__(
-        self, server: ParameterServer, optimizer: MomentumSGD, options: AspOptions
-    ) -> None:
+    def __init__(self, server: ParameterServer, optimizer: Optimizer, options: AspOptions) -> None:
         own = optimizer if options.momentum == "server" else None
         divisor = server.worker_count if options.normalize == "workers" else 1
         super().__init__(server, own, divisor)

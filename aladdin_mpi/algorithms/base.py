@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from aladdin_mpi.layout import Bucket
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
 
 if TYPE_CHECKING:
     from aladdin_mpi.algorithms.server import ParameterServer
@@ -82,7 +82,7 @@ class Role(ABC):
 class TrainingWorker(Role):
     """A rank that computes gradients, with a model and an optimizer of its own."""
 
-    def __init__(self, worker: Worker, optimizer: MomentumSGD) -> None:
+    def __init__(self, worker: Worker, optimizer: Optimizer) -> None:
         self.worker = worker
         self.optimizer = optimizer
         self.x = worker.parameters

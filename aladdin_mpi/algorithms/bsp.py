@@ -16,12 +16,12 @@ from aladdin_mpi.algorithms.server import Arrival, ParameterServer
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.layout import Bucket
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.vectors import scale
 
 
 def bsp_worker(
-    worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: BspOptions, momentum: bool
+    worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: BspOptions, momentum: bool
 ) -> PushPullWorker:
     """Push ``g_i``, wait for ``x~``, take it: by oneself or with the others of one's host."""
     if options.host_first:
@@ -41,7 +41,7 @@ class BspServer(AnsweringServer):
     def __init__(
         self,
         server: ParameterServer,
-        optimizer: MomentumSGD,
+        optimizer: Optimizer,
         options: BspOptions,
         momentum: bool,
     ) -> None:

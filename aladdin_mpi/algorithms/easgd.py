@@ -21,7 +21,8 @@ from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.compression.models import ModelEncoder
 from aladdin_mpi.layout import Bucket
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Event
 from aladdin_mpi.vectors import add, lerp, scale
@@ -71,7 +72,7 @@ class EasgdWorker(LocalStepWorker):
     """Local SGD; every tau steps ``x_i <- x_i - alpha (x_i - x~)``."""
 
     def __init__(
-        self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: EasgdOptions
+        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: EasgdOptions
     ) -> None:
         self.differences = wire.model_encoder()
         sent = wire if self.differences is None else ModelCodec(wire, self.differences)

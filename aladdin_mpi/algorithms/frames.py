@@ -14,7 +14,7 @@ from aladdin_mpi.transport.base import Request
 from aladdin_mpi.transport.sealed import intact
 
 MOST_NOTES = 8
-"""The largest number of notes in a header."""
+"""The largest number of notes in a header, unless a server expects more."""
 
 
 class Kind(IntEnum):
@@ -29,7 +29,7 @@ class Header(NamedTuple):
 
     Gradients: ``gradients`` gradients summed into one, computed from sample number
     ``samples`` of the run on. Models: ``bucket`` follows, to be blended in by
-    ``alpha``. ``notes`` are what an algorithm adds, at most ``MOST_NOTES`` numbers.
+    ``alpha``. ``notes`` are what an algorithm adds, ``MOST_NOTES`` numbers as a rule.
     """
 
     kind: int
@@ -66,6 +66,6 @@ class Header(NamedTuple):
         return Header.unpack(message)
 
 
-def new_header() -> Tensor:
-    """A buffer to receive a header in."""
-    return torch.empty(len(Header._fields) - 1 + MOST_NOTES, dtype=torch.float64)
+def new_header(notes: int = 0) -> Tensor:
+    """A buffer to receive a header in that may have so many notes."""
+    return torch.empty(len(Header._fields) - 1 + max(notes, MOST_NOTES), dtype=torch.float64)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.layout import Bucket
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.vectors import BLOCK, blocks, clear, copy
 
 MOST_PENDING = 4
@@ -65,7 +65,7 @@ class GlobalTrack:
     def __init__(
         self,
         worker: Worker,
-        optimizer: MomentumSGD,
+        optimizer: Optimizer,
         weight: float | None,
         lookahead: float,
     ) -> None:

@@ -18,7 +18,7 @@ from aladdin_mpi.algorithms.peers import ModelOutbox, PeerWorker
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.layout import Bucket
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.vectors import add
 
@@ -36,7 +36,7 @@ class GoSgdWorker(PeerWorker):
     def __init__(
         self,
         worker: Worker,
-        optimizer: MomentumSGD,
+        optimizer: Optimizer,
         wire: GradientCodec,
         options: GoSgdOptions,
         seed: int,

@@ -12,7 +12,7 @@ from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.budget import Ticket
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.layout import Bucket
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Request, Transport
 from aladdin_mpi.transport.sealed import SealedTransport, is_void
@@ -43,7 +43,7 @@ class LeadingWorker(PushPullWorker):
     def __init__(
         self,
         worker: Worker,
-        optimizer: MomentumSGD,
+        optimizer: Optimizer,
         wire: GradientCodec,
         momentum: bool,
         group: list[int],
@@ -116,7 +116,7 @@ class FollowingWorker(PushPullWorker):
     def __init__(
         self,
         worker: Worker,
-        optimizer: MomentumSGD,
+        optimizer: Optimizer,
         wire: GradientCodec,
         momentum: bool,
         group: list[int],

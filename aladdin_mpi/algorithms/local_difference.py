@@ -11,7 +11,7 @@ from aladdin_mpi.algorithms.inbox import Model, ModelInbox
 from aladdin_mpi.algorithms.local_steps import LocalStepWorker
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.vectors import copy
 
 
@@ -42,7 +42,7 @@ class DifferenceWorker(LocalStepWorker):
     """
 
     def __init__(
-        self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, codec: GradientCodec
+        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, codec: GradientCodec
     ) -> None:
         inbox = DifferenceInbox(worker, wire)
         super().__init__(worker, optimizer, codec, inbox)

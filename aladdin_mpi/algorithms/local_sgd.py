@@ -17,7 +17,7 @@ from aladdin_mpi.algorithms.summing import SummingWorker
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.vectors import add, copy
 
 
@@ -25,7 +25,7 @@ class LocalSgdWorker(SummingWorker, PeerWorker):
     """``base`` is the last average: between segments it is the model of every worker."""
 
     def __init__(
-        self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: LocalSgdOptions
+        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: LocalSgdOptions
     ) -> None:
         super().__init__(worker, optimizer, wire)
         self.options = options

@@ -12,7 +12,7 @@ from aladdin_mpi.algorithms.inbox import ModelInbox
 from aladdin_mpi.algorithms.outbox import Outbox
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.vectors import add, copy
 
 
@@ -29,7 +29,7 @@ class LocalStepWorker(TrainingWorker):
     def __init__(
         self,
         worker: Worker,
-        optimizer: MomentumSGD,
+        optimizer: Optimizer,
         wire: GradientCodec,
         inbox: ModelInbox | None = None,
     ) -> None:

@@ -27,7 +27,8 @@ from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.layout import Bucket, Layout
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.replica import DenseLayer, PhantomReplica, Replica
 
 if TYPE_CHECKING:
@@ -238,7 +239,7 @@ def _exchanged(
 
 
 def multistep_worker(
-    worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: RunOptions
+    worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: RunOptions
 ) -> MultistepWorker:
     """A worker; rank 0's says which layers exchange activations and errors."""
     exchanged = _exchanged(worker.replica, worker.count, options)
@@ -249,4 +250,5 @@ def multistep_worker(
 
     for layer in exchanged[::-1]:
         tell(describe(layer, worker.count, options.batch_size, wire.plain.dtype.itemsize))
+    assert isinstance(optimizer, MomentumSGD)
     return MultistepWorker(worker, optimizer, wire, exchanged, options.batch_size, tell)

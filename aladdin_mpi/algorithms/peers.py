@@ -9,7 +9,7 @@ from aladdin_mpi.algorithms.base import TrainingWorker
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.dense import DenseWire
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import PeerFailedError, Request
 from aladdin_mpi.vectors import scale
@@ -18,7 +18,7 @@ from aladdin_mpi.vectors import scale
 class PeerWorker(TrainingWorker):
     """A worker among equals, with a model and a momentum of its own."""
 
-    def __init__(self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec) -> None:
+    def __init__(self, worker: Worker, optimizer: Optimizer, wire: GradientCodec) -> None:
         super().__init__(worker, optimizer)
         self.wire = wire.plain
         self.transport = worker.transport

@@ -14,7 +14,7 @@ from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.budget import Ticket
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.layout import Bucket
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.vectors import add, scale
 
 
@@ -30,7 +30,7 @@ class PushPullWorker(TrainingWorker):
     def __init__(
         self,
         worker: Worker,
-        optimizer: MomentumSGD,
+        optimizer: Optimizer,
         wire: GradientCodec,
         momentum: bool = False,
         ring: int = 1,
@@ -58,7 +58,9 @@ class PushPullWorker(TrainingWorker):
 
         Returns the gradient, to be read only, until the next is begun.
         """
-        g = self.outbox.begin(batch.start, self.gradients_in(batch))
+        # Who makes the steps has to know the rates, which are set at the workers.
+        notes = () if self.momentum else self.optimizer.settings()
+        g = self.outbox.begin(batch.start, self.gradients_in(batch), notes)
         self.worker.gradient(g, self._send(g))
         self.outbox.end()
         return g

@@ -31,19 +31,22 @@ from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.wires import FEW_BITS, bits_of
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.layout import Bucket, Layout
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.replica import PhantomReplica, Replica
 
 if TYPE_CHECKING:
     from aladdin_mpi.options import RunOptions
 
-MakeWorker = Callable[[Worker, MomentumSGD, GradientCodec, "RunOptions"], TrainingWorker]
-MakeServer = Callable[[ParameterServer, MomentumSGD, "RunOptions"], Server]
+MakeWorker = Callable[[Worker, Optimizer, GradientCodec, "RunOptions"], TrainingWorker]
+MakeServer = Callable[[ParameterServer, Optimizer, "RunOptions"], Server]
 MakeLayout = Callable[[Replica | PhantomReplica, int, "RunOptions"], Layout]
 """Called with the number of workers too."""
 
 
 Holder = Literal["servers", "first", "all"]
+Optimizers = Literal["any", "by-value", "sgd"]
+"""Every one; those that treat each value alike, since models are cut; momentum SGD alone."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,9 @@ class Algorithm:
         auto_wire: what ``--wire auto`` is, at first where it adapts.
         needs_all: whether, with these options, it cannot go on without every worker.
         collective: its gradients or models travel in collectives, which have no checksums.
+        optimizers: those that it can do with.
+        clips_mean: a gradient is clipped when it is the mean of all workers'; otherwise each
+            worker's own is.
     """
 
     name: str
@@ -79,6 +85,8 @@ class Algorithm:
     auto_wire: str = "fp32"
     needs_all: Callable[[RunOptions], bool] = lambda options: False
     collective: bool = False
+    optimizers: Optimizers = "any"
+    clips_mean: bool = False
 
     def wire(self, options: RunOptions) -> str:
         """The format of what is sent."""
@@ -91,6 +99,12 @@ class Algorithm:
         return range(1 if self.holder == "first" else ranks)
 
 
+def _momentum_sgd(optimizer: Optimizer) -> MomentumSGD:
+    """The optimizer of an algorithm that takes no other."""
+    assert isinstance(optimizer, MomentumSGD)
+    return optimizer
+
+
 def _always(options: RunOptions) -> bool:
     return True
 
@@ -100,92 +114,102 @@ ALGORITHMS = {
     for algorithm in (
         Algorithm(
             "aladdin",
-            lambda worker, sgd, wire, options: AladdinWorker(worker, sgd, wire, options.aladdin),
-            lambda server, sgd, options: AladdinServer(server, sgd, options.aladdin),
+            lambda worker, opt, wire, options: AladdinWorker(worker, opt, wire, options.aladdin),
+            lambda server, opt, options: AladdinServer(server, opt, options.aladdin),
             compresses=True,
             few_bits=True,
+            optimizers="by-value",
         ),
         Algorithm(
             "aladdin-ahead",
-            lambda worker, sgd, wire, options: AheadWorker(
-                worker, sgd, wire, options.aladdin_ahead, bits_of(options.wire)
+            lambda worker, opt, wire, options: AheadWorker(
+                worker, opt, wire, options.aladdin_ahead, bits_of(options.wire)
             ),
-            lambda server, sgd, options: AheadServer(server),
+            lambda server, opt, options: AheadServer(server),
             layout=fine_layout,
             few_bits=True,
             whole_models=False,
             auto_wire="int8",
+            optimizers="by-value",
         ),
         Algorithm(
             "bsp",
-            lambda worker, sgd, wire, options: bsp_worker(
-                worker, sgd, wire, options.bsp, momentum=options.compression != "none"
+            lambda worker, opt, wire, options: bsp_worker(
+                worker, opt, wire, options.bsp, momentum=options.compression != "none"
             ),
-            lambda server, sgd, options: BspServer(
-                server, sgd, options.bsp, momentum=options.compression == "none"
+            lambda server, opt, options: BspServer(
+                server, opt, options.bsp, momentum=options.compression == "none"
             ),
             lockstep=True,
             compresses=True,
             few_bits=True,
             needs_all=lambda options: options.bsp.host_first,
+            optimizers="by-value",
         ),
         Algorithm(
             "asp",
-            lambda worker, sgd, wire, options: AspWorker(worker, sgd, wire, options.asp),
-            lambda server, sgd, options: AspServer(server, sgd, options.asp),
+            lambda worker, opt, wire, options: AspWorker(worker, opt, wire, options.asp),
+            lambda server, opt, options: AspServer(server, opt, options.asp),
             compresses=True,
             few_bits=True,
+            optimizers="by-value",
         ),
         Algorithm(
             "shat",
-            lambda worker, sgd, wire, options: ShatWorker(worker, sgd, wire, options.shat),
-            lambda server, sgd, options: ShatServer(server, sgd, options.shat),
+            lambda worker, opt, wire, options: ShatWorker(worker, opt, wire, options.shat),
+            lambda server, opt, options: ShatServer(server, opt, options.shat),
             compresses=True,
             few_bits=True,
+            optimizers="by-value",
         ),
         Algorithm(
             "ssp",
-            lambda worker, sgd, wire, options: SspWorker(worker, sgd, wire, options.ssp),
-            lambda server, sgd, options: SspServer(server, sgd, options.ssp),
+            lambda worker, opt, wire, options: SspWorker(worker, opt, wire, options.ssp),
+            lambda server, opt, options: SspServer(server, opt, options.ssp),
             compresses=True,
             few_bits=True,
+            optimizers="by-value",
         ),
         Algorithm(
             "easgd",
-            lambda worker, sgd, wire, options: EasgdWorker(worker, sgd, wire, options.easgd),
-            lambda server, sgd, options: EasgdServer(server, options.easgd),
+            lambda worker, opt, wire, options: EasgdWorker(worker, opt, wire, options.easgd),
+            lambda server, opt, options: EasgdServer(server, options.easgd),
             few_bits=True,
         ),
         Algorithm(
             "eamsgd",
-            lambda worker, sgd, wire, options: EamsgdWorker(worker, sgd, wire, options.easgd),
-            lambda server, sgd, options: EasgdServer(server, options.easgd),
+            lambda worker, opt, wire, options: EamsgdWorker(
+                worker, _momentum_sgd(opt), wire, options.easgd
+            ),
+            lambda server, opt, options: EasgdServer(server, options.easgd),
             few_bits=True,
+            optimizers="sgd",
         ),
         Algorithm(
             "ashl",
-            lambda worker, sgd, wire, options: AshlWorker(worker, sgd, wire, options.ashl),
-            lambda server, sgd, options: AshlServer(server, options.ashl),
+            lambda worker, opt, wire, options: AshlWorker(worker, opt, wire, options.ashl),
+            lambda server, opt, options: AshlServer(server, options.ashl),
             few_bits=True,
         ),
         Algorithm(
             "adsp",
-            lambda worker, sgd, wire, options: AdspWorker(worker, sgd, wire),
-            lambda server, sgd, options: AdspServer(server, options.adsp),
+            lambda worker, opt, wire, options: AdspWorker(worker, opt, wire),
+            lambda server, opt, options: AdspServer(server, options.adsp),
             few_bits=True,
         ),
         Algorithm(
             "ar-sgd",
-            lambda worker, sgd, wire, options: ArSgdWorker(worker, sgd, wire, options.ar_sgd),
+            lambda worker, opt, wire, options: ArSgdWorker(worker, opt, wire, options.ar_sgd),
             lockstep=True,
             holder="first",
             compresses=True,
             needs_all=_always,
             collective=True,
+            clips_mean=True,
         ),
         Algorithm(
             "local-sgd",
-            lambda worker, sgd, wire, options: LocalSgdWorker(worker, sgd, wire, options.local_sgd),
+            lambda worker, opt, wire, options: LocalSgdWorker(worker, opt, wire, options.local_sgd),
             lockstep=True,
             holder="all",
             needs_all=_always,
@@ -193,16 +217,16 @@ ALGORITHMS = {
         ),
         Algorithm(
             "sgp",
-            lambda worker, sgd, wire, options: SgpWorker(worker, sgd, wire, options.sgp),
+            lambda worker, opt, wire, options: SgpWorker(worker, opt, wire, options.sgp),
             lockstep=True,
             holder="all",
             least_workers=2,
         ),
         Algorithm(
             "osgp",
-            lambda worker, sgd, wire, options: SgpWorker(
+            lambda worker, opt, wire, options: SgpWorker(
                 worker,
-                sgd,
+                opt,
                 wire,
                 options.osgp,
                 options.osgp.tau,
@@ -214,16 +238,16 @@ ALGORITHMS = {
         ),
         Algorithm(
             "gosgd",
-            lambda worker, sgd, wire, options: GoSgdWorker(
-                worker, sgd, wire, options.gosgd, options.seed
+            lambda worker, opt, wire, options: GoSgdWorker(
+                worker, opt, wire, options.gosgd, options.seed
             ),
             holder="all",
             least_workers=2,
         ),
         Algorithm(
             "ad-psgd",
-            lambda worker, sgd, wire, options: AdPsgdWorker(
-                worker, sgd, wire, options.ad_psgd, options.seed
+            lambda worker, opt, wire, options: AdPsgdWorker(
+                worker, opt, wire, options.ad_psgd, options.seed
             ),
             holder="all",
             least_workers=2,
@@ -236,6 +260,7 @@ ALGORITHMS = {
             layout=multistep_layout,
             needs_all=_always,
             collective=True,
+            optimizers="sgd",
         ),
     )
 }
@@ -330,6 +355,37 @@ def check_checksum(algorithm: Algorithm, options: RunOptions) -> None:
         )
 
 
+def check_optimizer(algorithm: Algorithm, options: RunOptions, optimizer: Optimizer) -> None:
+    """Check that an optimizer other than the built-in momentum SGD suits the algorithm.
+
+    Raises:
+        UserError: the algorithm is made for momentum SGD, or cuts models where the optimizer
+            has to see whole parameters.
+    """
+    if isinstance(optimizer, MomentumSGD):
+        return
+    name = optimizer.name
+    if algorithm.optimizers == "sgd" or options.compression != "none":
+        what = algorithm.name if algorithm.optimizers == "sgd" else "--compression dgc"
+        raise UserError(
+            f"optimizer: expected momentum SGD for {what}, which is made for it, got {name}; give "
+            "--momentum and --weight-decay, or take another algorithm, such as ar-sgd"
+        )
+    if algorithm.optimizers == "by-value" and not optimizer.takes_parts:
+        able = ", ".join(sorted(a.name for a in ALGORITHMS.values() if a.optimizers == "any"))
+        raise UserError(
+            f"optimizer: expected one that treats every value alike for {algorithm.name}, which "
+            f"cuts the model into messages, got {name}, whose steps depend on whole parameters; "
+            f"take another optimizer, or one of {able}"
+        )
+    place = getattr(getattr(options, group_of(algorithm.name), None), "momentum", "worker")
+    if place != "worker":
+        raise UserError(
+            f"--{algorithm.name}-momentum: expected worker with the optimizer {name}, got {place}; "
+            "leave the option out"
+        )
+
+
 def check_lookahead(algorithm: Algorithm, options: RunOptions) -> None:
     """Check that a worker of ALADDIN that looks ahead has a momentum to do so with.
 
@@ -337,6 +393,11 @@ def check_lookahead(algorithm: Algorithm, options: RunOptions) -> None:
         UserError: it has none.
     """
     steps = options.aladdin.lookahead if algorithm.name == "aladdin" else 0.0
+    if steps and options.optimizer != "sgd":
+        raise UserError(
+            f"--aladdin-lookahead: expected 0 with the optimizer {options.optimizer}, got "
+            f"{steps:g}: a worker looks ahead along the momentum of SGD; leave the option out"
+        )
     if steps and not options.momentum:
         raise UserError(
             f"--aladdin-lookahead: expected 0 with --momentum 0, got {steps:g}: a worker looks "

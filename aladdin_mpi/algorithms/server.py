@@ -125,9 +125,11 @@ class _Intake:
         buckets: tuple[Bucket, ...],
         largest: int,
         codec: GradientCodec,
+        notes: int,
     ) -> None:
         self._transport = transport
         self._source = source
+        self._notes = notes
         self._buckets = buckets
         self._codec = codec
         self._storages = [codec.buffer(largest) for _ in range(RECEIVES_AHEAD)]
@@ -152,7 +154,7 @@ class _Intake:
         turn = self._post_next % (1 + len(self._buckets))
         self._post_next += 1
         if turn == 0:
-            buffer, storage = new_header(), None
+            buffer, storage = new_header(self._notes), None
         else:
             storage = self._storages.pop()
             buffer = storage[: self._buckets[turn - 1].numel]
@@ -337,6 +339,7 @@ class ParameterServer:
     Args:
         parameters: the whole initial model; the server copies its own buckets.
         schedule: learning rate as a function of the samples drawn by all workers.
+        notes: most numbers that come with a gradient.
     """
 
     def __init__(
@@ -346,6 +349,7 @@ class ParameterServer:
         parameters: Tensor,
         codec: GradientCodec,
         schedule: Callable[[int], float],
+        notes: int = 0,
     ) -> None:
         self.transport = transport
         self.layout = layout
@@ -372,7 +376,7 @@ class ParameterServer:
         self._sender = _ModelSender(transport, codec, layout.largest)
         transport.on_message(Tag.WHOLE, 8, self._sender.lost)
         self._intakes = [
-            _Intake(transport, layout.servers + w, self.buckets, layout.largest, codec)
+            _Intake(transport, layout.servers + w, self.buckets, layout.largest, codec, notes)
             for w in range(self.worker_count)
         ]
 

@@ -17,7 +17,7 @@ from aladdin_mpi.algorithms.server import Arrival, ParameterServer
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.budget import Ticket
 from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
 
 
 def staleness_weight(others: int, workers: int, base: str) -> float:
@@ -38,7 +38,7 @@ class ShatWorker(AspWorker):
     """Push ``g_i``, update oneself, wait for ``x~`` and blend it in."""
 
     def __init__(
-        self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: ShatOptions
+        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: ShatOptions
     ) -> None:
         super().__init__(worker, optimizer, wire, options)
         self.updates_itself = options.self_update
@@ -54,9 +54,7 @@ class ShatWorker(AspWorker):
 class ShatServer(AspServer):
     """As ASP's, with alpha_i in the answer."""
 
-    def __init__(
-        self, server: ParameterServer, optimizer: MomentumSGD, options: ShatOptions
-    ) -> None:
+    def __init__(self, server: ParameterServer, optimizer: Optimizer, options: ShatOptions) -> None:
         super().__init__(server, optimizer, options)
         self.log = options.log
         self.at_last = {index: [0] * self.n for index in self.applied}

@@ -18,14 +18,14 @@ from aladdin_mpi.algorithms.staleness import StalenessBound
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.budget import Ticket
 from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
 
 
 class SspWorker(AspWorker):
     """Push ``g_i`` in every step; wait for ``x~`` in every step, or every bound + 1 steps."""
 
     def __init__(
-        self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: SspOptions
+        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: SspOptions
     ) -> None:
         super().__init__(worker, optimizer, wire, options)
         self.every = 1 if options.pull == "always" else options.bound + 1
@@ -47,9 +47,7 @@ class SspWorker(AspWorker):
 class SspServer(AspServer):
     """``x~ <- x~ - lr g_i``, answered when the slowest worker is near enough."""
 
-    def __init__(
-        self, server: ParameterServer, optimizer: MomentumSGD, options: SspOptions
-    ) -> None:
+    def __init__(self, server: ParameterServer, optimizer: Optimizer, options: SspOptions) -> None:
         super().__init__(server, optimizer, options)
         self.every = 1 if options.pull == "always" else options.bound + 1
         self.clocks = StalenessBound(self.n, server.buckets, options.bound, server.send_model)

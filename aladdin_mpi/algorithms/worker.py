@@ -10,11 +10,12 @@ from math import isfinite, nan
 from torch import Tensor
 
 from aladdin_mpi.budget import Draws, Report, Ticket
+from aladdin_mpi.errors import UserError
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.refusals import GradientCheck, Reason, Refusal, report
 from aladdin_mpi.replica import BucketWatch, PhantomReplica, Replica
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.vectors import clear
+from aladdin_mpi.vectors import clear, clip_norm
 
 FORWARD_SHARE = 1 / 3
 """Share of a step's computing that is the forward pass, in modelled time."""
@@ -72,6 +73,11 @@ class Worker:
         lockstep: batches are parts of rounds that all workers take together.
         max_loss: refuse the gradient of a batch with a larger loss. The loss is known when
             backward is over: so nothing is told before.
+        clip: largest L2 norm of a gradient. It is known when backward is over, as the loss.
+        clips_mean: the algorithm clips the mean of all workers instead.
+        may_clip: whether each step's gradient is clipped is said while it is computed
+            (:meth:`clip_step`): nothing is told early in the first one, nor in later ones if
+            that one is.
     """
 
     def __init__(
@@ -86,6 +92,9 @@ class Worker:
         wait_free: bool = True,
         lockstep: bool = False,
         max_loss: float | None = None,
+        clip: float | None = None,
+        clips_mean: bool = False,
+        may_clip: bool = False,
     ) -> None:
         self.transport = transport
         self.layout = layout
@@ -109,9 +118,16 @@ class Worker:
         self._schedule = schedule
         self._draws = Draws(transport)
         self._report = Report()
-        self._wait_free = wait_free and max_loss is None
+        self._clips_mean = clips_mean
+        self._wait_free = wait_free and max_loss is None and (clips_mean or clip is None)
+        self._holds_back = may_clip and not clips_mean
+        self._always_clip = self.clip = clip
         self._max_loss = max_loss
         self._lockstep = lockstep
+        self.rate: Callable[[], float | None] = _nothing
+        """The learning rate, where rank 0 does not know it."""
+        self.after_step: Callable[[], None] = _nothing
+        """Called when the algorithm has done all that a batch asks for."""
         self._vector = replica.parameters
         self._completed: list[Bucket] = []
         self._on_bucket: OnBucket = _ignore
@@ -164,6 +180,7 @@ class Worker:
                 draws.request(self._batch_size, self._take_report())
             self._reach(self.ticket.start, is_stepping=True)
             yield self.ticket
+            self.after_step()
             end = self.ticket.start + self.ticket.whole
         self._reach(end, is_stepping=False)
         draws.report(self._take_report())
@@ -193,7 +210,10 @@ class Worker:
     def _take_report(self) -> Report:
         traffic = self.transport.traffic
         report = self._report._replace(
-            waiting=traffic.waiting, sent=traffic.bytes_sent, steps=self.computed
+            waiting=traffic.waiting,
+            sent=traffic.bytes_sent,
+            steps=self.computed,
+            rate=self.rate(),
         )
         self._report = Report()
         return report
@@ -211,7 +231,9 @@ class Worker:
         at least the bucket that is not finite, and those after it, are zero.
         """
         on_bucket = on_bucket or _ignore
-        self._on_bucket = on_bucket if self._wait_free else self._completed.append
+        tells_at_once = self._wait_free and not self._holds_back
+        self._on_bucket = on_bucket if tells_at_once else self._completed.append
+        self.clip = self._always_clip
         loss = None
         self.check.begin()
         if self.ticket.size:
@@ -220,11 +242,32 @@ class Worker:
             clear(vector)
             for bucket in self.layout.buckets:
                 self._on_bucket(bucket)
+        self._clip_own(vector)
         for bucket in self._completed:
             on_bucket(bucket)
         self._completed.clear()
         if self.ticket.size:
             self._conclude(loss)
+
+    def clip_step(self, largest: float) -> None:
+        """Clip the gradient of the step that is being computed to this norm.
+
+        Raises:
+            UserError: parts of it have been sent already.
+        """
+        if self._wait_free and not self._holds_back and not self._clips_mean:
+            raise UserError(
+                "training loop: expected run.clip_grad_norm_() in the first step too, or not at "
+                "all: parts of this gradient may have been sent already; give wait_free=False"
+            )
+        self.clip = largest
+
+    def _clip_own(self, vector: Tensor) -> None:
+        if self.clip is not None and not self._clips_mean:
+            clip_norm(vector, self.clip)
+        if self._holds_back and self.ticket.size:
+            self._wait_free = self._wait_free and self.clip is None
+            self._holds_back = False
 
     def close(self) -> None:
         """The run is over: take the hooks off the model."""
@@ -326,3 +369,7 @@ class Worker:
 
 def _ignore(bucket: Bucket) -> None:
     """There is nobody to tell."""
+
+
+def _nothing() -> None:
+    """Nothing follows a step."""

@@ -4,9 +4,9 @@ Of each matrix or kernel only the values of largest magnitude are sent; the rest
 ``v`` and are added up until their turn comes. The paper's four devices are here so:
 
 - momentum correction: what is added to ``v`` is ``u``, the step with the worker's own
-  momentum, which :meth:`aladdin_mpi.optimizer.MomentumSGD.correct` makes of the gradient;
+  momentum, which :meth:`aladdin_mpi.optimizers.sgd.MomentumSGD.correct` makes of the gradient;
 - factor masking: ``u`` too is cleared where ``v`` is sent;
-- local clipping: :class:`~aladdin_mpi.optimizer.MomentumSGD`'s ``clip``;
+- local clipping: :class:`~aladdin_mpi.optimizers.sgd.MomentumSGD`'s ``clip``;
 - warm-up: :meth:`aladdin_mpi.compression.options.DgcOptions.ratio_at`.
 
 As in the authors' code (github.com/synxlin/deep-gradient-compression) the choice is

@@ -120,7 +120,8 @@ class CheckpointStore:
         folder = self._last()
         manifest = _read_manifest(folder)
         here = json.loads(json.dumps(about))
-        found = differences({name: manifest.get(name) for name in here}, here)
+        # What a later version has added was at its default then.
+        found = differences({name: manifest.get(name) for name in here}, _as_in(manifest, here))
         if found:
             raise UserError(
                 f"--resume: the checkpoint {folder} belongs to another run than this (the "
@@ -159,6 +160,15 @@ class CheckpointStore:
                 "before its first one: start it again with --overwrite"
             )
         return found[-1]
+
+
+def _as_in(written: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
+    """``here`` less the keys that were not written."""
+    return {
+        name: _as_in(written[name], value) if isinstance(value, dict) else value
+        for name, value in here.items()
+        if name in written
+    }
 
 
 def resumed_moment(run_dir: Path) -> float:

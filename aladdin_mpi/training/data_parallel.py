@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
@@ -30,6 +31,7 @@ from aladdin_mpi.training.evaluation import Evaluate
 from aladdin_mpi.training.exchange import agree
 from aladdin_mpi.training.loading import BatchSource, describe
 from aladdin_mpi.training.loop_watch import LoopWatch
+from aladdin_mpi.training.own_optimizer import Factory, resolve, settings_for
 from aladdin_mpi.training.own_words import check_effect, in_own_words
 from aladdin_mpi.training.placement import tell_placement
 from aladdin_mpi.training.rank import Rank
@@ -57,12 +59,19 @@ class DataParallel:
 
     The loop turns on workers; a server serves inside :meth:`batches`, which gives it
     no batch. After the loop every rank's ``model`` is the trained global model and
-    ``summary`` has the run's figures at rank 0. The optimizer is momentum SGD, and
-    part of the algorithm.
+    ``summary`` has the run's figures at rank 0. The optimizer is part of the algorithm:
+    :meth:`step` makes its step, or sends what it is made of.
 
     Args:
         module: moved to this rank's ``device``; of one dtype.
         options: as the commands have them; or give them by name as ``settings``.
+        optimizer: of torch, made for ``module.parameters()``, with its groups and rates; or a
+            function that makes one of a list of parameters; or a name, such as "adamw". None:
+            momentum SGD, by ``lr``, ``momentum`` and ``weight_decay``.
+        scheduler: of that optimizer; it goes on by one each time that the workers together have
+            drawn a batch each, and is not to be stepped in the loop.
+        schedule: factor of the learning rates as a function of the samples that all workers
+            have drawn, in place of ``lr_schedule`` and ``warmup_epochs``.
         transport: MPI over all ranks by default.
         evaluate: measures a module at rank 0, beside training; returns figures such
             as ``test_accuracy``.
@@ -80,16 +89,22 @@ class DataParallel:
         module: nn.Module,
         options: RunOptions | None = None,
         *,
+        optimizer: torch.optim.Optimizer | Factory | str | None = None,
+        scheduler: LRScheduler | None = None,
+        schedule: Callable[[int], float] | None = None,
         transport: Transport | None = None,
         evaluate: Evaluate | None = None,
         **settings: Any,
     ) -> None:
         self._owns_transport = transport is None
+        self._schedule = schedule
         self._is_own_loop = options is None
         self._words = in_own_words if self._is_own_loop else nullcontext
         try:
             with self._words():
-                self._prepare(module, options, transport, evaluate, settings)
+                if isinstance(optimizer, str):
+                    settings["optimizer"], optimizer = optimizer, None
+                self._prepare(module, options, transport, evaluate, settings, optimizer, scheduler)
         except BaseException:
             self._leave()
             raise
@@ -107,6 +122,8 @@ class DataParallel:
         transport: Transport | None,
         evaluate: Evaluate | None,
         settings: dict[str, Any],
+        optimizer: torch.optim.Optimizer | Factory | None,
+        scheduler: LRScheduler | None,
     ) -> None:
         if transport is None:
             _check_alone_over_mpi()
@@ -114,7 +131,8 @@ class DataParallel:
             DataParallel._open = self
         self.transport = transport
         agree(transport, lambda: _check_given(module, evaluate, settings))
-        self.options = _settled(transport, options, settings, module)
+        brought = agree(transport, lambda: settings_for(optimizer, self._schedule, settings))
+        self.options = _settled(transport, options, {**brought, **settings}, module)
         self.algorithm = agree(transport, self._check)
         if self.options.checksum:
             transport = self.transport = _sealed(transport)
@@ -128,6 +146,9 @@ class DataParallel:
         tell_placement(transport, self.device, servers, self.options.quiet)
         # Timed computing needs no more than the parameters' sizes: they may be on "meta".
         self.module = module if self.options.compute == "timed" else self._placed(module)
+        self._optimizer = agree(
+            transport, lambda: resolve(self.module, self.options, optimizer, scheduler)
+        )
         self._evaluate = evaluate
         self._servers = servers
         self._rank: Rank | None = None
@@ -161,7 +182,7 @@ class DataParallel:
     @property
     def lr(self) -> float:
         """Learning rate of the current step; for display."""
-        return self._ready().worker.lr
+        return self._ready().rate()
 
     def batches(self, dataset: Any) -> Iterator[Any]:
         """This worker's batches until the budget is used up, on ``device``.
@@ -201,6 +222,9 @@ class DataParallel:
             facts,
             self._compute,
             self._evaluate,
+            self._optimizer,
+            self._schedule,
+            may_clip=self._is_own_loop,
         )
         self.run_dir = rank.run_dir
         if self.is_server:
@@ -322,6 +346,19 @@ class DataParallel:
         assert self._loop_side is not None
         loss: float | None = self._loop_side.switch(ticket)
         return loss
+
+    def clip_grad_norm_(self, max_norm: float) -> None:
+        """Clip the gradient of this step, between ``backward()`` and :meth:`step`.
+
+        To the norm over all parameters: of the mean of all workers with ``ar-sgd``, of each
+        worker's own otherwise. To be called in every step, the first one included; the
+        gradient is then sent when backward is over. As the argument ``clip``.
+
+        Raises:
+            UserError: parts of the gradient may have been sent.
+        """
+        with self._words():
+            self._ready().worker.clip_step(max_norm)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -21,8 +21,9 @@ def check_agreement(
     shapes: list[tuple[int, ...]],
     data: Mapping[str, Any],
     first_worker: int,
+    optimizer: str,
 ) -> None:
-    """Check that every rank has rank 0's options, parameter shapes and versions.
+    """Check that every rank has rank 0's options, parameter shapes, optimizer and versions.
 
     And the same data as the first worker, who says more of them than a server does.
 
@@ -32,6 +33,7 @@ def check_agreement(
     """
     mine: dict[str, Any] = {
         "option": agreed(options),
+        "optimizer": {"groups": optimizer},
         "parameter": {str(i): list(shape) for i, shape in enumerate(shapes)},
         "version": {
             "aladdin_mpi": aladdin_mpi.__version__,

@@ -77,6 +77,7 @@ class Keeper:
         self._steps: dict[int, int] = {}
         self._loss_sum = 0.0
         self._loss_samples = 0
+        self._rate: float | None = None
         self._unlogged = 0
         self._last_log = (0, 0.0)
         self._next_log = plan.log_every
@@ -138,6 +139,7 @@ class Keeper:
         if report.samples and isfinite(report.loss):
             self._loss_sum += report.loss * report.samples
             self._loss_samples += report.samples
+            self._rate = report.rate
         self._stop_in_time()
         drawn = self.budget.drawn
         if self._next_log <= drawn and self._unlogged:
@@ -160,7 +162,7 @@ class Keeper:
         values = {
             **self.moment(),
             "loss": self._loss_sum / self._loss_samples if self._loss_samples else None,
-            "lr": self._lr(drawn),
+            "lr": self._lr(drawn) if self._rate is None else self._rate,
             "samples_per_second": (drawn - samples_before) / max(seconds - seconds_before, 1e-9),
             "wait_fraction": self.wait_fraction,
             "bytes_sent_per_step": self.bytes_sent_per_step,

@@ -65,8 +65,7 @@ class LoopWatch:
                     raise UserError(
                         f"training loop: {type(optimizer).__name__}.step() was called for "
                         f"parameter {self._names[parameter]}; the optimizer is part of the "
-                        "algorithm: leave it out, and give lr, momentum and weight_decay to "
-                        "DataParallel"
+                        "algorithm: leave the call out, and give the optimizer to DataParallel"
                     )
 
 

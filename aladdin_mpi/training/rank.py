@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from aladdin_mpi import guard
+from aladdin_mpi.algorithms import registry
 from aladdin_mpi.algorithms.base import Role, Server
 from aladdin_mpi.algorithms.registry import Algorithm
 from aladdin_mpi.algorithms.server import ParameterServer
@@ -24,7 +25,9 @@ from aladdin_mpi.compression.dgc import DeepGradientCompression
 from aladdin_mpi.compression.wires import make_codec
 from aladdin_mpi.errors import SUSPENDED_STATUS, UserError
 from aladdin_mpi.layout import Bucket, Layout, cut
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.optimizers.from_torch import TorchOptimizer
+from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options import RESUME_FIELDS, RunOptions, agreed, check_workers
 from aladdin_mpi.replica import PhantomReplica, Replica, outline
 from aladdin_mpi.training import run_folder, run_lock
@@ -36,6 +39,7 @@ from aladdin_mpi.training.heartbeats import Heartbeats
 from aladdin_mpi.training.keeper import Keeper, Plan
 from aladdin_mpi.training.local_state import LocalState
 from aladdin_mpi.training.losses import Losses, settle
+from aladdin_mpi.training.own_optimizer import OwnOptimizer
 from aladdin_mpi.training.recorder import Metrics, Progress
 from aladdin_mpi.training.run_lock import RunLock
 from aladdin_mpi.training.schedule import LearningRate
@@ -54,6 +58,9 @@ class Rank:
         module: on its device.
         epoch: samples of one epoch.
         data: facts about this rank's data, in which all must agree.
+        optimizer: None: momentum SGD.
+        schedule: factor of the learning rate by the samples drawn; None: as the options say.
+        may_clip: see :class:`Worker`.
         compute: see :class:`Worker`.
         evaluate: see :class:`Evaluator`; None: no evaluations. Unless it is a
             :class:`Measurement`, the module has batch norm's statistics estimated before.
@@ -72,6 +79,9 @@ class Rank:
         data: Mapping[str, Any],
         compute: Callable[[Ticket], float | None],
         evaluate: Evaluate | None,
+        optimizer: OwnOptimizer | None = None,
+        schedule: Callable[[int], float] | None = None,
+        may_clip: bool = False,
     ) -> None:
         self.transport = transport
         self.options = options
@@ -83,14 +93,17 @@ class Rank:
         self.replica = agree(transport, self._replica)
         self.layout = self._layout(servers)
         agree(transport, self._check)
-        check_agreement(transport, options, self.replica.shapes, data, servers)
+        self._described = "sgd" if optimizer is None else optimizer.describe()
+        check_agreement(transport, options, self.replica.shapes, data, servers, self._described)
         self.worker_count = transport.size - servers
         self.plan = _plan(options, epoch)
-        self.lr = LearningRate(options, self.worker_count, epoch, self.plan.total)
+        base = options.lr if optimizer is None else 1.0
+        self.lr = LearningRate(options, self.worker_count, epoch, self.plan.total, base, schedule)
         self.run_dir = self._folder()
         self._share_model()
         self.local = LocalState(self.replica, shared=transport.engine == "virtual")
-        self.role = agree(transport, lambda: self._role(compute))
+        self.optimizer = agree(transport, lambda: self._optimizer(optimizer))
+        self.role = agree(transport, lambda: self._role(compute, may_clip))
         self.keeper = self._keeper() if transport.rank == 0 else None
         self._watch()
         done = self.keeper.evaluate_copy if self.keeper else _nobody
@@ -160,7 +173,8 @@ class Rank:
     def _identity(self) -> dict[str, Any]:
         """What a checkpoint must have in common with the run that resumes it."""
         facts = agreed(self.options)
-        return {name: facts[name] for name in facts if name not in RESUME_FIELDS}
+        option = {name: facts[name] for name in facts if name not in RESUME_FIELDS}
+        return {"option": option, "optimizer": self._described}
 
     def _share_model(self) -> None:
         """Everyone begins with rank 0's parameters and buffers."""
@@ -195,15 +209,27 @@ class Rank:
     def _holders(self, bucket: Bucket) -> range:
         return self.algorithm.holders(bucket, self.transport.size)
 
-    def _role(self, compute: Callable[[Ticket], float | None]) -> Role:
+    def _optimizer(self, own: OwnOptimizer | None) -> Optimizer:
+        options, x = self.options, self.replica.parameters
+        if own is None:
+            sgd = MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov)
+            if options.compression != "none" and options.dgc.clip is not None:
+                sgd.clip = options.dgc.clip / sqrt(self.worker_count)
+            return sgd
+        optimizer = TorchOptimizer(own.given, self.module, x, own.scheduler)
+        registry.check_optimizer(self.algorithm, options, optimizer)
+        return optimizer
+
+    def _role(self, compute: Callable[[Ticket], float | None], may_clip: bool) -> Role:
         algorithm, options, x = self.algorithm, self.options, self.replica.parameters
-        sgd = MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov)
-        wire = self._codec(sgd)
+        optimizer = self.optimizer
+        wire = self._codec(optimizer)
         self.server: ParameterServer | None = None
         if self.transport.rank < self.layout.servers:
             assert algorithm.server is not None
-            self.server = ParameterServer(self.transport, self.layout, x, wire, self.lr)
-            return algorithm.server(self.server, sgd, options)
+            notes = len(optimizer.settings())
+            self.server = ParameterServer(self.transport, self.layout, x, wire, self.lr, notes)
+            return algorithm.server(self.server, optimizer, options)
         self.worker = Worker(
             self.transport,
             self.layout,
@@ -215,10 +241,28 @@ class Rank:
             options.wait_free,
             algorithm.lockstep,
             options.max_loss,
+            options.clip,
+            algorithm.clips_mean and options.compression == "none",
+            may_clip,
         )
-        return algorithm.worker(self.worker, sgd, wire, options)
+        self.worker.after_step = self._advance
+        if isinstance(optimizer, TorchOptimizer):
+            self.worker.rate = self.rate
+        return algorithm.worker(self.worker, optimizer, wire, options)
 
-    def _codec(self, sgd: MomentumSGD) -> GradientCodec:
+    def _advance(self) -> None:
+        """A step is complete.
+
+        Rounds follow from the samples, so that fast workers do not run ahead in the schedule.
+        """
+        round_size = self.options.batch_size * self.worker_count
+        self.optimizer.advance(self.worker.ticket.start // round_size + 1)
+
+    def rate(self) -> float:
+        """The learning rate of a worker's present step; that of the first group."""
+        return self.worker.lr * self.optimizer.rate
+
+    def _codec(self, optimizer: Optimizer) -> GradientCodec:
         """How gradients are written for the wire."""
         options, x = self.options, self.replica.parameters
         moves_bytes = self.transport.engine == "mpi"
@@ -226,14 +270,13 @@ class Rank:
         if options.compression == "none":
             return wire
         dgc, epoch = options.dgc, self.plan.epoch
-        if dgc.clip is not None:
-            sgd.clip = dgc.clip / sqrt(self.worker_count)
+        velocity = optimizer.velocity if isinstance(optimizer, MomentumSGD) else None
         return DeepGradientCompression(
             wire.plain,
             self.layout,
             self.replica.shapes,
             lambda samples: dgc.ratio_at(samples, epoch),
-            sgd.velocity if self.transport.rank >= self.layout.servers else None,
+            velocity if self.transport.rank >= self.layout.servers else None,
             dgc.sample,
         )
 

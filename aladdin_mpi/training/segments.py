@@ -60,7 +60,7 @@ class Segments:
         self._keeper = keeper
         self._local = local
         self._store = store
-        self._about = {"ranks": transport.size, "engine": transport.engine, "option": config}
+        self._about = {"ranks": transport.size, "engine": transport.engine, **config}
         self._drawn = 0
         self._moment = 0.0
         self._total = total

@@ -35,7 +35,7 @@ from aladdin_mpi.algorithms.gradient_sum import GradientSum
 from aladdin_mpi.algorithms.inbox import ModelInbox
 from aladdin_mpi.algorithms.server import _ModelSender
 from aladdin_mpi.compression.dense import DenseWire
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.refusals import GradientCheck
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.training.data_parallel import DataParallel

@@ -28,7 +28,7 @@ from aladdin_mpi.algorithms.options import AladdinOptions
 from aladdin_mpi.algorithms.server import RECEIVES_AHEAD, ParameterServer
 from aladdin_mpi.compression.dense import DenseWire
 from aladdin_mpi.layout import Layout, cut
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Request
 from aladdin_mpi.transport.mpi import MpiTransport

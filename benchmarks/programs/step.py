@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 
 from aladdin_mpi import guard
 from aladdin_mpi.layout import cut
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.replica import Replica
 from aladdin_mpi.training import heap
 from aladdin_mpi.training.data_parallel import DataParallel

@@ -7,10 +7,11 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.vectors import blocks
 
 
-class MomentumSGD:
+class MomentumSGD(Optimizer):
     """``v <- m v + (g + d x)``, ``x <- x - lr v``, as torch.optim.SGD computes it.
 
     It works on parts of the flat vector, so that a part can be sent as soon as
@@ -42,14 +43,7 @@ class MomentumSGD:
         self.velocity = torch.zeros_like(like) if momentum else None
 
     def correct(self, part: slice, gradient: Tensor, x: Tensor, raw: Tensor | None = None) -> None:
-        """Turn ``gradient`` into the step's direction, in place.
-
-        Args:
-            part: of the flat vector.
-            gradient: of that part.
-            x: the parameters of that part.
-            raw: takes the direction less its momentum, ``g + d x``, of that part.
-        """
+        """See :meth:`Optimizer.correct`; ``raw`` takes ``g + d x``."""
         if gradient.is_meta:
             return
         if self.clip is not None:
@@ -62,10 +56,7 @@ class MomentumSGD:
     def descend(
         self, part: slice, gradient: Tensor, x: Tensor, lr: float, factor: float = 1.0
     ) -> None:
-        """One step of a part along ``factor`` times ``gradient``, which is overwritten.
-
-        As scaling, :meth:`correct` and an addition, in fewer passes over memory.
-        """
+        """See :meth:`Optimizer.descend`; ``gradient`` becomes the direction."""
         if gradient.is_meta:
             return
         if self.clip is not None:
@@ -78,6 +69,10 @@ class MomentumSGD:
                 g.mul_(factor)
             self._turn(g, x_part, v)
             x_part.add_(g, alpha=-lr)
+
+    def correct_and_descend(self, part: slice, gradient: Tensor, x: Tensor, lr: float) -> None:
+        """See :meth:`Optimizer.correct_and_descend`."""
+        self.descend(part, gradient, x, lr)
 
     def _turn(self, g: Tensor, x: Tensor, v: Tensor, raw: Tensor | None = None) -> None:
         """Gradient into step; ``v`` is the velocity, if there is any."""
@@ -98,7 +93,7 @@ class MomentumSGD:
         gradient.mul_((bound / gradient.norm()).clamp_(max=1.0))
 
     def step(self, x: Tensor, gradient: Tensor, lr: float) -> None:
-        """One whole step on ``x``; ``gradient`` is left as it is."""
+        """See :meth:`Optimizer.step`."""
         if gradient.is_meta:
             return
         clipped = gradient

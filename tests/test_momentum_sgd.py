@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aladdin_mpi.layout import cut
-from aladdin_mpi.optimizer import MomentumSGD
+from aladdin_mpi.optimizers.sgd import MomentumSGD
 
 NUMEL, STEPS = 97, 40
 CASES: list[dict[str, Any]] = [

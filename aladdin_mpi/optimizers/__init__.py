@@ -1,0 +1,1 @@
+"""Optimizers that work on parts of a flat vector: momentum SGD, and any of torch's."""

@@ -1,0 +1,230 @@
+"""Any torch optimizer on parts of a flat vector, with its groups, its kernels and its scheduler."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.optimizers.control import hyperparameters, numbers, write_numbers
+from aladdin_mpi.optimizers.initial import Segment, alike, initial_state
+from aladdin_mpi.optimizers.part import OptimizerPart, Piece
+from aladdin_mpi.optimizers.probe import Granularity, granularity
+from aladdin_mpi.replica import places
+from aladdin_mpi.vectors import blocks
+
+
+class TorchOptimizer(Optimizer):
+    """Steps of an optimizer that a user has made for a module's parameters.
+
+    One that treats every value alike, which is tried out (:mod:`aladdin_mpi.optimizers.probe`),
+    gets a part as one row of values for each of its groups, wherever the parameters' boundaries
+    are; another gets the whole vector, as parameters in their shapes. ``given`` itself makes no
+    steps: it stays where its groups' hyperparameters are read, at every step.
+
+    Its direction is ``x - x'``, x' where its step leads: it holds the groups' learning rates.
+
+    Args:
+        given: for parameters of ``module``.
+        module: whose trainable parameters make up the flat vector.
+        like: the flat vector.
+        scheduler: of ``given``; it goes on with every round of the workers.
+    """
+
+    def __init__(
+        self,
+        given: torch.optim.Optimizer,
+        module: nn.Module,
+        like: Tensor,
+        scheduler: LRScheduler | None = None,
+    ) -> None:
+        self.given = given
+        self.name = type(given).__name__
+        self.scheduler = scheduler
+        self.granularity = granularity(given)
+        self.takes_parts = self.granularity is Granularity.VALUE
+        self._like = like
+        self._owned = _owned(given, module)
+        self._parts: dict[tuple[int, int], OptimizerPart] = {}
+        self._scratch = like.new_empty(0)
+        self._previous: Tensor | None = None
+        self._rounds = 0
+        self._scheduled = scheduler.last_epoch if scheduler is not None else 0
+
+    @property
+    def momentum(self) -> float:  # type: ignore[override]
+        """Of the first group."""
+        group = hyperparameters(self.given.param_groups[0])
+        return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the first group."""
+        return float(self.given.param_groups[0]["lr"])
+
+    # -- steps ----------------------------------------------------------------------------
+    def correct(self, part: slice, gradient: Tensor, x: Tensor, raw: Tensor | None = None) -> None:
+        """See :meth:`Optimizer.correct`; less its momentum is less so much of the last one."""
+        if gradient.is_meta:
+            return
+        moved = self._copy(x)
+        self._part(part).step(moved, gradient)
+        torch.sub(x, moved, out=gradient)
+        if raw is not None:
+            self._take_momentum_out(part, gradient, raw)
+
+    def _take_momentum_out(self, part: slice, direction: Tensor, raw: Tensor) -> None:
+        if self._previous is None:
+            self._previous = torch.zeros_like(self._like)
+        m = self.momentum
+        for d, before, out in blocks(direction, self._previous[part], raw):
+            torch.sub(d, before, alpha=m, out=out)
+            before.copy_(d)
+
+    def descend(
+        self, part: slice, gradient: Tensor, x: Tensor, lr: float, factor: float = 1.0
+    ) -> None:
+        """See :meth:`Optimizer.descend`."""
+        if gradient.is_meta:
+            return
+        if factor != 1.0:
+            gradient.mul_(factor)
+        before = x if lr == 1.0 else self._copy(x)
+        self._part(part).step(x, gradient)
+        if lr != 1.0:
+            torch.lerp(before, x, lr, out=x)
+
+    def correct_and_descend(self, part: slice, gradient: Tensor, x: Tensor, lr: float) -> None:
+        """See :meth:`Optimizer.correct_and_descend`."""
+        if gradient.is_meta:
+            return
+        before = self._copy(x)
+        self._part(part).step(x, gradient)
+        torch.sub(before, x, out=gradient)
+        if lr != 1.0:
+            torch.lerp(before, x, lr, out=x)
+
+    def step(self, x: Tensor, gradient: Tensor, lr: float) -> None:
+        """See :meth:`Optimizer.step`."""
+        self.descend(slice(0, x.numel()), gradient, x, lr)
+
+    def _copy(self, x: Tensor) -> Tensor:
+        """Of ``x``, valid until the next call."""
+        if self._scratch.numel() < x.numel():
+            self._scratch = torch.empty_like(x)
+        return self._scratch[: x.numel()].copy_(x)
+
+    def _part(self, part: slice) -> OptimizerPart:
+        key = part.start, part.stop
+        if key not in self._parts:
+            self._parts[key] = self._rows(part) if self.takes_parts else self._shaped(part)
+        return self._parts[key]
+
+    def _rows(self, part: slice) -> OptimizerPart:
+        """For each run of values in one group, one piece."""
+        pieces: list[Piece] = []
+        segments: list[list[Segment]] = []
+        for where, group, parameter in self._owned:
+            start, stop = max(where.start, part.start), min(where.stop, part.stop)
+            if start >= stop:
+                continue
+            segment = Segment(parameter, start - where.start, stop - where.start)
+            begins, last = start - part.start, pieces[-1] if pieces else None
+            follows = last is not None and (last.group, last.stop) == (group, begins)
+            if follows and alike(self.given, segments[-1][0].parameter, parameter):
+                pieces[-1] = pieces[-1].longer(stop - start)
+                segments[-1].append(segment)
+            else:
+                pieces.append(Piece(group, begins, stop - start))
+                segments.append([segment])
+        states = [initial_state(self.given, each) for each in segments]
+        return OptimizerPart(self.given, pieces, self._like, states)
+
+    def _shaped(self, part: slice) -> OptimizerPart:
+        """The parameters; ``part`` is the whole vector."""
+        if (part.start, part.stop) != (0, self._like.numel()):
+            raise AssertionError(f"{self.name} takes the whole vector, got {part}")
+        pieces, states = [], []
+        for where, group, parameter in self._owned:
+            shape, stride = tuple(parameter.shape), parameter.stride()
+            pieces.append(Piece(group, where.start, parameter.numel(), shape, stride))
+            states.append(deepcopy(self.given.state.get(parameter, {})))
+        return OptimizerPart(self.given, pieces, self._like, states)
+
+    # -- hyperparameters ------------------------------------------------------------------
+    def settings(self) -> tuple[float, ...]:
+        """See :meth:`Optimizer.settings`."""
+        return numbers(self.given)
+
+    def adopt(self, settings: tuple[float, ...]) -> None:
+        """See :meth:`Optimizer.adopt`."""
+        if settings:
+            write_numbers(self.given, settings)
+
+    def advance(self, rounds: int) -> None:
+        """Step the scheduler up to ``rounds`` times in all.
+
+        Raises:
+            UserError: the loop has stepped it, too.
+        """
+        if self.scheduler is None:
+            return
+        if self.scheduler.last_epoch != self._scheduled:
+            raise UserError(
+                "training loop: scheduler.step() was called; run.step() does that for the "
+                "scheduler that it was given: leave the call out"
+            )
+        # Otherwise the scheduler warns that the optimizer has made no step.
+        self.given._opt_called = True  # type: ignore[attr-defined]
+        for _ in range(self._rounds, rounds):
+            self.scheduler.step()
+        self._rounds = max(self._rounds, rounds)
+        self._scheduled = self.scheduler.last_epoch
+
+    # -- checkpoints ----------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every part, the groups' hyperparameters, and the scheduler's state."""
+        return {
+            "parts": [
+                {"start": start, "stop": stop, "state": part.state_dict()}
+                for (start, stop), part in self._parts.items()
+            ],
+            "groups": [hyperparameters(group) for group in self.given.param_groups],
+            "previous": self._previous,
+            "rounds": self._rounds,
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        for group, saved in zip(self.given.param_groups, state["groups"], strict=True):
+            group.update(saved)
+        for saved in state["parts"]:
+            self._part(slice(saved["start"], saved["stop"])).load_state_dict(saved["state"])
+        if state["previous"] is not None:
+            self._previous = state["previous"].to(self._like.device)
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+            self._scheduled = self.scheduler.last_epoch
+            self._rounds = state["rounds"]
+
+
+def _owned(
+    given: torch.optim.Optimizer, module: nn.Module
+) -> list[tuple[slice, int, nn.Parameter]]:
+    """Where the optimizer's parameters lie in the flat vector, in its order, with their groups."""
+    group_of = {
+        parameter: number
+        for number, group in enumerate(given.param_groups)
+        for parameter in group["params"]
+    }
+    return [
+        (where, group_of[parameter], parameter)
+        for parameter, where in places(module).items()
+        if parameter in group_of
+    ]

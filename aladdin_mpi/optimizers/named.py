@@ -1,0 +1,135 @@
+"""Torch's optimizers by name, with rates and decay by patterns of parameters' names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from aladdin_mpi.errors import UserError
+
+Make = Callable[..., torch.optim.Optimizer]
+WANT_MORE = ("LBFGS", "SparseAdam")
+"""Of torch's: one wants a closure, the other sparse gradients."""
+BETAS = {"beta1": 0, "beta2": 1}
+
+
+def known() -> dict[str, Make]:
+    """Torch's optimizers by their names in small letters."""
+    return {
+        name.lower(): each
+        for name, each in vars(torch.optim).items()
+        if inspect.isclass(each)
+        and issubclass(each, torch.optim.Optimizer)
+        and each is not torch.optim.Optimizer
+        and name not in WANT_MORE
+    }
+
+
+def find(name: str) -> Make:
+    """The class called ``name``.
+
+    Raises:
+        UserError: there is none.
+    """
+    makers = known()
+    if name not in makers:
+        close = get_close_matches(name, makers, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UserError(
+            f"--optimizer: expected one of {', '.join(sorted(makers))}, or "
+            f"package.module:function, got {name!r}{hint}"
+        )
+    return makers[name]
+
+
+def default_decay(name: str) -> float:
+    """The weight decay that torch's ``name`` has by itself; 0 for one that is not torch's."""
+    maker = known().get(name)
+    if maker is None:
+        return 0.0
+    decay = inspect.signature(maker).parameters.get("weight_decay")
+    return 0.0 if decay is None else float(decay.default)
+
+
+def arguments(make: Make, settings: Mapping[str, float]) -> dict[str, Any]:
+    """``settings`` as ``make`` takes them: betas as a pair, switches as such.
+
+    Raises:
+        UserError: it does not take one of them.
+    """
+    parameters = inspect.signature(make).parameters
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        target = "betas" if name in BETAS and name not in parameters else name
+        if target not in parameters:
+            numeric = [each for each in parameters if each not in ("params", "lr", "weight_decay")]
+            names = ", ".join(_spelt(numeric))
+            raise UserError(
+                f"--optimizer-options: expected one of {names}, got {name!r}; take one of these"
+            )
+        default = parameters[target].default
+        if target == "betas":
+            pair = list(found.get("betas", default))
+            pair[BETAS[name]] = value
+            found["betas"] = tuple(pair)
+        elif isinstance(default, bool) or default is None:
+            found[target] = bool(value)
+        else:
+            found[target] = type(default)(value) if isinstance(default, (int, float)) else value
+    return found
+
+
+def _spelt(names: list[str]) -> list[str]:
+    return [each for name in names for each in (BETAS if name == "betas" else [name])]
+
+
+def groups(
+    module: nn.Module,
+    lr: float,
+    weight_decay: float | None,
+    lr_factors: Mapping[str, float],
+    decay_factors: Mapping[str, float],
+) -> list[dict[str, Any]]:
+    """The trainable parameters of ``module``, those of one rate and one decay together.
+
+    Args:
+        module: its parameters' names are as in ``module.named_parameters()``.
+        lr: the rate before factors.
+        weight_decay: the decay before factors; None: the optimizer's own, for all.
+        lr_factors: by pattern, as for files (``head.*``); those that match are multiplied.
+        decay_factors: the same.
+
+    Raises:
+        UserError: no parameter matches a pattern.
+    """
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    for option, factors in (("--lr-factors", lr_factors), ("--decay-factors", decay_factors)):
+        for pattern in factors:
+            if not any(fnmatchcase(name, pattern) for name, _ in named):
+                raise UserError(
+                    f"{option}: expected patterns of parameters' names, got {pattern!r}, which "
+                    f"matches none of {len(named)}, such as {named[0][0]!r}; mend the pattern"
+                )
+    found: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in named:
+        key = _product(name, lr_factors), _product(name, decay_factors)
+        found.setdefault(key, []).append(parameter)
+    return [
+        {"params": parameters, "lr": lr * rate}
+        | ({} if weight_decay is None else {"weight_decay": weight_decay * decay})
+        for (rate, decay), parameters in found.items()
+    ]
+
+
+def _product(name: str, factors: Mapping[str, float]) -> float:
+    product = 1.0
+    for pattern, factor in factors.items():
+        if fnmatchcase(name, pattern):
+            product *= factor
+    return product

@@ -1,0 +1,133 @@
+"""A torch optimizer's steps for one part of a flat vector."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aladdin_mpi.optimizers.control import Hyperparameters, hyperparameters
+
+SHARED_STATE = ("capturable",)
+"""Of a group: what only makes sense where its tensors were made."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Values of a part that the optimizer sees as one tensor.
+
+    Attributes:
+        group: number of the parameter group they belong to.
+        start: of the piece, in the part.
+        numel: number of values.
+        shape: of a whole parameter; None: a row of values.
+        stride: of a whole parameter.
+    """
+
+    group: int
+    start: int
+    numel: int
+    shape: tuple[int, ...] | None = None
+    stride: tuple[int, ...] | None = None
+
+    @property
+    def stop(self) -> int:
+        """Its end, in the part."""
+        return self.start + self.numel
+
+    def longer(self, numel: int) -> Piece:
+        """With so many more values."""
+        return replace(self, numel=self.numel + numel)
+
+    def of(self, part: Tensor) -> Tensor:
+        """The piece of a part."""
+        values = part[self.start : self.start + self.numel]
+        if self.shape is None or self.stride is None:
+            return values
+        return values.as_strided(self.shape, self.stride, values.storage_offset())
+
+
+def same_kind(given: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer of the class and with the attributes of ``given``, and no state yet.
+
+    Its class is not asked to make one: an optimizer of somebody's own may want other arguments.
+    """
+    made: torch.optim.Optimizer = object.__new__(type(given))
+    made.__dict__.update(given.__dict__)
+    made.__dict__.pop("step", None)  # a scheduler has put its counter around that of ``given``
+    made.state = defaultdict(dict)
+    made.param_groups = groups
+    return made
+
+
+class OptimizerPart:
+    """A torch optimizer like ``given`` for some pieces of one part.
+
+    Args:
+        given: whose hyperparameters are followed, as they change.
+        pieces: of the part; values that are in none stay as they are.
+        like: dtype and device.
+        states: of the pieces, to begin with.
+    """
+
+    def __init__(
+        self,
+        given: torch.optim.Optimizer,
+        pieces: list[Piece],
+        like: Tensor,
+        states: list[dict[str, Any]],
+    ) -> None:
+        self.pieces = pieces
+        self._given = given
+        self._leaves = [nn.Parameter(like.new_empty(0)) for _ in pieces]
+        self._groups = sorted({piece.group for piece in pieces})
+        self._seen = [hyperparameters(given.param_groups[number]) for number in self._groups]
+        self._inner = same_kind(given, [self._new_group(number) for number in self._groups])
+        for leaf, state in zip(self._leaves, states, strict=True):
+            if state:
+                self._inner.state[leaf] = state
+
+    def _new_group(self, number: int) -> dict[str, Any]:
+        pairs = zip(self._leaves, self.pieces, strict=True)
+        leaves = [leaf for leaf, piece in pairs if piece.group == number]
+        settings = hyperparameters(self._given.param_groups[number])
+        return {
+            **settings,
+            **dict.fromkeys(settings.keys() & SHARED_STATE, False),
+            "params": leaves,
+        }
+
+    def step(self, x: Tensor, gradient: Tensor) -> None:
+        """One step of the part ``x``, in place."""
+        self._follow()
+        for leaf, piece in zip(self._leaves, self.pieces, strict=True):
+            leaf.data, leaf.grad = piece.of(x), None
+            leaf.grad = piece.of(gradient)
+        self._inner.step()
+        for leaf in self._leaves:
+            leaf.grad = None
+
+    def _follow(self) -> None:
+        """Take over what has changed in the groups since; an optimizer may change its own too."""
+        for place, number in enumerate(self._groups):
+            now = hyperparameters(self._given.param_groups[number])
+            before, group = self._seen[place], self._inner.param_groups[place]
+            group.update(_changed(before, now))
+            self._seen[place] = now
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the pieces, and hyperparameters that the optimizer has changed itself."""
+        state: dict[str, Any] = self._inner.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`; those of ``given`` have been restored."""
+        self._inner.load_state_dict(state)
+        self._seen = [hyperparameters(self._given.param_groups[number]) for number in self._groups]
+
+
+def _changed(before: Hyperparameters, now: Hyperparameters) -> Hyperparameters:
+    return {name: value for name, value in now.items() if before.get(name) != value}
