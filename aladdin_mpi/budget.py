@@ -19,6 +19,8 @@ from aladdin_mpi.transport.base import Request, Transport
 
 MOST_AHEAD = 32
 """Largest number of tickets that a worker asks for ahead."""
+STOP = -0.5
+"""In place of a number of samples: end the run."""
 KEEPER = 0
 """The rank that keeps the budget."""
 
@@ -99,6 +101,8 @@ class Budget:
         self._on_report = on_report
         self.total = total
         self.drawn = 0
+        self.passed_over = 0
+        """Of those drawn: granted to nobody."""
         self.limit = 0
         self._is_open = False
         self._early: list[tuple[int, int]] = []
@@ -117,12 +121,19 @@ class Budget:
         want, samples, loss, waiting, sent, steps, *rate = message.view(torch.float64).tolist()
         self._computed[source] += samples > 0
         self._on_report(source, Report(int(samples), loss, waiting, int(sent), int(steps), *rate))
-        if want < 0:
+        if want == STOP:
             self.total = self.limit = self.drawn
+        elif want < 0:
+            self._pass_over(int(-want))
         if want > 0 and self._is_open:
             self._grant(source, int(want))
         elif want > 0:
             self._early.append((source, int(want)))
+
+    def _pass_over(self, samples: int) -> None:
+        """Grant nothing before number ``samples`` any more."""
+        before, self.drawn = self.drawn, max(self.drawn, min(samples, self.total))
+        self.passed_over += self.drawn - before
 
     def _grant(self, rank: int, want: int) -> None:
         ticket = self._part_of_round(rank, want) if self._lockstep else self._take(want)
@@ -227,9 +238,13 @@ class Draws:
 
     def stop(self) -> None:
         """Ask that nothing more is granted to any worker, and the run ends."""
-        self._send(-1, Report())
+        self._send(STOP, Report())
 
-    def _send(self, want: int, report: Report) -> None:
+    def pass_over(self, samples: int) -> None:
+        """Ask that nothing before number ``samples`` is granted any more."""
+        self._send(-samples, Report())
+
+    def _send(self, want: float, report: Report) -> None:
         message = torch.tensor([want, *report.pack()], dtype=torch.float64)
         self._transport.isend(message, KEEPER, Tag.DRAW)
 

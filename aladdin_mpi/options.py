@@ -40,6 +40,7 @@ from aladdin_mpi.transport.cluster import Cluster
 __all__ = [
     "AUTO",
     "CONFIG_NAME",
+    "OWN_DATA",
     "RESUME_FIELDS",
     "CheckpointInterval",
     "RunOptions",
@@ -56,6 +57,8 @@ __all__ = [
     "to_toml",
 ]
 
+OWN_DATA = "own"
+"""The data set of a training loop of one's own."""
 DEFAULT_EPOCHS = 30.0
 """The length of a run when neither epochs nor samples are given."""
 
@@ -148,6 +151,13 @@ class RunOptions(BaseModel):
         "commas or spaces",
         unit="NAME=VALUE",
         group="optimisation",
+    )
+    accumulate: int = option(
+        1,
+        "batches of one worker whose gradients are added up to one step",
+        unit="BATCHES",
+        group="optimisation",
+        ge=1,
     )
     lr: float = option(
         SGD_RATE,
@@ -321,10 +331,11 @@ class RunOptions(BaseModel):
     )
     checkpoint_every: Interval = option(
         None,
-        "time between checkpoints: N or Nsamples, Nepochs, Nmin, Ns; there is always one at the "
-        "end",
+        "time between checkpoints: N or Nsamples, Nepochs, Nmin, Ns, or never; there is always one "
+        "at the end",
         unit="INTERVAL",
         group="output",
+        default_text="10min over MPI, never in virtual time",
     )
     eval_every: float = option(
         1.0, "time between evaluations; 0: only at the end", unit="EPOCHS", group="output", ge=0
@@ -381,6 +392,11 @@ class RunOptions(BaseModel):
         if not isinstance(values, dict) or (name := values.get("optimizer", "sgd")) == "sgd":
             return values
         return {"lr": OTHER_RATE, "weight_decay": default_decay(str(name)), **values}
+
+    @property
+    def step_size(self) -> int:
+        """Samples of a worker's step."""
+        return self.batch_size * self.accumulate
 
     @property
     def rate_scaling(self) -> str:

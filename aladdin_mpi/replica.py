@@ -228,13 +228,19 @@ class Replica(_Flat):
         if self._versions is not None:
             self._versions[parameter] = view._version
 
-    def settle(self) -> None:
-        """Backward is over: what has had no gradient is zero.
+    def has_gradient(self) -> bool:
+        """Whether backward has made any since :meth:`bind_gradients`."""
+        if self._takes:
+            return any(parameter.grad is not None for parameter in self._parameters)
+        return any(bool(view.any()) for view in self._bound.values())
+
+    def settle(self, is_skipped: bool = False) -> None:
+        """Backward is over, or there was none: what has had no gradient is zero.
 
         Raises:
             UserError: the training loop has unbound or changed gradients, or made none.
         """
-        untouched = self._missing and len(self._missing) == len(self._bound)
+        untouched = self._missing and len(self._missing) == len(self._bound) and not is_skipped
         if untouched and all(parameter.grad is None for parameter in self._missing):
             raise UserError(
                 "training loop: expected gradients at step(), got none for any parameter; call "

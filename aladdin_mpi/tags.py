@@ -32,6 +32,10 @@ class Tag(IntEnum):
     """The answer."""
     INPUTS = 17
     """From the first worker, to rank 0: what the module was called with."""
+    FIGURES = 18
+    """Worker to rank 0: figures of the user's loop."""
+    AMONG_WORKERS = 19
+    """Worker to worker: a value of the user's loop, to be added up."""
     SETUP = 7
     """Before training: what all ranks must agree on."""
     REPORT = 8

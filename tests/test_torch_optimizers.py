@@ -237,7 +237,7 @@ def test_changed_hyperparameters_are_followed_and_those_of_its_own_are_kept() ->
             each.param_groups[1]["betas"] = (0.8, 0.9)
         pair.step(number)
     pair.check()
-    inner = pair.optimizer.state_dict()["parts"][0]["state"]["param_groups"][0]
+    inner = pair.optimizer.state_dict()["parts"][0]["state"]["inner"]["param_groups"][0]
     assert inner["steps"] == STEPS  # which ``given``, that makes no steps, does not count
 
 
@@ -265,11 +265,12 @@ def test_a_state_goes_on_to_the_bit(name: str) -> None:
 
     def steps(pair: Pair, numbers: range) -> None:
         for number in numbers:
-            pair.given.param_groups[0]["lr"] = 0.01 / (number + 1)
             g = pair.gradient(number)
             for part in pair.parts:
                 pair.optimizer.correct(part, g[part], pair.x[part], raw[part])
             pair.x.sub_(g)
+            # As a scheduler does: before a checkpoint that may follow.
+            pair.given.param_groups[0]["lr"] = 0.01 / (number + 2)
 
     steps(straight, range(4))
     steps(resumed, range(2))

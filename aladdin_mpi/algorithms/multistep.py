@@ -235,7 +235,7 @@ def multistep_layout(
 def _exchanged(
     replica: Replica | PhantomReplica, workers: int, options: RunOptions
 ) -> list[DenseLayer]:
-    return choose(replica.dense, options.multistep.exchange, workers, options.batch_size)
+    return choose(replica.dense, options.multistep.exchange, workers, options.step_size)
 
 
 def multistep_worker(
@@ -249,6 +249,6 @@ def multistep_worker(
             print(f"aladdin_mpi: multistep: {text}", file=sys.stderr, flush=True)
 
     for layer in exchanged[::-1]:
-        tell(describe(layer, worker.count, options.batch_size, wire.plain.dtype.itemsize))
+        tell(describe(layer, worker.count, options.step_size, wire.plain.dtype.itemsize))
     assert isinstance(optimizer, MomentumSGD)
-    return MultistepWorker(worker, optimizer, wire, exchanged, options.batch_size, tell)
+    return MultistepWorker(worker, optimizer, wire, exchanged, options.step_size, tell)

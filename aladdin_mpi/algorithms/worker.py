@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from math import isfinite, nan
 
 from torch import Tensor
@@ -21,6 +22,16 @@ FORWARD_SHARE = 1 / 3
 """Share of a step's computing that is the forward pass, in modelled time."""
 
 OnBucket = Callable[[Bucket], None]
+
+
+class Skip(Enum):
+    """In place of a loss: nothing was computed, and the gradient is zero."""
+
+    SKIPPED = "skipped"
+
+
+SKIPPED = Skip.SKIPPED
+Loss = float | None | Skip
 
 
 @dataclass
@@ -85,7 +96,7 @@ class Worker:
         transport: Transport,
         layout: Layout,
         replica: Replica | PhantomReplica,
-        compute: Callable[[Ticket], float | None],
+        compute: Callable[[Ticket], Loss],
         pace: Pace,
         batch_size: int,
         schedule: Callable[[int], float],
@@ -222,6 +233,10 @@ class Worker:
         """Ask for the end of the run."""
         self._draws.stop()
 
+    def pass_over(self, samples: int) -> None:
+        """Ask that no samples of the run before number ``samples`` are granted any more."""
+        self._draws.pass_over(samples)
+
     def gradient(self, vector: Tensor, on_bucket: OnBucket | None = None) -> None:
         """Compute the current batch's gradient into the flat ``vector``, whatever it holds.
 
@@ -287,7 +302,9 @@ class Worker:
             start = self._model_forward(start, duration)
         loss = self._compute(self.ticket)
         if isinstance(self.replica, Replica):
-            self.replica.settle()
+            self.replica.settle(is_skipped=loss is SKIPPED)
+        if loss is SKIPPED:
+            loss = None
         if self.watch is not None:
             self.watch.finish()
             if self.pace.slowdown > 1:

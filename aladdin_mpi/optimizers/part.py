@@ -119,14 +119,13 @@ class OptimizerPart:
             self._seen[place] = now
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the pieces, and hyperparameters that the optimizer has changed itself."""
-        state: dict[str, Any] = self._inner.state_dict()
-        return state
+        """The state of the pieces, their hyperparameters, and those of ``given`` they follow."""
+        return {"inner": self._inner.state_dict(), "seen": self._seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`; those of ``given`` have been restored."""
-        self._inner.load_state_dict(state)
-        self._seen = [hyperparameters(self._given.param_groups[number]) for number in self._groups]
+        """Take up a state from :meth:`state_dict`."""
+        self._inner.load_state_dict(state["inner"])
+        self._seen = state["seen"]
 
 
 def _changed(before: Hyperparameters, now: Hyperparameters) -> Hyperparameters:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options import RunOptions, agreed, differences
+from aladdin_mpi.options import OWN_DATA, RunOptions, agreed, differences
 from aladdin_mpi.resume import AUTO, CONFIG_NAME, RESUME_FIELDS, resumed_options
 from aladdin_mpi.settings import Settings, build
 from aladdin_mpi.training.checkpoint import CheckpointStore
@@ -52,7 +52,7 @@ def decide(model: type[Options], given: Settings, asked: Options) -> Decision:
     if not (folder / CONFIG_NAME).is_file():
         return "start"
     resumed = _resumed(model, given, folder)
-    _check_same(folder, resumed, asked)
+    _check_same(folder, resumed, _as_loaded(asked, given, resumed))
     if (folder / SUMMARY).is_file():
         stored = build(model, resumed_options(model, {}, folder))
         return "complete" if _is_complete(folder, stored, resumed) else "resume"
@@ -63,6 +63,13 @@ def _resumed(model: type[Options], given: Settings, folder: Path) -> Options:
     """The folder's options, and over them what may be given beside ``--resume``."""
     kept = {path: s for path, s in given.items() if path[0] in RESUME_FIELDS}
     return build(model, resumed_options(model, kept, folder)).model_copy(update={"resume": folder})
+
+
+def _as_loaded(asked: Options, given: Settings, there: Options) -> Options:
+    """``asked``, with the batch size that a DataLoader will say if the program has said none."""
+    if asked.dataset != OWN_DATA or ("batch_size",) in given:
+        return asked
+    return asked.model_copy(update={"batch_size": there.batch_size})
 
 
 def _check_same(folder: Path, there: RunOptions, asked: RunOptions) -> None:

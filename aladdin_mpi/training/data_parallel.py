@@ -3,41 +3,42 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from aladdin_mpi import guard, stop_signal
 from aladdin_mpi.algorithms import registry
-from aladdin_mpi.budget import Ticket
 from aladdin_mpi.errors import SUSPENDED_STATUS, SuspendedError, UserError
-from aladdin_mpi.options import RunOptions
+from aladdin_mpi.options import OWN_DATA, RunOptions
 from aladdin_mpi.refusals import Reason, Refusal, report
 from aladdin_mpi.settings import Setting, Settings, build
 from aladdin_mpi.tags import SEALED
-from aladdin_mpi.training import heap
+from aladdin_mpi.training import among_workers, heap
 from aladdin_mpi.training.auto_resume import settle
-from aladdin_mpi.training.datasets import DatasetPair
 from aladdin_mpi.training.device import choose_device
+from aladdin_mpi.training.epochs import Batches, Epoch, HeldBack
 from aladdin_mpi.training.evaluation import Evaluate
 from aladdin_mpi.training.exchange import agree
-from aladdin_mpi.training.loading import BatchSource, describe
+from aladdin_mpi.training.feeds import Feed, SampleFeed, Source, feed_of
+from aladdin_mpi.training.loop import Loop
 from aladdin_mpi.training.loop_watch import LoopWatch
 from aladdin_mpi.training.own_optimizer import Factory, resolve, settings_for
 from aladdin_mpi.training.own_words import check_effect, in_own_words
 from aladdin_mpi.training.placement import tell_placement
 from aladdin_mpi.training.rank import Rank
-from aladdin_mpi.training.sampler import ShardedStream
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.sealed import SealedTransport
+
+FOR_SEVERAL = ("servers", "wire", "checksum", "compression", "dgc")
+"""Settings that mean nothing to one process."""
 
 
 class DataParallel:
@@ -50,6 +51,10 @@ class DataParallel:
             loss = loss_function(model(images), labels)
             loss.backward()
             run.step(loss)
+
+    What a worker has put into ``state``, a dict of tensors, numbers, strings, lists and dicts,
+    before :meth:`step` is saved with the checkpoints, and is there again when the loop of a run
+    that goes on has begun.
 
     A signal SIGUSR1 or SIGUSR2 at any rank, as batch systems send before a time limit, ends
     the loop: the run is saved, and the loop raises
@@ -98,6 +103,7 @@ class DataParallel:
     ) -> None:
         self._owns_transport = transport is None
         self._schedule = schedule
+        self._given = settings
         self._is_own_loop = options is None
         self._words = in_own_words if self._is_own_loop else nullcontext
         try:
@@ -132,7 +138,10 @@ class DataParallel:
         self.transport = transport
         agree(transport, lambda: _check_given(module, evaluate, settings))
         brought = agree(transport, lambda: settings_for(optimizer, self._schedule, settings))
-        self.options = _settled(transport, options, {**brought, **settings}, module)
+        asked = {**brought, **settings}
+        if self._is_own_loop and transport.size == 1:
+            asked = agree(transport, lambda: _for_one_process(asked))
+        self.options = _settled(transport, options, asked, module)
         self.algorithm = agree(transport, self._check)
         if self.options.checksum:
             transport = self.transport = _sealed(transport)
@@ -152,15 +161,13 @@ class DataParallel:
         self._evaluate = evaluate
         self._servers = servers
         self._rank: Rank | None = None
-        self._loop: Iterator[Any] | None = None
-        self._ended = False
-        self._algorithm_side: greenlet | None = None
-        self._loop_side: greenlet | None = None
-        self._ticket: Ticket | None = None
-        self._watch: LoopWatch | None = None
-        self._stepped = False
+        self._loop = Loop(self.options.batch_size, self._deliver)
+        self._batches: Iterator[Any] | None = None
+        self._ended = self._left = False
+        self._hooks: list[RemovableHandle] = []
         self.run_dir: Path | None = None
-        self.summary: dict[str, Any] = {}
+        self._summary: dict[str, Any] = {}
+        self.state: dict[str, Any] = {}
         if self._owns_transport:
             atexit.register(self._check_ended)
 
@@ -184,35 +191,84 @@ class DataParallel:
         """Learning rate of the current step; for display."""
         return self._ready().rate()
 
-    def batches(self, dataset: Any) -> Iterator[Any]:
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The run's figures, at rank 0, after the loop."""
+        self._finish_left()
+        return self._summary
+
+    def batches(self, data: Any, sharded: bool = False) -> Iterator[Any]:
         """This worker's batches until the budget is used up, on ``device``.
 
-        Shards of one epoch do not overlap; the last batch of the run may be shorter.
+        Each epoch's samples are dealt to the workers, and no two get the same. ``break`` ends the
+        run for all workers; ``continue`` before ``backward()`` passes over a batch, whose gradient
+        is then zero.
 
         Args:
-            dataset: map-style, items (input, label) as a DataLoader collates them. With
-                timed computing only its length is used, and an int will do; batches
-                are then None.
+            data: a data set of numbered samples, whose batches are made by torch's
+                ``default_collate`` in an order drawn by ``seed``; a DataLoader, whose batch size,
+                sampler, ``collate_fn`` and worker processes are taken; an IterableDataset, or
+                any iterable of batches, read in order anew in every epoch. With timed computing
+                only its length is used, and an int will do; batches are then None.
+            sharded: an iterable gives each worker batches of its own already; otherwise each
+                worker takes every n-th.
 
         Raises:
-            UserError: a second call; or, in the loop, :meth:`step` was left out.
+            UserError: a second call, or data that cannot be dealt; or, in the loop, :meth:`step`
+                was left out.
         """
-        if self._loop is not None:
+        if self._batches is not None:
             raise UserError(
                 "training loop: expected one call of batches(), got a second; for another run "
                 "make another DataParallel"
             )
-        # Kept here, so that a loop that is left early stays as it is until _check_ended.
-        self._loop = self._batches(dataset)
-        return self._loop
+        # Kept here, so that a loop that is left early can be brought to its end.
+        self._batches = self._in_words(data, sharded)
+        return Batches(self._batches, self._note_left)
 
-    def _batches(self, dataset: Any) -> Iterator[Any]:
+    def epochs(self, data: Any, sharded: bool = False) -> Iterator[Epoch]:
+        """The same, epoch by epoch: ``for epoch in run.epochs(data): for batch in epoch: ...``.
+
+        An epoch is over when all workers together have drawn as many samples as the data have.
+        Every worker comes by every epoch's end; servers see none. ``break`` in an epoch ends it
+        for all workers. ``int(epoch)`` is its number, from 0.
+
+        Args:
+            data: see :meth:`batches`.
+            sharded: see :meth:`batches`.
+        """
+        batches = HeldBack(self.batches(data, sharded))
+        if self._rank is None or self.is_server:
+            return
+        plan, loop = self._rank.plan, self._loop
+        for number in range(self._drawn() // plan.epoch, -(-plan.total // plan.epoch)):
+            end = (number + 1) * plan.epoch
+
+            def is_past(end: int = end) -> bool:
+                return (not batches.has_first and loop.is_over) or self._drawn() >= end
+
+            epoch = Epoch(number, batches, is_past)
+            yield epoch
+            if not epoch.is_done:
+                self._rank.worker.pass_over(end)
+        loop.skipping = True
+        for _ in batches:
+            pass
+
+    def _drawn(self) -> int:
+        """Where in the run the present batch is; its end where there is none."""
+        assert self._rank is not None
+        ticket = self._loop.ticket
+        return self._rank.plan.total if ticket is None else ticket.start
+
+    def _in_words(self, data: Any, sharded: bool) -> Iterator[Any]:
         with self._words():
-            yield from self._run(dataset)
+            yield from self._run(data, sharded)
 
-    def _run(self, dataset: Any) -> Iterator[Any]:
-        length = agree(self.transport, lambda: _length(dataset, self.options))
-        facts = agree(self.transport, lambda: self._facts(dataset, length))
+    def _run(self, data: Any, sharded: bool) -> Iterator[Any]:
+        feed = agree(self.transport, lambda: self._feed(data, sharded))
+        length = agree(self.transport, lambda: self._length(data, feed))
+        facts = agree(self.transport, lambda: self._facts(feed, length))
         self._rank = rank = Rank(
             self.transport,
             self.options,
@@ -220,90 +276,154 @@ class DataParallel:
             self.module,
             length,
             facts,
-            self._compute,
+            self._loop.compute,
             self._evaluate,
             self._optimizer,
             self._schedule,
             may_clip=self._is_own_loop,
+            state=self.state,
         )
         self.run_dir = rank.run_dir
+        if self.options.resume is not None and feed is not None and feed.caveat:
+            guard.warn([feed.caveat] if self.transport.rank == 0 else [])
         if self.is_server:
             rank.segments.run()
         else:
-            yield from self._worker_batches(rank, dataset, length)
+            yield from self._worker_batches(rank, feed)
         if rank.segments.suspended:
             rank.suspend()
             self._leave()
             raise SuspendedError
-        self.summary = rank.finish()
+        self._summary = rank.finish()
         self._leave()
         if self._owns_transport:
             self.transport.close()
             atexit.unregister(self._check_ended)  # which would hold all vectors until then
 
-    def _facts(self, dataset: Any, length: int) -> dict[str, Any]:
+    # -- data -----------------------------------------------------------------------------
+    def _feed(self, data: Any, sharded: bool) -> Feed | None:
+        """How the data are dealt; None: there are none, only their number."""
+        if self.options.compute == "timed" and isinstance(data, int):
+            return None
+        if not self._is_own_loop:
+            return SampleFeed(data, pairs=True)
+        feed = feed_of(data, sharded, self.options.batch_size)
+        self.options = self.options.model_copy(update=self._of_loader(feed))
+        self._loop.batch_size = self.options.batch_size
+        return feed
+
+    def _of_loader(self, feed: Feed) -> dict[str, Any]:
+        """Options that a DataLoader decides.
+
+        Raises:
+            UserError: they were given otherwise.
+        """
+        found = {}
+        for name in ("batch_size", "loader_workers"):
+            its = getattr(feed, name)
+            if its is None:
+                continue
+            if name in self._given and self._given[name] != its:
+                raise UserError(
+                    f"{name}: expected that of the DataLoader, {its}, or none, got "
+                    f"{self._given[name]}; leave it out"
+                )
+            found[name] = its
+        return found
+
+    def _length(self, data: Any, feed: Feed | None) -> int:
+        """Samples of an epoch; of the run where nobody knows."""
+        if feed is None:
+            return int(data)
+        length = feed.length(self.options.batch_size)
+        if length is not None:
+            return length
+        if self.options.samples is None:
+            raise UserError(
+                "--epochs: expected data with a length, got "
+                f"{type(data).__name__}, which has none; give samples= instead"
+            )
+        return self.options.samples
+
+    def _facts(self, feed: Feed | None, length: int) -> dict[str, Any]:
         """What this rank says of its data; a server has no need to read any."""
-        if self.is_server or self.options.compute == "timed" or not length:
+        if feed is None or self.is_server or self.options.compute == "timed" or not length:
             return {"length": length}
-        return describe(dataset)
+        return {**feed.facts(), "length": length}
+
+    def _source(self, rank: Rank, feed: Feed | None) -> Source | None:
+        if self.options.compute == "timed" or feed is None:
+            return None
+        worker, options = rank.worker, self.options
+        return feed.source(
+            worker.index,
+            worker.count,
+            options.seed,
+            options.batch_size,
+            worker.samples,
+            options.loader_workers,
+        )
+
+    def _worker_batches(self, rank: Rank, feed: Feed | None) -> Iterator[Any]:
+        source = self._source(rank, feed)
+        watch = None
+        if self._is_own_loop and self.options.compute == "real":
+            watch = LoopWatch(self.module)
+        try:
+            yield from self._loop.batches(rank, source, watch)
+        finally:
+            if watch is not None:
+                watch.close()
+
+    def _deliver(self, batch: Any) -> Any:
+        return tree_map(self._to_device, batch)
+
+    def _to_device(self, item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            # Such as the batches of a tokenizer, which are no containers that torch knows.
+            return item.to(self.device) if callable(getattr(item, "to", None)) else item
+        if self.options.channels_last and item.dim() == 4:
+            item = item.contiguous(memory_format=torch.channels_last)
+        return item.to(self.device, non_blocking=True)
+
+    # -- loops that are left ----------------------------------------------------------------
+    def _note_left(self) -> None:
+        """Nobody holds the batches any more. After ``break`` the model, or this, is used next."""
+        if self._ended or self._rank is None or self.is_server:
+            return
+        self._left = True
+        self._hooks = [
+            self.module.register_forward_pre_hook(lambda *_: self._finish_left()),
+            self.module.register_state_dict_pre_hook(lambda *_: self._finish_left()),
+        ]
+
+    def _finish_left(self) -> None:
+        """Bring a run whose loop has been left to its end, for all workers."""
+        if not self._left:
+            return
+        self._left = False
+        for hook in self._hooks:
+            hook.remove()
+        assert self._batches is not None
+        self.stop()
+        self._loop.skipping = True
+        for _ in self._batches:
+            pass
 
     def _check_ended(self) -> None:
         """At the end of the program: no rank goes while others wait for it."""
         if self._rank is not None and self._rank.segments.suspended and self._rank.evaluating:
             # Python cannot end in order while a thread computes.
             guard.leave(SUSPENDED_STATUS)
+        self._finish_left()
         if not self._ended:
             guard.end_job(
                 UserError(
-                    "training loop: the program has ended, or left the loop, before "
-                    "run.batches() did, and the other ranks wait; let the loop go on until it "
-                    "ends by itself, and end a run early by run.stop()"
+                    "training loop: the program has ended before run.batches() did, and the "
+                    "other ranks wait; let the loop go on until it ends by itself, or leave it "
+                    "by break"
                 )
             )
-
-    def _worker_batches(self, rank: Rank, dataset: Any, length: int) -> Iterator[Any]:
-        source = self._source(rank, dataset, length)
-        if self._is_own_loop and self.options.compute == "real":
-            self._watch = LoopWatch(self.module)
-        try:
-            yield from self._turn(rank, source)
-        finally:
-            if self._watch is not None:
-                self._watch.close()
-
-    def _turn(self, rank: Rank, source: BatchSource | None) -> Iterator[Any]:
-        self._loop_side = getcurrent()
-        self._algorithm_side = algorithm = greenlet(rank.segments.run)
-        self._ticket = algorithm.switch()
-        while not algorithm.dead:
-            assert self._ticket is not None
-            self._stepped = False
-            if self._watch is not None:
-                self._watch.begin()
-            if source is None:
-                yield None
-            else:
-                yield tree_map(self._to_device, source.next_batch(self._ticket.size))
-            if not self._stepped:
-                raise UserError(
-                    "training loop: expected one call of step() for each batch, got none; call "
-                    "run.step(loss) after loss.backward()"
-                )
-
-    def _source(self, rank: Rank, dataset: Any, length: int) -> BatchSource | None:
-        if self.options.compute == "timed":
-            return None
-        options = self.options
-        stream = ShardedStream(length, rank.worker.index, rank.worker.count, options.seed)
-        stream.position = rank.worker.samples
-        return BatchSource(dataset, stream, options.batch_size, options.loader_workers)
-
-    def _to_device(self, item: Any) -> Any:
-        if not isinstance(item, Tensor):
-            return item
-        if self.options.channels_last and item.dim() == 4:
-            item = item.contiguous(memory_format=torch.channels_last)
-        return item.to(self.device, non_blocking=True)
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """The gradients of a batch are there: hand them to the algorithm.
@@ -322,30 +442,12 @@ class DataParallel:
             self._step(loss)
 
     def _step(self, loss: Tensor | float | None) -> None:
-        if self._algorithm_side is None or self._stepped:
-            raise UserError(
-                "training loop: expected step() once for each batch of run.batches(); got a call "
-                "without a batch"
-            )
         if loss is None and self.options.max_loss is not None and self.options.compute == "real":
             raise UserError(
                 "--max-loss: expected the loss of every batch, got a step() without one; call "
                 "run.step(loss), or leave --max-loss out"
             )
-        if self._watch is not None:
-            self._watch.end()
-        self._stepped = True
-        value = loss.item() if isinstance(loss, Tensor) else loss
-        self._loop_side = getcurrent()
-        # The algorithm goes on, until it wants the gradient of the next batch.
-        self._algorithm_side.parent = self._loop_side
-        self._ticket = self._algorithm_side.switch(value)
-
-    def _compute(self, ticket: Ticket) -> float | None:
-        """On the algorithm's side: let the user's loop compute a batch, to its step()."""
-        assert self._loop_side is not None
-        loss: float | None = self._loop_side.switch(ticket)
-        return loss
+        self._loop.step(loss)
 
     def clip_grad_norm_(self, max_norm: float) -> None:
         """Clip the gradient of this step, between ``backward()`` and :meth:`step`.
@@ -359,6 +461,26 @@ class DataParallel:
         """
         with self._words():
             self._ready().worker.clip_step(max_norm)
+
+    # -- beside the gradients ---------------------------------------------------------------
+    def log(self, **figures: float) -> None:
+        """Add figures to the metrics: their means over all workers, line by line.
+
+        Raises:
+            UserError: one is no number.
+        """
+        with self._words():
+            self._ready().figures.tell(figures)
+
+    def reduce(self, value: float | Tensor, how: Literal["mean", "sum"] = "mean") -> Tensor:
+        """The mean or the sum of a number, or a tensor, over all workers that live.
+
+        Every worker has to call it equally often, as at the ends of :meth:`epochs`, and waits
+        there for the others.
+        """
+        with self._words():
+            total, count = among_workers.add_up(self._ready().worker, value)
+        return total / count if how == "mean" else total
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -395,7 +517,7 @@ def _check_alone_over_mpi() -> None:
     other = DataParallel._open
     if other is None:
         return
-    if other._loop is None:
+    if other._batches is None:
         agree(other.transport, _refuse_second)
     _refuse_second()
 
@@ -421,26 +543,6 @@ def _check_given(module: object, evaluate: object, settings: dict[str, Any]) -> 
         )
 
 
-def _length(dataset: Any, options: RunOptions) -> int:
-    """Of what :meth:`DataParallel.batches` was given; raises UserError if it is no data set."""
-    if isinstance(dataset, int) and options.compute == "timed":
-        return dataset
-    if isinstance(dataset, DataLoader):
-        raise UserError(
-            "batches(): expected a map-style data set, got a DataLoader; give its .dataset, and "
-            "DataParallel its batch_size and its num_workers as loader_workers"
-        )
-    if not (isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")) or isinstance(
-        dataset, DatasetPair
-    ):
-        raise UserError(
-            "batches(): expected a map-style data set, with a length and items by number, got "
-            f"{type(dataset).__name__}"
-            + ("; give its .train" if isinstance(dataset, DatasetPair) else "")
-        )
-    return len(dataset)
-
-
 def _settled(
     transport: Transport, options: RunOptions | None, settings: dict[str, Any], module: nn.Module
 ) -> RunOptions:
@@ -449,7 +551,7 @@ def _settled(
         agree(transport, lambda: _check_alone(settings))
         return options
     # The commands' defaults name the built-in model and data, which these are not.
-    named = {"model": type(module).__name__, "dataset": "own", **settings}
+    named = {"model": type(module).__name__, "dataset": OWN_DATA, **settings}
     given: Settings = {(name,): Setting(value, name) for name, value in named.items()}
     asked = agree(transport, lambda: build(RunOptions, given))
     settled = settle(transport, RunOptions, given, asked)
@@ -457,6 +559,22 @@ def _settled(
         transport.close()
         raise SystemExit(0)
     return settled
+
+
+def _for_one_process(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with which one process trains, for debugging, what was written for several.
+
+    With one worker every algorithm is plain training, and ar-sgd needs no server for it.
+    """
+    name = settings.get("algorithm", RunOptions.model_fields["algorithm"].default)
+    algorithm = registry.find(name)
+    if algorithm.server is None and algorithm.least_workers == 1:
+        return settings
+    if not settings.get("quiet", False):
+        alone = f"one process trains alone, as ar-sgd does; start {name} with mpirun -np 3 or more"
+        guard.warn([alone])
+    kept = {name: value for name, value in settings.items() if name not in FOR_SEVERAL}
+    return {**kept, "algorithm": "ar-sgd"}
 
 
 def _check_alone(settings: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from aladdin_mpi.budget import Budget, Report
 from aladdin_mpi.training.evaluation import Evaluator, Snapshots
 from aladdin_mpi.training.ledger import Ledger
 from aladdin_mpi.training.losses import Losses
+from aladdin_mpi.training.own_figures import Means
 from aladdin_mpi.training.recorder import Metrics, Progress
 from aladdin_mpi.training.variance import ModelVariance
 from aladdin_mpi.transport.base import Transport
@@ -77,6 +78,7 @@ class Keeper:
         self._steps: dict[int, int] = {}
         self._loss_sum = 0.0
         self._loss_samples = 0
+        self.own_figures = Means()
         self._rate: float | None = None
         self._unlogged = 0
         self._last_log = (0, 0.0)
@@ -159,6 +161,7 @@ class Keeper:
             return
         seconds = self.seconds
         samples_before, seconds_before = self._last_log
+        own = self.own_figures.take()
         values = {
             **self.moment(),
             "loss": self._loss_sum / self._loss_samples if self._loss_samples else None,
@@ -167,6 +170,7 @@ class Keeper:
             "wait_fraction": self.wait_fraction,
             "bytes_sent_per_step": self.bytes_sent_per_step,
             "gradients_refused": self.ledger.count("gradient refused"),
+            **own,
         }
         if self._server is not None:
             values["staleness"] = self._server.staleness
@@ -175,12 +179,14 @@ class Keeper:
         self._last_log = (drawn, seconds)
         self._loss_sum, self._loss_samples, self._unlogged = 0.0, 0, 0
         self.metrics.append("train", values)
-        self._show(drawn, values, seconds)
+        self._show(drawn, values, seconds, own)
 
-    def _show(self, drawn: int, values: Mapping[str, Any], seconds: float) -> None:
+    def _show(
+        self, drawn: int, values: Mapping[str, Any], seconds: float, own: Mapping[str, float]
+    ) -> None:
         if self.progress is None:
             return
-        shown = ["epoch", "loss", "samples_per_second", "staleness", "wire_bits", "pi"]
+        shown = ["epoch", "loss", *own, "samples_per_second", "staleness", "wire_bits", "pi"]
         facts = {name: values[name] for name in shown if values.get(name) is not None}
         left = seconds * (self.plan.total - drawn) / drawn if drawn else None
         self.progress.show(drawn, facts, left)
@@ -259,6 +265,7 @@ class Keeper:
         """The state between two segments."""
         return {
             "drawn": self.budget.drawn,
+            "passed_over": self.budget.passed_over,
             "seconds": self._seconds,
             "waiting": self._waiting,
             "sent": self._sent,
@@ -269,11 +276,13 @@ class Keeper:
             "next": (self._next_log, self._next_eval),
             "failures": self.losses.records if self.losses else [],
             "measuring": self._measuring,
+            "rate": self._rate,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
         self.budget.drawn = state["drawn"]
+        self.budget.passed_over = state.get("passed_over", 0)
         self._seconds = state["seconds"]
         self._waiting, self._sent = state["waiting"], state["sent"]
         self._steps = state["steps"]
@@ -284,3 +293,4 @@ class Keeper:
         if self.losses is not None:
             self.losses.records = state["failures"]
         self._measuring = state["measuring"]
+        self._rate = state.get("rate")

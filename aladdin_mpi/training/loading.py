@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from aladdin_mpi.training.sampler import ShardedStream
 
 Batch = tuple[Tensor, Tensor]
 Key = tuple[int, int]
+Collate = Callable[[list[Any]], Any]
 
 
 class BatchSource:
@@ -39,6 +40,7 @@ class BatchSource:
         start_method: how loader processes are started. The others than ``fork`` import
             the program's main module again; where that starts MPI, they would start as
             a rank that exists already.
+        collate: makes a batch of a list of samples; None: of (input, label) pairs.
     """
 
     def __init__(
@@ -49,21 +51,24 @@ class BatchSource:
         loader_workers: int = 0,
         augment: bool = True,
         start_method: str = "fork",
+        collate: Collate | None = None,
     ) -> None:
         self.dataset = dataset
         self.stream = stream
+        self.collate = collate or _collate
         self.batch_size = batch_size
         self.loader_workers = loader_workers
         self.augment = augment
         self.start_method = start_method
-        self._loaded: Iterator[Batch] | None = None
-        self._rest: Batch | None = None
+        self._view = TrainingView(dataset, stream.seed, augment)
+        self._loaded: Iterator[Any] | None = None
 
-    def next_batch(self, count: int | None = None) -> Batch:
+    def next_batch(self, count: int | None = None) -> Any:
         """Return the next ``count`` samples, by default ``batch_size``.
 
         Returns:
-            Inputs (count, ...), float32 for images, and int64 labels (count,).
+            What ``collate`` makes of them; of pairs inputs (count, ...), float32 for images, and
+            int64 labels (count,).
         """
         count = self.batch_size if count is None else count
         if isinstance(self.dataset, ImageArrays):
@@ -71,27 +76,20 @@ class BatchSource:
             if self.augment:
                 return self.dataset.training_batch(indices, epochs, self.stream.seed)
             return self.dataset.evaluation_batch(indices)
-        batch = self._load(count)
+        if count != self.batch_size:
+            # A part of a round, at the end of a segment: what was loaded ahead is cut otherwise.
+            self._loaded = None
+            return self.collate(self._view.__getitems__(_keys(self.stream, count)))
+        if self._loaded is None:
+            self._loaded = self._start()
+        batch = next(self._loaded)
         self.stream.position += count
         return batch
 
-    def _load(self, count: int) -> Batch:
-        """Take ``count`` samples from what was loaded ahead; keep what is left over."""
-        if self._loaded is None:
-            self._loaded = self._start()
-        inputs, labels = self._rest or next(self._loaded)
-        while len(labels) < count:
-            more = next(self._loaded)
-            inputs, labels = torch.cat([inputs, more[0]]), torch.cat([labels, more[1]])
-        left = len(labels) > count
-        self._rest = (inputs[count:], labels[count:]) if left else None
-        return inputs[:count], labels[:count]
-
-    def _start(self) -> Iterator[Batch]:
+    def _start(self) -> Iterator[Any]:
         # The loader runs ahead on a stream of its own; ours counts what was consumed.
         keys = _KeyBatches(self.stream.copy(), self.batch_size)
-        view = _TrainingView(self.dataset, self.stream.seed, self.augment)
-        return _load_in_order(view, keys, self.loader_workers, self.start_method)
+        return load_in_order(self._view, keys, self.loader_workers, self.start_method, self.collate)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in consumed samples; those loaded ahead do not count."""
@@ -105,7 +103,6 @@ class BatchSource:
     def close(self) -> None:
         """End the loader processes; the next batch would start them again."""
         self._loaded = None
-        self._rest = None
 
 
 def test_batches(
@@ -115,7 +112,7 @@ def test_batches(
     if not isinstance(dataset, ImageArrays):
         places = range(len(dataset))
         batches = [places[i : i + batch_size] for i in range(0, len(places), batch_size)]
-        yield from _load_in_order(dataset, batches, loader_workers, start_method)
+        yield from load_in_order(dataset, batches, loader_workers, start_method)
         return
     for start in range(0, len(dataset), batch_size):
         yield dataset.evaluation_batch(slice(start, start + batch_size))
@@ -137,7 +134,7 @@ def train_batches_for_statistics(
 
 def describe(dataset: MapDataset) -> dict[str, Any]:
     """What the data sets of all workers must have in common: sizes, and the first sample."""
-    with _global_generators_kept():
+    with global_generators_kept():
         inputs, labels = _collate([dataset[0]])
     return {
         "length": len(dataset),
@@ -156,11 +153,15 @@ class _KeyBatches:
 
     def __iter__(self) -> Iterator[list[Key]]:
         while True:
-            epochs, indices = self._stream.take(self._batch_size)
-            yield list(zip(epochs.tolist(), indices.tolist(), strict=True))
+            yield _keys(self._stream, self._batch_size)
 
 
-class _TrainingView(Dataset[Any]):
+def _keys(stream: ShardedStream, count: int) -> list[Key]:
+    epochs, indices = stream.take(count)
+    return list(zip(epochs.tolist(), indices.tolist(), strict=True))
+
+
+class TrainingView(Dataset[Any]):
     """A data set indexed by (epoch, index), with augmentation decided by them and the seed."""
 
     def __init__(self, dataset: MapDataset, seed: int, augment: bool) -> None:
@@ -171,7 +172,7 @@ class _TrainingView(Dataset[Any]):
     def __getitems__(self, keys: list[Key]) -> list[Any]:
         epochs, indices = torch.tensor(keys).numpy().T
         numbers = sample_keys(self._seed, AUGMENTATION, epochs, indices).tolist()
-        with _global_generators_kept():
+        with global_generators_kept():
             return [
                 self._sample(index, number)
                 for index, number in zip(indices.tolist(), numbers, strict=True)
@@ -180,11 +181,11 @@ class _TrainingView(Dataset[Any]):
     def _sample(self, index: int, number: int) -> Any:
         if self._augmented is not None:
             return self._augmented(index, number)
-        _seed_global_generators(number)
+        seed_global_generators(number)
         return self._dataset[index]
 
 
-def _seed_global_generators(key: int) -> None:
+def seed_global_generators(key: int) -> None:
     """Seed those that a user's augmentation may draw from: torch's, Python's and numpy's."""
     torch.default_generator.manual_seed(key)
     random.seed(key)
@@ -192,7 +193,7 @@ def _seed_global_generators(key: int) -> None:
 
 
 @contextmanager
-def _global_generators_kept() -> Iterator[None]:
+def global_generators_kept() -> Iterator[None]:
     """Leave the global generators afterwards as they were before."""
     states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
     try:
@@ -203,14 +204,19 @@ def _global_generators_kept() -> Iterator[None]:
         np.random.set_state(states[2])
 
 
-def _load_in_order(
-    dataset: Any, batches: Iterable[Any], loader_workers: int, start_method: str
-) -> Iterator[Batch]:
+def load_in_order(
+    dataset: Any,
+    batches: Iterable[Any],
+    loader_workers: int,
+    start_method: str = "fork",
+    collate: Collate | None = None,
+) -> Iterator[Any]:
+    """Batches of the samples that ``batches`` lists, loaded ahead by processes if there are any."""
     loader = DataLoader(
         dataset,
         batch_sampler=cast(Any, batches),
         num_workers=loader_workers,
-        collate_fn=_collate,
+        collate_fn=collate or _collate,
         multiprocessing_context=start_method if loader_workers else None,
         # Without one of its own it would draw from the global generator.
         generator=torch.Generator(),

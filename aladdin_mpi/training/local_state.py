@@ -6,11 +6,33 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from aladdin_mpi.algorithms.worker import Loss
 from aladdin_mpi.budget import Ticket
+from aladdin_mpi.errors import UserError
 from aladdin_mpi.replica import PhantomReplica, Replica
 
-Compute = Callable[[Ticket], float | None]
+Compute = Callable[[Ticket], Loss]
+
+
+def check_plain(value: object, place: str) -> None:
+    """Check that a checkpoint, which holds no code, can hold ``value``.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if isinstance(value, dict):
+        for key, each in value.items():
+            check_plain(each, f"{place}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for number, each in enumerate(value):
+            check_plain(each, f"{place}[{number}]")
+    elif not (value is None or isinstance(value, (Tensor, bool, int, float, str))):
+        raise UserError(
+            f"{place}: expected tensors, numbers, strings, and lists and dicts of these, got "
+            f"{type(value).__name__}; put what it is made of there, such as a state_dict()"
+        )
 
 
 class LocalState:
@@ -20,9 +42,16 @@ class LocalState:
         replica: whose module's buffers are kept.
         shared: several ranks share this process, as in virtual time: each computes
             with a random state of its own.
+        user: what the training loop wants to have kept.
     """
 
-    def __init__(self, replica: Replica | PhantomReplica, shared: bool) -> None:
+    def __init__(
+        self,
+        replica: Replica | PhantomReplica,
+        shared: bool,
+        user: dict[str, Any] | None = None,
+    ) -> None:
+        self._user = {} if user is None else user
         self._replica = replica
         self._shared = shared
         self._random = torch.get_rng_state()
@@ -37,7 +66,7 @@ class LocalState:
         if not self._shared:
             return compute
 
-        def compute_so(ticket: Ticket) -> float | None:
+        def compute_so(ticket: Ticket) -> Loss:
             kept = torch.get_rng_state()
             torch.set_rng_state(self._random)
             loss = compute(ticket)
@@ -50,10 +79,13 @@ class LocalState:
     def state_dict(self) -> dict[str, Any]:
         """The state between two segments."""
         random = self._random if self._shared else torch.get_rng_state()
-        return {"random": random, "buffers": self._replica.buffers()}
+        check_plain(self._user, "run.state")
+        return {"random": random, "buffers": self._replica.buffers(), "user": self._user}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
+        self._user.clear()
+        self._user.update(state.get("user", {}))
         self._random = state["random"]
         if not self._shared:
             torch.set_rng_state(self._random)

@@ -18,7 +18,7 @@ from aladdin_mpi.algorithms import registry
 from aladdin_mpi.algorithms.base import Role, Server
 from aladdin_mpi.algorithms.registry import Algorithm
 from aladdin_mpi.algorithms.server import ParameterServer
-from aladdin_mpi.algorithms.worker import Pace, Worker
+from aladdin_mpi.algorithms.worker import Loss, Pace, Worker
 from aladdin_mpi.budget import Ticket
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.dgc import DeepGradientCompression
@@ -39,6 +39,7 @@ from aladdin_mpi.training.heartbeats import Heartbeats
 from aladdin_mpi.training.keeper import Keeper, Plan
 from aladdin_mpi.training.local_state import LocalState
 from aladdin_mpi.training.losses import Losses, settle
+from aladdin_mpi.training.own_figures import OwnFigures
 from aladdin_mpi.training.own_optimizer import OwnOptimizer
 from aladdin_mpi.training.recorder import Metrics, Progress
 from aladdin_mpi.training.run_lock import RunLock
@@ -49,6 +50,9 @@ from aladdin_mpi.training.summary import summarise
 from aladdin_mpi.training.suspension import Suspension
 from aladdin_mpi.training.variance import ModelVariance, draw_places
 from aladdin_mpi.transport.base import Transport
+
+CHECKPOINT_SECONDS = 600.0
+"""Between checkpoints, if nobody says otherwise."""
 
 
 class Rank:
@@ -61,6 +65,7 @@ class Rank:
         optimizer: None: momentum SGD.
         schedule: factor of the learning rate by the samples drawn; None: as the options say.
         may_clip: see :class:`Worker`.
+        state: of the user's loop, for checkpoints.
         compute: see :class:`Worker`.
         evaluate: see :class:`Evaluator`; None: no evaluations. Unless it is a
             :class:`Measurement`, the module has batch norm's statistics estimated before.
@@ -77,11 +82,12 @@ class Rank:
         module: nn.Module,
         epoch: int,
         data: Mapping[str, Any],
-        compute: Callable[[Ticket], float | None],
+        compute: Callable[[Ticket], Loss],
         evaluate: Evaluate | None,
         optimizer: OwnOptimizer | None = None,
         schedule: Callable[[int], float] | None = None,
         may_clip: bool = False,
+        state: dict[str, Any] | None = None,
     ) -> None:
         self.transport = transport
         self.options = options
@@ -96,15 +102,16 @@ class Rank:
         self._described = "sgd" if optimizer is None else optimizer.describe()
         check_agreement(transport, options, self.replica.shapes, data, servers, self._described)
         self.worker_count = transport.size - servers
-        self.plan = _plan(options, epoch)
+        self.plan = _plan(options, epoch, transport.engine == "mpi")
         base = options.lr if optimizer is None else 1.0
         self.lr = LearningRate(options, self.worker_count, epoch, self.plan.total, base, schedule)
         self.run_dir = self._folder()
         self._share_model()
-        self.local = LocalState(self.replica, shared=transport.engine == "virtual")
+        self.local = LocalState(self.replica, transport.engine == "virtual", state)
         self.optimizer = agree(transport, lambda: self._optimizer(optimizer))
         self.role = agree(transport, lambda: self._role(compute, may_clip))
         self.keeper = self._keeper() if transport.rank == 0 else None
+        self.figures = OwnFigures(transport, self.keeper.own_figures if self.keeper else None)
         self._watch()
         done = self.keeper.evaluate_copy if self.keeper else _nobody
         self.snapshots = Snapshots(transport, self.layout, self.role, self._holders, done)
@@ -220,7 +227,7 @@ class Rank:
         registry.check_optimizer(self.algorithm, options, optimizer)
         return optimizer
 
-    def _role(self, compute: Callable[[Ticket], float | None], may_clip: bool) -> Role:
+    def _role(self, compute: Callable[[Ticket], Loss], may_clip: bool) -> Role:
         algorithm, options, x = self.algorithm, self.options, self.replica.parameters
         optimizer = self.optimizer
         wire = self._codec(optimizer)
@@ -236,7 +243,7 @@ class Rank:
             self.replica,
             self.local.computing(compute),
             self._pace(),
-            options.batch_size,
+            options.step_size,
             self.lr,
             options.wait_free,
             algorithm.lockstep,
@@ -255,7 +262,7 @@ class Rank:
 
         Rounds follow from the samples, so that fast workers do not run ahead in the schedule.
         """
-        round_size = self.options.batch_size * self.worker_count
+        round_size = self.options.step_size * self.worker_count
         self.optimizer.advance(self.worker.ticket.start // round_size + 1)
 
     def rate(self) -> float:
@@ -457,10 +464,12 @@ class Rank:
         values.div_(weights.item())
 
 
-def _plan(options: RunOptions, epoch: int) -> Plan:
+def _plan(options: RunOptions, epoch: int, over_mpi: bool) -> Plan:
     total = options.samples or max(1, round((options.epochs or 0) * epoch))
     every = options.checkpoint_every
     by_samples = by_seconds = 0.0
+    if every is None and over_mpi:
+        by_seconds = CHECKPOINT_SECONDS
     if every is not None:
         by_samples = every.samples or (every.epochs or 0) * epoch
         by_seconds = every.seconds or 0.0

@@ -73,9 +73,13 @@ def table(summary: Mapping[str, Any]) -> str:
         value = summary.get(key)
         if value is None:
             continue
-        text = f"{value:,.4g}" if isinstance(value, float) and value < 1e4 else f"{value}"
-        if isinstance(value, (int, float)) and value >= 1e4:
-            text = f"{value:,.0f}"
-        rows.append((label, f"{text} {unit}".rstrip()))
+        rows.append((label, f"{_short(value)} {unit}".rstrip()))
+    rows += [(name, _short(value)) for name, value in summary.get("own", {}).items()]
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"  {label:<{width}}  {value}" for label, value in rows)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, (int, float)) and value >= 1e4:
+        return f"{value:,.0f}"
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -35,12 +36,20 @@ class ShardedStream:
         worker: this worker's number, 0 to ``workers`` - 1.
         workers: number of workers.
         seed: the seed of the run.
+        order: of an epoch's samples, ``length`` indices; None: a permutation by the seed.
 
     Raises:
         UserError: if there are fewer samples than workers.
     """
 
-    def __init__(self, length: int, worker: int, workers: int, seed: int) -> None:
+    def __init__(
+        self,
+        length: int,
+        worker: int,
+        workers: int,
+        seed: int,
+        order: Callable[[int], Int64Array] | None = None,
+    ) -> None:
         if not 0 <= worker < workers:
             raise ValueError(f"worker must be in [0, {workers}), not {worker}")
         if length < workers:
@@ -52,6 +61,7 @@ class ShardedStream:
         self.worker = worker
         self.workers = workers
         self.seed = seed
+        self._order = order
         self.shard_size = len(range(worker, length, workers))
         self._position = 0
         self._shard_epoch = -1
@@ -75,7 +85,7 @@ class ShardedStream:
 
     def copy(self) -> ShardedStream:
         """Return an independent stream at the same position."""
-        other = ShardedStream(self.length, self.worker, self.workers, self.seed)
+        other = ShardedStream(self.length, self.worker, self.workers, self.seed, self._order)
         other.position = self.position
         return other
 
@@ -95,11 +105,16 @@ class ShardedStream:
 
     def _shard_of(self, epoch: int) -> Int64Array:
         if epoch != self._shard_epoch:
-            order = _permutation(self.length, self.seed, epoch)
+            order = self._order_of(epoch)
             # A view: workers in the same epoch of one process share one permutation.
             self._shard = order[self.worker :: self.workers]
             self._shard_epoch = epoch
         return self._shard
+
+    def _order_of(self, epoch: int) -> Int64Array:
+        if self._order is None:
+            return _permutation(self.length, self.seed, epoch)
+        return self._order(epoch)
 
     def state_dict(self) -> dict[str, int]:
         """Return what :meth:`load_state_dict` needs."""

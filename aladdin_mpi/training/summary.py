@@ -37,6 +37,8 @@ def summarise(
     keeper.progress.close()
     servers = rank.layout.servers
     summary = {**_about(rank), **_accounts(totals, servers), **rank.role.facts()}
+    if own := keeper.own_figures.last:
+        summary["own"] = own
     # What workers reported ends with their last draw; this has their last wait too.
     all_waiting = sum(total.get("waiting", 0.0) for total in totals[servers:])
     whole = keeper.seconds * rank.worker_count
@@ -72,7 +74,7 @@ def _take_buffers(module: nn.Module, other: nn.Module) -> None:
 def _about(rank: Rank) -> dict[str, Any]:
     options, keeper = rank.options, rank.keeper
     assert keeper is not None
-    seconds, samples = keeper.seconds, keeper.budget.drawn
+    seconds, samples = keeper.seconds, keeper.budget.drawn - keeper.budget.passed_over
     return {
         "algorithm": options.algorithm,
         "engine": rank.transport.engine,

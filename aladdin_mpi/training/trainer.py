@@ -34,7 +34,7 @@ def train(options: RunOptions, transport: Transport) -> dict[str, Any]:
     data, module = agree(transport, lambda: _prepare(options))
     run = DataParallel(module, options, transport=transport, evaluate=_evaluation(options, data))
     for inputs, labels in run.batches(data.train):
-        loss = _loss(module, inputs, labels, options.precision)
+        loss = _loss(module, inputs, labels, options.precision) / options.accumulate
         loss.backward()
         run.step(loss)
     return run.summary

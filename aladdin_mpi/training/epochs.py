@@ -1,0 +1,87 @@
+"""A run's batches by epoch, and loops that are left before they end by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class Batches(Iterator[Any]):
+    """The batches of a run, for one loop.
+
+    When nobody holds it any more before it has come to its end, the loop has been left: by
+    ``break``, or by an error. Which of the two cannot be told at that moment.
+
+    Args:
+        batches: of the run.
+        left: called then.
+    """
+
+    def __init__(self, batches: Iterator[Any], left: Callable[[], None]) -> None:
+        self._batches = batches
+        self._left = left
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        return next(self._batches)
+
+    def __del__(self) -> None:
+        """Nobody holds it any more."""
+        self._left()
+
+
+class Epoch(Iterator[Any]):
+    """The batches that a worker computes while the workers together go through the data once.
+
+    A worker that is slow has fewer of them, or none. ``break`` ends the epoch for all.
+
+    Args:
+        number: from 0.
+        batches: of the run.
+        is_past: whether the next batch belongs to a later epoch, or there is none.
+    """
+
+    def __init__(self, number: int, batches: Iterator[Any], is_past: Callable[[], bool]) -> None:
+        self.number = number
+        self.is_done = False
+        self._batches = batches
+        self._is_past = is_past
+
+    def __int__(self) -> int:
+        """Its number, from 0."""
+        return self.number
+
+    __index__ = __int__
+
+    def __str__(self) -> str:
+        """Its number, from 0."""
+        return str(self.number)
+
+    def __format__(self, spec: str) -> str:
+        """Its number, as ``spec`` says."""
+        return format(self.number, spec)
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        if not self._is_past():
+            for batch in self._batches:
+                return batch
+        self.is_done = True
+        raise StopIteration
+
+
+class HeldBack(Iterator[Any]):
+    """Batches of which the first has been asked for already, to see whether there is any."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._first = [batch for batch in (next(batches, None),) if batch is not None]
+
+    @property
+    def has_first(self) -> bool:
+        """Whether it has not been taken yet."""
+        return bool(self._first)
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        return self._first.pop() if self._first else next(self._batches)
