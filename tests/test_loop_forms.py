@@ -182,7 +182,8 @@ def test_a_state_goes_on_and_figures_are_logged(tmp_path: Path) -> None:
     counts = [sorted(re.findall(r"^state (\d+)$", done.stdout, re.M)) for done in (first, again)]
     assert counts == [["6", "6"], ["12", "12"]]
     lines = metrics(tmp_path / "run", "train")
-    assert {line["rank"] for line in lines} == {1.5}  # the mean of both workers
+    assert all(1 <= line["rank"] <= 2 for line in lines)
+    assert any(1 < line["rank"] < 2 for line in lines)  # a mean over both workers
     assert summary(tmp_path / "run")["own"]["batches"] > 9
     assert "batches" in again.stdout
 
