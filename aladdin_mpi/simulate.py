@@ -8,7 +8,9 @@ from aladdin_mpi import guard
 
 DESCRIPTION = (
     "Train, or only time, a model with data parallelism on a modelled cluster in virtual time. "
-    "All figures of time are virtual; the same seed gives the same bytes."
+    "All figures of time are virtual; the same seed gives the same bytes. With a script of your "
+    "own first, aladdin_mpi.simulate SCRIPT.py [options] [-- its arguments], its DataParallel is "
+    "simulated, and options go over those in the script."
 )
 
 
@@ -18,9 +20,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
+    import sys
+
     from aladdin_mpi.cli import read
     from aladdin_mpi.options import SimulateOptions, followed
 
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0].endswith(".py"):
+        return _simulate_script(words)
     given = read(SimulateOptions, argv, "aladdin_mpi.simulate", DESCRIPTION)
     options = followed(SimulateOptions, given)
 
@@ -32,6 +39,20 @@ def _main(argv: Sequence[str] | None) -> int:
     if settled is not None:
         guard.warn(warnings(settled, given))
         simulate(settled)
+    return 0
+
+
+def _simulate_script(words: Sequence[str]) -> int:
+    from pathlib import Path
+
+    from aladdin_mpi.cli import read
+    from aladdin_mpi.options import SimulateOptions
+    from aladdin_mpi.training.script import simulate_script
+
+    script, *rest = words
+    cut = rest.index("--") if "--" in rest else len(rest)
+    typed = read(SimulateOptions, rest[:cut], "aladdin_mpi.simulate", DESCRIPTION)
+    simulate_script(Path(script), rest[cut + 1 :], typed)
     return 0
 
 

@@ -17,23 +17,24 @@ from torch.utils.hooks import RemovableHandle
 from aladdin_mpi import guard, stop_signal
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.errors import SUSPENDED_STATUS, SuspendedError, UserError
-from aladdin_mpi.options import OWN_DATA, RunOptions
+from aladdin_mpi.options import OWN_DATA, RunOptions, SimulateOptions
 from aladdin_mpi.refusals import Reason, Refusal, report
-from aladdin_mpi.settings import Setting, Settings, build
+from aladdin_mpi.settings import Setting, Settings, build, overlay
 from aladdin_mpi.tags import SEALED
 from aladdin_mpi.training import among_workers, heap
 from aladdin_mpi.training.auto_resume import settle
+from aladdin_mpi.training.deal import Deal, deal
 from aladdin_mpi.training.device import choose_device
 from aladdin_mpi.training.epochs import Batches, Epoch, HeldBack
 from aladdin_mpi.training.evaluation import Evaluate
 from aladdin_mpi.training.exchange import agree
-from aladdin_mpi.training.feeds import Feed, SampleFeed, Source, feed_of
 from aladdin_mpi.training.loop import Loop
 from aladdin_mpi.training.loop_watch import LoopWatch
 from aladdin_mpi.training.own_optimizer import Factory, resolve, settings_for
 from aladdin_mpi.training.own_words import check_effect, in_own_words
 from aladdin_mpi.training.placement import tell_placement
 from aladdin_mpi.training.rank import Rank
+from aladdin_mpi.training.script import OptionsFound, SimulatedRank, simulated_rank
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.sealed import SealedTransport
 
@@ -86,6 +87,7 @@ class DataParallel:
         UserError: bad settings, too few ranks, ranks that disagree, a folder in use.
     """
 
+    options: RunOptions
     _open: DataParallel | None = None
     """The run over MPI that has not ended."""
 
@@ -131,6 +133,12 @@ class DataParallel:
         optimizer: torch.optim.Optimizer | Factory | None,
         scheduler: LRScheduler | None,
     ) -> None:
+        simulated = simulated_rank() if transport is None else None
+        if simulated is not None:
+            self._owns_transport, transport = False, simulated.transport
+            if transport is None:
+                brought = settings_for(optimizer, self._schedule, settings)
+                raise OptionsFound(_simulated(simulated, {**brought, **settings}, module))
         if transport is None:
             _check_alone_over_mpi()
             transport = _over_mpi(float(settings.get("timeout", 1800.0)))
@@ -139,9 +147,12 @@ class DataParallel:
         agree(transport, lambda: _check_given(module, evaluate, settings))
         brought = agree(transport, lambda: settings_for(optimizer, self._schedule, settings))
         asked = {**brought, **settings}
-        if self._is_own_loop and transport.size == 1:
+        if self._is_own_loop and transport.size == 1 and simulated is None:
             asked = agree(transport, lambda: _for_one_process(asked))
-        self.options = _settled(transport, options, asked, module)
+        if simulated is not None:
+            self.options = _simulated(simulated, asked, module)
+        else:
+            self.options = _settled(transport, options, asked, module)
         self.algorithm = agree(transport, self._check)
         if self.options.checksum:
             transport = self.transport = _sealed(transport)
@@ -190,6 +201,16 @@ class DataParallel:
     def lr(self) -> float:
         """Learning rate of the current step; for display."""
         return self._ready().rate()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first worker: for what is printed or written once."""
+        return self.transport.rank == self._servers
+
+    def print(self, *values: object) -> None:
+        """Print on the first worker alone."""
+        if self.is_first:
+            print(*values, flush=True)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -266,15 +287,18 @@ class DataParallel:
             yield from self._run(data, sharded)
 
     def _run(self, data: Any, sharded: bool) -> Iterator[Any]:
-        feed = agree(self.transport, lambda: self._feed(data, sharded))
-        length = agree(self.transport, lambda: self._length(data, feed))
-        facts = agree(self.transport, lambda: self._facts(feed, length))
+        dealt = agree(
+            self.transport,
+            lambda: deal(data, sharded, self.options, self._given, self._is_own_loop),
+        )
+        facts = agree(self.transport, lambda: dealt.facts(self.is_server))
+        self.options, self._loop.batch_size = dealt.options, dealt.options.batch_size
         self._rank = rank = Rank(
             self.transport,
             self.options,
             self.algorithm,
             self.module,
-            length,
+            dealt.length,
             facts,
             self._loop.compute,
             self._evaluate,
@@ -284,12 +308,12 @@ class DataParallel:
             state=self.state,
         )
         self.run_dir = rank.run_dir
-        if self.options.resume is not None and feed is not None and feed.caveat:
-            guard.warn([feed.caveat] if self.transport.rank == 0 else [])
+        if self.options.resume is not None and dealt.caveat and self.transport.rank == 0:
+            guard.warn([dealt.caveat])
         if self.is_server:
             rank.segments.run()
         else:
-            yield from self._worker_batches(rank, feed)
+            yield from self._worker_batches(rank, dealt)
         if rank.segments.suspended:
             rank.suspend()
             self._leave()
@@ -300,72 +324,8 @@ class DataParallel:
             self.transport.close()
             atexit.unregister(self._check_ended)  # which would hold all vectors until then
 
-    # -- data -----------------------------------------------------------------------------
-    def _feed(self, data: Any, sharded: bool) -> Feed | None:
-        """How the data are dealt; None: there are none, only their number."""
-        if self.options.compute == "timed" and isinstance(data, int):
-            return None
-        if not self._is_own_loop:
-            return SampleFeed(data, pairs=True)
-        feed = feed_of(data, sharded, self.options.batch_size)
-        self.options = self.options.model_copy(update=self._of_loader(feed))
-        self._loop.batch_size = self.options.batch_size
-        return feed
-
-    def _of_loader(self, feed: Feed) -> dict[str, Any]:
-        """Options that a DataLoader decides.
-
-        Raises:
-            UserError: they were given otherwise.
-        """
-        found = {}
-        for name in ("batch_size", "loader_workers"):
-            its = getattr(feed, name)
-            if its is None:
-                continue
-            if name in self._given and self._given[name] != its:
-                raise UserError(
-                    f"{name}: expected that of the DataLoader, {its}, or none, got "
-                    f"{self._given[name]}; leave it out"
-                )
-            found[name] = its
-        return found
-
-    def _length(self, data: Any, feed: Feed | None) -> int:
-        """Samples of an epoch; of the run where nobody knows."""
-        if feed is None:
-            return int(data)
-        length = feed.length(self.options.batch_size)
-        if length is not None:
-            return length
-        if self.options.samples is None:
-            raise UserError(
-                "--epochs: expected data with a length, got "
-                f"{type(data).__name__}, which has none; give samples= instead"
-            )
-        return self.options.samples
-
-    def _facts(self, feed: Feed | None, length: int) -> dict[str, Any]:
-        """What this rank says of its data; a server has no need to read any."""
-        if feed is None or self.is_server or self.options.compute == "timed" or not length:
-            return {"length": length}
-        return {**feed.facts(), "length": length}
-
-    def _source(self, rank: Rank, feed: Feed | None) -> Source | None:
-        if self.options.compute == "timed" or feed is None:
-            return None
-        worker, options = rank.worker, self.options
-        return feed.source(
-            worker.index,
-            worker.count,
-            options.seed,
-            options.batch_size,
-            worker.samples,
-            options.loader_workers,
-        )
-
-    def _worker_batches(self, rank: Rank, feed: Feed | None) -> Iterator[Any]:
-        source = self._source(rank, feed)
+    def _worker_batches(self, rank: Rank, dealt: Deal) -> Iterator[Any]:
+        source = dealt.source(rank.worker)
         watch = None
         if self._is_own_loop and self.options.compute == "real":
             watch = LoopWatch(self.module)
@@ -550,15 +510,24 @@ def _settled(
     if options is not None:
         agree(transport, lambda: _check_alone(settings))
         return options
-    # The commands' defaults name the built-in model and data, which these are not.
-    named = {"model": type(module).__name__, "dataset": OWN_DATA, **settings}
-    given: Settings = {(name,): Setting(value, name) for name, value in named.items()}
+    given = _named(settings, module)
     asked = agree(transport, lambda: build(RunOptions, given))
     settled = settle(transport, RunOptions, given, asked)
     if settled is None:
         transport.close()
         raise SystemExit(0)
     return settled
+
+
+def _named(settings: dict[str, Any], module: nn.Module) -> Settings:
+    """Arguments as settings; the commands' defaults name a model and data that these are not."""
+    named = {"model": type(module).__name__, "dataset": OWN_DATA, **settings}
+    return {(name,): Setting(value, name) for name, value in named.items()}
+
+
+def _simulated(rank: SimulatedRank, settings: dict[str, Any], module: nn.Module) -> SimulateOptions:
+    """The options of a script in virtual time: those typed go over its own."""
+    return build(SimulateOptions, overlay(SimulateOptions, _named(settings, module), rank.typed))
 
 
 def _for_one_process(settings: dict[str, Any]) -> dict[str, Any]:

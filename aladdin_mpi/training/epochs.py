@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+_END = object()
+
 
 class Batches(Iterator[Any]):
     """The batches of a run, for one loop.
@@ -75,7 +77,7 @@ class HeldBack(Iterator[Any]):
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
-        self._first = [batch for batch in (next(batches, None),) if batch is not None]
+        self._first = [batch for batch in (next(batches, _END),) if batch is not _END]
 
     @property
     def has_first(self) -> bool:

@@ -1,0 +1,111 @@
+"""Scripts as people have them, for one process, and what it takes to train them in parallel."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.commands import simulate, summary
+from tests.launch import ROOT, Completed, needs, run_ranks
+from tests.test_own_loop import HERE
+
+ONE, PARALLEL = ROOT / "examples" / "one_process", ROOT / "examples" / "parallel"
+MOST = 8
+"""Lines that may be new or changed."""
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in ONE.glob("*.py")))
+def test_few_lines_are_changed(name: str) -> None:
+    before, after = ((folder / name).read_text().splitlines() for folder in (ONE, PARALLEL))
+    text = after.index('"""', 1)  # the docstring says how it is started
+    diff = difflib.ndiff(before[text:], after[text:])
+    changed = [line for line in diff if line.startswith("+ ") and line[2:].strip()]
+    assert 3 <= len(changed) <= MOST, changed
+
+
+@needs("openmpi")
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "aladdin",
+        "osgp",
+        pytest.param("ar-sgd", marks=pytest.mark.long),
+        pytest.param("bsp", marks=pytest.mark.long),
+    ],
+)
+def test_the_gpt_learns_in_parallel(tmp_path: Path, algorithm: str) -> None:
+    text = (PARALLEL / "char_gpt.py").read_text()
+    text = text.replace("clip=1.0", f"clip=1.0, algorithm={algorithm!r}, run_dir='run'")
+    (tmp_path / "script.py").write_text(text)
+    done = run_ranks(3, ["script.py"], env=HERE, cwd=tmp_path, timeout=120)
+    losses = [float(loss) for loss in re.findall(r"^epoch \d: ([\d.]+)", done.stdout, re.M)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] < 3.5
+    assert (tmp_path / "char_gpt.pt").is_file()
+    found = summary(tmp_path / "run")
+    assert found["gradients_applied"] == found["gradients_computed"]
+
+
+# -- in virtual time ----------------------------------------------------------------------------
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from aladdin_mpi import DataParallel
+
+torch.manual_seed(1)
+inputs = torch.randn(64, 3)
+model = nn.Linear(3, 1)
+run = DataParallel(model, algorithm="easgd", samples=640, batch_size=4, run_dir=sys.argv[1])
+mean = 0.0
+for epoch in run.epochs(TensorDataset(inputs)):
+    for (batch,) in epoch:
+        loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        run.step(loss)
+    mean = run.reduce(loss).item()
+run.print(f"loss {mean:.6f} of {run.transport.size} ranks")
+"""
+
+
+def simulated(folder: Path, *words: str) -> Completed:
+    (folder / "script.py").write_text(SCRIPT)
+    *options, run = words
+    return simulate(None, folder / "script.py", *options, folder / run)
+
+
+def test_a_script_runs_in_virtual_time(tmp_path: Path) -> None:
+    """Real gradients, the same bytes each time; what is typed goes over what the script says."""
+    words = ("--workers", "5", "--slowdown", "0=10", "--quiet", "--", "a")
+    first = simulated(tmp_path, *words)
+    again = simulated(tmp_path, *words[:-1], "b")
+    found = summary(tmp_path / "a")
+    assert (found["workers"], found["engine"], found["samples"]) == (5, "virtual", 640)
+    assert "of 6 ranks" in first.stdout
+    assert first.stdout == again.stdout
+    assert float(first.stdout.split()[1]) < 0.5
+    files = [(tmp_path / name / "metrics.jsonl").read_text() for name in "ab"]
+    assert files[0] == files[1]
+    simulated(tmp_path, "--workers", "3", "--algorithm", "ar-sgd", "--quiet", "--", "c")
+    found = summary(tmp_path / "c")
+    assert (found["algorithm"], found["workers"], found["servers"]) == ("ar-sgd", 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["none.py"], "expected a Python file, got "),
+        (["script.py", "--compute", "timed", "--", "d"], "expected a script whose run begins"),
+        (["empty.py"], "expected a script that makes a DataParallel"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(tmp_path: Path, words: list[str], error: str) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "empty.py").write_text("")
+    done = simulate(None, tmp_path / words[0], *words[1:], check=False)
+    assert done.returncode == 2
+    assert error in done.stderr
