@@ -167,11 +167,11 @@ class RunOptions(BaseModel):
         default_text=f"{SGD_RATE:g} for sgd, {OTHER_RATE:g} for others",
         gt=0,
     )
-    lr_scaling: Literal["auto", "linear", "sqrt", "none"] = option(
-        "auto",
-        "multiply the learning rate by the number of workers, its square root, or nothing; auto: "
-        "linear for sgd, nothing for others",
+    lr_scaling: Literal["linear", "sqrt", "none"] = option(
+        "linear",
+        "multiply the learning rate by the number of workers, its square root, or nothing",
         group="optimisation",
+        default_text="linear for sgd, none for others",
     )
     lr_factors: dict[str, Annotated[float, Field(ge=0)]] = option(
         {},
@@ -391,19 +391,13 @@ class RunOptions(BaseModel):
         """Of an optimizer other than SGD."""
         if not isinstance(values, dict) or (name := values.get("optimizer", "sgd")) == "sgd":
             return values
-        return {"lr": OTHER_RATE, "weight_decay": default_decay(str(name)), **values}
+        decay = default_decay(str(name))
+        return {"lr": OTHER_RATE, "weight_decay": decay, "lr_scaling": "none", **values}
 
     @property
     def step_size(self) -> int:
         """Samples of a worker's step."""
         return self.batch_size * self.accumulate
-
-    @property
-    def rate_scaling(self) -> str:
-        """What :attr:`lr_scaling` is, for this optimizer."""
-        if self.lr_scaling != "auto":
-            return self.lr_scaling
-        return "linear" if self.optimizer == "sgd" else "none"
 
     @model_validator(mode="after")
     def _check_together(self) -> RunOptions:

@@ -56,6 +56,7 @@ PASSES = (
     ),
     Pass("variance"),
     Pass("breakdown"),
+    Pass("gpt", ("--quick", "--out", WORK)),
     Pass("intake"),
     Pass("step"),
     Pass("gradient"),

@@ -36,7 +36,7 @@ class LearningRate:
     @property
     def scale(self) -> float:
         """What the rate of one worker is multiplied by."""
-        scaling = self.options.rate_scaling
+        scaling = self.options.lr_scaling
         return {"linear": float(self.workers), "sqrt": sqrt(self.workers), "none": 1.0}[scaling]
 
     def __call__(self, samples: int) -> float:

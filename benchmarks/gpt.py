@@ -1,0 +1,109 @@
+"""What AdamW learns with each algorithm: a small GPT, equal samples, in virtual time.
+
+    python -m benchmarks.gpt --out runs/gpt --check --save
+    python -m benchmarks.gpt --out runs/gpt --quick
+
+Gradients are real. A run that is in the folder already is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from aladdin_mpi.errors import UserError
+from benchmarks import harness, quick
+from benchmarks.bounds import whole
+from benchmarks.harness import Findings
+from benchmarks.machine import machine
+
+BASE = "ar-sgd"
+ALGORITHMS = (BASE, "bsp", "aladdin", "aladdin-ahead", "asp", "osgp", "easgd", "local-sgd")
+WORKERS = (2, 4)
+SEEDS, EPOCHS = 3, 4.0
+BARS = {("aladdin", 2): 1.02, ("aladdin-ahead", 2): 1.02, ("aladdin-ahead", 4): 1.02}
+"""Largest test loss, in those of `ar-sgd` with as many workers."""
+PROGRAM = Path(__file__).parent / "programs" / "gpt.py"
+QUICK = {"algorithms": [BASE, "aladdin"], "workers": [2], "seeds": 1, "epochs": 0.1}
+
+TITLE = "AdamW by algorithm: a GPT of 110,000 parameters that reads letters"
+NOTES = """\
+Test loss in nats per letter of the global model at the end, mean over the seeds with the standard
+deviation, and divided by that of `ar-sgd` with as many workers, which steps as one process does
+with the mean gradient. AdamW with two groups, beta 0.9 and 0.95, rate 0.002 with a warm-up of half
+an epoch and half a cosine, batches of 8 for each worker, gradients clipped to a norm of 1 (the mean
+of all with `ar-sgd`, each worker's own elsewhere). All that an algorithm has of its own is at its
+default; equal workers, 0.1 s a step, links of 10 Gbit/s."""
+
+
+def one(args: argparse.Namespace, algorithm: str, workers: int, seed: int) -> float:
+    """The test loss of a run, made if it is not there."""
+    folder = args.out / f"{algorithm}-{workers}-{seed}"
+    if not (folder / "summary.json").is_file():
+        typed = ["--workers", workers, "--algorithm", algorithm, "--overwrite", "--"]
+        script = [PROGRAM, *typed, folder, seed, args.epochs]
+        command = [sys.executable, "-m", "aladdin_mpi.simulate", *map(str, script)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise UserError(f"{folder}: the run failed:\n{done.stdout}{done.stderr}")
+        print(f"{algorithm}, {workers} workers, seed {seed}: done", file=sys.stderr)
+    return float(json.loads((folder / "summary.json").read_text())["test_loss"])
+
+
+def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A line for each algorithm."""
+    found: list[dict[str, Any]] = [{"algorithm": algorithm} for algorithm in args.algorithms]
+    for workers in args.workers:
+        base = 0.0
+        for row in found:
+            seeds = range(args.seeds)
+            losses = [one(args, row["algorithm"], workers, seed) for seed in seeds]
+            base = base or mean(losses)
+            spread = f" ± {stdev(losses):.3f}" if len(losses) > 1 else ""
+            row[f"{workers} workers"] = f"{mean(losses):.3f}{spread}"
+            row[f"{workers}, to {BASE}"] = mean(losses) / base
+    return found
+
+
+def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Bars that are not reached, in words."""
+    return [
+        f"{row['algorithm']} with {workers} workers: {ratio:.3f} of the test loss of {BASE}, "
+        f"expected at most {BARS[row['algorithm'], workers]}"
+        for row in rows
+        for workers in WORKERS
+        if (ratio := row.get(f"{workers}, to {BASE}", 0.0))
+        > BARS.get((row["algorithm"], workers), float("inf"))
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns its exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = quick.parse(_parser(), argv, QUICK)
+    if args.algorithms[0] != BASE:
+        raise UserError(f"--algorithms: expected {BASE} first, got {args.algorithms[0]}; add it")
+    facts = machine()
+    rows = rows_of(args)
+    return harness.publish("gpt", argv, args, facts, Findings(TITLE, rows, NOTES, missed(rows)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = harness.make_parser("gpt", (__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="FOLDER", help="for the runs")
+    add("--algorithms", nargs="+", default=list(ALGORITHMS), metavar="NAME", help="which")
+    add("--workers", type=whole(2), nargs="+", default=list(WORKERS), help="how many, several")
+    add("--seeds", type=whole(1), default=SEEDS, help="runs of each")
+    add("--epochs", type=float, default=EPOCHS, help="length of a run")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run_main(main))
