@@ -26,26 +26,33 @@ def test_few_lines_are_changed(name: str) -> None:
     assert 3 <= len(changed) <= MOST, changed
 
 
+LONG = pytest.mark.long
+CASES = [
+    pytest.param("char_gpt", "aladdin"),
+    pytest.param("text_classifier", "osgp"),
+    *(pytest.param("char_gpt", algorithm, marks=LONG) for algorithm in ("ar-sgd", "bsp", "osgp")),
+    *(pytest.param("text_classifier", each, marks=LONG) for each in ("aladdin", "ar-sgd", "bsp")),
+]
+LOSSES = {"char_gpt": 3.5}
+"""The GPT's figures are losses; of the others a share, 0.43 for whoever always says the same."""
+
+
 @needs("openmpi")
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        "aladdin",
-        "osgp",
-        pytest.param("ar-sgd", marks=pytest.mark.long),
-        pytest.param("bsp", marks=pytest.mark.long),
-    ],
-)
-def test_the_gpt_learns_in_parallel(tmp_path: Path, algorithm: str) -> None:
-    text = (PARALLEL / "char_gpt.py").read_text()
-    text = text.replace("clip=1.0", f"clip=1.0, algorithm={algorithm!r}, run_dir='run'")
-    (tmp_path / "script.py").write_text(text)
+@pytest.mark.parametrize(("name", "algorithm"), CASES)
+def test_they_train_in_parallel(tmp_path: Path, name: str, algorithm: str) -> None:
+    text = (PARALLEL / f"{name}.py").read_text()
+    text = text.replace("inspect.getsource(argparse) +", "")  # half of the GPT's text
+    how = f"optimizer=optimizer, algorithm={algorithm!r}, run_dir='run'"
+    (tmp_path / "script.py").write_text(text.replace("optimizer=optimizer", how))
     done = run_ranks(3, ["script.py"], env=HERE, cwd=tmp_path, timeout=120)
-    losses = [float(loss) for loss in re.findall(r"^epoch \d: ([\d.]+)", done.stdout, re.M)]
-    assert len(losses) == 2
-    assert losses[1] < losses[0] < 3.5
-    assert (tmp_path / "char_gpt.pt").is_file()
+    figures = [float(each) for each in re.findall(r"^epoch \d: ([\d.]+)", done.stdout, re.M)]
+    assert len(figures) >= 2
+    if name in LOSSES:
+        assert figures[-1] < figures[0] < LOSSES[name]
+    else:
+        assert figures[-1] > 0.48
     found = summary(tmp_path / "run")
+    assert found["algorithm"] == algorithm
     assert found["gradients_applied"] == found["gradients_computed"]
 
 

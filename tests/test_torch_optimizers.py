@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from aladdin_mpi.algorithms.registry import ALGORITHMS, check_optimizer
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.optimizers.from_torch import TorchOptimizer
 from aladdin_mpi.optimizers.named import arguments, default_decay, find, groups, known
 from aladdin_mpi.optimizers.probe import Granularity, granularity
+from aladdin_mpi.options import RunOptions
 from aladdin_mpi.replica import Replica
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -215,6 +218,28 @@ def test_what_an_optimizer_has_to_see_is_found_out(make: Make, expected: Granula
     assert granularity(given) is expected
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(state["step"] == 0 for state in given.state.values())  # Adagrad has one
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name", "settings", "words"),
+    [
+        ("aladdin", "adafactor", {}, "one that treats every value alike for aladdin"),
+        ("bsp", "normalised", {}, "or one of ad-psgd, adsp, ar-sgd"),
+        ("multistep", "adamw", {}, "expected momentum SGD for multistep"),
+        ("bsp", "adamw", {"compression": "dgc"}, "momentum SGD for --compression dgc"),
+        ("asp", "adamw", {"asp": {"momentum": "server"}}, "--asp-momentum: expected worker"),
+        ("aladdin", "adamw", {}, ""),
+        ("easgd", "adafactor", {}, ""),
+    ],
+)
+def test_an_optimizer_suits_an_algorithm_or_not(
+    algorithm: str, name: str, settings: dict[str, Any], words: str
+) -> None:
+    optimizer = Pair({**BY_VALUE, **WHOLE}[name]).optimizer
+    options = RunOptions.model_validate({"algorithm": algorithm, **settings})
+    expected = pytest.raises(UserError, match=words) if words else nullcontext()
+    with expected:
+        check_optimizer(ALGORITHMS[algorithm], options, optimizer)
 
 
 def test_muon_takes_whole_matrices() -> None:

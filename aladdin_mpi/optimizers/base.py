@@ -68,8 +68,8 @@ class Optimizer(ABC):
         """The learning rate that is in a direction already; that of the first group."""
         return 1.0
 
-    def advance(self, rounds: int) -> None:
-        """The workers have together computed so many steps each: the schedule follows."""
+    def advance(self, steps: int) -> None:
+        """All workers together have come to so many steps: the schedule follows."""
         return
 
     @abstractmethod

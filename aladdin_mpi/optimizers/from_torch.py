@@ -33,7 +33,7 @@ class TorchOptimizer(Optimizer):
         given: for parameters of ``module``.
         module: whose trainable parameters make up the flat vector.
         like: the flat vector.
-        scheduler: of ``given``; it goes on with every round of the workers.
+        scheduler: of ``given``; it goes on with every step of any worker.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class TorchOptimizer(Optimizer):
         self._parts: dict[tuple[int, int], OptimizerPart] = {}
         self._scratch = like.new_empty(0)
         self._previous: Tensor | None = None
-        self._rounds = 0
+        self._steps = 0
         self._scheduled = scheduler.last_epoch if scheduler is not None else 0
 
     @property
@@ -166,8 +166,8 @@ class TorchOptimizer(Optimizer):
         if settings:
             write_numbers(self.given, settings)
 
-    def advance(self, rounds: int) -> None:
-        """Step the scheduler up to ``rounds`` times in all.
+    def advance(self, steps: int) -> None:
+        """Step the scheduler up to ``steps`` times in all.
 
         Raises:
             UserError: the loop has stepped it, too.
@@ -181,9 +181,9 @@ class TorchOptimizer(Optimizer):
             )
         # Otherwise the scheduler warns that the optimizer has made no step.
         self.given._opt_called = True  # type: ignore[attr-defined]
-        for _ in range(self._rounds, rounds):
+        for _ in range(self._steps, steps):
             self.scheduler.step()
-        self._rounds = max(self._rounds, rounds)
+        self._steps = max(self._steps, steps)
         self._scheduled = self.scheduler.last_epoch
 
     # -- checkpoints ----------------------------------------------------------------------
@@ -196,7 +196,7 @@ class TorchOptimizer(Optimizer):
             ],
             "groups": [hyperparameters(group) for group in self.given.param_groups],
             "previous": self._previous,
-            "rounds": self._rounds,
+            "steps": self._steps,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
         }
 
@@ -211,7 +211,7 @@ class TorchOptimizer(Optimizer):
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
             self._scheduled = self.scheduler.last_epoch
-            self._rounds = state["rounds"]
+            self._steps = state["steps"]
 
 
 def _owned(

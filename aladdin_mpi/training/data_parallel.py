@@ -74,8 +74,8 @@ class DataParallel:
         optimizer: of torch, made for ``module.parameters()``, with its groups and rates; or a
             function that makes one of a list of parameters; or a name, such as "adamw". None:
             momentum SGD, by ``lr``, ``momentum`` and ``weight_decay``.
-        scheduler: of that optimizer; it goes on by one each time that the workers together have
-            drawn a batch each, and is not to be stepped in the loop.
+        scheduler: of that optimizer; it goes on by one with each step of any worker, so that it
+            ends where it would in one process, and is not to be stepped in the loop.
         schedule: factor of the learning rates as a function of the samples that all workers
             have drawn, in place of ``lr_schedule`` and ``warmup_epochs``.
         transport: MPI over all ranks by default.

@@ -260,10 +260,11 @@ class Rank:
     def _advance(self) -> None:
         """A step is complete.
 
-        Rounds follow from the samples, so that fast workers do not run ahead in the schedule.
+        The schedule goes by the samples that all have drawn: as far as it would in one process,
+        and no further with a fast worker.
         """
-        round_size = self.options.step_size * self.worker_count
-        self.optimizer.advance(self.worker.ticket.start // round_size + 1)
+        ticket = self.worker.ticket
+        self.optimizer.advance((ticket.start + ticket.whole) // self.options.step_size)
 
     def rate(self) -> float:
         """The learning rate of a worker's present step; that of the first group."""
