@@ -1,0 +1,32 @@
+"""What `benchmarks.gpt` says of its runs, which are in the folder already."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpt
+
+
+def stored(folder: Path, losses: dict[tuple[str, int], list[float]]) -> None:
+    for (algorithm, workers), each in losses.items():
+        for seed, loss in enumerate(each):
+            run = folder / f"{algorithm}-{workers}-{seed}"
+            run.mkdir()
+            (run / "summary.json").write_text(json.dumps({"test_loss": loss}))
+
+
+@pytest.mark.parametrize(("loss", "status"), [(2.03, 0), (2.05, 1)])
+def test_means_are_held_to_those_of_all_reduce(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: float, status: int
+) -> None:
+    losses = {("ar-sgd", 2): [1.9, 2.1], ("aladdin", 2): [loss, loss], ("easgd", 2): [3.0, 3.0]}
+    stored(tmp_path, losses)
+    words = ["--algorithms", "ar-sgd", "aladdin", "easgd", "--workers", "2", "--seeds", "2"]
+    assert gpt.main(["--out", str(tmp_path), *words, "--check"]) == status
+    said = capsys.readouterr().out
+    assert "2.000 ± 0.141" in said
+    assert ("aladdin with 2 workers: 1.025 of the test loss" in said) is bool(status)
+    assert "easgd with" not in said  # nothing is expected of it
