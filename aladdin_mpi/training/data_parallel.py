@@ -30,7 +30,7 @@ from aladdin_mpi.training.evaluation import Evaluate
 from aladdin_mpi.training.exchange import agree
 from aladdin_mpi.training.loop import Loop
 from aladdin_mpi.training.loop_watch import LoopWatch
-from aladdin_mpi.training.own_optimizer import Factory, resolve, settings_for
+from aladdin_mpi.training.own_optimizer import Asked, resolve, settings_for
 from aladdin_mpi.training.own_words import check_effect, in_own_words
 from aladdin_mpi.training.placement import tell_placement
 from aladdin_mpi.training.rank import Rank
@@ -71,8 +71,9 @@ class DataParallel:
     Args:
         module: moved to this rank's ``device``; of one dtype.
         options: as the commands have them; or give them by name as ``settings``.
-        optimizer: of torch, made for ``module.parameters()``, with its groups and rates; or a
-            function that makes one of a list of parameters; or a name, such as "adamw". None:
+        optimizer: of torch, made for ``module.parameters()``, with its groups and rates; several
+            of a kind, as for the parts of a GAN; or a function that makes one of a list of
+            parameters; or a name, such as "adamw". None:
             momentum SGD, by ``lr``, ``momentum`` and ``weight_decay``.
         scheduler: of that optimizer; it goes on by one with each step of any worker, so that it
             ends where it would in one process, and is not to be stepped in the loop.
@@ -96,7 +97,7 @@ class DataParallel:
         module: nn.Module,
         options: RunOptions | None = None,
         *,
-        optimizer: torch.optim.Optimizer | Factory | str | None = None,
+        optimizer: Asked | str | None = None,
         scheduler: LRScheduler | None = None,
         schedule: Callable[[int], float] | None = None,
         transport: Transport | None = None,
@@ -130,7 +131,7 @@ class DataParallel:
         transport: Transport | None,
         evaluate: Evaluate | None,
         settings: dict[str, Any],
-        optimizer: torch.optim.Optimizer | Factory | None,
+        optimizer: Asked | None,
         scheduler: LRScheduler | None,
     ) -> None:
         simulated = simulated_rank() if transport is None else None

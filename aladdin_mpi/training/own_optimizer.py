@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.optimizers import named
 from aladdin_mpi.optimizers.control import hyperparameters
+from aladdin_mpi.optimizers.part import same_kind
 from aladdin_mpi.options import RunOptions
 from aladdin_mpi.training.user_code import import_function
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Asked = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Factory
+"""One, or several of a kind for parts of a model, or what makes one of a list of parameters."""
 IN_THE_OPTIMIZER = ("lr", "momentum", "nesterov", "weight_decay", "lr_scaling")
 IN_THE_SCHEDULE = ("lr_schedule", "warmup_epochs", "lr_steps", "lr_decay")
 AS_GIVEN: dict[str, Any] = {"lr_scaling": "none", "lr_schedule": "constant", "warmup_epochs": 0.0}
@@ -53,7 +56,8 @@ def settings_for(optimizer: object, schedule: object, given: Collection[str]) ->
         _check_apart(given, IN_THE_SCHEDULE, "schedule", "the schedule")
     if optimizer is None:
         return {}
-    name = type(optimizer).__name__ if isinstance(optimizer, torch.optim.Optimizer) else "own"
+    one = optimizer[0] if isinstance(optimizer, Sequence) and optimizer else optimizer
+    name = type(one).__name__ if isinstance(one, torch.optim.Optimizer) else "own"
     return {"optimizer": name, **AS_GIVEN}
 
 
@@ -69,7 +73,7 @@ def _check_apart(given: Collection[str], names: Collection[str], other: str, hol
 def resolve(
     module: nn.Module,
     options: RunOptions,
-    optimizer: torch.optim.Optimizer | Factory | None,
+    optimizer: Asked | None,
     scheduler: LRScheduler | None,
 ) -> OwnOptimizer | None:
     """The run's optimizer; None: the built-in one.
@@ -81,6 +85,8 @@ def resolve(
         made = _named(module, options)
     elif isinstance(optimizer, torch.optim.Optimizer):
         made = optimizer
+    elif isinstance(optimizer, Sequence):
+        made = _joined(optimizer)
     else:
         made = optimizer([p for p in module.parameters() if p.requires_grad])
         if not isinstance(made, torch.optim.Optimizer):
@@ -97,6 +103,20 @@ def resolve(
     _check_optimizer(made, module)
     _check_scheduler(made, scheduler)
     return OwnOptimizer(made, scheduler)
+
+
+def _joined(several: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """One that has the groups of all, as for a generator and a discriminator."""
+    kinds = {type(each).__name__ for each in several}
+    if len(kinds) != 1 or not all(isinstance(each, torch.optim.Optimizer) for each in several):
+        raise UserError(
+            "optimizer: expected several torch optimizers of one kind, got "
+            f"{', '.join(sorted(kinds)) or 'none'}; take the same for all parts of the model"
+        )
+    whole = same_kind(several[0], [group for each in several for group in each.param_groups])
+    for each in several:
+        whole.state.update(each.state)
+    return whole
 
 
 def _named(module: nn.Module, options: RunOptions) -> torch.optim.Optimizer | None:
