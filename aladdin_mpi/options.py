@@ -188,8 +188,8 @@ class RunOptions(BaseModel):
     )
     clip: float | None = option(
         None,
-        "largest norm of a gradient, over all parameters: of the workers' mean for ar-sgd, else "
-        "of each worker's own, which is then sent when backward is over",
+        "largest norm of a gradient: of the workers' mean for ar-sgd, of each part by its share "
+        "for aladdin-ahead, else of each worker's own, which is then sent when backward is over",
         unit="NORM",
         group="optimisation",
         default_text="gradients are not clipped",

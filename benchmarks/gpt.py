@@ -36,10 +36,10 @@ TITLE = "AdamW by algorithm: a GPT of 110,000 parameters that reads letters"
 NOTES = """\
 Test loss in nats per letter of the global model at the end, mean over the seeds with the standard
 deviation, and divided by that of `ar-sgd` with as many workers, which steps as one process does
-with the mean gradient. AdamW with two groups, beta 0.9 and 0.95, rate 0.002 with a warm-up of half
-an epoch and half a cosine, batches of 8 for each worker, gradients clipped to a norm of 1 (the mean
-of all with `ar-sgd`, each worker's own elsewhere). All that an algorithm has of its own is at its
-default; equal workers, 0.1 s a step, links of 10 Gbit/s."""
+with the mean gradient. AdamW with two groups, beta 0.9 and 0.95, rate 0.005 with a warm-up of half
+an epoch and half a cosine, batches of 8 for each worker, gradients clipped to a norm of 1: the mean
+of all with `ar-sgd`, by parts with `aladdin-ahead`, each worker's own elsewhere. All that an
+algorithm has of its own is at its default; equal workers, 0.1 s a step, links of 10 Gbit/s."""
 
 
 def one(args: argparse.Namespace, algorithm: str, workers: int, seed: int) -> float:

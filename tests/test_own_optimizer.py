@@ -83,6 +83,7 @@ LEARN: dict[str, Case] = {
     algorithm: (algorithm, ADAMW, "", {"samples": 304})
     for algorithm in ("aladdin", "aladdin-ahead", "asp", "osgp", "easgd")
 }
+LEARN["aladdin-ahead, clip"] = ("aladdin-ahead", ADAMW, "", {"samples": 304, "clip": 0.5})
 GO_ON: dict[str, Case] = {
     f"{algorithm}, {name}": (algorithm, ADAMW, "", {"run_dir": run, "samples": n, **more})
     for algorithm in ("ar-sgd", "bsp")
@@ -94,6 +95,7 @@ GO_ON: dict[str, Case] = {
 }
 REFUSED: dict[str, Case] = {
     "in the middle": ("aladdin", ADAMW, f"{METHOD} if len(mine) > 3 else None", {}),
+    "parts": ("aladdin-ahead", ADAMW, METHOD, {}),
     "stepped": ("ar-sgd", ADAMW, "scheduler.step()", {}),
     "multistep": ("multistep", ADAMW, "", {}),
     "rate": ("ar-sgd", ADAMW, "", {"lr": 0.1}),
@@ -186,6 +188,7 @@ def test_optimizers_of_ones_own(tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("in the middle", "expected run.clip_grad_norm_() in the first step too"),
+        pytest.param("parts", "give clip= to DataParallel instead", marks=pytest.mark.long),
         pytest.param("stepped", "scheduler.step() was called", marks=pytest.mark.long),
         pytest.param("multistep", "expected momentum SGD for multistep", marks=pytest.mark.long),
         pytest.param("rate", "lr: expected without optimizer, got both", marks=pytest.mark.long),

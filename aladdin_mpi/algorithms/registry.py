@@ -26,7 +26,7 @@ from aladdin_mpi.algorithms.server import ParameterServer
 from aladdin_mpi.algorithms.sgp import SgpWorker
 from aladdin_mpi.algorithms.shat import ShatServer, ShatWorker
 from aladdin_mpi.algorithms.ssp import SspServer, SspWorker
-from aladdin_mpi.algorithms.worker import Worker
+from aladdin_mpi.algorithms.worker import Clips, Worker
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.wires import FEW_BITS, bits_of
 from aladdin_mpi.errors import UserError
@@ -68,8 +68,7 @@ class Algorithm:
         needs_all: whether, with these options, it cannot go on without every worker.
         collective: its gradients or models travel in collectives, which have no checksums.
         optimizers: those that it can do with.
-        clips_mean: a gradient is clipped when it is the mean of all workers'; otherwise each
-            worker's own is.
+        clips: see :class:`Worker`.
     """
 
     name: str
@@ -86,7 +85,7 @@ class Algorithm:
     needs_all: Callable[[RunOptions], bool] = lambda options: False
     collective: bool = False
     optimizers: Optimizers = "any"
-    clips_mean: bool = False
+    clips: Clips = "own"
 
     def wire(self, options: RunOptions) -> str:
         """The format of what is sent."""
@@ -130,6 +129,7 @@ ALGORITHMS = {
             few_bits=True,
             whole_models=False,
             auto_wire="int8",
+            clips="parts",
             optimizers="by-value",
         ),
         Algorithm(
@@ -205,7 +205,7 @@ ALGORITHMS = {
             compresses=True,
             needs_all=_always,
             collective=True,
-            clips_mean=True,
+            clips="mean",
         ),
         Algorithm(
             "local-sgd",

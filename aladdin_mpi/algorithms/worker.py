@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from math import isfinite, nan
+from math import isfinite, nan, sqrt
+from typing import Literal
 
 from torch import Tensor
 
@@ -22,6 +23,7 @@ FORWARD_SHARE = 1 / 3
 """Share of a step's computing that is the forward pass, in modelled time."""
 
 OnBucket = Callable[[Bucket], None]
+Clips = Literal["mean", "own", "parts"]
 
 
 class Skip(Enum):
@@ -84,8 +86,10 @@ class Worker:
         lockstep: batches are parts of rounds that all workers take together.
         max_loss: refuse the gradient of a batch with a larger loss. The loss is known when
             backward is over: so nothing is told before.
-        clip: largest L2 norm of a gradient. It is known when backward is over, as the loss.
-        clips_mean: the algorithm clips the mean of all workers instead.
+        clip: largest L2 norm of a gradient.
+        clips: what it is the norm of: a worker's ``own`` gradient, which is known when backward
+            is over, as the loss; its ``parts``, each bucket's being held to its share, so that
+            they can be told at once; or the ``mean`` of all workers', by the algorithm.
         may_clip: whether each step's gradient is clipped is said while it is computed
             (:meth:`clip_step`): nothing is told early in the first one, nor in later ones if
             that one is.
@@ -104,7 +108,7 @@ class Worker:
         lockstep: bool = False,
         max_loss: float | None = None,
         clip: float | None = None,
-        clips_mean: bool = False,
+        clips: Clips = "own",
         may_clip: bool = False,
     ) -> None:
         self.transport = transport
@@ -129,9 +133,10 @@ class Worker:
         self._schedule = schedule
         self._draws = Draws(transport)
         self._report = Report()
-        self._clips_mean = clips_mean
-        self._wait_free = wait_free and max_loss is None and (clips_mean or clip is None)
-        self._holds_back = may_clip and not clips_mean
+        self._clips = clips
+        holds_back = clips == "own" and clip is not None
+        self._wait_free = wait_free and max_loss is None and not holds_back
+        self._holds_back = may_clip and clips == "own"
         self._always_clip = self.clip = clip
         self._max_loss = max_loss
         self._lockstep = lockstep
@@ -270,7 +275,12 @@ class Worker:
         Raises:
             UserError: parts of it have been sent already.
         """
-        if self._wait_free and not self._holds_back and not self._clips_mean:
+        if self._clips == "parts" and self._wait_free:
+            raise UserError(
+                "training loop: run.clip_grad_norm_() comes too late for this algorithm, which "
+                "sends parts of the gradient during backward(); give clip= to DataParallel instead"
+            )
+        if self._wait_free and not self._holds_back and self._clips == "own":
             raise UserError(
                 "training loop: expected run.clip_grad_norm_() in the first step too, or not at "
                 "all: parts of this gradient may have been sent already; give wait_free=False"
@@ -278,7 +288,7 @@ class Worker:
         self.clip = largest
 
     def _clip_own(self, vector: Tensor) -> None:
-        if self.clip is not None and not self._clips_mean:
+        if self.clip is not None and self._clips == "own":
             clip_norm(vector, self.clip)
         if self._holds_back and self.ticket.size:
             self._wait_free = self._wait_free and self.clip is None
@@ -324,7 +334,10 @@ class Worker:
 
     def _complete(self, bucket: Bucket) -> None:
         """Backward has completed a bucket: look at it and tell of it."""
-        self.check.look(self._vector[bucket.part], bucket.index)
+        part = self._vector[bucket.part]
+        self.check.look(part, bucket.index)
+        if self.clip is not None and self._clips == "parts":
+            clip_norm(part, self.clip * sqrt(bucket.numel / self.layout.numel))
         self._on_bucket(bucket)
 
     def _conclude(self, loss: float | None) -> None:

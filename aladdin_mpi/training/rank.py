@@ -249,7 +249,7 @@ class Rank:
             algorithm.lockstep,
             options.max_loss,
             options.clip,
-            algorithm.clips_mean and options.compression == "none",
+            "own" if options.compression != "none" else algorithm.clips,
             may_clip,
         )
         self.worker.after_step = self._advance

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from aladdin_mpi import DataParallel
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "parallel" / "char_gpt.py"
-LENGTH, BATCH, RATE = 64, 8, 2e-3
+LENGTH, BATCH, RATE = 64, 8, 5e-3
 
 
 def example() -> ModuleType:
