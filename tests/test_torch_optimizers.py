@@ -228,6 +228,7 @@ def test_what_an_optimizer_has_to_see_is_found_out(make: Make, expected: Granula
         ("multistep", "adamw", {}, "expected momentum SGD for multistep"),
         ("bsp", "adamw", {"compression": "dgc"}, "momentum SGD for --compression dgc"),
         ("asp", "adamw", {"asp": {"momentum": "server"}}, "--asp-momentum: expected worker"),
+        ("aladdin", "sgd", {"aladdin": {"lookahead": 0.5}}, "--aladdin-lookahead: expected 0 with"),
         ("aladdin", "adamw", {}, ""),
         ("easgd", "adafactor", {}, ""),
     ],

@@ -281,6 +281,11 @@ def find(name: str) -> Algorithm:
     return ALGORITHMS[name]
 
 
+def _place_of_momentum(algorithm: Algorithm, options: RunOptions) -> str:
+    """Where the algorithm's options have momentum added; the worker if they do not say."""
+    return str(getattr(getattr(options, group_of(algorithm.name), None), "momentum", "worker"))
+
+
 def check_compression(algorithm: Algorithm, options: RunOptions) -> None:
     """Check that ``--compression`` suits the algorithm and its options.
 
@@ -296,7 +301,7 @@ def check_compression(algorithm: Algorithm, options: RunOptions) -> None:
             f"({able}), got {algorithm.name}; leave the option out"
         )
     # Compressed are steps that hold the worker's own momentum.
-    place = getattr(getattr(options, group_of(algorithm.name), None), "momentum", "worker")
+    place = _place_of_momentum(algorithm, options)
     if place != "worker":
         raise UserError(
             f"--compression {options.compression}: expected --{algorithm.name}-momentum worker, "
@@ -378,11 +383,17 @@ def check_optimizer(algorithm: Algorithm, options: RunOptions, optimizer: Optimi
             f"cuts the model into messages, got {name}, whose steps depend on whole parameters; "
             f"take another optimizer, or one of {able}"
         )
-    place = getattr(getattr(options, group_of(algorithm.name), None), "momentum", "worker")
+    place = _place_of_momentum(algorithm, options)
     if place != "worker":
         raise UserError(
             f"--{algorithm.name}-momentum: expected worker with the optimizer {name}, got {place}; "
             "leave the option out"
+        )
+    steps = options.aladdin.lookahead if algorithm.name == "aladdin" else 0.0
+    if steps:
+        raise UserError(
+            f"--aladdin-lookahead: expected 0 with the optimizer {name}, got {steps:g}: a worker "
+            "looks ahead along the momentum of the built-in SGD; leave the option out"
         )
 
 
@@ -393,11 +404,6 @@ def check_lookahead(algorithm: Algorithm, options: RunOptions) -> None:
         UserError: it has none.
     """
     steps = options.aladdin.lookahead if algorithm.name == "aladdin" else 0.0
-    if steps and options.optimizer != "sgd":
-        raise UserError(
-            f"--aladdin-lookahead: expected 0 with the optimizer {options.optimizer}, got "
-            f"{steps:g}: a worker looks ahead along the momentum of SGD; leave the option out"
-        )
     if steps and not options.momentum:
         raise UserError(
             f"--aladdin-lookahead: expected 0 with --momentum 0, got {steps:g}: a worker looks "

@@ -23,6 +23,12 @@ def hyperparameters(group: dict[str, Any]) -> Hyperparameters:
     }
 
 
+def portable(group: dict[str, Any]) -> Hyperparameters:
+    """The same for tensors elsewhere: of CUDA's graphs, which only some devices have, nothing."""
+    found = hyperparameters(group)
+    return {**found, "capturable": False} if "capturable" in found else found
+
+
 def numbers(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
     """All numbers in all groups, in an order that depends on their names alone."""
     found: list[float] = []

@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aladdin_mpi.optimizers.control import Hyperparameters, hyperparameters
-
-SHARED_STATE = ("capturable",)
-"""Of a group: what only makes sense where its tensors were made."""
+from aladdin_mpi.optimizers.control import Hyperparameters, hyperparameters, portable
 
 
 @dataclass(frozen=True)
@@ -93,12 +90,7 @@ class OptimizerPart:
     def _new_group(self, number: int) -> dict[str, Any]:
         pairs = zip(self._leaves, self.pieces, strict=True)
         leaves = [leaf for leaf, piece in pairs if piece.group == number]
-        settings = hyperparameters(self._given.param_groups[number])
-        return {
-            **settings,
-            **dict.fromkeys(settings.keys() & SHARED_STATE, False),
-            "params": leaves,
-        }
+        return {**portable(self._given.param_groups[number]), "params": leaves}
 
     def step(self, x: Tensor, gradient: Tensor) -> None:
         """One step of the part ``x``, in place."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.optimizers.control import hyperparameters
+from aladdin_mpi.optimizers.control import portable
 from aladdin_mpi.optimizers.part import same_kind
 
 STEPS = 3
@@ -85,10 +85,7 @@ def _steps(
     leaves = [nn.Parameter(start.clone()) for start in starts]
     groups: dict[int, dict[str, Any]] = {}
     for leaf, (number, _) in zip(leaves, shapes, strict=True):
-        settings = hyperparameters(given.param_groups[number])
-        fresh = {**settings, "lr": RATE, "params": []}
-        if "capturable" in settings:
-            fresh["capturable"] = False
+        fresh = {**portable(given.param_groups[number]), "lr": RATE, "params": []}
         groups.setdefault(number, fresh)["params"].append(leaf)
     optimizer = same_kind(given, list(groups.values()))
     for step in range(STEPS):

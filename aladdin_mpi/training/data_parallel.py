@@ -73,8 +73,8 @@ class DataParallel:
         options: as the commands have them; or give them by name as ``settings``.
         optimizer: of torch, made for ``module.parameters()``, with its groups and rates; several
             of a kind, as for the parts of a GAN; or a function that makes one of a list of
-            parameters; or a name, such as "adamw". None:
-            momentum SGD, by ``lr``, ``momentum`` and ``weight_decay``.
+            parameters; or a name, such as "adamw". None: momentum SGD, by ``lr``, ``momentum`` and
+            ``weight_decay``.
         scheduler: of that optimizer; it goes on by one with each step of any worker, so that it
             ends where it would in one process, and is not to be stepped in the loop.
         schedule: factor of the learning rates as a function of the samples that all workers
