@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.layout import Layout
+from aladdin_mpi.other_dtypes import OtherDtypes, common_dtype, convert_gradient
 
 OnBucket = Callable[[int], None]
 """Called with the number of a bucket when all of its gradients are there."""
@@ -124,22 +125,23 @@ class Replica(_Flat):
 
     The last layer comes first because backward completes it first: bucket 0 is
     then the first that can leave. Frozen parameters stay outside, tied ones are
-    in once.
+    in once. Where dtypes differ the vector has the widest, and the others are copies.
 
     Args:
         module: on its device already; its parameters' storage is replaced.
 
     Raises:
-        UserError: no trainable parameter, or several dtypes or devices.
+        UserError: no trainable parameter, several devices, or complex numbers.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module: nn.Module | None = module
         self._parameters = [p for p in module.parameters() if p.requires_grad][::-1]
-        first = self._one_kind()
+        device, dtype = self._device(), common_dtype(self._parameters)
         self._outline = outline(module)
         self.numel = sum(p.numel() for p in self._parameters)
-        self.parameters = torch.empty(self.numel, dtype=first.dtype, device=first.device)
+        self.parameters = torch.empty(self.numel, dtype=dtype, device=device)
+        self.others = OtherDtypes()
         self._views: dict[int, dict[nn.Parameter, Tensor]] = {}
         self._bound: dict[nn.Parameter, Tensor] = {}
         self._missing: set[nn.Parameter] = set()
@@ -148,18 +150,26 @@ class Replica(_Flat):
         self._kept: tuple[list[Tensor], list[Tensor]] | None = None
         for parameter, view in zip(self._parameters, self._cut(self.parameters), strict=True):
             view.copy_(parameter.detach())
-            parameter.data = view
+            if parameter.dtype == dtype:
+                parameter.data = view
+            else:
+                self.others.add(parameter, view)
 
-    def _one_kind(self) -> Tensor:
+    def _device(self) -> torch.device:
         if not self._parameters:
             raise UserError("model: expected at least one parameter that requires a gradient")
-        kinds = {(p.dtype, p.device) for p in self._parameters}
-        if len(kinds) > 1:
+        devices = {p.device for p in self._parameters}
+        if len(devices) > 1:
             raise UserError(
-                "model: expected all trainable parameters on one device with one dtype, got "
-                f"{sorted(map(str, kinds))}; use model.to(device, dtype)"
+                "model: expected all trainable parameters on one device, got "
+                f"{', '.join(sorted(map(str, devices)))}; use model.to(device)"
             )
-        return self._parameters[0]
+        return devices.pop()
+
+    def set(self, vector: Tensor) -> None:
+        """Make the model that of another flat vector, on any device."""
+        self.parameters.copy_(vector)
+        self.others.refresh()
 
     def _cut(self, vector: Tensor) -> Iterator[Tensor]:
         """Views of ``vector`` shaped, and strided, as the parameters."""
@@ -199,6 +209,7 @@ class Replica(_Flat):
             views = dict(zip(self._parameters, cut, strict=True))
             self._views[vector.data_ptr()] = views
         self._bound = views
+        self.others.refresh()
         if self._takes:
             self._missing = set(views)
             for parameter in self._parameters:
@@ -206,7 +217,7 @@ class Replica(_Flat):
             return
         vector.zero_()
         for parameter, view in self._bound.items():
-            parameter.grad = view
+            parameter.grad = None if parameter in self.others else view
 
     def take(self, parameter: nn.Parameter) -> None:
         """Backward has come by ``parameter``: put its gradient into the bound vector.
@@ -215,6 +226,11 @@ class Replica(_Flat):
             UserError: the training loop has removed what an earlier backward pass had left.
         """
         view, gradient = self._bound[parameter], parameter.grad
+        if parameter in self.others:
+            self._missing.discard(parameter)
+            convert_gradient(parameter, view)
+            self._note_version(parameter, gradient)
+            return
         if not _is_same(gradient, view):  # otherwise autograd has added to it
             if parameter not in self._missing:
                 raise _unbound()
@@ -225,14 +241,18 @@ class Replica(_Flat):
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
                 view.copy_(dense.detach())
         parameter.grad = view
+        self._note_version(parameter, view)
+
+    def _note_version(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         if self._versions is not None:
-            self._versions[parameter] = view._version
+            self._versions[parameter] = -1 if gradient is None else gradient._version
 
     def has_gradient(self) -> bool:
         """Whether backward has made any since :meth:`bind_gradients`."""
         if self._takes:
             return any(parameter.grad is not None for parameter in self._parameters)
-        return any(bool(view.any()) for view in self._bound.values())
+        views = (parameter.grad for parameter in self._parameters)
+        return any(view is not None and bool(view.any()) for view in views)
 
     def settle(self, is_skipped: bool = False) -> None:
         """Backward is over, or there was none: what has had no gradient is zero.
@@ -249,14 +269,21 @@ class Replica(_Flat):
         for parameter in self._missing.copy():
             self.take(parameter)
         for parameter, view in self._bound.items():
-            if not _is_same(parameter.grad, view):
+            if parameter in self.others:
+                self._settle_other(parameter, view)
+            elif not _is_same(parameter.grad, view):
                 raise _unbound()
-            if self._versions is not None and self._versions[parameter] != view._version:
-                raise UserError(
-                    "training loop: gradients were changed between backward() and step(), when "
-                    "they may have been sent already; give wait_free=False, so that they are "
-                    "sent at step()"
-                )
+            elif self._versions is not None and self._versions[parameter] != view._version:
+                raise _changed()
+
+    def _settle_other(self, parameter: nn.Parameter, view: Tensor) -> None:
+        """Of another dtype, its gradient was converted when it came, if that was watched."""
+        if self._versions is None:
+            convert_gradient(parameter, view)
+            return
+        version = -1 if parameter.grad is None else parameter.grad._version
+        if self._versions[parameter] != version:
+            raise _changed()
 
     def watch(self, layout: Layout, on_bucket: OnBucket, at_once: bool = True) -> BucketWatch:
         """Call ``on_bucket`` during backward, in order, as buckets are completed.
@@ -284,6 +311,13 @@ def _is_same(gradient: Tensor | None, view: Tensor) -> bool:
     if gradient is None or gradient.is_sparse:
         return False
     return gradient.data_ptr() == view.data_ptr()
+
+
+def _changed() -> UserError:
+    return UserError(
+        "training loop: gradients were changed between backward() and step(), when they may have "
+        "been sent already; give wait_free=False, so that they are sent at step()"
+    )
 
 
 def _unbound() -> UserError:

@@ -190,10 +190,67 @@ def test_a_model_without_trainable_parameters_is_refused() -> None:
         Replica(nn.ReLU())
 
 
-def test_mixed_dtypes_are_refused() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-    with pytest.raises(UserError, match=r"float32.*float64"):
-        Replica(module)
+class Mixed(nn.Module):
+    """A layer in bfloat16 between two in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 7)
+        self.middle = nn.Linear(7, 6).bfloat16()
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.middle(self.first(inputs).bfloat16())
+        return self.last(hidden.float())
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_other_dtypes_are_stepped_in_the_widest(watched: bool) -> None:
+    alone, module = Mixed(), Mixed()
+    replica = Replica(module)
+    assert replica.parameters.dtype == torch.float32
+    assert replica.numel == sum(p.numel() for p in alone.parameters())
+    watch = replica.watch(small_buckets(replica), lambda index: None) if watched else None
+    vector = replica.new_vector()
+    for passes in (1, 2):
+        alone.zero_grad()
+        vector.fill_(7)
+        replica.bind_gradients(vector)
+        if watch is not None:
+            watch.start()
+        for number in range(passes):
+            if watch is not None:
+                watch.enabled = number == passes - 1
+            backward(alone)
+            backward(module)
+        replica.settle()
+        assert torch.equal(vector, flat([g.float() for g in gradients(alone)]))
+    # A change that bfloat16 is too coarse for is kept, and adds up.
+    replica.parameters.fill_(1)
+    for _ in range(8):
+        replica.parameters.add_(2.0**-10)
+    replica.bind_gradients(vector)
+    assert torch.equal(module.middle.bias, torch.full((6,), 1 + 2.0**-7, dtype=torch.bfloat16))
+    assert module.middle.weight.grad is None
+
+
+def test_changed_gradients_of_other_dtypes_are_refused() -> None:
+    module = Mixed()
+    replica = Replica(module)
+    watch = replica.watch(small_buckets(replica), lambda index: None)
+    replica.bind_gradients(replica.new_vector())
+    watch.start()
+    backward(module)
+    assert module.middle.weight.grad is not None
+    module.middle.weight.grad.mul_(2)
+    with pytest.raises(UserError, match="gradients were changed"):
+        replica.settle()
+
+
+def test_complex_parameters_are_refused() -> None:
+    with pytest.raises(UserError, match="real numbers, got"):
+        Replica(nn.ParameterList([torch.zeros(2, dtype=torch.complex64), torch.zeros(2)]))
 
 
 # -- buckets during backward ---------------------------------------------------------------

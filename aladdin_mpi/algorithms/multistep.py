@@ -26,6 +26,7 @@ from aladdin_mpi.algorithms.layer_pieces import GradientPiece, Ground, Piece
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.errors import UserError
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
@@ -78,6 +79,12 @@ class MultistepWorker(TrainingWorker):
         self.hooks: LayerHooks | None = None
         if isinstance(worker.replica, Replica) and worker.replica.module is not None:
             module = worker.replica.module
+            if worker.replica.others:
+                raise UserError(
+                    "model: expected trainable parameters of one dtype for multistep, which "
+                    "updates layers during the forward pass, got several; use model.to(dtype), or "
+                    "another algorithm, such as ar-sgd"
+                )
             self.hooks = LayerHooks(
                 module, self.pieces, self.finish, self.send_activations, worker.watch
             )

@@ -101,7 +101,7 @@ class FewBitsCodec(GradientCodec):
         """Apart from ``vector``, which stays as it is."""
         if vector.device.type == "cpu":
             # Messages fill a quarter of it: the rest of the memory is never touched.
-            return torch.empty_like(vector)
+            return torch.empty_like(vector, dtype=self.dtype)
         return self._wire.buffer(vector.numel())
 
     # -- sending ---------------------------------------------------------------
@@ -187,8 +187,9 @@ class FewBitsEncoder(ModelEncoder):
         if values.is_meta:
             self._shadows[key] = values
         else:
+            # In fp32, as the receiver's copy is, whatever the model has.
             # Adding makes negative zeros positive, see quantise_difference().
-            self._shadows[key] = values + 0.0
+            self._shadows[key] = values.float() + 0.0
             message.copy_(self._shadows[key])
         return message
 

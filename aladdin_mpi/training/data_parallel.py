@@ -69,7 +69,8 @@ class DataParallel:
     :meth:`step` makes its step, or sends what it is made of.
 
     Args:
-        module: moved to this rank's ``device``; of one dtype.
+        module: moved to this rank's ``device``. Parameters of several dtypes are
+            stepped in the widest of them, and rounded from it before each step.
         options: as the commands have them; or give them by name as ``settings``.
         optimizer: of torch, made for ``module.parameters()``, with its groups and rates; several
             of a kind, as for the parts of a GAN; or a function that makes one of a list of

@@ -216,7 +216,7 @@ class Evaluator:
 
     def measure(self, vector: Tensor) -> Mapping[str, float]:
         """Measure the model with the parameters ``vector`` now."""
-        self._replica.parameters.copy_(vector)
+        self._replica.set(vector)
         state = torch.get_rng_state()
         try:
             return self._evaluate(self.module)

@@ -453,7 +453,8 @@ class Rank:
                 self._broadcast(mine, holders[0])
             else:
                 self._average(mine, weight)
-        self.replica.parameters.copy_(vector)
+        assert isinstance(self.replica, Replica)
+        self.replica.set(vector)
         return vector
 
     def _average(self, values: Tensor, weight: float) -> None:

@@ -1,0 +1,65 @@
+"""Parameters of another dtype than the flat vector's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from aladdin_mpi.errors import UserError
+
+
+def common_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
+    """The dtype that holds every value of all: float32 for bfloat16 beside float32.
+
+    Raises:
+        UserError: one has no real numbers.
+    """
+    dtypes = {parameter.dtype for parameter in parameters}
+    widest = dtypes.pop()
+    for dtype in dtypes:
+        widest = torch.promote_types(widest, dtype)
+    if not widest.is_floating_point:
+        raise UserError(
+            f"model: expected trainable parameters of real numbers, got {widest}; freeze the "
+            "others, or split them into real and imaginary parts"
+        )
+    return widest
+
+
+class OtherDtypes:
+    """Copies of parts of the flat vector, which holds them more precisely.
+
+    Autograd wants a gradient in the dtype of its parameter. So these stay in ``.grad`` and are
+    converted into the flat vector of gradients; the optimizer steps on the flat vector, and the
+    parameters are rounded from it before each step.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[nn.Parameter, Tensor] = {}
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._parts
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def add(self, parameter: nn.Parameter, part: Tensor) -> None:
+        """Let ``parameter`` follow its ``part`` of the flat vector, shaped as it is."""
+        self._parts[parameter] = part
+
+    def refresh(self) -> None:
+        """Round the parameters from the flat vector."""
+        if self._parts:
+            # As .data, so that the loop's writes are told from these by their versions.
+            torch._foreach_copy_([p.data for p in self._parts], list(self._parts.values()))
+
+
+def convert_gradient(parameter: nn.Parameter, into: Tensor) -> None:
+    """Put the gradient that backward has left into the flat vector's; zero where there is none."""
+    gradient = parameter.grad
+    if gradient is None:
+        into.zero_()
+    else:
+        into.copy_((gradient.to_dense() if gradient.is_sparse else gradient).detach())
