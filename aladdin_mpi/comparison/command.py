@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from aladdin_mpi.comparison import baseline as baselines
-from aladdin_mpi.comparison import children, folder, reading, report, table
+from aladdin_mpi.comparison import children, folder, plots, reading, report, table
 from aladdin_mpi.comparison.figures import read_figures
 from aladdin_mpi.comparison.options import Request
 from aladdin_mpi.comparison.plan import Run, plan
@@ -158,5 +158,5 @@ def _show(findings: Findings, out: Path | None) -> None:
         alone = findings.baseline
         print(f"one worker alone: {alone.samples_per_second:,.6g} samples/s, {alone.source}")
     if out is not None:
-        print(f"report in {out / report.REPORT}")
+        print("\n".join([*plots.not_drawn(), f"report in {out / report.REPORT}"]))
     sys.stdout.flush()
