@@ -77,15 +77,17 @@ def build_model(
 
 
 def _unknown(name: str) -> str:
+    if extras.missing("torchvision"):
+        return (
+            f"--model: expected package.module:function or one of {', '.join(SMALL_MODELS)}, got "
+            f"{name!r}; for torchvision's models {extras.command(['torchvision'])}"
+        )
     close = get_close_matches(name, list_models())
     hint = f"did you mean {' or '.join(close)}? " if close else ""
-    text = (
+    return (
         f"--model: unknown model {name!r}; {hint}Expected package.module:function or one of "
         "those that aladdin_mpi.training.models.list_models() returns"
     )
-    if extras.missing("torchvision"):
-        text += f"; torchvision's are not installed: {extras.command(['torchvision'])}"
-    return text
 
 
 def _build_torchvision(name: str, num_classes: int, in_channels: int, size: int) -> nn.Module:
