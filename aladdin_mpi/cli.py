@@ -22,6 +22,8 @@ from aladdin_mpi.settings import Setting, Settings, did_you_mean, overlay, read_
 Argv = Sequence[str] | None
 
 HELP_WIDTH = 100
+ANSWERED_AT_ONCE = ("-h", "--help", "--version")
+"""Options that print something and exit."""
 
 
 def read(model: type[BaseModel], argv: Argv, prog: str, description: str) -> Settings:
@@ -72,9 +74,10 @@ def make_parser(model: type[BaseModel], prog: str, description: str) -> argparse
         add_help=False,
     )
     general = parser.add_argument_group("general")
-    general.add_argument("-h", "--help", action="help", help="show this text and exit")
+    *asking, telling = ANSWERED_AT_ONCE
+    general.add_argument(*asking, action="help", help="show this text and exit")
     version = f"{prog} {_version()}"
-    general.add_argument("--version", action="version", version=version, help="show it and exit")
+    general.add_argument(telling, action="version", version=version, help="show it and exit")
     general.add_argument(
         "--config", metavar="FILE", help="TOML file of options, overridden by those typed here"
     )

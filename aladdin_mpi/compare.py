@@ -12,9 +12,13 @@ from aladdin_mpi.guard import TerminatedError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 1 if a run failed."""
     try:
+        from aladdin_mpi.comparison.options import read_request
+
+        request = read_request(argv)  # --help ends here, before the slow imports
+
         from aladdin_mpi.comparison.command import compare
 
-        return compare(argv)
+        return compare(request)
     except UserError as error:
         print(f"aladdin_mpi: error: {error}", file=sys.stderr)
         return 2

@@ -32,7 +32,6 @@ from aladdin_mpi.compression.options import DgcOptions
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.fields import nested, option, shown
 from aladdin_mpi.intervals import CheckpointInterval, Interval
-from aladdin_mpi.optimizers.named import default_decay
 from aladdin_mpi.resume import AUTO, CONFIG_NAME, RESUME_FIELDS, resumed_options
 from aladdin_mpi.settings import Settings, build, to_toml
 from aladdin_mpi.transport.cluster import Cluster
@@ -391,6 +390,8 @@ class RunOptions(BaseModel):
         """Of an optimizer other than SGD."""
         if not isinstance(values, dict) or (name := values.get("optimizer", "sgd")) == "sgd":
             return values
+        from aladdin_mpi.optimizers.named import default_decay  # imports torch; --help does without
+
         decay = default_decay(str(name))
         return {"lr": OTHER_RATE, "weight_decay": decay, "lr_scaling": "none", **values}
 

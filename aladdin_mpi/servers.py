@@ -19,11 +19,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _servers(argv: Sequence[str] | None) -> int:
-    from aladdin_mpi.algorithms import registry
     from aladdin_mpi.options import TrainOptions, parse
 
     about = "Say how many ranks of a run with these options of aladdin_mpi.train are servers."
     options = parse(TrainOptions, argv, "aladdin_mpi.servers", about)
+
+    from aladdin_mpi.algorithms import registry  # slow, and --help does without
+
     return options.servers if registry.find(options.algorithm).server else 0
 
 

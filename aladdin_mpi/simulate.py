@@ -47,11 +47,13 @@ def _simulate_script(words: Sequence[str]) -> int:
 
     from aladdin_mpi.cli import read
     from aladdin_mpi.options import SimulateOptions
-    from aladdin_mpi.training.script import simulate_script
 
     script, *rest = words
     cut = rest.index("--") if "--" in rest else len(rest)
     typed = read(SimulateOptions, rest[:cut], "aladdin_mpi.simulate", DESCRIPTION)
+
+    from aladdin_mpi.training.script import simulate_script  # slow, and --help does without
+
     simulate_script(Path(script), rest[cut + 1 :], typed)
     return 0
 

@@ -23,13 +23,16 @@ def _main(argv: Sequence[str] | None) -> int:
     from aladdin_mpi.cli import read
     from aladdin_mpi.options import TrainOptions, followed
 
-    # Options are read before MPI starts, so that --help works where MPI does not.
+    # The command line is read before MPI starts, so that --help works where MPI does not.
     rank, size = guard.launched_place()
     problem: UserError | None = None
     try:
         with guard.quiet_unless_first(rank):
             given = read(TrainOptions, argv, "aladdin_mpi.train", DESCRIPTION)
-            options = followed(TrainOptions, given)
+        # MPI before torch, which is asked for the defaults of optimizers other than SGD.
+        import aladdin_mpi.transport.mpi  # noqa: F401
+
+        options = followed(TrainOptions, given)
     except UserError as error:
         if size == 1:
             raise

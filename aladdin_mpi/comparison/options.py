@@ -14,7 +14,7 @@ from aladdin_mpi import cli
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.fields import kebab, leaves, option, shown
 from aladdin_mpi.options import RunOptions, SimulateOptions, TrainOptions
-from aladdin_mpi.settings import build
+from aladdin_mpi.settings import Settings, build
 
 PROG = "aladdin_mpi.compare"
 DESCRIPTION = (
@@ -196,7 +196,19 @@ def read_request(argv: Sequence[str] | None) -> Request:
                 f"{', '.join(others)}: cannot be given together with --read, which runs nothing; "
                 f"leave it out. Beside --read are possible: {allowed}"
             )
+    if not set(shared).isdisjoint(cli.ANSWERED_AT_ONCE):
+        read_run_words(options, shared)
     return Request(options, shared, words)
+
+
+def read_run_words(options: CompareOptions, words: Sequence[str]) -> Settings:
+    """Return what words of a run's command line say, with ``--help`` as of any command.
+
+    Raises:
+        UserError: an option is unknown, or a file cannot be read.
+    """
+    about = f"The options of each run of {PROG}."
+    return cli.read(options.run_options, words, options.run_module, about)
 
 
 def _check_sides(own: Sequence[str], shared: Sequence[str]) -> None:

@@ -12,7 +12,14 @@ from aladdin_mpi import cli
 from aladdin_mpi import options as run_options
 from aladdin_mpi.agreement import differences
 from aladdin_mpi.algorithms import registry
-from aladdin_mpi.comparison.options import ALL, PROG, SET_HERE, CompareOptions, Request, set_here
+from aladdin_mpi.comparison.options import (
+    ALL,
+    SET_HERE,
+    CompareOptions,
+    Request,
+    read_run_words,
+    set_here,
+)
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import CONFIG_NAME, RunOptions, SimulateOptions
 from aladdin_mpi.settings import Settings, build, did_you_mean
@@ -152,9 +159,8 @@ def _check_used(runs: Sequence[Run], given: Settings, where: str) -> None:
 
 def _check_words(options: CompareOptions, words: Sequence[str], where: str) -> Settings:
     """What these words say; refuses a typing error, and what the comparison itself decides."""
-    about = f"The options of each run of {PROG}."
     try:
-        given = cli.read(options.run_options, words, options.run_module, about)
+        given = read_run_words(options, words)
     except UserError as error:
         raise UserError(f"{where}{error}") from None
     for path, setting in given.items():

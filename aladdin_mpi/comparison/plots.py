@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from aladdin_mpi import extras
 from aladdin_mpi.comparison.figures import Evaluation, Row, RunFigures
 
 ACCURACY_TIME = "accuracy-time.png"
@@ -29,6 +30,16 @@ Style = dict[str, Any]
 Value = Callable[[Evaluation], float]
 
 
+def not_drawn() -> list[str]:
+    """A line that says why there are no plots; empty if there are."""
+    if not extras.missing("matplotlib"):
+        return []
+    return [
+        f"No plots: matplotlib is not installed; {extras.command(['matplotlib'])}, and the same "
+        "command draws them."
+    ]
+
+
 def draw(
     runs: Sequence[RunFigures],
     rows: Sequence[Row],
@@ -39,6 +50,8 @@ def draw(
 ) -> list[str]:
     """Draw what there are figures for; returns the names of the files.
 
+    Without matplotlib there are none.
+
     Args:
         runs: all runs.
         rows: the table, in its order, which is that of the legend.
@@ -47,6 +60,8 @@ def draw(
         target: an accuracy to mark.
         ideal: the throughput that all workers together would have without any loss.
     """
+    if not_drawn():
+        return []
     # By the order of the command, so that a colour does not depend on who wins.
     colours = {
         label: style(place) for place, label in enumerate(dict.fromkeys(r.label for r in runs))

@@ -144,7 +144,8 @@ def definitions(findings: Findings) -> list[str]:
 
 def _markdown(findings: Findings, facts: Machine, pictures: Sequence[str]) -> str:
     cells = table.cells(findings.rows, findings.target, "±")
-    notes = "\n".join(f"- {note}" for note in [*findings.notes, *definitions(findings)])
+    lines = [*findings.notes, *definitions(findings), *plots.not_drawn()]
+    notes = "\n".join(f"- {line}" for line in lines)
     parts = [f"# Comparison: {findings.title}", table.markdown(cells), notes]
     if findings.failures:
         parts += ["## Failed runs", "\n".join(f"- {line}" for line in findings.failures)]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from aladdin_mpi.comparison.figures import RunFigures, read_figures
 from aladdin_mpi.errors import UserError
 
+if TYPE_CHECKING:
+    from aladdin_mpi.comparison.figures import RunFigures
+
+DESCRIPTION = "Print the throughput of finished runs against their size, as a table."
 HEADINGS = ["run", "workers", "servers", "samples/s", "speed-up", "efficiency, %", "waiting, %"]
 
 
@@ -57,7 +62,14 @@ def plain(lines: Sequence[Sequence[str]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table of the finished runs in the folders given; returns the exit status."""
-    folders = [Path(word) for word in (sys.argv[1:] if argv is None else argv)]
+    parser = argparse.ArgumentParser("aladdin_mpi.comparison.scaling", description=DESCRIPTION)
+    parser.add_argument(
+        "folders", nargs="*", type=Path, metavar="FOLDER", help="of a finished run, smallest first"
+    )
+    folders = parser.parse_args(argv).folders
+
+    from aladdin_mpi.comparison.figures import read_figures  # slow, and --help does without
+
     try:
         if not folders:
             raise UserError("scaling: expected the folders of finished runs, got none")

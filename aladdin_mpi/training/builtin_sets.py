@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aladdin_mpi import extras
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.training.augment import CIFAR10, Normalisation, SmallImages
 from aladdin_mpi.training.host_cache import cache_dir, one_at_a_time
@@ -167,8 +168,10 @@ def load_vision_set(
     """Return one of :data:`VISION_SETS` from ``data_dir``, by default below the cache folder.
 
     Raises:
-        UserError: if it is not there and ``download`` is not set, or the download fails.
+        UserError: if it is not there and ``download`` is not set, or the download fails, or
+            torchvision is not installed.
     """
+    extras.need("torchvision", f"--dataset {name}")
     known = VISION_SETS[name]
     root = data_dir or cache_dir() / "data"
     recipe = replace(known.recipe, image_size=image_size)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aladdin_mpi import extras
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.training import models_small
 from aladdin_mpi.training.user_code import call_with_accepted, import_function
@@ -26,7 +27,12 @@ SMALL_MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
 
 
 def list_models() -> list[str]:
-    """Return the names that :func:`build_model` knows: the small ones, then torchvision's."""
+    """Return the names that :func:`build_model` knows: the small ones, then torchvision's.
+
+    Without torchvision only the small ones.
+    """
+    if extras.missing("torchvision"):
+        return list(SMALL_MODELS)
     import torchvision.models  # as slow to import as torch, and most runs need none of it
 
     return [*SMALL_MODELS, *torchvision.models.list_models(module=torchvision.models)]
@@ -52,12 +58,7 @@ def build_model(
     if ":" in name:
         return _build_users(name, num_classes, in_channels, image_size)
     if name not in SMALL_MODELS and name not in list_models():
-        close = get_close_matches(name, list_models())
-        hint = f"did you mean {' or '.join(close)}? " if close else ""
-        raise UserError(
-            f"--model: unknown model {name!r}; {hint}Expected package.module:function or one of "
-            "those that aladdin_mpi.training.models.list_models() returns"
-        )
+        raise UserError(_unknown(name))
     if name not in SMALL_MODELS and in_channels not in (1, 3):
         raise UserError(
             f"--model {name}: takes images of 3 channels (or 1, repeated), the data set has "
@@ -73,6 +74,20 @@ def build_model(
             "use another --model, or images of another size (224 fits most)"
         ) from error
     return model
+
+
+def _unknown(name: str) -> str:
+    if extras.missing("torchvision"):
+        return (
+            f"--model: expected package.module:function or one of {', '.join(SMALL_MODELS)}, got "
+            f"{name!r}; for torchvision's models {extras.command(['torchvision'])}"
+        )
+    close = get_close_matches(name, list_models())
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    return (
+        f"--model: unknown model {name!r}; {hint}Expected package.module:function or one of "
+        "those that aladdin_mpi.training.models.list_models() returns"
+    )
 
 
 def _build_torchvision(name: str, num_classes: int, in_channels: int, size: int) -> nn.Module:

@@ -42,6 +42,7 @@ from aladdin_mpi.training.losses import Losses, settle
 from aladdin_mpi.training.own_figures import OwnFigures
 from aladdin_mpi.training.own_optimizer import OwnOptimizer
 from aladdin_mpi.training.recorder import Metrics, Progress
+from aladdin_mpi.training.report import not_written
 from aladdin_mpi.training.run_lock import RunLock
 from aladdin_mpi.training.schedule import LearningRate
 from aladdin_mpi.training.seen_inputs import SeenInputs
@@ -340,7 +341,7 @@ class Rank:
             if self.options.resume is not None and not self.keeper.budget.used_up:
                 run_folder.reopen(self.run_dir, self.options)
             self._open_books(self.keeper)
-            texts = [self.role.describe(), self._prospects()]
+            texts = [self.role.describe(), self._prospects(), not_written()]
             if (text := "\n".join(filter(None, texts))) and not self.options.quiet:
                 print(text, flush=True)
         if self.seen is not None:

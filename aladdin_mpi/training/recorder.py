@@ -13,6 +13,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from aladdin_mpi import extras
+
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 LINE_SECONDS = 10.0
@@ -24,21 +26,20 @@ LINE_SHARE = 0.1
 class Metrics:
     """A run's lines of metrics, in a file that several threads append to.
 
+    They go to TensorBoard's files as well, where it is installed.
+
     Args:
         folder: the run's folder.
         samples: drop what an interrupted run wrote behind this many samples.
     """
 
     def __init__(self, folder: Path, samples: int) -> None:
-        # Slow to import, and only rank 0 needs it.
-        from torch.utils.tensorboard import SummaryWriter
-
         self.path = folder / METRICS
         self._lock = threading.Lock()
         self._closed = False
         self.lines = [line for line in read_metrics(folder) if line["samples"] <= samples]
         self._rewrite()
-        self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=samples)
+        self._board = _open_board(folder / TENSORBOARD, samples)
 
     def _rewrite(self) -> None:
         temporary = self.path.with_suffix(".tmp")
@@ -54,6 +55,8 @@ class Metrics:
             self.lines.append(line)
             with self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
+            if self._board is None:
+                return
             for name, value in values.items():
                 if isinstance(value, (int, float)) and name != "samples":
                     self._board.add_scalar(f"{kind}/{name}", value, values["samples"])
@@ -66,7 +69,17 @@ class Metrics:
         """Write out what is buffered, and take no more."""
         with self._lock:
             self._closed = True
-            self._board.close()
+            if self._board is not None:
+                self._board.close()
+
+
+def _open_board(folder: Path, samples: int) -> Any:
+    """TensorBoard's writer for the run from ``samples`` on; None if it is not installed."""
+    if extras.missing("tensorboard"):
+        return None
+    from torch.utils.tensorboard import SummaryWriter  # slow, and only rank 0 needs it
+
+    return SummaryWriter(str(folder), purge_step=samples)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -6,14 +6,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from aladdin_mpi import extras
+from aladdin_mpi.training.recorder import TENSORBOARD
+
 CURVES = "curves.png"
+WRITTEN_BY = {"tensorboard": f"{TENSORBOARD}/", "matplotlib": CURVES}
+"""What the run folder has only where a library is installed."""
+
+
+def not_written() -> str:
+    """A line that says what the run folder will lack and how to get it; empty if nothing."""
+    libraries = extras.missing(*WRITTEN_BY)
+    if not libraries:
+        return ""
+    files = ", ".join(WRITTEN_BY[name] for name in libraries)
+    return (
+        f"not written: {files}; not installed: {', '.join(libraries)}; {extras.command(libraries)}"
+    )
 
 
 def draw_curves(lines: list[dict[str, Any]], path: Path, title: str) -> None:
     """Draw loss and accuracy against epochs, and accuracy against time, into a PNG.
 
-    Where the workers' models differ, also the variance among them.
+    Where the workers' models differ, also the variance among them. Without matplotlib nothing
+    is drawn.
     """
+    if extras.missing("matplotlib"):
+        return
     import matplotlib
 
     matplotlib.use("Agg")

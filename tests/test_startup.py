@@ -1,0 +1,38 @@
+"""What a command loads before it answers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch import ROOT
+
+SLOW = {"matplotlib", "mpi4py.MPI", "numpy", "tensorboard", "torch", "torchvision"}
+ASKING = [
+    ["aladdin_mpi.train", "--help"],
+    ["aladdin_mpi.simulate", "--help"],
+    ["aladdin_mpi.simulate", "own_loop.py", "--help"],
+    ["aladdin_mpi.compare", "--help"],
+    ["aladdin_mpi.compare", "--", "--help"],
+    ["aladdin_mpi.servers", "--help"],
+    ["aladdin_mpi.slurm", "init", "--help"],
+    ["aladdin_mpi.comparison.scaling", "--help"],
+]
+
+
+@pytest.mark.parametrize("words", ASKING, ids=" ".join)
+def test_help_loads_nothing_slow(words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: aladdin_mpi.")
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "aladdin_mpi" in loaded
+    assert loaded & SLOW == set()
