@@ -236,9 +236,16 @@ def fingerprint(listing: Listing) -> str:
     """Return a name for the decoded images that changes when any of the files does."""
     digest = hashlib.sha256(b"uint8 NCHW RGB, version 1")
     for name in listing.names:
-        state = (listing.root / name).stat()
-        digest.update(os.fsencode(f"{name}\0{state.st_size}\0{state.st_mtime_ns}\n"))
+        digest.update(os.fsencode(f"{name}\0{_state(listing.root / name)}\n"))
     return f"imagefolder-{digest.hexdigest()[:32]}"
+
+
+def _state(path: Path) -> str:
+    try:
+        state = path.stat()
+    except OSError as error:  # such as a link to nowhere; decoding it says what is wrong
+        return f"errno {error.errno}"
+    return f"{state.st_size}\0{state.st_mtime_ns}"
 
 
 def decode_all(listing: Listing, size: tuple[int, int]) -> npt.NDArray[np.uint8]:
