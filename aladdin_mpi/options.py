@@ -66,6 +66,9 @@ SGD_DECAY = 1e-4
 
 Precision = Literal["fp32", "bf16"]
 Wire = Literal["auto", "fp32", "bf16", "int8", "int4"]
+Augment = Literal[
+    "auto", "none", "crop-flip", "imagenet", "autoaugment", "randaugment", "trivialaugment"
+]
 Worker = Annotated[int, Field(ge=0)]
 Factor = Annotated[float, Field(ge=1)]
 
@@ -131,6 +134,34 @@ class RunOptions(BaseModel):
     )
     cache: Literal["auto", "on", "off"] = option(
         "auto", "keep decoded data in memory; auto: if it fits", group="data"
+    )
+    image_size: int | None = option(
+        None,
+        "side of the images that the model is given",
+        unit="PIXELS",
+        group="data",
+        default_text="that of the data set, 224 for folders of images that are large or differ",
+        ge=1,
+    )
+    augment: Augment = option(
+        "auto",
+        "of training images; auto: as the data set has it, in a folder crop-flip for small images "
+        "of one size, else imagenet; crop-flip: random crop and mirror; imagenet: random part, "
+        "scaled, and mirror; autoaugment, randaugment, trivialaugment: torchvision's policies, on "
+        "top of auto",
+        group="data",
+    )
+    corrupt_images: Literal["stop", "skip"] = option(
+        "stop",
+        "of --dataset imagefolder: end the run at an image that cannot be read; or name it once, "
+        "train on the next one instead, and leave it out of the test",
+        group="data",
+    )
+    check_images: bool = option(
+        False,
+        "of --dataset imagefolder: read all images before training and name those that cannot be "
+        "read; the ranks share the work, and each shares its part among its --loader-workers",
+        group="data",
     )
 
     # -- optimisation
@@ -433,6 +464,17 @@ class RunOptions(BaseModel):
             (
                 self.resume == AUTO and self.overwrite,
                 "--resume auto and --overwrite exclude each other; give one of them",
+            ),
+            *(
+                (
+                    is_given and self.dataset != "imagefolder",
+                    f"{flag}: expected only with the data set imagefolder, got {self.dataset}; "
+                    "leave it out",
+                )
+                for flag, is_given in (
+                    ("--corrupt-images skip", self.corrupt_images == "skip"),
+                    ("--check-images", self.check_images),
+                )
             ),
         ):
             if wrong:

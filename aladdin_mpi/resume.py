@@ -18,7 +18,9 @@ AUTO = "auto"
 """As the value of ``--resume``: the run in ``--run-dir``, if there is one to go on with."""
 
 RESUME_FIELDS = (LOCAL_FIELDS - {"run_dir", "overwrite"}) | {
+    "check_images",
     "checkpoint_every",
+    "corrupt_images",
     "log_every",
     "epochs",
     "samples",

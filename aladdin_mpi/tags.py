@@ -36,6 +36,8 @@ class Tag(IntEnum):
     """Worker to rank 0: figures of the user's loop."""
     AMONG_WORKERS = 19
     """Worker to worker: a value of the user's loop, to be added up."""
+    SKIPPED = 22
+    """Worker to rank 0: an image that cannot be read."""
     SETUP = 7
     """Before training: what all ranks must agree on."""
     REPORT = 8

@@ -12,7 +12,7 @@ PACKAGE = "aladdin_mpi"
 LAYERS = (
     "errors extras guard stop_signal",
     "transport",
-    "tags vectors layout optimizers barrier budget refusals replica compression allreduce",
+    "tags vectors layout other_dtypes optimizers barrier budget refusals replica compression allreduce",
     "algorithms",
     "fields intervals settings agreement resume cli options unused",
     "training",

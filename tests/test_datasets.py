@@ -21,6 +21,7 @@ from PIL import Image
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.training import imagefolder
+from aladdin_mpi.training.augment import SmallImages
 from aladdin_mpi.training.datasets import DatasetPair, MapDataset, load_dataset
 from aladdin_mpi.training.host_cache import cached_array
 from aladdin_mpi.training.images import ImageArrays, ImageFiles
@@ -181,6 +182,7 @@ def test_a_folder_of_small_images_is_held_in_memory(tmp_path: Path, cache: Path)
     assert isinstance(pair.train, ImageArrays) and isinstance(pair.test, ImageArrays)
     assert (len(pair.train), pair.num_classes, pair.in_channels, pair.image_size) == (6, 2, 3, 32)
     assert pair.train.targets.tolist() == [0, 0, 0, 1, 1, 1]
+    assert isinstance(pair.train.recipe, SmallImages)
     assert (pair.train.recipe.pad, pair.train.recipe.flip) == (4, True)
     pixels = np.asarray(Image.open(tmp_path / "set" / "train" / "dog" / "1.png"))
     assert np.array_equal(pair.train.images[4].permute(1, 2, 0).numpy(), pixels)

@@ -19,6 +19,7 @@ from aladdin_mpi.training.images import ImageArrays
 from aladdin_mpi.training.loading import BatchSource
 from aladdin_mpi.training.models import build_model
 from aladdin_mpi.training.randomness import AUGMENTATION, sample_keys
+from aladdin_mpi.training.recipes import with_augmentation
 from aladdin_mpi.training.sampler import ShardedStream
 
 PLAIN = Normalisation((0.0,) * 3, (1.0,) * 3)
@@ -41,7 +42,7 @@ def arrays(count: int = 20, pad: int = 4, flip: bool = True) -> ImageArrays:
     return ImageArrays(images.to(torch.uint8), torch.arange(count), recipe)
 
 
-def large_files(root: Path) -> MapDataset:
+def large_files(root: Path, augment: str) -> MapDataset:
     draw = np.random.default_rng(0)
     for i in range(20):
         pixels = draw.integers(0, 256, (70 + i, 80, 3), dtype=np.uint8)
@@ -51,14 +52,15 @@ def large_files(root: Path) -> MapDataset:
     (root / "train").rename(root / "both")
     for split in ("train", "test"):
         (root / split).symlink_to(root / "both")
-    return load_dataset("imagefolder", root, image_size=16).train
+    return load_dataset("imagefolder", root, image_size=16, augment=augment).train
 
 
-@pytest.fixture(params=["arrays", "large files", "user's"])
+@pytest.fixture(params=["arrays", "arrays by policy", "large files", "large by policy", "user's"])
 def dataset(request: pytest.FixtureRequest, tmp_path: Path) -> MapDataset:
-    if request.param == "arrays":
-        return arrays()
-    return large_files(tmp_path) if request.param == "large files" else RandomNoise()
+    augment = "trivialaugment" if request.param.endswith("by policy") else "auto"
+    if request.param.startswith("arrays"):
+        return with_augmentation(arrays(), augment)
+    return large_files(tmp_path, augment) if request.param.startswith("large") else RandomNoise()
 
 
 def source(

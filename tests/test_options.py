@@ -265,6 +265,8 @@ def test_an_algorithm_brings_its_options_in_one_line(config: Path) -> None:
         ("--nesterov --momentum 0", ["--nesterov: expected a momentum above 0"]),
         ("--compute timed", ["--compute timed: expected the time of a step", "--compute-time"]),
         ("--compute-time 1", ["--compute-time: expected only with timed", "--compute timed"]),
+        ("--check-images", ["--check-images: expected only with the data set imagefolder"]),
+        ("--corrupt-images skip", ["skip: expected only", "got digits; leave it out"]),
         ("--config no.toml", ["--config: expected a TOML file, got 'no.toml'", "check the path"]),
     ],
 )

@@ -3,7 +3,7 @@
 Two recipes: :class:`SmallImages` for sets whose images all have one small size, on whole
 batches at once, and :class:`LargeImages` for photographs of any size, one by one. Each
 has an evaluation view, and a training view whose random choices are read from a 64-bit
-key for each sample.
+key for each sample. Either takes a batch of stored images, or one decoded image.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from aladdin_mpi.training.policies import Policy
 from aladdin_mpi.training.randomness import UInt64Array, bounded
 
 
@@ -71,14 +73,15 @@ class SmallImages:
     """Recipe for images that all have one small size (He et al. 2015, section 4.2).
 
     Training: a crop after padding by ``pad`` black pixels, and a mirror image half of the
-    time if ``flip``. ``image_size`` is the side to which images are scaled at the end;
-    None leaves them as they are.
+    time if ``flip``; then ``policy``. ``image_size`` is the side to which images are scaled
+    at the end; None leaves them as they are.
     """
 
     normalisation: Normalisation
     pad: int = 0
     flip: bool = False
     image_size: int | None = None
+    policy: Policy | None = None
 
     def evaluation(self, images: Tensor) -> Tensor:
         """Return uint8 (N, C, H, W) as normalised float32."""
@@ -88,6 +91,10 @@ class SmallImages:
         """Return uint8 (N, C, H, W) augmented by ``keys`` (N,) and normalised."""
         if self.pad or self.flip:
             images = crop_and_flip(images, keys, self.pad, self.flip)
+        if self.policy is not None:
+            pairs = zip(images, keys.tolist(), strict=True)
+            changed = [to_tensor(self.policy(to_image(image), key)) for image, key in pairs]
+            images = torch.stack(changed)
         return self.evaluation(images)
 
     def evaluation_image(self, image: Image.Image) -> Tensor:
@@ -109,34 +116,65 @@ class SmallImages:
 class LargeImages:
     """ImageNet's usual recipe.
 
-    Training: a random part of 8 to 100 % of the area, scaled to ``image_size``, mirrored
-    half of the time (Szegedy et al. 2015). Evaluation: the shorter side scaled to
-    256/224 of ``image_size``, then the central square.
+    Training: a part of the image chosen by ``crop``, mirrored half of the time; then
+    ``policy``. ``zoom`` is a random part of 8 to 100 % of the area, scaled to ``image_size``
+    (Szegedy et al. 2015); ``shift`` a square of ``image_size`` anywhere in the image scaled
+    as for evaluation (Krizhevsky et al. 2012); ``none`` the evaluation view. Evaluation:
+    the shorter side scaled to 256/224 of ``image_size``, then the central square.
     """
 
     normalisation: Normalisation = IMAGENET
     image_size: int = 224
+    crop: Literal["zoom", "shift", "none"] = "zoom"
+    policy: Policy | None = None
+
+    def evaluation(self, images: Tensor) -> Tensor:
+        """Return uint8 (N, C, H, W) as float32 (N, C, image_size, image_size)."""
+        return torch.stack([self.evaluation_image(to_image(image)) for image in images])
+
+    def training(self, images: Tensor, keys: UInt64Array) -> Tensor:
+        """Return uint8 (N, C, H, W), augmented by ``keys`` (N,), as in evaluation."""
+        pairs = zip(images, keys.tolist(), strict=True)
+        return torch.stack([self.training_image(to_image(image), key) for image, key in pairs])
 
     def evaluation_image(self, image: Image.Image) -> Tensor:
-        """Return one decoded image as (3, image_size, image_size)."""
-        width, height = image.size
-        scale = round(self.image_size * 256 / 224) / min(width, height)
-        image = image.resize(
-            (round(width * scale), round(height * scale)), Image.Resampling.BILINEAR
-        )
+        """Return one decoded image as (C, image_size, image_size)."""
+        image = self._shrunk(image)
         left = (image.width - self.image_size) // 2
         top = (image.height - self.image_size) // 2
-        image = image.crop((left, top, left + self.image_size, top + self.image_size))
-        return self.normalisation(to_tensor(image))
+        return self.normalisation(to_tensor(self._square(image, left, top)))
 
     def training_image(self, image: Image.Image, key: int) -> Tensor:
-        """Return one decoded image, augmented by ``key``, as (3, image_size, image_size)."""
+        """Return one decoded image, augmented by ``key``, as (C, image_size, image_size)."""
+        if self.crop == "none":
+            return self.evaluation_image(image)
         draw = random.Random(key)
-        size = (self.image_size, self.image_size)
-        image = image.resize(size, Image.Resampling.BILINEAR, random_box(*image.size, draw))
+        image = self._zoomed(image, draw) if self.crop == "zoom" else self._shifted(image, draw)
         if draw.random() < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        if self.policy is not None:
+            image = self.policy(image, key)
         return self.normalisation(to_tensor(image))
+
+    def _zoomed(self, image: Image.Image, draw: random.Random) -> Image.Image:
+        size = (self.image_size, self.image_size)
+        return image.resize(size, Image.Resampling.BILINEAR, random_box(*image.size, draw))
+
+    def _shifted(self, image: Image.Image, draw: random.Random) -> Image.Image:
+        image = self._shrunk(image)
+        left = draw.randint(0, image.width - self.image_size)
+        top = draw.randint(0, image.height - self.image_size)
+        return self._square(image, left, top)
+
+    def _shrunk(self, image: Image.Image) -> Image.Image:
+        """Its shorter side a little longer than ``image_size``."""
+        width, height = image.size
+        scale = round(self.image_size * 256 / 224) / min(width, height)
+        size = (round(width * scale), round(height * scale))
+        return image.resize(size, Image.Resampling.BILINEAR)
+
+    def _square(self, image: Image.Image, left: int, top: int) -> Image.Image:
+        return image.crop((left, top, left + self.image_size, top + self.image_size))
 
 
 def random_box(width: int, height: int, draw: random.Random) -> tuple[int, int, int, int]:
@@ -159,5 +197,12 @@ def random_box(width: int, height: int, draw: random.Random) -> tuple[int, int, 
 
 
 def to_tensor(image: Image.Image) -> Tensor:
-    """Return an RGB image as uint8 (3, H, W)."""
-    return torch.from_numpy(np.array(image, dtype=np.uint8)).permute(2, 0, 1).contiguous()
+    """Return an RGB image as uint8 (3, H, W), a grey one as (1, H, W)."""
+    pixels = torch.from_numpy(np.array(image, dtype=np.uint8))
+    return pixels[None] if pixels.dim() == 2 else pixels.permute(2, 0, 1).contiguous()
+
+
+def to_image(pixels: Tensor) -> Image.Image:
+    """The inverse of :func:`to_tensor`."""
+    is_grey = pixels.shape[0] == 1
+    return Image.fromarray((pixels[0] if is_grey else pixels.permute(1, 2, 0)).numpy())

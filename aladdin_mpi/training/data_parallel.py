@@ -308,6 +308,7 @@ class DataParallel:
             self._schedule,
             may_clip=self._is_own_loop,
             state=self.state,
+            skipped=dealt.feed.skipped if dealt.feed is not None else None,
         )
         self.run_dir = rank.run_dir
         if self.options.resume is not None and dealt.caveat and self.transport.rank == 0:

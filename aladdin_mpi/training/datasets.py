@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.training import builtin_sets, imagefolder
+from aladdin_mpi.fields import kebab
+from aladdin_mpi.training import builtin_sets, imagefolder, recipes
+from aladdin_mpi.training.imagefolder import Fault, Listing
+from aladdin_mpi.training.skipped import SkippedImages
 from aladdin_mpi.training.user_code import call_with_accepted, import_function
 
 NAMES = ("digits", *builtin_sets.VISION_SETS, "imagefolder", "synthetic")
 CACHE_CHOICES = ("auto", "on", "off")
+CORRUPT_CHOICES = ("stop", "skip")
 
 
 class MapDataset(Protocol):
@@ -60,6 +65,9 @@ def load_dataset(
     download: bool = False,
     image_size: int | None = None,
     cache: str = "auto",
+    augment: str = "auto",
+    corrupt_images: str = "stop",
+    faults: tuple[Fault, ...] | None = None,
 ) -> DatasetPair:
     """Return the data set called ``name``; the ranks of one process share it.
 
@@ -67,8 +75,8 @@ def load_dataset(
         name: ``digits``, ``mnist``, ``fashion-mnist``, ``cifar10``, ``cifar100``,
             ``imagefolder``, ``synthetic``, ``synthetic:CxHxW:CLASSES:COUNT``, or
             ``package.module:function``. A function is given those of ``data_dir``,
-            ``download``, ``image_size`` that it has parameters for, and returns a
-            :class:`DatasetPair` or (train, test).
+            ``download``, ``image_size``, ``augment`` that it has parameters for, and returns
+            a :class:`DatasetPair` or (train, test).
         data_dir: where the data lie; by default below the cache folder.
         download: whether to download what is missing.
         image_size: side in pixels to scale images to. None: as they are, or 224 for
@@ -76,6 +84,11 @@ def load_dataset(
         cache: for folders of small images: ``on`` decodes them once into memory and
             into the cache folder, ``off`` decodes as needed, ``auto`` is ``on`` for up to
             2 GiB decoded. Sets of large images are always decoded as needed.
+        augment: one of :data:`.recipes.CHOICES`; ``auto`` is what is said below.
+        corrupt_images: of ``imagefolder``: ``stop`` raises an error at an image that cannot
+            be read; ``skip`` notes it, puts the next one in its place in the training set,
+            and leaves it out of :func:`.loading.test_batches`.
+        faults: those that are known to be corrupt; None: nobody has looked.
 
     Small images (all of one size, at most 64 pixels) are cropped after padding by an
     eighth of their height and mirrored for training; larger ones get ImageNet's recipe.
@@ -85,35 +98,43 @@ def load_dataset(
     """
     if image_size is not None and image_size < 1:
         raise UserError(f"image_size: expected at least 1 pixel, got {image_size}")
-    if cache not in CACHE_CHOICES:
-        raise UserError(f"--cache: expected one of {', '.join(CACHE_CHOICES)}, got {cache!r}")
+    for flag, value, choices in (
+        ("--cache", cache, CACHE_CHOICES),
+        ("--augment", augment, recipes.CHOICES),
+        ("--corrupt-images", corrupt_images, CORRUPT_CHOICES),
+    ):
+        if value not in choices:
+            raise UserError(f"{flag}: expected one of {', '.join(choices)}, got {value!r}")
+    look = Look(image_size, augment)
     with _LOADING:
-        return _load(name, data_dir, download, image_size, cache)
+        if name == "imagefolder":
+            return _load_imagefolder(data_dir, look, cache, corrupt_images == "skip", faults)
+        return _load(name, data_dir, download, look)
 
 
 # A user's data function may load one of the built-in sets in its turn.
 _LOADING = threading.RLock()
 
 
+class Look(NamedTuple):
+    """How images are given to the model: the options ``--image-size`` and ``--augment``."""
+
+    image_size: int | None
+    augment: str
+
+
 @lru_cache(maxsize=4)
-def _load(
-    name: str, data_dir: Path | None, download: bool, image_size: int | None, cache: str
-) -> DatasetPair:
+def _load(name: str, data_dir: Path | None, download: bool, look: Look) -> DatasetPair:
     if name == "digits":
-        return _pair(name, builtin_sets.load_digits_set(image_size), 10)
+        return _built_in(name, builtin_sets.load_digits_set(look.image_size), 10, look)
     if name.split(":")[0] == "synthetic":
-        splits = builtin_sets.load_synthetic(name, image_size)
-        return _pair(name, splits, builtin_sets.parse_synthetic(name)[1])
+        splits = builtin_sets.load_synthetic(name, look.image_size)
+        return _built_in(name, splits, builtin_sets.parse_synthetic(name)[1], look)
     if name in builtin_sets.VISION_SETS:
-        splits = builtin_sets.load_vision_set(name, data_dir, download, image_size)
-        return _pair(name, splits, builtin_sets.VISION_SETS[name].num_classes)
-    if name == "imagefolder":
-        return _load_imagefolder(data_dir, image_size, cache)
+        splits = builtin_sets.load_vision_set(name, data_dir, download, look.image_size)
+        return _built_in(name, splits, builtin_sets.VISION_SETS[name].num_classes, look)
     if ":" in name:
-        function = import_function("--dataset", name)
-        arguments = {"data_dir": data_dir, "download": download, "image_size": image_size}
-        result = call_with_accepted("--dataset", name, function, arguments)
-        return _checked(name, function, result)
+        return _load_users(name, data_dir, download, look)
     if name == "imagenet":
         raise UserError(
             "--dataset imagenet: expected only with --compute timed, which needs its sizes alone, "
@@ -127,14 +148,67 @@ def _load(
     )
 
 
-def _load_imagefolder(data_dir: Path | None, image_size: int | None, cache: str) -> DatasetPair:
-    train, test = imagefolder.find_splits(data_dir)
-    classes = imagefolder.class_names(train)
-    listings = [imagefolder.list_images(split, classes) for split in (train, test)]
-    size = imagefolder.common_small_size(listings)
-    recipe = imagefolder.choose_recipe(size, image_size)
-    splits = tuple(imagefolder.load_split(each, recipe, size, cache) for each in listings)
+def _load_users(name: str, data_dir: Path | None, download: bool, look: Look) -> DatasetPair:
+    function = import_function("--dataset", name)
+    parameters = inspect.signature(function).parameters
+    for option, value in look._asdict().items():
+        if value not in (None, "auto") and option not in parameters:
+            flag = f"--{kebab(option)}"
+            raise UserError(
+                f"{flag}: expected a data set that heeds it, but {name} has no parameter {option}; "
+                f"add that, or leave {flag} out"
+            )
+    arguments = {"data_dir": data_dir, "download": download, **look._asdict()}
+    result = call_with_accepted("--dataset", name, function, arguments)
+    return _checked(name, function, result)
+
+
+@lru_cache(maxsize=4)
+def _load_imagefolder(
+    data_dir: Path | None,
+    look: Look,
+    cache: str,
+    skip: bool,
+    faults: tuple[Fault, ...] | None,
+) -> DatasetPair:
+    listings, classes = imagefolder.list_splits(data_dir)
+    size = imagefolder.common_small_size(listings, skip)
+    recipe = recipes.for_folder(size, look.image_size, look.augment)
+    skipped = SkippedImages() if skip else None
+    if skipped is not None:
+        listings = [
+            _mended(split, listing, size, cache, faults, skipped)
+            for split, listing in enumerate(listings)
+        ]
+    splits = tuple(imagefolder.load_split(each, recipe, size, cache, skipped) for each in listings)
     return _pair("imagefolder", splits, len(classes))
+
+
+def _mended(
+    split: int,
+    listing: Listing,
+    size: tuple[int, int] | None,
+    cache: str,
+    faults: tuple[Fault, ...] | None,
+    skipped: SkippedImages,
+) -> Listing:
+    """One split with stand-ins for the images that cannot be read, or, to test with, without.
+
+    Those of a set that is decoded as needed may not be known yet.
+    """
+    known: dict[int, str] = {}
+    if faults is not None:
+        known = {each.place: each.why for each in faults if each.split == split}
+    elif imagefolder.is_held(listing, size, cache):
+        known = imagefolder.unreadable(listing)
+    skipped.known += [(str(listing.path(i)), why) for i, why in known.items()]
+    mend = imagefolder.without if split else imagefolder.with_stand_ins
+    return mend(listing, known)
+
+
+def _built_in(name: str, splits: builtin_sets.Splits, num_classes: int, look: Look) -> DatasetPair:
+    augmented = tuple(recipes.with_augmentation(each, look.augment) for each in splits)
+    return _pair(name, augmented, num_classes)
 
 
 def _pair(name: str, splits: tuple[Any, ...], num_classes: int) -> DatasetPair:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aladdin_mpi.training.builtin_sets import parse_synthetic
@@ -35,16 +35,29 @@ KNOWN = {
 }
 
 
-def describe_set(name: str, data_dir: Path | None, download: bool) -> Description:
+def describe_set(
+    name: str,
+    data_dir: Path | None,
+    download: bool,
+    image_size: int | None = None,
+    corrupt_images: str = "stop",
+) -> Description:
     """The sizes of the data set ``name``, which is read only if they are not known.
 
     Raises:
         UserError: as :func:`~aladdin_mpi.training.datasets.load_dataset`.
     """
-    if name in KNOWN:
-        return KNOWN[name]
+    found = _known(name)
+    if found is None:
+        data = load_dataset(
+            name, data_dir, download, image_size, "off", corrupt_images=corrupt_images
+        )
+        return Description(len(data.train), data.num_classes, data.in_channels, data.image_size)
+    return found if image_size is None else replace(found, size=image_size)
+
+
+def _known(name: str) -> Description | None:
     if name.split(":")[0] == "synthetic":
         shape, classes, count = parse_synthetic(name)
         return Description(count, classes, shape[0], shape[1])
-    data = load_dataset(name, data_dir, download, cache="off")
-    return Description(len(data.train), data.num_classes, data.in_channels, data.image_size)
+    return KNOWN.get(name)

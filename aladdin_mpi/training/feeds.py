@@ -37,6 +37,7 @@ from aladdin_mpi.training.loading import (
 from aladdin_mpi.training.loading import describe as describe_pairs
 from aladdin_mpi.training.randomness import SHUFFLING, sample_keys
 from aladdin_mpi.training.sampler import Int64Array, ShardedStream
+from aladdin_mpi.training.skipped import SkippedImages, skips_of
 
 BEGINS_ANEW = "data that can only be read in order begin anew, not where the run had come to"
 
@@ -55,11 +56,13 @@ class Feed(ABC):
         batch_size: samples of a batch; None: as the run says.
         loader_workers: processes that load ahead; None: as the run says.
         caveat: what a run that goes on does not do as it would have without a break.
+        skipped: where the data set notes images that it skips, if it does.
     """
 
     batch_size: int | None = None
     loader_workers: int | None = None
     caveat: str = ""
+    skipped: SkippedImages | None = None
 
     @abstractmethod
     def length(self, batch_size: int) -> int | None:
@@ -88,6 +91,7 @@ class SampleFeed(Feed):
         self, dataset: Any, loader: DataLoader[Any] | None = None, pairs: bool = False
     ) -> None:
         self._dataset = dataset
+        self.skipped = skips_of(dataset)
         self._pairs = pairs or isinstance(dataset, ImageArrays)
         self._collate: Collate | None = None if pairs else default_collate
         self._sampler: Any = None

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from bisect import bisect
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.training.augment import CIFAR10, LargeImages, SmallImages
+from aladdin_mpi.training.augment import LargeImages, SmallImages
 from aladdin_mpi.training.host_cache import cached_array
-from aladdin_mpi.training.images import ImageArrays, ImageFiles, decode
+from aladdin_mpi.training.images import CorruptImageError, ImageArrays, ImageFiles, decode
+from aladdin_mpi.training.skipped import SkippedImages
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 SMALL = 64
@@ -31,6 +34,34 @@ class Listing:
     root: Path
     names: Sequence[str]
     labels: Sequence[int]
+
+    def path(self, index: int) -> Path:
+        """Of one file."""
+        return self.root / self.names[index]
+
+    def taking(self, indices: Sequence[int]) -> Listing:
+        """Return those of ``indices``, in their order; some may come twice."""
+        names = [self.names[i] for i in indices]
+        return Listing(self.root, names, [self.labels[i] for i in indices])
+
+
+class Fault(NamedTuple):
+    """An image that cannot be read: which split's (0: train), which of its files, and why."""
+
+    split: int
+    place: int
+    why: str
+
+
+def list_splits(data_dir: Path | None) -> tuple[list[Listing], list[str]]:
+    """Return the images to train and to test with, and the names of the classes.
+
+    Raises:
+        UserError: as :func:`find_splits` and :func:`list_images`.
+    """
+    train, test = find_splits(data_dir)
+    classes = class_names(train)
+    return [list_images(split, classes) for split in (train, test)], classes
 
 
 def find_splits(data_dir: Path | None) -> tuple[Path, Path]:
@@ -86,46 +117,135 @@ def _images_below(root: Path, name: str) -> list[str]:
     return sorted(found)
 
 
-def common_small_size(listings: Sequence[Listing]) -> tuple[int, int] | None:
+def common_small_size(listings: Sequence[Listing], skip: bool) -> tuple[int, int] | None:
     """Return (width, height) if the images are small and of one size, else None.
 
-    Only the first image of each class is opened: a large set has too many.
+    Only the first image of each class is opened, with ``skip`` the first that can be read: a
+    large set has too many.
     """
     sizes = set()
     for listing in listings:
         for first in np.unique(np.array(listing.labels), return_index=True)[1]:
-            sizes.add(decode(listing.root / listing.names[first]).size)
+            size = _first_size(listing, int(first), skip)
+            if size is None:
+                continue
+            sizes.add(size)
             if len(sizes) > 1 or max(max(sizes)) > SMALL:
                 return None
-    return sizes.pop()
+    return sizes.pop() if sizes else None
 
 
-def load_split(
-    listing: Listing, recipe: SmallImages | LargeImages, size: tuple[int, int] | None, cache: str
-) -> ImageArrays | ImageFiles:
-    """Return one split, in memory where ``cache`` asks for it or, if "auto", it fits."""
-    if not isinstance(recipe, SmallImages) or size is None:
+def _first_size(listing: Listing, first: int, skip: bool) -> tuple[int, int] | None:
+    """Of the first image of a class, which begins at ``first``."""
+    if not skip:
+        return decode(listing.path(first)).size
+    index, label = first, listing.labels[first]
+    while index < len(listing.labels) and listing.labels[index] == label:
+        try:
+            return decode(listing.path(index)).size
+        except CorruptImageError:
+            index += 1
+    return None
+
+
+def is_held(listing: Listing, size: tuple[int, int] | None, cache: str) -> bool:
+    """Whether the images are decoded once and held in memory.
+
+    Raises:
+        UserError: ``cache`` asks for it, and they have no common small ``size``.
+    """
+    if size is None:
         if cache == "on":
             raise UserError(
                 f"--cache on: the images of {listing.root} differ in size or are larger than "
                 f"{SMALL} pixels and are decoded as they are needed; use --cache auto"
             )
-        return ImageFiles(listing.root, listing.names, listing.labels, recipe)
+        return False
     fits = len(listing.names) * 3 * size[0] * size[1] <= MEMORY_LIMIT
-    if cache == "off" or (cache == "auto" and not fits):
-        return ImageFiles(listing.root, listing.names, listing.labels, recipe, size)
+    return cache == "on" or (cache == "auto" and fits)
+
+
+def load_split(
+    listing: Listing,
+    recipe: SmallImages | LargeImages,
+    size: tuple[int, int] | None,
+    cache: str,
+    skipped: SkippedImages | None = None,
+) -> ImageArrays | ImageFiles:
+    """Return one split, in memory where ``cache`` asks for it or, if "auto", it fits."""
+    if not is_held(listing, size, cache):
+        must_be = size if isinstance(recipe, SmallImages) else None
+        return ImageFiles(listing.root, listing.names, listing.labels, recipe, must_be, skipped)
+    assert size is not None
     pixels = cached_array(fingerprint(listing), lambda: decode_all(listing, size))
     labels = torch.tensor(listing.labels, dtype=torch.int64)
-    return ImageArrays(torch.from_numpy(pixels), labels, recipe)
+    return ImageArrays(torch.from_numpy(pixels), labels, recipe, skipped)
 
 
+# -- images that cannot be read -----------------------------------------------------------------
+def unreadable(listing: Listing) -> dict[int, str]:
+    """The images that cannot be read, by their place, and why.
+
+    All are decoded, once for each host and state of the files.
+    """
+
+    def look() -> npt.NDArray[np.uint8]:
+        faults = (fault(listing.path(i)) for i in range(len(listing.names)))
+        return np.array([why is not None for why in faults], dtype=np.uint8)
+
+    found = np.flatnonzero(cached_array(f"{fingerprint(listing)}-faults", look)).tolist()
+    reasons = {index: fault(listing.path(index)) for index in found}
+    return {index: why for index, why in reasons.items() if why is not None}
+
+
+def fault(path: Path) -> str | None:
+    """Why an image cannot be read; None: it can."""
+    try:
+        decode(path)
+    except CorruptImageError as error:
+        return error.why
+    return None
+
+
+def with_stand_ins(listing: Listing, faults: Collection[int]) -> Listing:
+    """Put the next image in for each that cannot be read, as :class:`ImageFiles` does."""
+    _check_some_left(listing, faults)
+    count = len(listing.names)
+    sound = [i for i in range(count) if i not in faults]
+    return listing.taking(
+        [sound[bisect(sound, i) % len(sound)] if i in faults else i for i in range(count)]
+    )
+
+
+def without(listing: Listing, faults: Collection[int]) -> Listing:
+    """Leave out those that cannot be read."""
+    _check_some_left(listing, faults)
+    return listing.taking([i for i in range(len(listing.names)) if i not in faults])
+
+
+def _check_some_left(listing: Listing, faults: Collection[int]) -> None:
+    if len(faults) == len(listing.names):
+        raise UserError(
+            f"--corrupt-images skip: expected readable images in {listing.root}, got "
+            f"{len(faults)} of which none is; look at --data-dir"
+        )
+
+
+# -- decoded sets -------------------------------------------------------------------------------
 def fingerprint(listing: Listing) -> str:
     """Return a name for the decoded images that changes when any of the files does."""
     digest = hashlib.sha256(b"uint8 NCHW RGB, version 1")
     for name in listing.names:
-        state = (listing.root / name).stat()
-        digest.update(os.fsencode(f"{name}\0{state.st_size}\0{state.st_mtime_ns}\n"))
+        digest.update(os.fsencode(f"{name}\0{_state(listing.root / name)}\n"))
     return f"imagefolder-{digest.hexdigest()[:32]}"
+
+
+def _state(path: Path) -> str:
+    try:
+        state = path.stat()
+    except OSError as error:  # such as a link to nowhere; decoding it says what is wrong
+        return f"errno {error.errno}"
+    return f"{state.st_size}\0{state.st_mtime_ns}"
 
 
 def decode_all(listing: Listing, size: tuple[int, int]) -> npt.NDArray[np.uint8]:
@@ -134,12 +254,3 @@ def decode_all(listing: Listing, size: tuple[int, int]) -> npt.NDArray[np.uint8]
     for i, name in enumerate(listing.names):
         pixels[i] = np.asarray(decode(listing.root / name, size)).transpose(2, 0, 1)
     return pixels
-
-
-def choose_recipe(
-    size: tuple[int, int] | None, image_size: int | None
-) -> SmallImages | LargeImages:
-    """Return CIFAR's recipe for small images of one ``size``, otherwise ImageNet's."""
-    if size is None:
-        return LargeImages(image_size=image_size or 224)
-    return SmallImages(CIFAR10, pad=size[1] // 8, flip=True, image_size=image_size)

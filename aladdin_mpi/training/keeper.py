@@ -17,6 +17,7 @@ from aladdin_mpi.training.ledger import Ledger
 from aladdin_mpi.training.losses import Losses
 from aladdin_mpi.training.own_figures import Means
 from aladdin_mpi.training.recorder import Metrics, Progress
+from aladdin_mpi.training.skipped import SkipRecord
 from aladdin_mpi.training.variance import ModelVariance
 from aladdin_mpi.transport.base import Transport
 
@@ -79,6 +80,7 @@ class Keeper:
         self._loss_sum = 0.0
         self._loss_samples = 0
         self.own_figures = Means()
+        self.skips = SkipRecord()
         self._rate: float | None = None
         self._unlogged = 0
         self._last_log = (0, 0.0)
@@ -277,6 +279,7 @@ class Keeper:
             "failures": self.losses.records if self.losses else [],
             "measuring": self._measuring,
             "rate": self._rate,
+            "skipped": self.skips.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -294,3 +297,4 @@ class Keeper:
             self.losses.records = state["failures"]
         self._measuring = state["measuring"]
         self._rate = state.get("rate")
+        self.skips.load_state_dict(state.get("skipped", {}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.training.datasets import MapDataset, known_classes
-from aladdin_mpi.training.images import ImageArrays
+from aladdin_mpi.training.images import ImageArrays, ImageFiles
 from aladdin_mpi.training.randomness import AUGMENTATION, sample_keys
 from aladdin_mpi.training.sampler import ShardedStream
+from aladdin_mpi.training.skipped import Skip, SkippedImages, skips_of
 
 Batch = tuple[Tensor, Tensor]
 Key = tuple[int, int]
@@ -108,14 +109,39 @@ class BatchSource:
 def test_batches(
     dataset: MapDataset, batch_size: int, loader_workers: int = 0, start_method: str = "fork"
 ) -> Iterator[Batch]:
-    """Yield all samples once, in order and without augmentation; the last batch may be short."""
+    """Yield all samples once, in order and without augmentation; the last batch may be short.
+
+    Images that are skipped are left out.
+
+    Raises:
+        UserError: no image can be read.
+    """
     if not isinstance(dataset, ImageArrays):
         places = range(len(dataset))
         batches = [places[i : i + batch_size] for i in range(0, len(places), batch_size)]
-        yield from load_in_order(dataset, batches, loader_workers, start_method)
+        if isinstance(dataset, ImageFiles):
+            yield from _readable_batches(dataset, batches, loader_workers, start_method)
+        else:
+            yield from load_in_order(dataset, batches, loader_workers, start_method)
         return
     for start in range(0, len(dataset), batch_size):
         yield dataset.evaluation_batch(slice(start, start + batch_size))
+
+
+def _readable_batches(
+    dataset: ImageFiles, batches: Iterable[Any], loader_workers: int, start_method: str
+) -> Iterator[Batch]:
+    found = False
+    view = _ReadableView(dataset)
+    for batch in load_in_order(view, batches, loader_workers, start_method, _collate_if_any):
+        if batch is not None:
+            found = True
+            yield batch
+    if not found:
+        raise UserError(
+            f"--corrupt-images skip: expected a readable image in {dataset.root}, got none; look "
+            "at --data-dir"
+        )
 
 
 def train_batches_for_statistics(
@@ -166,6 +192,7 @@ class TrainingView(Dataset[Any]):
 
     def __init__(self, dataset: MapDataset, seed: int, augment: bool) -> None:
         self._dataset = dataset
+        self.skipped = skips_of(dataset)
         self._seed = seed
         self._augmented = getattr(dataset, "augmented", None) if augment else None
 
@@ -183,6 +210,17 @@ class TrainingView(Dataset[Any]):
             return self._augmented(index, number)
         seed_global_generators(number)
         return self._dataset[index]
+
+
+class _ReadableView(Dataset[Any]):
+    """The images of a folder, less those that are skipped."""
+
+    def __init__(self, dataset: ImageFiles) -> None:
+        self._dataset = dataset
+        self.skipped = dataset.skipped
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return self._dataset.readable(indices)
 
 
 def seed_global_generators(key: int) -> None:
@@ -211,17 +249,70 @@ def load_in_order(
     start_method: str = "fork",
     collate: Collate | None = None,
 ) -> Iterator[Any]:
-    """Batches of the samples that ``batches`` lists, loaded ahead by processes if there are any."""
+    """Batches of the samples that ``batches`` lists, loaded ahead by processes if there are any.
+
+    A UserError in such a process is raised here as it was there, and what ``dataset`` notes as
+    skipped there is noted here.
+    """
     loader = DataLoader(
-        dataset,
+        _Loading(dataset, collate or _collate),
         batch_sampler=cast(Any, batches),
         num_workers=loader_workers,
-        collate_fn=collate or _collate,
+        collate_fn=_as_it_is,
         multiprocessing_context=start_method if loader_workers else None,
         # Without one of its own it would draw from the global generator.
         generator=torch.Generator(),
     )
-    return iter(loader)
+    return _unpacked(iter(loader), skips_of(dataset))
+
+
+class _Loaded(NamedTuple):
+    """What a loader process sends for a batch."""
+
+    batch: Any
+    skipped: list[Skip]
+    problem: str | None = None
+
+
+class _Loading(Dataset[Any]):
+    """A data set whose lists of samples are batches already."""
+
+    def __init__(self, dataset: Any, collate: Collate) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._skipped = skips_of(dataset)
+
+    def __getitems__(self, keys: Any) -> _Loaded:
+        try:
+            batch, problem = self._collate(self._samples(keys)), None
+        except UserError as error:
+            batch, problem = None, str(error)
+        return _Loaded(batch, self._skipped.take() if self._skipped else [], problem)
+
+    def _samples(self, keys: Any) -> list[Any]:
+        at_once = getattr(self._dataset, "__getitems__", None)
+        if at_once is not None:
+            samples: list[Any] = at_once(keys)
+            return samples
+        return [self._dataset[key] for key in keys]
+
+
+def _as_it_is(loaded: Any) -> Any:
+    return loaded
+
+
+def _unpacked(batches: Iterator[_Loaded], skipped: SkippedImages | None) -> Iterator[Any]:
+    for loaded in batches:
+        for path, why in loaded.skipped:
+            if skipped is not None:
+                skipped.add(path, why)
+        if loaded.problem is not None:
+            raise UserError(loaded.problem)
+        yield loaded.batch
+
+
+def _collate_if_any(samples: list[Any]) -> Batch | None:
+    return _collate(samples) if samples else None
 
 
 def _collate(samples: list[Any]) -> Batch:

@@ -16,6 +16,10 @@ NO_EFFECT = {
     "data_dir": "give batches() the data set",
     "download": "give batches() the data set",
     "cache": "give batches() the data set",
+    "image_size": "give batches() images of that size",
+    "augment": "give batches() a data set that augments its samples",
+    "corrupt_images": "give batches() a data set that does it",
+    "check_images": "look at the images before",
 }
 """Options that only the built-in training follows, and what to do in a loop of one's own."""
 _ARGUMENTS = {leaf.flag: as_argument(path) for path, leaf in leaves(RunOptions).items()}

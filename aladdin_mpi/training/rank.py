@@ -47,6 +47,7 @@ from aladdin_mpi.training.run_lock import RunLock
 from aladdin_mpi.training.schedule import LearningRate
 from aladdin_mpi.training.seen_inputs import SeenInputs
 from aladdin_mpi.training.segments import Segments
+from aladdin_mpi.training.skipped import SkippedImages, SkipReports
 from aladdin_mpi.training.summary import summarise
 from aladdin_mpi.training.suspension import Suspension
 from aladdin_mpi.training.variance import ModelVariance, draw_places
@@ -67,6 +68,7 @@ class Rank:
         schedule: factor of the learning rate by the samples drawn; None: as the options say.
         may_clip: see :class:`Worker`.
         state: of the user's loop, for checkpoints.
+        skipped: where the data set notes images that it skips, if it does.
         compute: see :class:`Worker`.
         evaluate: see :class:`Evaluator`; None: no evaluations. Unless it is a
             :class:`Measurement`, the module has batch norm's statistics estimated before.
@@ -89,6 +91,7 @@ class Rank:
         schedule: Callable[[int], float] | None = None,
         may_clip: bool = False,
         state: dict[str, Any] | None = None,
+        skipped: SkippedImages | None = None,
     ) -> None:
         self.transport = transport
         self.options = options
@@ -113,6 +116,7 @@ class Rank:
         self.role = agree(transport, lambda: self._role(compute, may_clip))
         self.keeper = self._keeper() if transport.rank == 0 else None
         self.figures = OwnFigures(transport, self.keeper.own_figures if self.keeper else None)
+        self.skips = SkipReports(transport, skipped, self.keeper.skips if self.keeper else None)
         self._watch()
         done = self.keeper.evaluate_copy if self.keeper else _nobody
         self.snapshots = Snapshots(transport, self.layout, self.role, self._holders, done)
@@ -266,6 +270,7 @@ class Rank:
         """
         ticket = self.worker.ticket
         self.optimizer.advance((ticket.start + ticket.whole) // self.options.step_size)
+        self.skips.pass_on()
 
     def rate(self) -> float:
         """The learning rate of a worker's present step; that of the first group."""
@@ -374,13 +379,20 @@ class Rank:
 
     def _open_books(self, keeper: Keeper) -> None:
         drawn = keeper.budget.drawn
+        self.skips.open()
         keeper.metrics = Metrics(self.run_dir, drawn)
         keeper.make_up_for_evaluation()
         keeper.progress = Progress(self.plan.total, drawn, self.options.quiet)
         if self.evaluate is not None:
             keeper.evaluator = Evaluator(
-                self.module, self.evaluate, keeper.evaluated, self.transport.engine == "mpi"
+                self.module, self._measured, keeper.evaluated, self.transport.engine == "mpi"
             )
+
+    def _measured(self, module: nn.Module) -> Mapping[str, float]:
+        assert self.evaluate is not None
+        figures = self.evaluate(module)
+        self.skips.pass_on()  # rank 0 reads images too
+        return figures
 
     def suspend(self) -> None:
         """A signal has ended the run, which is saved: close the books and go."""

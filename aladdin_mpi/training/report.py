@@ -80,6 +80,7 @@ ROWS = (
     ("test_loss", "test loss", ""),
     ("gradients_computed", "gradients computed", ""),
     ("gradients_applied", "gradients applied", ""),
+    ("images_skipped", "images that could not be read", ""),
     ("wait_fraction", "share of their time that workers waited", ""),
     ("bytes_sent_per_step", "sent by a worker for a step", "bytes"),
 )

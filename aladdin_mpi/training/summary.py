@@ -53,6 +53,8 @@ def summarise(
         _take_buffers(rank.module, keeper.evaluator.module)
     elif rank.seen is not None:
         rank.seen.reestimate(rank.module)
+    if rank.skips.are_possible:
+        summary |= {"images_skipped": len(keeper.skips.paths), "skipped": keeper.skips.paths}
     if model is not None:
         state = {name: each.cpu() for name, each in rank.module.state_dict().items()}
         torch.save(state, rank.run_dir / MODEL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from aladdin_mpi.training.datasets import DatasetPair, load_dataset
 from aladdin_mpi.training.described_sets import describe_set
 from aladdin_mpi.training.evaluation import Measurement, reestimate_batch_norm
 from aladdin_mpi.training.exchange import agree
+from aladdin_mpi.training.image_check import check_images
+from aladdin_mpi.training.imagefolder import Fault
 from aladdin_mpi.training.models import build_model
 from aladdin_mpi.transport.base import Transport
 
@@ -31,7 +32,8 @@ def train(options: RunOptions, transport: Transport) -> dict[str, Any]:
     """Train as ``options`` say; every rank calls it. Returns the summary at rank 0."""
     if options.compute == "timed":
         return _rehearse(options, transport)
-    data, module = agree(transport, lambda: _prepare(options))
+    faults = check_images(options, transport)
+    data, module = agree(transport, lambda: _prepare(options, faults))
     run = DataParallel(module, options, transport=transport, evaluate=_evaluation(options, data))
     for inputs, labels in run.batches(data.train):
         loss = _loss(module, inputs, labels, options.precision) / options.accumulate
@@ -40,13 +42,24 @@ def train(options: RunOptions, transport: Transport) -> dict[str, Any]:
     return run.summary
 
 
-def _prepare(options: RunOptions) -> tuple[DatasetPair, nn.Module]:
+def _prepare(
+    options: RunOptions, faults: tuple[Fault, ...] | None
+) -> tuple[DatasetPair, nn.Module]:
     if options.model.startswith(SIZE_PREFIX):
         raise UserError(
             f"--model {options.model}: expected only with --compute timed, got --compute real; "
             "name a model that can be calculated"
         )
-    data = load_dataset(options.dataset, options.data_dir, options.download, cache=options.cache)
+    data = load_dataset(
+        options.dataset,
+        options.data_dir,
+        options.download,
+        options.image_size,
+        options.cache,
+        options.augment,
+        options.corrupt_images,
+        faults,
+    )
     torch.manual_seed(options.seed)
     module = build_model(options.model, data.num_classes, data.in_channels, data.image_size)
     return data, module
@@ -92,10 +105,9 @@ def _rehearse(options: RunOptions, transport: Transport) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1)
-def _sizes_of(
-    model: str, dataset: str, data_dir: Path | None, download: bool
-) -> tuple[nn.Module, int]:
-    data = describe_set(dataset, data_dir, download)
+def _sizes_of(model: str, *dataset: Any) -> tuple[nn.Module, int]:
+    """``dataset``: the arguments of :func:`describe_set`."""
+    data = describe_set(*dataset)
     with torch.device("meta"):
         module = build_model(model, data.classes, data.channels, data.size)
     return module, data.samples
@@ -111,7 +123,14 @@ def _sizes(options: RunOptions) -> tuple[nn.Module, int]:
             )
         return _module_of_size(options.model), options.samples
     # All ranks of a simulation share what is only measured.
-    return _sizes_of(options.model, options.dataset, options.data_dir, options.download)
+    return _sizes_of(
+        options.model,
+        options.dataset,
+        options.data_dir,
+        options.download,
+        options.image_size,
+        options.corrupt_images,
+    )
 
 
 def _module_of_size(name: str) -> nn.Module:
