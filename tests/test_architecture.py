@@ -12,11 +12,12 @@ PACKAGE = "aladdin_mpi"
 LAYERS = (
     "errors extras guard stop_signal",
     "transport",
-    "tags vectors layout other_dtypes optimizers barrier budget refusals replica compression allreduce",
+    "tags vectors layout other_dtypes replica optimizers budget refusals barrier compression "
+    "allreduce",
     "algorithms",
     "fields intervals settings agreement resume cli options unused",
     "training",
-    "comparison machine batch_scripts",
+    "accelerate comparison machine batch_scripts",
     "compare servers simulate slurm train",
 )
 """Files and folders of the package, the lowest first; a layer's own may use each other."""

@@ -209,6 +209,16 @@ class DataParallel:
         """Whether this is the first worker: for what is printed or written once."""
         return self.transport.rank == self._servers
 
+    @property
+    def workers(self) -> int:
+        """How many workers the run began with."""
+        return self.transport.size - self._servers
+
+    @property
+    def completes_step(self) -> bool:
+        """Whether this batch is the last of those that make a step; see ``accumulate``."""
+        return self._loop.is_last
+
     def print(self, *values: object) -> None:
         """Print on the first worker alone."""
         if self.is_first:

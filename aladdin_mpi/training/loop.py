@@ -37,7 +37,8 @@ class Loop:
         self._algorithm_side: greenlet | None = None
         self._losses: list[float | None] = []
         self._stepped = True
-        self._is_last = True
+        self.is_last = True
+        """Whether the present batch completes its ticket."""
         self._handed_over = True
 
     # -- the algorithm's side -------------------------------------------------------------
@@ -80,7 +81,7 @@ class Loop:
 
     def _begin(self, is_last: bool) -> None:
         assert self._rank is not None
-        self._stepped, self._is_last = False, is_last
+        self._stepped, self.is_last = False, is_last
         watch = self._rank.worker.watch
         if watch is not None:
             watch.enabled = is_last
@@ -112,7 +113,7 @@ class Loop:
             self._watch.end()
         self._stepped = True
         self._losses.append(loss.item() if isinstance(loss, Tensor) else loss)
-        if self._is_last:
+        if self.is_last:
             self._hand_over()
 
     def _hand_over(self) -> None:
