@@ -254,6 +254,8 @@ def test_one_that_fails_stops_no_other(tmp_path: Path) -> None:
     assert "accuracy" not in done.stdout
     assert not (out / plots.ACCURACY_TIME).exists()
     assert (out / plots.THROUGHPUT).is_file()
+    # Nor has the run a picture of nothing.
+    assert not (out / "runs" / "good" / "seed-0" / "curves.png").exists()
 
 
 # -- over MPI ---------------------------------------------------------------------------------

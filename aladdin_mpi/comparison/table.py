@@ -41,6 +41,7 @@ def columns(target: float | None) -> list[Column]:
         Column("speed_up", "speed-up", decimals=lambda value: 2),
         Column("wait_fraction", "waiting, %", scale=100.0, decimals=_three_digits),
         Column("bytes_sent_per_step", "bytes/step", decimals=lambda value: 0),
+        Column("coalesced_fraction", "coalesced, %", scale=100.0, decimals=_three_digits),
     ]
 
 
@@ -52,7 +53,7 @@ def cells(rows: Sequence[Row], target: float | None, sign: str) -> list[list[str
         target: the accuracy that times were measured to.
         sign: what stands between mean and standard deviation.
     """
-    shown = [c for c in columns(target) if any(row.figures[c.key] for row in rows)]
+    shown = [c for c in columns(target) if any(row.has(c.key) for row in rows)]
     table = [["", "algorithm", "runs", *(column.heading for column in shown)]]
     for rank, row in enumerate(rows, start=1):
         values = [_cell(row.figures[column.key], column, row.runs, sign) for column in shown]
@@ -91,7 +92,7 @@ def markdown(table: Sequence[Sequence[str]]) -> str:
 
 def as_csv(rows: Sequence[Row]) -> str:
     """For programs: SI units, fractions from 0 to 1; an empty field where there is no value."""
-    shown = [c.key for c in columns(None) if any(row.figures[c.key] for row in rows)]
+    shown = [c.key for c in columns(None) if any(row.has(c.key) for row in rows)]
     parts = ("mean", "std", "low", "high", "n")
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
