@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,9 @@ def test_without_any_figure_there_is_no_picture(tmp_path: Path) -> None:
 
 
 # -- a comparison's -----------------------------------------------------------------------------
-def run(label: str, values: list[tuple[float, float | None]], rate: float = 100.0) -> RunFigures:
+def run(
+    label: str, values: Sequence[tuple[float, float | None]], rate: float = 100.0
+) -> RunFigures:
     """A run with these accuracies and variances, a second apart."""
     found = [Evaluation(64 * n, float(n), a, v) for n, (a, v) in enumerate(values, start=1)]
     summary = {"algorithm": label, "seed": 0, "samples_per_second": rate}

@@ -7,11 +7,12 @@ from typing import Any
 
 from aladdin_mpi.comparison.curves import empty_figure
 from aladdin_mpi.comparison.figures import Row
+from aladdin_mpi.comparison.table import four_digits
 
 HALF = 0.35
 """Of a bar's height, where bars are 1 apart."""
 GREY = "0.35"
-TITLE_FONT = 8
+SMALL = 8
 
 
 def throughput(rows: Sequence[Row], colours: Mapping[str, str], ideals: Mapping[str, float]) -> Any:
@@ -59,10 +60,10 @@ def _label(axis: Any, ranked: Sequence[Row], has_ideal: bool) -> None:
     """Names to the left, figures to the right, where neither bars nor lines run through them."""
     axis.set_yticks(range(len(ranked)), [row.label for row in ranked])
     axis.set_ylim(-0.6, len(ranked) - 0.4)
-    beside = {"transform": axis.get_yaxis_transform(), "va": "center", "fontsize": TITLE_FONT}
+    beside = {"transform": axis.get_yaxis_transform(), "va": "center", "fontsize": SMALL}
     for place, row in enumerate(ranked):
         mean, speed_up = row.mean("samples_per_second") or 0.0, row.mean("speed_up")
-        text = f"{mean:,.4g}" if mean < 1e4 else f"{mean:,.0f}"
+        text = f"{mean:,.{four_digits(mean)}f}"
         text += "" if speed_up is None else f"  ({speed_up:.2f} x one worker)"
         axis.text(1.01, place, text, **beside)
     what = "throughput of all workers, samples/s"

@@ -21,14 +21,14 @@ class Column:
     decimals: Callable[[float], int] | None = None
 
 
-def _four_digits(value: float) -> int:
+def four_digits(value: float) -> int:
     """Decimals that leave a number of four digits; none for large ones."""
     return max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
 
 
 def _three_digits(value: float) -> int:
     """Decimals for a percentage: of a share below 0.0001 % nothing is left."""
-    return min(4, max(0, _four_digits(value) - 1))
+    return min(4, max(0, four_digits(value) - 1))
 
 
 def columns(target: float | None) -> list[Column]:
@@ -65,7 +65,7 @@ def _cell(found: Spread | None, column: Column, runs: int, sign: str) -> str:
     if found is None:
         return "never" if column.key == "seconds_to_target" else "-"
     mean = found.mean * column.scale
-    decimals = (column.decimals or _four_digits)(mean)
+    decimals = (column.decimals or four_digits)(mean)
     text = f"{mean:,.{decimals}f}"
     if found.std is not None:
         text += f" {sign} {found.std * column.scale:,.{decimals}f}"
