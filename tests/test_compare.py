@@ -21,7 +21,8 @@ from aladdin_mpi.comparison import plots
 from aladdin_mpi.comparison.options import read_request
 from aladdin_mpi.comparison.plan import plan
 from aladdin_mpi.errors import UserError
-from tests.commands import compare, end_of, summary
+from aladdin_mpi.training.rounding import rounded
+from tests.commands import compare, end_of, metrics, summary
 from tests.launch import ROOT, Completed, environment, needs
 
 SMALL = ["--epochs", "2", "--eval-every", "0.5", "--checkpoint-every", "0.25epochs"]
@@ -113,6 +114,15 @@ def test_figures_are_those_of_the_runs(whole: tuple[Path, Completed]) -> None:
         assert row["figures"]["speed_up"]["mean"] == pytest.approx(throughput / 320)
     accuracies = [row["figures"]["test_accuracy"]["mean"] for row in found["rows"]]
     assert accuracies == sorted(accuracies, reverse=True)
+
+
+def test_all_figures_are_rounded(whole: tuple[Path, Completed]) -> None:
+    written = [result(whole[0])]
+    for folder in sorted(whole[0].glob("runs/*/*")):
+        written += [summary(folder), *metrics(folder)]
+    assert len(written) > 4 * 5
+    assert written == rounded(written)
+    assert re.search(r"seconds_mean.*\n.*,\d+\.\d{1,9},", (whole[0] / "table.csv").read_text())
 
 
 def test_variants_have_their_options(whole: tuple[Path, Completed]) -> None:
@@ -253,6 +263,8 @@ def test_one_that_fails_stops_no_other(tmp_path: Path) -> None:
     assert "accuracy" not in done.stdout
     assert not (out / plots.ACCURACY_TIME).exists()
     assert (out / plots.THROUGHPUT).is_file()
+    # Nor has the run a picture of nothing.
+    assert not (out / "runs" / "good" / "seed-0" / "curves.png").exists()
 
 
 # -- over MPI ---------------------------------------------------------------------------------

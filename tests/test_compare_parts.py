@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aladdin_mpi.algorithms import registry
-from aladdin_mpi.comparison import baseline, plots
+from aladdin_mpi.comparison import baseline
 from aladdin_mpi.comparison.children import last_error
 from aladdin_mpi.comparison.figures import make_rows, read_figures, spread
 from aladdin_mpi.comparison.options import read_request
@@ -142,9 +142,41 @@ def test_baseline_of_a_jittering_worker() -> None:
     assert baseline.from_options(TrainOptions()) is None
 
 
-def test_sixteen_styles_differ() -> None:
-    looks = [tuple(sorted(plots.style(place).items())) for place in range(16)]
-    assert len(set(looks)) == 16
+def test_coalesced_gradients_and_the_ideal_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [
+        make_run(tmp_path / "a0", 0.9, 10, seed=0, slowdown={0: 10.0}),
+        make_run(tmp_path / "b0", 0.8, 20, seed=0, algorithm="bsp", slowdown={0: 10.0}),
+    ]
+    words = ["--read", *map(str, folders)]
+    counted(folders[0], computed=300, coalesced=0)
+    assert compare(words) == 0
+    assert "coalesced" not in capsys.readouterr().out
+
+    counted(folders[0], computed=300, coalesced=25)
+    counted(folders[1], computed=300, coalesced=0)
+    out = tmp_path / "out"
+    assert compare([*words, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    lines = [line.split() for line in printed if re.match(r"( |\d)", line)]
+    assert [line[-1] for line in lines] == ["%", "8.33", "0"]
+    aladdin, bsp = result(out)["rows"]
+    assert aladdin["figures"]["coalesced_fraction"]["mean"] == 0.0833333333
+    assert bsp["figures"]["coalesced_fraction"]["mean"] == 0.0
+    assert "coalesced_fraction_mean" in (out / "table.csv").read_text()
+    # One worker takes 320 samples/s, the other a tenth of that.
+    assert result(out)["ideal_samples_per_second"] == {"aladdin": 352.0, "bsp": 352.0}
+    report = (out / "report.md").read_text()
+    assert "own speeds, slow-downs counted: 352 samples/s" in report
+    assert "- coalesced: share of the gradients" in report
+
+
+def counted(folder: Path, computed: int, coalesced: int) -> None:
+    """Put these accounts into a run's summary."""
+    found = json.loads((folder / "summary.json").read_text())
+    found |= {"gradients_computed": computed, "gradients_coalesced": coalesced}
+    (folder / "summary.json").write_text(json.dumps(found))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from aladdin_mpi.training.run_folder import write_text
 
 LABEL = "baseline"
 OPTIONS = "options.toml"
+GIVEN = "given by --baseline"
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,29 @@ def from_options(options: RunOptions) -> Baseline | None:
     )
 
 
+def ideals(
+    runs: Iterable[tuple[str, RunOptions, float | None]], alone: Baseline | None
+) -> dict[str, float]:
+    """The throughput of all workers if none ever waits: the sum of their own speeds, by label.
+
+    Args:
+        runs: label, options and number of workers of each.
+        alone: a worker that is not slowed down; None: only the options say what it does.
+    """
+    found = {}
+    for label, options, workers in runs:
+        # A variant may model other steps than those that all have in common.
+        modelled = None if alone is not None and alone.source == GIVEN else from_options(options)
+        known = modelled or alone
+        if known is not None and workers is not None:
+            speeds = [1 / options.slowdown.get(worker, 1.0) for worker in range(int(workers))]
+            found[label] = known.samples_per_second * sum(speeds)
+    return found
+
+
 def given(value: float) -> Baseline:
     """What the user said."""
-    return Baseline(value, "given by --baseline")
+    return Baseline(value, GIVEN)
 
 
 def measuring_run(request: Request, out: Path) -> Run:

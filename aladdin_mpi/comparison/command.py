@@ -47,6 +47,7 @@ def _read(request: Request) -> int:
         if options.baseline is None
         else baselines.given(options.baseline)
     )
+    sizes = [(run.figures.label, run.options, run.figures.value("workers")) for run in found]
     engines = {str(run.summary.get("engine")) for run in figures}
     findings = Findings(
         command=folder.command_line(request),
@@ -54,6 +55,7 @@ def _read(request: Request) -> int:
         runs=figures,
         target=options.target_accuracy,
         baseline=alone,
+        ideals=baselines.ideals(sizes, alone),
         notes=reading.unequal(figures),
     )
     if options.out is not None:
@@ -119,20 +121,24 @@ def _report(
     failures: Sequence[Failure],
     out: Path,
 ) -> int:
-    figures = [read_figures(run.folder, run.entry.label) for run in runs if run.finished]
+    options = request.options
+    ended = [run for run in runs if run.finished]
+    figures = [read_figures(run.folder, run.entry.label) for run in ended]
     if isinstance(alone, Run):
         known = baselines.measured(alone) if alone.finished else None
     else:
         known = alone
     told = [str(failure) for failure in failures]
     if figures:
+        sizes = [(run.entry.label, run.options, options.workers) for run in ended]
         findings = Findings(
             command=folder.command_line(request),
-            engine=request.options.engine,
+            engine=options.engine,
             runs=figures,
-            target=request.options.target_accuracy,
+            target=options.target_accuracy,
             baseline=known,
             shared=request.shared,
+            ideals=baselines.ideals(sizes, known),
             variants={run.entry.label: run.entry.words for run in runs if run.entry.words},
             failures=told,
             notes=reading.unequal(figures),

@@ -12,6 +12,7 @@ from typing import Any
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.training.recorder import read_metrics
+from aladdin_mpi.training.rounding import rounded
 from aladdin_mpi.training.run_folder import SUMMARY
 
 KEYS = (
@@ -22,8 +23,12 @@ KEYS = (
     "speed_up",
     "wait_fraction",
     "bytes_sent_per_step",
+    "coalesced_fraction",
 )
 """What is compared, in the order of the table."""
+
+SHOWN_ABOVE_ZERO = frozenset({"coalesced_fraction"})
+"""Of these there is a column only where some run has more than 0."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +60,22 @@ class RunFigures:
         """Training time until the first evaluation with this accuracy or more."""
         return next((e.seconds for e in self.evaluations if e.accuracy >= target), None)
 
+    @property
+    def coalesced_fraction(self) -> float | None:
+        """Share of the gradients that were added to another before they were sent."""
+        coalesced, computed = self.value("gradients_coalesced"), self.value("gradients_computed")
+        return None if coalesced is None or not computed else coalesced / computed
+
     def all_values(self, target: float | None, baseline: float | None) -> dict[str, float | None]:
         """Every figure of ``KEYS``."""
         values = {key: self.value(key) for key in KEYS}
+        values["coalesced_fraction"] = self.coalesced_fraction
         throughput = self.value("samples_per_second")
         if target is not None:
             values["seconds_to_target"] = self.seconds_to(target)
         if baseline is not None and throughput is not None:
             values["speed_up"] = throughput / baseline
-        return values
+        return {key: rounded(value, key) for key, value in values.items()}
 
     def __str__(self) -> str:
         accuracy, seconds = self.value("test_accuracy"), self.value("seconds")
@@ -128,14 +140,20 @@ class Row:
         spread = self.figures[key]
         return None if spread is None else spread.mean
 
+    def has(self, key: str) -> bool:
+        """Whether there is a figure to show: a share of coalesced gradients only if any were."""
+        spread = self.figures[key]
+        return spread is not None and (key not in SHOWN_ABOVE_ZERO or spread.high > 0)
+
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Mean and spread of the values that are there; None without any."""
+    """Mean and spread of the values that are there, rounded; None without any."""
     found = [value for value in values if value is not None]
     if not found:
         return None
-    std = statistics.stdev(found) if len(found) > 1 else None
-    return Spread(statistics.fmean(found), std, min(found), max(found), len(found))
+    mean = rounded(statistics.fmean(found))
+    std = rounded(statistics.stdev(found)) if len(found) > 1 else None
+    return Spread(mean, std, min(found), max(found), len(found))
 
 
 def make_rows(

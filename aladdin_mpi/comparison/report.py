@@ -14,6 +14,7 @@ from aladdin_mpi.comparison import plots, table
 from aladdin_mpi.comparison.baseline import Baseline
 from aladdin_mpi.comparison.figures import KEYS, Row, RunFigures, make_rows
 from aladdin_mpi.machine import Machine
+from aladdin_mpi.training.rounding import rounded
 from aladdin_mpi.training.run_folder import write_text
 
 REPORT = "report.md"
@@ -35,6 +36,8 @@ class Findings:
     """Words of every run's command line; None if the runs were only read."""
     variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """The words of single labels on top."""
+    ideals: Mapping[str, float] = field(default_factory=dict)
+    """The sum of the workers' own speeds, in samples/s, by label; none where it is not known."""
     failures: Sequence[str] = ()
     notes: Sequence[str] = ()
 
@@ -55,14 +58,6 @@ class Findings:
         values = {str(run.summary.get(name)) for run in self.runs}
         return values.pop() if len(values) == 1 else "several"
 
-    @property
-    def ideal(self) -> float | None:
-        """The throughput of all workers without any loss."""
-        workers = self._common("workers")
-        if self.baseline is None or not workers.isdigit():
-            return None
-        return self.baseline.samples_per_second * int(workers)
-
 
 def write(findings: Findings, out: Path, facts: Machine) -> None:
     """Write all files of the report."""
@@ -70,7 +65,7 @@ def write(findings: Findings, out: Path, facts: Machine) -> None:
     text = json.dumps(as_json(findings, facts), indent=2, allow_nan=False)
     write_text(out / RESULT, text + "\n")
     pictures = plots.draw(
-        findings.runs, findings.rows, out, findings.title, findings.target, findings.ideal
+        findings.runs, findings.rows, out, findings.title, findings.target, findings.ideals
     )
     write_text(out / REPORT, _markdown(findings, facts, pictures))
 
@@ -78,7 +73,7 @@ def write(findings: Findings, out: Path, facts: Machine) -> None:
 def as_json(findings: Findings, facts: Machine) -> dict[str, Any]:
     """Everything, for programs: SI units, fractions from 0 to 1, null for what is not there."""
     alone = None if findings.baseline is None else findings.baseline.samples_per_second
-    return {
+    everything = {
         "format": FORMAT,
         "version": aladdin_mpi.__version__,
         "command": findings.command,
@@ -88,6 +83,7 @@ def as_json(findings: Findings, facts: Machine) -> dict[str, Any]:
         "variants": {label: list(words) for label, words in findings.variants.items()},
         "target_accuracy": findings.target,
         "baseline": None if findings.baseline is None else asdict(findings.baseline),
+        "ideal_samples_per_second": findings.ideals,
         "rows": [asdict(row) for row in findings.rows],
         "runs": [
             {
@@ -103,12 +99,14 @@ def as_json(findings: Findings, facts: Machine) -> dict[str, Any]:
         "failures": list(findings.failures),
         "notes": [*findings.notes, *definitions(findings)],
     }
+    written: dict[str, Any] = rounded(everything)
+    return written
 
 
 def definitions(findings: Findings) -> list[str]:
     """What the columns mean, for those that are there."""
     rows = findings.rows
-    there = {key for key in KEYS if any(row.figures[key] for row in rows)}
+    there = {key for key in KEYS if any(row.has(key) for row in rows)}
     most = max(row.runs for row in rows)
     clock = "virtual seconds" if findings.engine == "virtual" else "seconds"
     n = f"up to {most}" if any(row.runs != most for row in rows) else str(most)
@@ -130,6 +128,8 @@ def definitions(findings: Findings) -> list[str]:
         "communication.",
         "bytes_sent_per_step": "bytes/step: sent by a worker for a step; what it receives, and "
         "what servers send, is not in it.",
+        "coalesced_fraction": "coalesced: share of the gradients that were added to another one "
+        "before they were sent, since the network was behind; none is lost by that.",
     }
     notes += [text for key, text in texts.items() if key in there]
     if findings.baseline is not None:
@@ -139,7 +139,15 @@ def definitions(findings: Findings) -> list[str]:
         )
     else:
         notes.append("No speed-up: the throughput of one worker alone is not known (--baseline).")
+    if findings.ideals:
+        notes.append(f"ideal, dashed in {plots.THROUGHPUT}: {_ideal(findings.ideals)}.")
     return notes
+
+
+def _ideal(ideals: Mapping[str, float]) -> str:
+    low, high = min(ideals.values()), max(ideals.values())
+    values = f"{low:,.6g}" if low == high else f"{low:,.6g} to {high:,.6g}, as the runs differ"
+    return f"the sum of the workers' own speeds, slow-downs counted: {values} samples/s"
 
 
 def _markdown(findings: Findings, facts: Machine, pictures: Sequence[str]) -> str:

@@ -21,14 +21,14 @@ class Column:
     decimals: Callable[[float], int] | None = None
 
 
-def _four_digits(value: float) -> int:
+def four_digits(value: float) -> int:
     """Decimals that leave a number of four digits; none for large ones."""
     return max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
 
 
 def _three_digits(value: float) -> int:
     """Decimals for a percentage: of a share below 0.0001 % nothing is left."""
-    return min(4, max(0, _four_digits(value) - 1))
+    return min(4, max(0, four_digits(value) - 1))
 
 
 def columns(target: float | None) -> list[Column]:
@@ -41,6 +41,7 @@ def columns(target: float | None) -> list[Column]:
         Column("speed_up", "speed-up", decimals=lambda value: 2),
         Column("wait_fraction", "waiting, %", scale=100.0, decimals=_three_digits),
         Column("bytes_sent_per_step", "bytes/step", decimals=lambda value: 0),
+        Column("coalesced_fraction", "coalesced, %", scale=100.0, decimals=_three_digits),
     ]
 
 
@@ -52,7 +53,7 @@ def cells(rows: Sequence[Row], target: float | None, sign: str) -> list[list[str
         target: the accuracy that times were measured to.
         sign: what stands between mean and standard deviation.
     """
-    shown = [c for c in columns(target) if any(row.figures[c.key] for row in rows)]
+    shown = [c for c in columns(target) if any(row.has(c.key) for row in rows)]
     table = [["", "algorithm", "runs", *(column.heading for column in shown)]]
     for rank, row in enumerate(rows, start=1):
         values = [_cell(row.figures[column.key], column, row.runs, sign) for column in shown]
@@ -64,7 +65,7 @@ def _cell(found: Spread | None, column: Column, runs: int, sign: str) -> str:
     if found is None:
         return "never" if column.key == "seconds_to_target" else "-"
     mean = found.mean * column.scale
-    decimals = (column.decimals or _four_digits)(mean)
+    decimals = (column.decimals or four_digits)(mean)
     text = f"{mean:,.{decimals}f}"
     if found.std is not None:
         text += f" {sign} {found.std * column.scale:,.{decimals}f}"
@@ -91,7 +92,7 @@ def markdown(table: Sequence[Sequence[str]]) -> str:
 
 def as_csv(rows: Sequence[Row]) -> str:
     """For programs: SI units, fractions from 0 to 1; an empty field where there is no value."""
-    shown = [c.key for c in columns(None) if any(row.figures[c.key] for row in rows)]
+    shown = [c.key for c in columns(None) if any(row.has(c.key) for row in rows)]
     parts = ("mean", "std", "low", "high", "n")
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from aladdin_mpi import extras
+from aladdin_mpi.training.rounding import rounded
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
@@ -48,7 +49,7 @@ class Metrics:
 
     def append(self, kind: str, values: Mapping[str, Any]) -> None:
         """Add a line of ``kind``; ``values`` has ``samples``."""
-        line = {"kind": kind, **values}
+        line = rounded({"kind": kind, **values})
         with self._lock:
             if self._closed:  # an evaluation that ends after a suspended run
                 return

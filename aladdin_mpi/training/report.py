@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -25,44 +27,72 @@ def not_written() -> str:
     )
 
 
-def draw_curves(lines: list[dict[str, Any]], path: Path, title: str) -> None:
+Lines = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A curve of its own: the kind of line, and what of it is shown against what."""
+
+    kind: str
+    x: str
+    y: str
+    y_label: str
+    is_log: bool = False
+
+    def points(self, lines: Lines) -> list[tuple[float, float]]:
+        """Where there is a finite figure; on a logarithmic axis one above 0."""
+        found = [line for line in lines if line["kind"] == self.kind]
+        values = [(line[self.x], line.get(self.y)) for line in found]
+        finite = [(x, y) for x, y in values if y is not None and isfinite(y)]
+        return [(x, y) for x, y in finite if y > 0 or not self.is_log]
+
+
+LOSS = Panel("train", "epoch", "loss", "training loss")
+VARIANCE = Panel("eval", "epoch", "model_variance", "relative variance among models", is_log=True)
+ACCURACIES = tuple(Panel("eval", x, "test_accuracy", "test accuracy") for x in ("epoch", "seconds"))
+LOSSES = tuple(Panel("eval", x, "test_loss", "test loss") for x in ("epoch", "seconds"))
+X_LABELS = {"epoch": "epochs", "seconds": "training time, s"}
+
+
+def draw_curves(lines: Lines, path: Path, title: str) -> None:
     """Draw loss and accuracy against epochs, and accuracy against time, into a PNG.
 
-    Where the workers' models differ, also the variance among them. Without matplotlib nothing
-    is drawn.
+    Without accuracy it is the test loss, and where the workers' models differ also the variance
+    among them. What was not measured has no panel; where nothing was, or without matplotlib,
+    there is no picture.
     """
-    if extras.missing("matplotlib"):
+    measured = ACCURACIES if ACCURACIES[0].points(lines) else LOSSES
+    panels = (LOSS, *measured, VARIANCE)
+    shown = {panel: points for panel in panels if (points := panel.points(lines))}
+    if not shown or extras.missing("matplotlib"):
         return
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    train = [line for line in lines if line["kind"] == "train"]
-    measured = [line for line in lines if line["kind"] == "eval" and "test_accuracy" in line]
-    varied = [line for line in lines if line["kind"] == "eval" and line.get("model_variance")]
-    count = 4 if varied else 3
-    figure, axes = pyplot.subplots(1, count, figsize=(4.3 * count, 3.6), constrained_layout=True)
-    _curve(axes[0], train, "epoch", "loss", "epochs", "training loss")
-    _curve(axes[1], measured, "epoch", "test_accuracy", "epochs", "test accuracy")
-    _curve(axes[2], measured, "seconds", "test_accuracy", "training time, s", "test accuracy")
-    if varied:
-        _curve(axes[3], varied, "epoch", "model_variance", "epochs", "variance among models")
-        axes[3].set_yscale("log")
-    figure.suptitle(title)
+    width = 4.3 * len(shown)
+    figure, axes = pyplot.subplots(
+        1, len(shown), figsize=(width, 3.6), constrained_layout=True, squeeze=False
+    )
+    for axis, (panel, points) in zip(axes[0], shown.items(), strict=True):
+        _draw_panel(axis, panel, points)
+    figure.suptitle(title, fontsize=10)
     temporary = path.with_name("curves.tmp.png")
     figure.savefig(temporary, dpi=110)
     pyplot.close(figure)
     temporary.replace(path)
 
 
-def _curve(
-    axis: Any, lines: list[dict[str, Any]], x: str, y: str, x_label: str, y_label: str
-) -> None:
-    marker = "o" if len(lines) < 60 else None
-    axis.plot([line[x] for line in lines], [line[y] for line in lines], marker=marker, ms=3)
-    axis.set_xlabel(x_label)
-    axis.set_ylabel(y_label)
+def _draw_panel(axis: Any, panel: Panel, points: Sequence[tuple[float, float]]) -> None:
+    marker = "o" if len(points) < 60 else None
+    axis.plot([x for x, _ in points], [y for _, y in points], marker=marker, ms=3)
+    axis.set_xlabel(X_LABELS[panel.x])
+    axis.set_ylabel(panel.y_label)
+    axis.xaxis.set_major_formatter("{x:,.10g}")
+    if panel.is_log:
+        axis.set_yscale("log")
     axis.grid(alpha=0.3)
 
 

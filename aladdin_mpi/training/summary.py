@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import aladdin_mpi
 from aladdin_mpi.training.exchange import gather
 from aladdin_mpi.training.report import CURVES, draw_curves, table
+from aladdin_mpi.training.rounding import rounded
 from aladdin_mpi.training.run_folder import MODEL, write_summary
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def summarise(
         state = {name: each.cpu() for name, each in rank.module.state_dict().items()}
         torch.save(state, rank.run_dir / MODEL)
     keeper.metrics.close()
+    summary = rounded(summary)
     write_summary(rank.run_dir, summary)
     title = "{algorithm}, {model} on {dataset}, {workers} workers".format(**summary)
     draw_curves(keeper.metrics.lines, rank.run_dir / CURVES, title)
