@@ -10,14 +10,14 @@ from tests.launch import ROOT
 
 PACKAGE = "aladdin_mpi"
 LAYERS = (
-    "errors guard stop_signal",
+    "console errors guard stop_signal units",
     "transport",
     "tags vectors layout optimizers barrier budget refusals replica compression allreduce",
     "algorithms",
     "fields intervals settings agreement resume cli options unused",
     "training",
     "comparison machine",
-    "compare servers simulate train",
+    "compare greeting servers simulate train",
 )
 """Files and folders of the package, the lowest first; a layer's own may use each other."""
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}

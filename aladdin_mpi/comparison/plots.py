@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from aladdin_mpi import units
 from aladdin_mpi.comparison.figures import Evaluation, Row, RunFigures
 
 ACCURACY_TIME = "accuracy-time.png"
@@ -174,7 +175,7 @@ def _bars(rows: Sequence[Row], styles: dict[str, Style], title: str, ideal: floa
             continue
         axis.barh(place, found.mean, xerr=found.std, color=styles[row.label]["color"], height=0.7)
         speed_up = row.mean("speed_up")
-        text = f" {found.mean:,.4g}" if found.mean < 1e4 else f" {found.mean:,.0f}"
+        text = f" {units.number(found.mean)}"
         text += "" if speed_up is None else f"  ({speed_up:.2f} x one worker)"
         edge = found.mean + (found.std or 0.0)
         axis.text(edge, place, text, va="center", fontsize=8, bbox=BEHIND_TEXT)

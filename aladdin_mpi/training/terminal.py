@@ -1,0 +1,127 @@
+"""Whether what rank 0 prints on stderr is seen on a terminal, also under mpirun.
+
+A rank's stderr is a pipe to its launcher, so it cannot tell by itself. But the launcher, an
+ancestor of a rank on the same host, can be looked at by way of /proc: if it, or its helper, reads
+that pipe, and its own stderr is a terminal, then that is where the lines appear. Everything goes
+through the pipe nevertheless, and never to the terminal itself: so a wrong answer could cost
+carriage returns in a file, but nothing appears where it was not sent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+LAUNCHERS = frozenset({"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun"})
+"""Pass on, to their own stderr, what ranks print."""
+HELPERS = frozenset({"prted", "orted", "hydra_pmi_proxy", "hydra_bstrap_pr", "slurmstepd"})
+"""Pass it on to a launcher, which may be on another host. Linux cuts names to 15 characters."""
+SRUN = "slurmstepd"
+"""With ``srun --pty`` the rank has a terminal of its own."""
+STDERR = 2
+COLUMNS = 80
+"""Where nobody says how wide the terminal is."""
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """A terminal, or what is to be written to as if it were one.
+
+    Attributes:
+        descriptor: tells its width; None: nothing does.
+    """
+
+    descriptor: int | None
+
+    @property
+    def columns(self) -> int:
+        """Its width now; if it does not say, that in the environment's ``COLUMNS``, or 80."""
+        columns = 0
+        if self.descriptor is not None:
+            try:
+                columns = os.get_terminal_size(self.descriptor).columns
+            except OSError:  # it has been closed
+                columns = 0
+        given = os.environ.get("COLUMNS", "")
+        return columns or (int(given) if given.isdecimal() else 0) or COLUMNS
+
+
+def find_terminal(stream: TextIO) -> Terminal | None:
+    """The terminal on which ``stream`` is seen; None: none, or nobody can say."""
+    if os.environ.get("TERM") == "dumb":
+        return None
+    try:
+        own = stream.fileno()
+    except (OSError, ValueError, AttributeError):  # no file: a program catches what is printed
+        return None
+    above = list(_forwarders())
+    if all(process.name == SRUN for process in above):
+        return Terminal(own) if os.isatty(own) else None
+    launcher = above[-1]
+    if launcher.name not in LAUNCHERS or not any(process.reads(own) for process in above):
+        return None
+    return launcher.terminal()
+
+
+@dataclass(frozen=True)
+class _Process:
+    pid: int
+    name: str
+    parent: int
+
+    def reads(self, own: int) -> bool:
+        """Whether it has the other end of a pipe of ours."""
+        pipe = _target(Path(f"/proc/self/fd/{own}"))
+        try:
+            held = [_target(entry) for entry in Path(f"/proc/{self.pid}/fd").iterdir()]
+        except OSError:  # it belongs to somebody else
+            return False
+        return pipe.startswith("pipe:") and pipe in held
+
+    def terminal(self) -> Terminal | None:
+        """The terminal that its stderr is."""
+        flags = os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK
+        try:
+            if not Path(f"/proc/{self.pid}/fd/{STDERR}").is_char_device():
+                return None
+            descriptor = os.open(f"/proc/{self.pid}/fd/{STDERR}", flags)
+        except OSError:
+            return None
+        if os.isatty(descriptor):
+            return Terminal(descriptor)
+        os.close(descriptor)
+        return None
+
+
+def _forwarders() -> Iterator[_Process]:
+    """What passes on what this process prints: helpers, and the launcher, if it is on this host.
+
+    Nothing where there is no /proc.
+    """
+    pid = os.getppid()
+    while pid > 1 and (process := _look_at(pid)) is not None:
+        if process.name in LAUNCHERS | HELPERS:
+            yield process
+        if process.name in LAUNCHERS:
+            return
+        pid = process.parent
+
+
+def _target(descriptor: Path) -> str:
+    try:
+        return os.readlink(descriptor)
+    except OSError:  # it has just been closed
+        return ""
+
+
+def _look_at(pid: int) -> _Process | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # pid (name) state parent ...; the name may hold anything.
+    head, _, tail = stat.rpartition(")")
+    return _Process(pid, head.partition("(")[2], int(tail.split()[1]))
