@@ -113,10 +113,10 @@ class Progress:
         stream = stream or sys.stderr
         terminal = None if quiet or style == "lines" else find_terminal(stream)
         if terminal is None and style == "live" and not quiet:
-            terminal = Terminal(None)
+            terminal = Terminal(stream, None)
         self._output: Live | Lines | None = None
         if terminal is not None:
-            self._output = Live(look(), terminal, stream)
+            self._output = Live(look(), terminal)
             console.show(self._output)
         elif not quiet:
             self._output = Lines(total, samples, stream)
@@ -196,10 +196,9 @@ class Live:
     Args:
         state: what is shown first.
         terminal: where it is seen.
-        stream: what leads there.
     """
 
-    def __init__(self, state: State, terminal: Terminal, stream: TextIO) -> None:
+    def __init__(self, state: State, terminal: Terminal) -> None:
         self._terminal = terminal
         self._columns = columns = terminal.columns
         self._drawn_at = time.monotonic()
@@ -207,7 +206,7 @@ class Live:
         self._bar: tqdm[Any] = _Bar(
             total=state.total,
             initial=state.samples,
-            file=stream,
+            file=terminal.stream,
             ncols=columns,
             ascii=True,
             bar_format=in_columns(state, columns),
@@ -231,14 +230,17 @@ class Live:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """For printing: the line is away meanwhile."""
+        """For printing: the line is away until it is redrawn.
+
+        Not at once, since what is printed may take a longer way to the terminal than the line.
+        """
         if not self._bar.get_lock().acquire(timeout=PATIENCE):
             yield
             return
         try:
             self._bar.clear()
             yield
-            self._bar.refresh()
+            self._drawn_at = time.monotonic()
         finally:
             self._bar.get_lock().release()
 

@@ -1,17 +1,21 @@
-"""Whether what rank 0 prints on stderr is seen on a terminal, also under mpirun.
+"""Whether what rank 0 prints is seen on a terminal, also under mpirun.
 
 A rank's stderr is a pipe to its launcher, so it cannot tell by itself. But the launcher, an
 ancestor of a rank on the same host, can be looked at by way of /proc: if it, or its helper, reads
-that pipe, and its own stderr is a terminal, then that is where the lines appear. Everything goes
-through the pipe nevertheless, and never to the terminal itself: so a wrong answer could cost
-carriage returns in a file, but nothing appears where it was not sent.
+that pipe, and its own stdout and stderr are a terminal, then that is where the lines appear.
+
+A display that is redrawn is written to that terminal itself, since Open MPI's launcher holds
+back what is not a whole line. Lines always go through the pipe.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import TextIO
 
@@ -21,7 +25,7 @@ HELPERS = frozenset({"prted", "orted", "hydra_pmi_proxy", "hydra_bstrap_pr", "sl
 """Pass it on to a launcher, which may be on another host. Linux cuts names to 15 characters."""
 SRUN = "slurmstepd"
 """With ``srun --pty`` the rank has a terminal of its own."""
-STDERR = 2
+STDOUT, STDERR = 1, 2
 COLUMNS = 80
 """Where nobody says how wide the terminal is."""
 
@@ -31,9 +35,11 @@ class Terminal:
     """A terminal, or what is to be written to as if it were one.
 
     Attributes:
+        stream: leads there.
         descriptor: tells its width; None: nothing does.
     """
 
+    stream: TextIO
     descriptor: int | None
 
     @property
@@ -59,7 +65,7 @@ def find_terminal(stream: TextIO) -> Terminal | None:
         return None
     above = list(_forwarders())
     if all(process.name == SRUN for process in above):
-        return Terminal(own) if os.isatty(own) else None
+        return Terminal(stream, own) if os.isatty(own) else None
     launcher = above[-1]
     if launcher.name not in LAUNCHERS or not any(process.reads(own) for process in above):
         return None
@@ -82,18 +88,38 @@ class _Process:
         return pipe.startswith("pipe:") and pipe in held
 
     def terminal(self) -> Terminal | None:
-        """The terminal that its stderr is."""
-        flags = os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK
+        """The terminal that its stdout and stderr are."""
+        out, err = (Path(f"/proc/{self.pid}/fd/{number}") for number in (STDOUT, STDERR))
+        flags = os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK
         try:
-            if not Path(f"/proc/{self.pid}/fd/{STDERR}").is_char_device():
+            if not (err.is_char_device() and out.samefile(err)):
                 return None
-            descriptor = os.open(f"/proc/{self.pid}/fd/{STDERR}", flags)
+            descriptor = os.open(err, flags)
         except OSError:
             return None
         if os.isatty(descriptor):
-            return Terminal(descriptor)
+            return Terminal(_Direct(descriptor), descriptor)
         os.close(descriptor)
         return None
+
+
+class _Direct(StringIO):
+    """Writes to somebody else's terminal, and never waits for it: what it does not take is lost.
+
+    It is no failure either: the terminal may be gone.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+
+    def write(self, text: str) -> int:
+        # After ``stty tostop`` it would stop this process, which is in the background.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
+        with suppress(OSError):
+            os.write(self._descriptor, text.encode())
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return len(text)
 
 
 def _forwarders() -> Iterator[_Process]:
