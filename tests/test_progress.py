@@ -8,10 +8,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from aladdin_mpi import console, units
+from aladdin_mpi.training.own_figures import OwnFigures
 from aladdin_mpi.training.progress import Live, Recent
 from aladdin_mpi.training.state_line import State, in_columns, in_full
 from aladdin_mpi.training.terminal import Terminal, find_terminal
@@ -111,6 +113,18 @@ def test_who_prints_takes_the_line_away_and_whoever_ends_leaves_it() -> None:
     assert re.search(r"\r100 %[^\r\n]{75}\n$", stream.getvalue())
     console.say("the end", stream)
     assert stream.getvalue().endswith("\nthe end\n")
+
+
+def test_figures_behind_the_training_are_no_messages() -> None:
+    """Nobody would wait for those: they are gathered."""
+    over = False
+    transport = Mock()
+    figures = OwnFigures(transport, None, lambda: over)
+    figures.tell({"validation": 1.0})
+    over = True
+    figures.tell({"validation": 2.0})
+    assert transport.isend.call_count == 1
+    assert figures.late == [{"validation": 2.0}]
 
 
 # -- which terminal -----------------------------------------------------------------------
