@@ -19,6 +19,7 @@ LOCAL_FIELDS = frozenset(
         "download",
         "loader_workers",
         "overwrite",
+        "progress",
         "quiet",
         "resume",
         "run_dir",

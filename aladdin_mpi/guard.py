@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from types import FrameType
 
+from aladdin_mpi import console
 from aladdin_mpi.errors import (
     SUSPENDED_STATUS,
     LeftOutError,
@@ -84,7 +85,7 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 def warn(texts: Iterable[str]) -> None:
     """Say what the user should know although the run goes on; on one rank."""
     for text in texts:
-        print(f"aladdin_mpi: warning: {text}", file=sys.stderr, flush=True)
+        console.say(f"aladdin_mpi: warning: {text}")
 
 
 def end_job(error: BaseException) -> None:
@@ -95,6 +96,7 @@ def end_job(error: BaseException) -> None:
     if threading.current_thread() is threading.main_thread():
         # The others are ended by the launcher, and so is this one: it has its say first.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    console.close()  # what is said now is not drawn over
     rank, size = launched_place()
     error = _terminated or error  # what was interrupted may have failed in some other way
     status = 1
@@ -107,35 +109,34 @@ def end_job(error: BaseException) -> None:
     elif isinstance(error, RefusedError):
         leave(0)  # the status is that of the rank which says why
     elif isinstance(error, LeftOutError):
-        print(f"aladdin_mpi: {error}", file=sys.stderr)
+        console.say(f"aladdin_mpi: {error}")
         leave(0)
     elif isinstance(error, TerminatedError):
         status = 128 + error.signum
         if rank == 0:
-            print(f"aladdin_mpi: stopped by {error}{_and_then()}", file=sys.stderr)
+            console.say(f"aladdin_mpi: stopped by {error}{_and_then()}")
     elif isinstance(error, UserError):
         status = 2
         if not error.agreed:
             _await_turn(rank, size)
         where = f" (rank {rank})" if size > 1 and not error.agreed else ""
-        print(f"aladdin_mpi: error{where}: {error}", file=sys.stderr)
+        console.say(f"aladdin_mpi: error{where}: {error}")
         if error.agreed:
             leave(status)
     elif isinstance(error, LostError):
-        print(f"aladdin_mpi: error: {error}{_and_then()}", file=sys.stderr)
+        console.say(f"aladdin_mpi: error: {error}{_and_then()}")
     elif _peer(error) is not None:
         # Rank 0 has the word; of its own death the next one tells. In virtual time one process is
         # all ranks.
         if size == 1 or rank == (1 if _peer(error) == 0 else 0):
-            print(f"aladdin_mpi: error: {error}{_and_then()}", file=sys.stderr)
+            console.say(f"aladdin_mpi: error: {error}{_and_then()}")
         else:
             time.sleep(YIELD_SECONDS)
     elif (full := system_error(error)) and full.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" (rank {rank})" if size > 1 else ""
-        print(
+        console.say(
             f"aladdin_mpi: error{where}: {full}; make room there, then go on from the last "
-            "checkpoint with --resume",
-            file=sys.stderr,
+            "checkpoint with --resume"
         )
     else:
         _await_turn(rank, size)
@@ -171,7 +172,7 @@ def _peer(error: BaseException) -> int | None:
 def _print_traceback(error: BaseException, rank: int, size: int) -> None:
     lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     mark = f"[rank {rank}] " if size > 1 else ""
-    print("".join(mark + line for line in lines.splitlines(keepends=True)), file=sys.stderr)
+    console.say("".join(mark + line for line in lines.splitlines(keepends=True)))
 
 
 def launched_place() -> tuple[int, int]:

@@ -48,6 +48,7 @@ __all__ = [
     "agreed",
     "check_ranks",
     "check_workers",
+    "completed",
     "differences",
     "fingerprint",
     "followed",
@@ -378,6 +379,12 @@ class RunOptions(BaseModel):
         default_text="once an epoch",
         gt=0,
     )
+    progress: Literal["auto", "live", "lines"] = option(
+        "auto",
+        "live: one line that is redrawn; lines: a line now and then; auto: live on a terminal, "
+        "also behind mpirun on the host of rank 0",
+        group="output",
+    )
     quiet: bool = option(False, "print no progress", group="output")
 
     # -- algorithms with options of their own: one line each
@@ -564,10 +571,19 @@ def followed(model: type[Options], given: Settings) -> Options:
     Raises:
         UserError: a value is bad, or there is no run to resume.
     """
+    return build(model, completed(model, given))
+
+
+def completed(model: type[Options], given: Settings) -> Settings:
+    """Return the user's settings, over those of the run that ``--resume`` names.
+
+    Raises:
+        UserError: there is no run to resume.
+    """
     resume = given.get(("resume",))
     if resume is not None and resume.value not in (None, AUTO):
-        given = resumed_options(model, given, Path(resume.value))
-    return build(model, given)
+        return resumed_options(model, given, Path(resume.value))
+    return given
 
 
 def check_workers(options: RunOptions, workers: int) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from aladdin_mpi import guard
+from aladdin_mpi.greeting import Greeting
 
 DESCRIPTION = (
     "Train, or only time, a model with data parallelism on a modelled cluster in virtual time. "
@@ -13,6 +16,8 @@ DESCRIPTION = (
     "simulated, and options go over those in the script."
 )
 
+STARTING = "starting, in virtual time"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
@@ -20,16 +25,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    import sys
-
-    from aladdin_mpi.cli import read
-    from aladdin_mpi.options import SimulateOptions, followed
-
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0].endswith(".py"):
         return _simulate_script(words)
+    greeting = Greeting(STARTING, words)
+
+    from aladdin_mpi.cli import read
+    from aladdin_mpi.options import SimulateOptions, completed
+    from aladdin_mpi.settings import build
+
     given = read(SimulateOptions, argv, "aladdin_mpi.simulate", DESCRIPTION)
-    options = followed(SimulateOptions, given)
+    settings = completed(SimulateOptions, given)
+    greeting.settings_read(settings)
+    options = build(SimulateOptions, settings)
 
     from aladdin_mpi.training.auto_resume import decide, follow
     from aladdin_mpi.training.simulator import simulate
@@ -43,16 +51,17 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _simulate_script(words: Sequence[str]) -> int:
-    from pathlib import Path
+    script, *rest = words
+    cut = rest.index("--") if "--" in rest else len(rest)
+    greeting = Greeting(STARTING, rest[:cut])
 
     from aladdin_mpi.cli import read
     from aladdin_mpi.options import SimulateOptions
 
-    script, *rest = words
-    cut = rest.index("--") if "--" in rest else len(rest)
     typed = read(SimulateOptions, rest[:cut], "aladdin_mpi.simulate", DESCRIPTION)
+    greeting.settings_read(typed)
 
-    from aladdin_mpi.training.script import simulate_script  # slow, and --help does without
+    from aladdin_mpi.training.script import simulate_script
 
     simulate_script(Path(script), rest[cut + 1 :], typed)
     return 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from aladdin_mpi import guard, stop_signal
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.greeting import Greeting
 
 AGREEMENT_SECONDS = 60.0
 """Longest wait for the other ranks when this one has nothing but an error to tell."""
@@ -20,19 +22,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     stop_signal.install()  # before the slow imports
 
-    from aladdin_mpi.cli import read
-    from aladdin_mpi.options import TrainOptions, followed
-
-    # The command line is read before MPI starts, so that --help works where MPI does not.
     rank, size = guard.launched_place()
+    if rank == 0:
+        text = f"starting {size} rank{'s' * (size > 1)}"
+        greeting = Greeting(text, sys.argv[1:] if argv is None else argv)
+
+    from aladdin_mpi.cli import read
+    from aladdin_mpi.options import TrainOptions, completed
+    from aladdin_mpi.settings import build
+
+    # Options are read before MPI starts, so that --help works where MPI does not.
     problem: UserError | None = None
     try:
         with guard.quiet_unless_first(rank):
             given = read(TrainOptions, argv, "aladdin_mpi.train", DESCRIPTION)
+            settings = completed(TrainOptions, given)
+            if rank == 0:
+                greeting.settings_read(settings)
         # MPI before torch, which is asked for the defaults of optimizers other than SGD.
         import aladdin_mpi.transport.mpi  # noqa: F401
 
-        options = followed(TrainOptions, given)
+        options = build(TrainOptions, settings)
     except UserError as error:
         if size == 1:
             raise

@@ -59,7 +59,7 @@ class JobError(AssertionError):
 
 def available_mpis() -> list[str]:
     """Return which of ``openmpi``, ``mpich`` and ``impi`` this environment has."""
-    return [mpi for mpi in PREFIXES if _launcher(mpi).exists()]
+    return [mpi for mpi in PREFIXES if launcher(mpi).exists()]
 
 
 def needs(mpi: str) -> pytest.MarkDecorator:
@@ -69,7 +69,7 @@ def needs(mpi: str) -> pytest.MarkDecorator:
     )
 
 
-def _launcher(mpi: str) -> Path:
+def launcher(mpi: str) -> Path:
     return PREFIXES[mpi] / "bin" / ("mpirun" if mpi == "openmpi" else "mpiexec")
 
 
@@ -206,7 +206,7 @@ def _content(file: IO[bytes]) -> str:
 
 
 @contextmanager
-def _turn() -> Iterator[None]:
+def turn() -> Iterator[None]:
     """Wait until no other process of this test run has a job: the ranks of one fill the cores."""
     global _jobs
     _jobs += 1
@@ -247,9 +247,9 @@ def start_ranks(
         JobError: this environment lacks that MPI.
     """
     if mpi not in available_mpis():
-        raise JobError(f"{mpi} is not installed: there is no {_launcher(mpi)}")
-    command = [str(_launcher(mpi)), "-n", str(n), *mpirun, sys.executable, *args]
-    with _turn():
+        raise JobError(f"{mpi} is not installed: there is no {launcher(mpi)}")
+    command = [str(launcher(mpi)), "-n", str(n), *mpirun, sys.executable, *args]
+    with turn():
         job = Job(command, environment(mpi, env or {}), cwd)
         try:
             yield job

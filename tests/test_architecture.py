@@ -10,7 +10,7 @@ from tests.launch import ROOT
 
 PACKAGE = "aladdin_mpi"
 LAYERS = (
-    "errors extras guard stop_signal",
+    "console errors extras guard stop_signal units",
     "transport",
     "tags vectors layout other_dtypes replica optimizers budget refusals barrier compression "
     "allreduce",
@@ -18,7 +18,7 @@ LAYERS = (
     "fields intervals settings agreement resume cli options unused",
     "training",
     "accelerate comparison machine batch_scripts",
-    "compare servers simulate slurm train",
+    "compare greeting servers simulate slurm train",
 )
 """Files and folders of the package, the lowest first; a layer's own may use each other."""
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}

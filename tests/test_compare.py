@@ -148,7 +148,7 @@ def test_tells_of_each_run_and_what_is_left(whole: tuple[Path, Completed]) -> No
     ended = [line for line in lines if re.search(r"accuracy 0\.\d{4}, .* samples/s; took \d", line)]
     assert len(ended) == 4
     assert sum("about" in line and "left" in line for line in ended) == 3
-    assert "100.0%" in (whole[0] / "runs" / "pi1" / "seed-1" / "output.log").read_text()
+    assert "\n100 %  " in (whole[0] / "runs" / "pi1" / "seed-1" / "output.log").read_text()
 
 
 def test_csv_has_the_rows(whole: tuple[Path, Completed]) -> None:

@@ -113,8 +113,13 @@ def test_tensorboard_shows_the_metrics(run: Run) -> None:
 def test_the_log_is_plain_text(run: Run) -> None:
     printed = run[1].stdout + run[1].stderr
     assert not re.findall(r"[^\n\x20-\x7e]", printed)
-    assert re.search(r"\d+\.\d%  \d+/17244 samples  .*loss ", run[1].stderr)
-    assert "100.0%" in run[1].stderr
+    assert run[1].stderr.startswith("aladdin_mpi: starting 4 ranks\n")
+    line = r" *\d+ %  [\d,]+ of 17,244 samples  [\d,.]+ samples/s  loss .*  [23] workers( .* left)?"
+    lines = [each for each in run[1].stderr.splitlines() if " samples/s" in each]
+    assert len(lines) >= 10
+    assert all(re.fullmatch(line, each) for each in lines)
+    assert lines[-1].startswith("100 %  17,244 of 17,244 samples  ")
+    assert "  accuracy 0.9" in lines[-1]
 
 
 def test_ends_with_a_table(run: Run) -> None:
@@ -178,4 +183,4 @@ def test_under_mpich(tmp_path: Path) -> None:
     assert found["test_accuracy"] >= 0.9
     assert found["samples"] == 6 * EPOCH
     assert found["gradients_applied"] == found["gradients_computed"]
-    assert "100.0%" in done.stderr
+    assert "\n100 %  8,622 of 8,622 samples  " in done.stderr

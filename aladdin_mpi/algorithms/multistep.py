@@ -11,12 +11,12 @@ the authors' code batch norm's parameters are synchronised as all others are.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aladdin_mpi import console
 from aladdin_mpi.algorithms.base import TrainingWorker
 from aladdin_mpi.algorithms.dense_pieces import DenseBias, DenseWeight
 from aladdin_mpi.algorithms.in_order import InOrder
@@ -253,7 +253,7 @@ def multistep_worker(
 
     def tell(text: str) -> None:
         if worker.index == 0 and not options.quiet:
-            print(f"aladdin_mpi: multistep: {text}", file=sys.stderr, flush=True)
+            console.say(f"aladdin_mpi: multistep: {text}")
 
     for layer in exchanged[::-1]:
         tell(describe(layer, worker.count, options.step_size, wire.plain.dtype.itemsize))

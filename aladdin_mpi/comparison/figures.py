@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aladdin_mpi import units
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.training.recorder import read_metrics
 from aladdin_mpi.training.rounding import rounded
@@ -80,8 +81,8 @@ class RunFigures:
     def __str__(self) -> str:
         accuracy, seconds = self.value("test_accuracy"), self.value("seconds")
         parts = [] if accuracy is None else [f"accuracy {accuracy:.4f}"]
-        parts += [f"{seconds:.4g} s training time"] if seconds is not None else []
-        return ", ".join([*parts, f"{self.value('samples_per_second') or 0:.4g} samples/s"])
+        parts += [f"{units.number(seconds)} s training time"] if seconds is not None else []
+        return ", ".join([*parts, units.throughput(self.value("samples_per_second") or 0.0)])
 
 
 def read_figures(folder: Path, label: str) -> RunFigures:

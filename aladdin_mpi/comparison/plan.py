@@ -29,7 +29,9 @@ from aladdin_mpi.unused import unused
 
 LOG = "output.log"
 RUNS = "runs"
-NOT_COMPARED = {"download", "log_every", "overwrite", "quiet", "resume", "run_dir", "timeout"}
+NOT_COMPARED = {"download", "log_every", "overwrite", "progress", "quiet", "resume", "run_dir"} | {
+    "timeout"
+}
 """Options in which a stored run may differ: they change neither result nor time."""
 _BEHIND = "behind --: "
 _VARIANT = re.compile(r"([A-Za-z0-9][\w.+-]*)=(.*)", re.DOTALL | re.ASCII)

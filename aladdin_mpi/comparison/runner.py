@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import signal
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+from aladdin_mpi import units
 from aladdin_mpi.comparison.children import Child
 from aladdin_mpi.comparison.figures import read_figures
 from aladdin_mpi.comparison.plan import Run
+from aladdin_mpi.console import say
 from aladdin_mpi.guard import TerminatedError
 
 POLL_SECONDS = 0.1
@@ -77,7 +78,7 @@ class Runner:
         command = self._command(run)
         how = "goes on from its checkpoint" if "--resume" in command else "started"
         self._running[run] = (Child(command, run.log, self._lock), time.monotonic())
-        _say(f"{self._place[run]}: {how}")
+        say(f"{self._place[run]}: {how}")
 
     def _collect(self) -> None:
         for run, (child, start) in list(self._running.items()):
@@ -89,12 +90,12 @@ class Runner:
             if status == 0 and run.finished:
                 self._took.append((run.entry.label, took))
                 figures = read_figures(run.folder, run.entry.label)
-                _say(f"{self._place[run]}: {figures}; took {clock(took)}{self._left()}")
+                say(f"{self._place[run]}: {figures}; took {units.duration(took)}{self._left()}")
                 continue
             failure = Failure(run, status, child.error())
             self.failures.append(failure)
             number = self._place[run].partition("]")[0]
-            _say(f"{number}] {failure}")
+            say(f"{number}] {failure}")
 
     def _left(self) -> str:
         """An estimate from the runs that have ended: those of the same algorithm, if any."""
@@ -104,7 +105,7 @@ class Runner:
         left = sum(self._expected(run) for run in self._waiting)
         for run, (_, start) in self._running.items():
             left += max(self._expected(run) - (now - start), 0.0)
-        return f"; about {clock(left / self._jobs)} left"
+        return f"; about {units.duration(left / self._jobs)} left"
 
     def _expected(self, run: Run) -> float:
         same = [took for label, took in self._took if label == run.entry.label]
@@ -137,16 +138,3 @@ class Runner:
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
-
-
-def clock(seconds: float) -> str:
-    """``45 s``, ``3:20 min`` or ``2:05:00 h``."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -6,14 +6,15 @@ import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from aladdin_mpi.errors import UserError
 
-Make = Callable[..., torch.optim.Optimizer]
+if TYPE_CHECKING:  # options are read without it: importing it takes seconds
+    import torch
+    from torch import nn
+
+Make = Callable[..., "torch.optim.Optimizer"]
 WANT_MORE = ("LBFGS", "SparseAdam")
 """Of torch's: one wants a closure, the other sparse gradients."""
 BETAS = {"beta1": 0, "beta2": 1}
@@ -21,6 +22,8 @@ BETAS = {"beta1": 0, "beta2": 1}
 
 def known() -> dict[str, Make]:
     """Torch's optimizers by their names in small letters."""
+    import torch
+
     return {
         name.lower(): each
         for name, each in vars(torch.optim).items()

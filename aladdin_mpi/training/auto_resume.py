@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from aladdin_mpi import console
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import OWN_DATA, RunOptions, agreed, differences
 from aladdin_mpi.resume import AUTO, CONFIG_NAME, RESUME_FIELDS, resumed_options
@@ -119,6 +121,8 @@ def follow(
         return _resumed(model, given, folder)
     if decision == "complete":
         if not quiet:
-            print(f"aladdin_mpi: the run in {folder} is complete; nothing is left to do")
+            console.say(
+                f"aladdin_mpi: the run in {folder} is complete; nothing is left to do", sys.stdout
+            )
         return None
     return asked.model_copy(update={"resume": None, "overwrite": decision == "replace"})

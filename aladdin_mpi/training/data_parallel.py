@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from aladdin_mpi import guard, stop_signal
+from aladdin_mpi import console, guard, stop_signal
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.errors import SUSPENDED_STATUS, SuspendedError, UserError
 from aladdin_mpi.options import OWN_DATA, RunOptions, SimulateOptions
@@ -222,7 +223,7 @@ class DataParallel:
     def print(self, *values: object) -> None:
         """Print on the first worker alone."""
         if self.is_first:
-            print(*values, flush=True)
+            console.say(" ".join(map(str, values)), sys.stdout)
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -16,10 +16,15 @@ from aladdin_mpi.training.evaluation import Evaluator, Snapshots
 from aladdin_mpi.training.ledger import Ledger
 from aladdin_mpi.training.losses import Losses
 from aladdin_mpi.training.own_figures import Means
-from aladdin_mpi.training.recorder import Metrics, Progress
+from aladdin_mpi.training.progress import Progress
+from aladdin_mpi.training.recorder import Metrics
 from aladdin_mpi.training.skipped import SkipRecord
+from aladdin_mpi.training.state_line import State
 from aladdin_mpi.training.variance import ModelVariance
 from aladdin_mpi.transport.base import Transport
+
+SHOWN = ("wire_bits", "pi")
+"""Of a server's own figures, those in the progress."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,8 @@ class Keeper:
         self._loss_samples = 0
         self.own_figures = Means()
         self.skips = SkipRecord()
+        self.measured: Mapping[str, float] = {}
+        """Of the last evaluation."""
         self._rate: float | None = None
         self._unlogged = 0
         self._last_log = (0, 0.0)
@@ -146,6 +153,9 @@ class Keeper:
             self._rate = report.rate
         self._stop_in_time()
         drawn = self.budget.drawn
+        if self.progress is not None:
+            counts = report.samples if isfinite(report.loss) else 0
+            self.progress.report(drawn, self.seconds, report.loss if counts else 0.0, counts)
         if self._next_log <= drawn and self._unlogged:
             self._next_log = (drawn // self.plan.log_every + 1) * self.plan.log_every
             self._log(drawn)
@@ -163,16 +173,15 @@ class Keeper:
             return
         seconds = self.seconds
         samples_before, seconds_before = self._last_log
-        own = self.own_figures.take()
         values = {
             **self.moment(),
             "loss": self._loss_sum / self._loss_samples if self._loss_samples else None,
-            "lr": self._lr(drawn) if self._rate is None else self._rate,
+            "lr": self._present_lr(drawn),
             "samples_per_second": (drawn - samples_before) / max(seconds - seconds_before, 1e-9),
             "wait_fraction": self.wait_fraction,
             "bytes_sent_per_step": self.bytes_sent_per_step,
             "gradients_refused": self.ledger.count("gradient refused"),
-            **own,
+            **self.own_figures.take(),
         }
         if self._server is not None:
             values["staleness"] = self._server.staleness
@@ -181,17 +190,31 @@ class Keeper:
         self._last_log = (drawn, seconds)
         self._loss_sum, self._loss_samples, self._unlogged = 0.0, 0, 0
         self.metrics.append("train", values)
-        self._show(drawn, values, seconds, own)
 
-    def _show(
-        self, drawn: int, values: Mapping[str, Any], seconds: float, own: Mapping[str, float]
-    ) -> None:
-        if self.progress is None:
-            return
-        shown = ["epoch", "loss", *own, "samples_per_second", "staleness", "wire_bits", "pi"]
-        facts = {name: values[name] for name in shown if values.get(name) is not None}
-        left = seconds * (self.plan.total - drawn) / drawn if drawn else None
-        self.progress.show(drawn, facts, left)
+    def _present_lr(self, drawn: int) -> float:
+        return self._lr(drawn) if self._rate is None else self._rate
+
+    def state(self) -> State:
+        """Where the run is, for the progress."""
+        drawn, server = self.budget.drawn, self._server
+        first_worker = self._transport.size - self._workers
+        return State(
+            samples=drawn,
+            total=self.plan.total,
+            epoch=drawn / self.plan.epoch,
+            workers=self._workers,
+            alive=sum(rank >= first_worker for rank in self._transport.living),
+            figures={**self.own_figures.so_far(), **self.measured},
+            lr=self._present_lr(drawn),
+            waiting=self.wait_fraction if self._waiting else None,
+            staleness=None if server is None else server.staleness,
+            others={} if server is None else self._server_figures(server),
+        )
+
+    @staticmethod
+    def _server_figures(server: ParameterServer) -> dict[str, float]:
+        found = server.measures()
+        return {name: found[name] for name in SHOWN if name in found}
 
     def moment(self) -> dict[str, Any]:
         """Where the run is: samples drawn, epochs, seconds."""
@@ -216,6 +239,7 @@ class Keeper:
 
     def evaluated(self, moment: dict[str, Any], measured: Mapping[str, float]) -> None:
         """An evaluation of the model at ``moment`` is done."""
+        self.measured = measured
         gradients = self._server.received if self._server else 0
         before = moment.pop("gradients", gradients)
         figures = {**measured, "gradients_meanwhile": gradients - before}
@@ -238,6 +262,15 @@ class Keeper:
             self.metrics.append("eval", {**line, "model_variance": variance})
             if self._measuring == samples:
                 self._measuring = None
+
+    def log_rest(self) -> None:
+        """Log the user's figures that came behind the last line of metrics, as of an epoch's end.
+
+        In a line of their own kind: nothing else is known for it.
+        """
+        assert self.metrics is not None
+        if own := self.own_figures.take():
+            self.metrics.append("own", {**self.moment(), **own})
 
     def end_evaluations(self) -> None:
         """Wait for the evaluation that is under way, and for no worker's answer any more."""
@@ -280,6 +313,7 @@ class Keeper:
             "measuring": self._measuring,
             "rate": self._rate,
             "skipped": self.skips.state_dict(),
+            "own": self.own_figures.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -298,3 +332,5 @@ class Keeper:
         self._measuring = state["measuring"]
         self._rate = state.get("rate")
         self.skips.load_state_dict(state.get("skipped", {}))
+        if "own" in state:  # not in those of older runs
+            self.own_figures.load_state_dict(state["own"])

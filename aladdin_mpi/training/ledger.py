@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from math import log10
 from typing import Any
 
 from torch import Tensor
 
+from aladdin_mpi import console
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.refusals import NBYTES, Reason, Refusal
 from aladdin_mpi.tags import Tag
@@ -72,7 +72,7 @@ class Ledger:
         self._print(f"no checkpoint at {samples} samples, the one before it is kept: {doubt}")
 
     def _print(self, text: str) -> None:
-        print(f"aladdin_mpi: {text}", file=sys.stderr, flush=True)
+        console.say(f"aladdin_mpi: {text}")
 
     def _name(self, rank: int) -> str:
         where = f"rank {rank}, host {self._transport.host_name(rank)}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
+from aladdin_mpi import console
 from aladdin_mpi.algorithms.base import Role, Server
 from aladdin_mpi.budget import Budget
 from aladdin_mpi.errors import LostError
@@ -58,11 +58,9 @@ class Losses:
         if not workers:
             raise LostError(f"{what}; no worker is left")
         left_out = rank in self._transport.left_out
-        print(
+        console.say(
             f"aladdin_mpi: {what}; {'it is left out, and ' * left_out}training goes on with "
-            f"{len(workers)} worker{'s' * (len(workers) > 1)}",
-            file=sys.stderr,
-            flush=True,
+            f"{len(workers)} worker{'s' * (len(workers) > 1)}"
         )
         fate = "left out" if left_out else "died"
         record = {"rank": rank, "host": host, "what": fate, **moment}

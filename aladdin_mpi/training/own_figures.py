@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,20 @@ class Means:
         for name, value in figures.items():
             self._told[name].append(value)
 
+    def so_far(self) -> dict[str, float]:
+        """The means if they were taken now, and where nothing was told since, those before."""
+        told = self._told.copy()  # another thread may add to it
+        return self.last | {name: sum(values) / len(values) for name, values in told.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, for a checkpoint."""
+        return {"told": dict(self._told), "last": self.last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        self._told = defaultdict(list, state["told"])
+        self.last = dict(state["last"])
+
     def take(self) -> dict[str, float]:
         """The means; nothing for a name that was not told."""
         told, self._told = self._told, defaultdict(list)
@@ -48,11 +63,17 @@ class OwnFigures:
 
     Args:
         means: at rank 0, where they are kept.
+        is_over: whether the training has ended, so that no message would be waited for.
     """
 
-    def __init__(self, transport: Transport, means: Means | None) -> None:
+    def __init__(
+        self, transport: Transport, means: Means | None, is_over: Callable[[], bool]
+    ) -> None:
         self._transport = transport
         self._means = means
+        self._is_over = is_over
+        self.late: list[dict[str, float]] = []
+        """Told behind the training, as at the end of the last epoch; to be gathered."""
         transport.exempt(Tag.FIGURES)
         if means is not None:
             transport.on_message(Tag.FIGURES, MOST_BYTES, self._collect)
@@ -78,6 +99,9 @@ class OwnFigures:
             plain[name] = float(number)
         if self._means is not None:
             self._means.add(plain)
+            return
+        if self._is_over():
+            self.late.append(plain)
             return
         packed = json.dumps(plain).encode()
         if len(packed) > MOST_BYTES:

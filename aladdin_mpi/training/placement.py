@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from aladdin_mpi import guard
+from aladdin_mpi import console, guard
 from aladdin_mpi.training.exchange import gather
 from aladdin_mpi.transport.base import Transport
 
@@ -36,7 +37,7 @@ def tell_placement(
     facts = gather(transport, place(transport.rank, device, servers))
     if facts and not quiet:
         lines = by_rank(facts) if len(facts) <= LONG else by_host(facts)
-        print("\n".join(lines), flush=True)
+        console.say("\n".join(lines), sys.stdout)
     guard.warn(shared_gpus(facts))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aladdin_mpi import guard
+from aladdin_mpi import console, guard
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.algorithms.base import Role, Server
 from aladdin_mpi.algorithms.registry import Algorithm
@@ -41,7 +41,8 @@ from aladdin_mpi.training.local_state import LocalState
 from aladdin_mpi.training.losses import Losses, settle
 from aladdin_mpi.training.own_figures import OwnFigures
 from aladdin_mpi.training.own_optimizer import OwnOptimizer
-from aladdin_mpi.training.recorder import Metrics, Progress
+from aladdin_mpi.training.progress import Progress
+from aladdin_mpi.training.recorder import Metrics
 from aladdin_mpi.training.report import not_written
 from aladdin_mpi.training.run_lock import RunLock
 from aladdin_mpi.training.schedule import LearningRate
@@ -115,7 +116,8 @@ class Rank:
         self.optimizer = agree(transport, lambda: self._optimizer(optimizer))
         self.role = agree(transport, lambda: self._role(compute, may_clip))
         self.keeper = self._keeper() if transport.rank == 0 else None
-        self.figures = OwnFigures(transport, self.keeper.own_figures if self.keeper else None)
+        means = self.keeper.own_figures if self.keeper else None
+        self.figures = OwnFigures(transport, means, lambda: self.segments.over)
         self.skips = SkipReports(transport, skipped, self.keeper.skips if self.keeper else None)
         self._watch()
         done = self.keeper.evaluate_copy if self.keeper else _nobody
@@ -348,7 +350,7 @@ class Rank:
             self._open_books(self.keeper)
             texts = [self.role.describe(), self._prospects(), not_written()]
             if (text := "\n".join(filter(None, texts))) and not self.options.quiet:
-                print(text, flush=True)
+                console.say(text, sys.stdout)
         if self.seen is not None:
             self.seen.open()
 
@@ -380,9 +382,17 @@ class Rank:
     def _open_books(self, keeper: Keeper) -> None:
         drawn = keeper.budget.drawn
         self.skips.open()
+        # Before what follows, which takes seconds.
+        keeper.progress = Progress(
+            self.plan.total,
+            drawn,
+            keeper.seconds,
+            keeper.state,
+            self.options.progress,
+            self.options.quiet,
+        )
         keeper.metrics = Metrics(self.run_dir, drawn)
         keeper.make_up_for_evaluation()
-        keeper.progress = Progress(self.plan.total, drawn, self.options.quiet)
         if self.evaluate is not None:
             keeper.evaluator = Evaluator(
                 self.module, self._measured, keeper.evaluated, self.transport.engine == "mpi"
@@ -399,14 +409,12 @@ class Rank:
         self.suspension.close()
         if self.keeper is not None:
             assert self.keeper.metrics is not None and self.keeper.progress is not None
-            self.keeper.progress.close()
+            self.keeper.progress.close(self.keeper.budget.drawn, self.keeper.seconds)
             self.keeper.metrics.close()
             name = signal.Signals(self.segments.suspended).name
-            print(
+            console.say(
                 f"aladdin_mpi: stopped by {name} at sample {self.keeper.budget.drawn} of "
-                f"{self.plan.total}; resume with: --resume {self.run_dir}",
-                file=sys.stderr,
-                flush=True,
+                f"{self.plan.total}; resume with: --resume {self.run_dir}"
             )
         self.heartbeats.close()
         self.role.close()

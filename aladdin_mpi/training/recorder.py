@@ -1,27 +1,18 @@
-"""What rank 0 writes down while training goes on: metrics.jsonl, TensorBoard, progress."""
+"""What rank 0 writes down while training goes on: metrics.jsonl and TensorBoard."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
-
-from tqdm import tqdm
+from typing import Any
 
 from aladdin_mpi import extras
 from aladdin_mpi.training.rounding import rounded
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
-LINE_SECONDS = 10.0
-"""Without a terminal, a line of progress is printed this often at least, ..."""
-LINE_SHARE = 0.1
-"""... and whenever this share of the run has passed."""
 
 
 class Metrics:
@@ -95,56 +86,3 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return lines
-
-
-class Progress:
-    """A bar on a terminal; elsewhere, as in a batch job's log, a line now and then."""
-
-    def __init__(self, total: int, done: int, quiet: bool, stream: TextIO = sys.stderr) -> None:
-        self._total = total
-        self._stream = stream
-        self._quiet = quiet
-        self._printed_at = time.monotonic()
-        self._printed = done
-        self._bar: tqdm[Any] | None = None
-        if not quiet and stream.isatty():
-            columns = None if "COLUMNS" not in os.environ else int(os.environ["COLUMNS"])
-            self._bar = tqdm(
-                total=total, initial=done, unit=" samples", unit_scale=True, ncols=columns
-            )
-
-    def show(self, samples: int, values: Mapping[str, Any], left: float | None) -> None:
-        """Show where the run is; ``left`` are the seconds to go, if known."""
-        if self._bar is not None:
-            self._bar.set_postfix({k: _short(v) for k, v in values.items()}, refresh=False)
-            self._bar.update(samples - self._bar.n)
-            return
-        now = time.monotonic()
-        share = (samples - self._printed) / self._total
-        due = share >= LINE_SHARE or now - self._printed_at >= LINE_SECONDS
-        if self._quiet or not (due or samples >= self._total > self._printed):
-            return
-        self._printed, self._printed_at = samples, now
-        facts = "  ".join(f"{name} {_short(value)}" for name, value in values.items())
-        rest = "" if left is None else f"  {_clock(left)} left"
-        percent = 100 * samples / self._total
-        print(
-            f"{percent:5.1f}%  {samples}/{self._total} samples  {facts}{rest}",
-            file=self._stream,
-            flush=True,
-        )
-
-    def close(self) -> None:
-        """Leave the last state on the screen."""
-        if self._bar is not None:
-            self._bar.close()
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from aladdin_mpi import extras
+from aladdin_mpi import extras, units
 from aladdin_mpi.training.recorder import TENSORBOARD
 
 CURVES = "curves.png"
@@ -111,25 +111,25 @@ ROWS = (
     ("gradients_computed", "gradients computed", ""),
     ("gradients_applied", "gradients applied", ""),
     ("images_skipped", "images that could not be read", ""),
-    ("wait_fraction", "share of their time that workers waited", ""),
     ("bytes_sent_per_step", "sent by a worker for a step", "bytes"),
 )
+WAITED = "share of their time that workers waited"
 
 
-def table(summary: Mapping[str, Any]) -> str:
-    """The summary as a table of plain text."""
-    rows = []
-    for key, label, unit in ROWS:
-        value = summary.get(key)
-        if value is None:
-            continue
-        rows.append((label, f"{_short(value)} {unit}".rstrip()))
-    rows += [(name, _short(value)) for name, value in summary.get("own", {}).items()]
+def table(summary: Mapping[str, Any], figures: Mapping[str, float]) -> str:
+    """The summary as a table of plain text, and below it ``figures`` of the user's own."""
+    rows = [
+        (label, f"{_shown(summary[key])} {unit}".rstrip())
+        for key, label, unit in ROWS
+        if summary.get(key) is not None
+    ]
+    if summary.get("wait_fraction") is not None:
+        rows.append((WAITED, units.percent(summary["wait_fraction"])))
+    shown = {key for key, _, _ in ROWS}
+    rows += [(name, _shown(value)) for name, value in figures.items() if name not in shown]
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"  {label:<{width}}  {value}" for label, value in rows)
 
 
-def _short(value: object) -> str:
-    if isinstance(value, (int, float)) and value >= 1e4:
-        return f"{value:,.0f}"
-    return f"{value:,.4g}" if isinstance(value, float) else f"{value}"
+def _shown(value: object) -> str:
+    return units.number(value) if isinstance(value, (int, float)) else f"{value}"

@@ -8,7 +8,6 @@ of the module: the first worker's first calls are kept, and rank 0 repeats them.
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Mapping
 from threading import Event
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from aladdin_mpi import guard
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.training.evaluation import Call, Evaluate, batch_norms, reestimate_batch_norm
 from aladdin_mpi.training.exchange import broadcast, gather
@@ -137,11 +137,11 @@ class SeenInputs:
         while len(self._calls) < (counts[self._source] or 0) and self._transport.now() < until:
             self._transport.sleep(1e-3)
         if not self._calls:
-            print(
-                "aladdin_mpi: warning: batch norm: no training call of the model was seen, so its "
-                "statistics are those of one worker's steps; call the model itself, not its parts",
-                file=sys.stderr,
-                flush=True,
+            guard.warn(
+                [
+                    "batch norm: no training call of the model was seen, so its statistics are "
+                    "those of one worker's steps; call the model itself, not its parts"
+                ]
             )
 
     def measured(self, evaluate: Evaluate) -> Evaluate:

@@ -65,13 +65,14 @@ class Segments:
         self._moment = 0.0
         self._total = total
         self._saved: int | None = None
-        self._over = False
+        self.over = False
+        """Whether the budget is used up."""
         self.suspended = 0
         """The signal that ended the run before its budget was used up, on every rank."""
 
     def run(self) -> None:
         """Train until the budget is used up, or the keeper ends the run for a signal."""
-        while not (self._over or self.suspended):
+        while not (self.over or self.suspended):
             self._start_together()
             if self._keeper is not None:
                 self._keeper.open()
@@ -92,7 +93,7 @@ class Segments:
             suspended = 0 if budget.used_up else self._keeper.suspended
             moment = self._transport.now() + SETTLE_SECONDS
             fact = (budget.drawn, budget.used_up, suspended, moment)
-        self._drawn, self._over, self.suspended, self._moment = broadcast(self._transport, fact)
+        self._drawn, self.over, self.suspended, self._moment = broadcast(self._transport, fact)
         if self._transport.engine == "virtual":
             # A worker's last report may come after the barrier: it belongs to the checkpoint.
             self._transport.sleep_until(self._moment)
@@ -166,7 +167,7 @@ class Segments:
         """
         fact = [state["moment"], state["drawn"]] if state is not None else None
         self._moment, self._drawn = broadcast(self._transport, fact)
-        self._over = self._drawn >= self._total
+        self.over = self._drawn >= self._total
         self._saved = self._drawn
         if state is None:
             return

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 import aladdin_mpi
+from aladdin_mpi import console
 from aladdin_mpi.training.exchange import gather
 from aladdin_mpi.training.report import CURVES, draw_curves, table
 from aladdin_mpi.training.rounding import rounded
@@ -29,13 +31,16 @@ def summarise(
     ``waiting`` are the seconds that this rank waited in training, ``variance`` is that among the
     workers' models at its end.
     """
-    with_waiting = {**rank.role.counts(), "waiting": waiting}
-    totals = [total or {} for total in gather(rank.transport, with_waiting)]
+    mine = {**rank.role.counts(), "waiting": waiting, "figures": rank.figures.late}
+    totals = [total or {} for total in gather(rank.transport, mine)]
     if rank.keeper is None:
         return {}
     keeper = rank.keeper
     assert keeper.metrics is not None and keeper.progress is not None
-    keeper.progress.close()
+    for figures in (each for total in totals for each in total.get("figures", ())):
+        keeper.own_figures.add(figures)
+    keeper.log_rest()
+    keeper.progress.close(keeper.budget.drawn, keeper.seconds)
     servers = rank.layout.servers
     summary = {**_about(rank), **_accounts(totals, servers), **rank.role.facts()}
     if own := keeper.own_figures.last:
@@ -44,6 +49,7 @@ def summarise(
     all_waiting = sum(total.get("waiting", 0.0) for total in totals[servers:])
     whole = keeper.seconds * rank.worker_count
     summary["wait_fraction"] = all_waiting / whole if whole else 0.0
+    measured: dict[str, float] = {}
     if keeper.evaluator is not None and model is not None:
         keeper.end_evaluations()
         measured = dict(keeper.evaluator.measure(model))
@@ -65,7 +71,8 @@ def summarise(
     title = "{algorithm}, {model} on {dataset}, {workers} workers".format(**summary)
     draw_curves(keeper.metrics.lines, rank.run_dir / CURVES, title)
     if not rank.options.quiet:
-        print(f"{table(summary)}\n  results in {rank.run_dir}", flush=True)
+        shown = table(summary, {**measured, **keeper.own_figures.last})
+        console.say(f"{shown}\n  results in {rank.run_dir}", sys.stdout)
     return summary
 
 

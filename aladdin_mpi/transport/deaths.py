@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from aladdin_mpi import guard
+from aladdin_mpi import console, guard
 from aladdin_mpi.transport import openmpi  # noqa: F401  # before MPI: it decides how that begins
 from aladdin_mpi.transport.ulfm import SURVIVES  # and this one how it ends
 
@@ -77,7 +77,7 @@ def end_those_left(
     if not left:
         return
     names = ", ".join(f"rank {rank} (host {hanging[rank]})" for rank in left)
-    print(f"aladdin_mpi: {names} is still hanging: ended with the job", file=sys.stderr)
+    console.say(f"aladdin_mpi: {names} is still hanging: ended with the job")
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(guard.FLUSH_SECONDS)

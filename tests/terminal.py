@@ -1,0 +1,106 @@
+"""Run programs on a pseudo-terminal of some width, as a person would who looks at them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CTRL_C = b"\x03"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What has come to the terminal.
+
+    Attributes:
+        text: all of it, with its carriage returns.
+        status: of the program; negative: the signal that ended it.
+    """
+
+    text: str
+    status: int
+
+    def redrawn(self, columns: int) -> list[str]:
+        """The states of a progress line, of which each has to fill the terminal's width.
+
+        What others print behind it begins on the next line, as a terminal shows it.
+        """
+        found = re.findall(r"\r( *\d+ %[^\r\n]*)", self.text)
+        alone = [each for each in found if len(each) <= columns]
+        assert alone and {len(each) for each in alone} == {columns}, self.text
+        return [each[:columns] for each in found]
+
+    @property
+    def lines(self) -> list[str]:
+        """What a person sees at the end, as far as lines are not wider than the terminal."""
+        return [_overwritten(line) for line in self.text.replace("\r\n", "\n").split("\n")]
+
+
+def _overwritten(line: str) -> str:
+    """A line in which each carriage return goes back to its beginning."""
+    shown = ""
+    for part in line.split("\r"):
+        shown = part + shown[len(part) :]
+    return shown.rstrip()
+
+
+def run_on_terminal(
+    command: Sequence[str],
+    columns: int,
+    env: Mapping[str, str],
+    cwd: Path,
+    timeout: float = 60,
+    type_when: Callable[[str], bytes | None] = lambda text: None,
+) -> Seen:
+    """Run a program on a terminal to its end; it is killed after ``timeout`` seconds.
+
+    Args:
+        columns: of the terminal.
+        type_when: is given all that has come, and answers with what is typed, once.
+    """
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    process = subprocess.Popen(
+        command,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**env, "TERM": "xterm"},
+        cwd=cwd,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(slave)
+    seen, has_typed, end = b"", False, time.monotonic() + timeout
+    try:
+        while time.monotonic() < end:
+            if select.select([master], [], [], 0.2)[0]:
+                try:
+                    seen += os.read(master, 1 << 16)
+                except OSError:  # nobody has the terminal any more
+                    break
+            elif process.poll() is not None:
+                break
+            if not has_typed and (typed := type_when(seen.decode(errors="replace"))):
+                os.write(master, typed)
+                has_typed = True
+        status = process.wait(max(0.1, end - time.monotonic()))
+        return Seen(seen.decode(errors="replace"), status)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"not ended within {timeout} s:\n{seen.decode()}") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        os.close(master)
