@@ -200,8 +200,8 @@ class Accelerator:
         return self.run.reduce(tensor, "sum" if reduction == "sum" else "mean").to(tensor)
 
     def wait_for_everyone(self) -> None:
-        """Until all workers are here."""
-        if not self.run.is_server:
+        """Until all workers are here; nothing behind the end of the run, to which all came."""
+        if not self.run.is_server and not self.run.is_over:
             self.run.reduce(0.0)
 
     def gather_for_metrics(self, values: Any) -> Any:

@@ -216,6 +216,11 @@ class DataParallel:
         return self.transport.size - self._servers
 
     @property
+    def is_over(self) -> bool:
+        """Whether the run has ended: every rank has the trained model, and trains no more."""
+        return self._ended
+
+    @property
     def completes_step(self) -> bool:
         """Whether this batch is the last of those that make a step; see ``accumulate``."""
         return self._loop.is_last
@@ -451,7 +456,15 @@ class DataParallel:
 
         Every worker has to call it equally often, as at the ends of :meth:`epochs`, and waits
         there for the others.
+
+        Raises:
+            UserError: the run has ended, and with it what the ranks talk by.
         """
+        if self.is_over:
+            raise UserError(
+                "training loop: expected run.reduce() before the run ends, got it behind; call it "
+                "at the ends of run.epochs(), or measure on one rank: all have the same model now"
+            )
         with self._words():
             total, count = among_workers.add_up(self._ready().worker, value)
         return total / count if how == "mean" else total
