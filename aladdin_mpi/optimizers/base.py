@@ -79,3 +79,11 @@ class Optimizer(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
+
+    def inherit(self, state: dict[str, Any]) -> None:
+        """Take up a state of the whole vector, which was cut otherwise.
+
+        Raises:
+            UserError: it cannot be cut anew.
+        """
+        self.load_state_dict(state)

@@ -30,6 +30,7 @@ from aladdin_mpi.training.evaluation import Evaluate
 from aladdin_mpi.training.exchange import agree
 from aladdin_mpi.training.loop import Loop
 from aladdin_mpi.training.loop_watch import LoopWatch
+from aladdin_mpi.training.origin import find_origin
 from aladdin_mpi.training.own_optimizer import Asked, resolve, settings_for
 from aladdin_mpi.training.own_words import check_effect, in_own_words
 from aladdin_mpi.training.placement import tell_placement
@@ -288,9 +289,10 @@ class DataParallel:
             yield from self._run(data, sharded)
 
     def _run(self, data: Any, sharded: bool) -> Iterator[Any]:
+        origin = find_origin(self.transport, self.options, self.algorithm)
         dealt = agree(
             self.transport,
-            lambda: deal(data, sharded, self.options, self._given, self._is_own_loop),
+            lambda: deal(data, sharded, self.options, self._given, self._is_own_loop, origin),
         )
         facts = agree(self.transport, lambda: dealt.facts(self.is_server))
         self.options, self._loop.batch_size = dealt.options, dealt.options.batch_size
@@ -307,6 +309,7 @@ class DataParallel:
             self._schedule,
             may_clip=self._is_own_loop,
             state=self.state,
+            origin=origin,
         )
         self.run_dir = rank.run_dir
         if self.options.resume is not None and dealt.caveat and self.transport.rank == 0:
@@ -326,7 +329,7 @@ class DataParallel:
             atexit.unregister(self._check_ended)  # which would hold all vectors until then
 
     def _worker_batches(self, rank: Rank, dealt: Deal) -> Iterator[Any]:
-        source = dealt.source(rank.worker)
+        source = dealt.source(rank.worker, rank.origin.past)
         watch = None
         if self._is_own_loop and self.options.compute == "real":
             watch = LoopWatch(self.module)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.algorithms.server import ParameterServer
 from aladdin_mpi.budget import Budget, Report
 from aladdin_mpi.training.evaluation import Evaluator, Snapshots
@@ -27,6 +28,10 @@ class Plan:
 
     total: int
     epoch: int
+    step: int
+    """Of all workers with which the run began."""
+    schedule_step: int
+    """After which a scheduler goes on."""
     log_every: int
     eval_every: int
     """0: only at the end."""
@@ -72,6 +77,8 @@ class Keeper:
         self.variance: ModelVariance | None = None
         self.losses: Losses | None = None
         self._seconds = 0.0
+        self._other_workers = 0.0
+        """In periods with other numbers of workers: what theirs was more than that of as many."""
         self._opened: float | None = None
         self._waiting: dict[int, float] = {}
         self._sent: dict[int, int] = {}
@@ -99,9 +106,14 @@ class Keeper:
         return self._seconds + self._transport.now() - self._opened
 
     @property
+    def worker_seconds(self) -> float:
+        """The sum of the workers' training times."""
+        return self.seconds * self._workers + self._other_workers
+
+    @property
     def wait_fraction(self) -> float:
         """Share of the training time that workers have spent waiting."""
-        whole = self.seconds * self._workers
+        whole = self.worker_seconds
         return sum(self._waiting.values()) / whole if whole else 0.0
 
     @property
@@ -277,6 +289,7 @@ class Keeper:
             "failures": self.losses.records if self.losses else [],
             "measuring": self._measuring,
             "rate": self._rate,
+            "other_workers": self._other_workers,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -294,3 +307,15 @@ class Keeper:
             self.losses.records = state["failures"]
         self._measuring = state["measuring"]
         self._rate = state.get("rate")
+        self._other_workers = state.get("other_workers", 0.0)
+
+    def resize(self, former: Former) -> None:
+        """Go on with the books of another number of workers; after :meth:`load_state_dict`."""
+        n = self._workers
+        ranks = enumerate(range(self._transport.size - n, self._transport.size))
+        self._waiting, self._sent, self._steps = {}, {}, {}
+        for worker, rank in ranks:
+            self._waiting[rank] = former.carried("waiting", worker, n)
+            self._sent[rank] = int(former.carried("bytes_sent", worker, n))
+            self._steps[rank] = int(former.carried("computed", worker, n))
+        self._other_workers += self._seconds * (former.workers - n)

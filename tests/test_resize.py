@@ -1,0 +1,196 @@
+"""A run resumed with other numbers of workers and servers than those of its checkpoint."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.options import SimulateOptions, parse
+from aladdin_mpi.training import summary as run_summary
+from aladdin_mpi.training.rank import Rank
+from aladdin_mpi.training.sampler import ShardedStream
+from aladdin_mpi.training.simulator import simulate
+from tests.commands import checkpoint, checkpoint_part
+from tests.launch import needs
+from tests.test_own_loop import run_script
+
+EPOCH = 100
+SMALL = ["--dataset", f"synthetic:1x4x4:4:{EPOCH}", "--model", "mlp"]
+LENGTHS = (240, 430, 640)
+"""In samples, at each number of workers: 4, 3 and 5."""
+DGC = ["--compression", "dgc", "--dgc-ratio", 0.05, "--dgc-warmup-epochs", 0]
+VARIANTS: dict[str, list[object]] = {
+    **{name: ["--algorithm", name] for name in sorted(registry.ALGORITHMS)},
+    "bsp adamw": ["--algorithm", "bsp", "--optimizer", "adamw"],
+    "aladdin adamw": ["--algorithm", "aladdin", "--optimizer", "adamw"],
+    "aladdin split": ["--algorithm", "aladdin", "--aladdin-momentum", "split"],
+    "asp dgc": ["--algorithm", "asp", *DGC],
+    "ar-sgd dgc": ["--algorithm", "ar-sgd", *DGC],
+    "adsp int4": ["--algorithm", "adsp", "--wire", "int4"],
+}
+
+
+def start(*words: object) -> dict[str, Any]:
+    return simulate(parse(SimulateOptions, list(map(str, words)), "simulate", ""))
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than these runs."""
+    monkeypatch.setattr(run_summary, "draw_curves", lambda *_: None)
+
+
+class Watched:
+    """Notes what was dealt, and what the ranks hold when they have taken up a checkpoint."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.dealt: Counter[tuple[int, int]] = Counter()
+        self.ranks: list[Rank] = []
+        self.models: list[Tensor] = []
+        self.states: list[dict[str, Any]] = []
+        take, resize = ShardedStream.take, Rank._resize
+
+        def noted_take(stream: ShardedStream, count: int) -> Any:
+            epochs, indices = take(stream, count)
+            # Samples for batch norm's statistics come from a stream of one worker.
+            if stream.workers > 1:
+                self.dealt.update(zip(epochs.tolist(), indices.tolist(), strict=True))
+            return epochs, indices
+
+        def noted_resize(rank: Rank) -> None:
+            resize(rank)
+            self.ranks.append(rank)
+            parts = rank.layout.owned_by(rank.transport.rank)
+            is_server = rank.transport.rank < rank.layout.servers
+            mine = torch.full((rank.layout.numel,), torch.nan)
+            for bucket in parts if is_server else rank.layout.buckets:
+                mine[bucket.part] = rank.role.part(bucket)
+            self.models.append(mine)
+            self.states.append(json_free(rank.role.state_dict()))
+
+        monkeypatch.setattr(ShardedStream, "take", noted_take)
+        monkeypatch.setattr(Rank, "_resize", noted_resize)
+
+    def forget(self) -> None:
+        self.ranks, self.models, self.states = [], [], []
+
+
+def json_free(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy that training does not change."""
+    if isinstance(state, dict):
+        return {name: json_free(value) for name, value in state.items()}
+    if isinstance(state, list):
+        return [json_free(value) for value in state]  # type: ignore[return-value]
+    return state.clone() if isinstance(state, Tensor) else state
+
+
+def parts_of(run_dir: Path) -> list[dict[str, Any]]:
+    count = len(list(checkpoint(run_dir).glob("rank-*.pt")))
+    return [checkpoint_part(run_dir, rank)["role"] for rank in range(count)]
+
+
+def global_model(name: str, parts: list[dict[str, Any]], rank: Rank) -> Tensor:
+    """Of a checkpoint, from its files alone; ``rank`` knows how its servers cut the model."""
+    workers = [part for part in parts if "parameters" in part]
+    holder = registry.find(name).holder
+    if holder == "servers":
+        values = [part["server"]["values"] for part in parts if "server" in part]
+        whole = {index: each for one in values for index, each in one.items()}
+        return torch.cat([whole[index] for index in sorted(whole)])
+    if holder == "first":
+        return workers[0]["parameters"]
+    weights = [torch.tensor(part.get("alpha", [part.get("w", 1.0)])) for part in workers]
+    assert all(bool((each == each[0]).all()) for each in weights)  # a single bucket, or alike
+    total = sum(each[0] for each in weights)
+    return sum(p["parameters"] * (w[0] / total) for p, w in zip(workers, weights, strict=True))
+
+
+def mean_of(parts: list[dict[str, Any]], *path: str) -> Tensor | None:
+    """Of the workers' vectors there; None stands for zeros."""
+    found: list[Any] = [part for part in parts if "parameters" in part]
+    for name in path:
+        found = [each.get(name) if each else None for each in found]
+    known = [each for each in found if each is not None]
+    return sum(known) / len(found) if known else None
+
+
+OWN = (("optimizer", "velocity"), ("outbox", "codec", "left"), ("codec", "left"), ("v",))
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=list(VARIANTS))
+def test_every_algorithm(
+    tmp_path: Path,
+    variant: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """From 4 to 3 and to 5 workers, where there are servers with 2 and with 1 of them."""
+    run_dir, name = tmp_path / "run", str(variant[1])
+    watched = Watched(monkeypatch)
+    plan = [*SMALL, "--workers", 4, "--samples", LENGTHS[0], "--eval-every", 0, "--jitter", 0.3]
+    plan += ["--batch-size", 8, "--slowdown", "1=3", "--servers", 2, "--quiet", "--lr", 0.002]
+    start(*plan, "--run-dir", run_dir, *variant)
+    for workers, servers, length in ((3, 1, LENGTHS[1]), (5, 2, LENGTHS[2])):
+        before = parts_of(run_dir)
+        watched.forget()
+        words = ["--resume", run_dir, "--allow-resize", "--workers", workers, "--samples", length]
+        done = start(*words, "--servers", servers)
+        expected = global_model(name, before, watched.ranks[0])
+        for model in watched.models:
+            here = ~model.isnan()
+            assert here.any()
+            torch.testing.assert_close(model[here], expected[here])
+        assert done["samples"] == length
+        assert done["gradients_applied"] == done["gradients_computed"] > 0
+        assert 0 <= done["wait_fraction"] <= 1
+        for path in OWN if name != "multistep" else ():
+            mean = mean_of(before, *path)
+            mine = mean_of(watched.states, *path)
+            assert (mean is None) == (mine is None), path
+            if mean is not None:
+                torch.testing.assert_close(mine, mean)
+    assert set(watched.dealt.values()) == {1}, "a sample came twice in an epoch"
+    assert sum(watched.dealt.values()) == LENGTHS[-1]
+    epochs = Counter(epoch for epoch, _ in watched.dealt)
+    assert all(epochs[epoch] == EPOCH for epoch in range(LENGTHS[-1] // EPOCH - 3)), epochs
+    assert not capfd.readouterr().err
+
+
+def final(run_dir: Path) -> Tensor:
+    state = torch.load(run_dir / "model.pt", weights_only=True)
+    return torch.cat([value.flatten() for value in state.values()])
+
+
+def test_synchronous_algorithms_stay_the_same(tmp_path: Path) -> None:
+    """Each equals one process with the batches of all, also across the changes."""
+    plan = [*SMALL, "--quiet", "--eval-every", 0, "--batch-size", 8, "--servers", 2]
+    found = {}
+    for name, servers in (("ar-sgd", 1), ("bsp", 1), ("bsp", 2), ("multistep", 1)):
+        run_dir = tmp_path / f"{name}-{servers}"
+        words = ["--algorithm", name, "--multistep-exchange", "activations"]
+        start(*plan, *words, "--workers", 4, "--samples", 240, "--run-dir", run_dir)
+        resume = ["--resume", run_dir, "--allow-resize", "--servers", servers]
+        start(*resume, "--workers", 3, "--samples", 480)
+        found[name, servers] = final(run_dir)
+    for each in found.values():
+        torch.testing.assert_close(each, found["ar-sgd", 1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_other_servers_change_nothing(tmp_path: Path, optimizer: str) -> None:
+    """An optimizer's state is cut anew with the model."""
+    plan = [*SMALL, "--algorithm", "bsp", "--optimizer", optimizer, "--quiet", "--eval-every", 0]
+    plan += ["--batch-size", 8, "--workers", 4, "--lr-schedule", "constant", "--warmup-epochs", 0]
+    start(*plan, "--samples", 320, "--servers", 2, "--run-dir", tmp_path / "whole")
+    start(*plan, "--samples", 160, "--servers", 2, "--run-dir", tmp_path / "cut")
+    words = ["--resume", tmp_path / "cut", "--allow-resize", "--servers", 3]
+    start(*words, "--samples", 320)
+    torch.testing.assert_close(final(tmp_path / "cut"), final(tmp_path / "whole"))
+    start("--resume", tmp_path / "cut", "--samples", 480)  # by three servers, as it is now
