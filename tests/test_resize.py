@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms import registry
+from aladdin_mpi.algorithms.former import mean_state
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import SimulateOptions, parse
 from aladdin_mpi.training import summary as run_summary
 from aladdin_mpi.training.rank import Rank
 from aladdin_mpi.training.sampler import ShardedStream
 from aladdin_mpi.training.simulator import simulate
-from tests.commands import checkpoint, checkpoint_part
+from tests.commands import checkpoint, checkpoint_part, summary
 from tests.launch import needs
 from tests.test_own_loop import run_script
 
@@ -28,7 +29,6 @@ LENGTHS = (240, 430, 640)
 DGC = ["--compression", "dgc", "--dgc-ratio", 0.05, "--dgc-warmup-epochs", 0]
 VARIANTS: dict[str, list[object]] = {
     **{name: ["--algorithm", name] for name in sorted(registry.ALGORITHMS)},
-    "bsp adamw": ["--algorithm", "bsp", "--optimizer", "adamw"],
     "aladdin adamw": ["--algorithm", "aladdin", "--optimizer", "adamw"],
     "aladdin split": ["--algorithm", "aladdin", "--aladdin-momentum", "split"],
     "asp dgc": ["--algorithm", "asp", *DGC],
@@ -194,3 +194,95 @@ def test_other_servers_change_nothing(tmp_path: Path, optimizer: str) -> None:
     start(*words, "--samples", 320)
     torch.testing.assert_close(final(tmp_path / "cut"), final(tmp_path / "whole"))
     start("--resume", tmp_path / "cut", "--samples", 480)  # by three servers, as it is now
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--workers", 3], r"^--workers: cannot be given .* add --allow-resize, leave it out"),
+        (["--allow-resize", "--lr", 1], r"^--lr: cannot be given together with --resume"),
+        (["--allow-resize", "--workers", 1], "at least 2 ranks"),
+    ],
+)
+def test_refused(tmp_path: Path, words: list[object], message: str) -> None:
+    plan: list[object] = [
+        "--algorithm",
+        "gosgd",
+        "--compute",
+        "timed",
+        "--model",
+        "size:0.01",
+        "--quiet",
+    ]
+    start(*plan, "--steps", 3, "--workers", 2, "--run-dir", tmp_path / "run")
+    with pytest.raises(UserError, match=message):
+        start("--resume", tmp_path / "run", "--steps", 4, *words)
+
+
+def test_states_without_a_mean_are_refused() -> None:
+    """As of an optimizer that keeps whole numbers for the values."""
+    one, other = ({"codes": torch.tensor([code, 0])} for code in (1, 2))
+    assert mean_state({"codes": torch.tensor([1])}, {"codes": torch.tensor([1])}, 2)
+    with pytest.raises(UserError, match=r"'codes', of torch\.int64, of which there is no mean"):
+        mean_state(one, other, 2)
+
+
+@pytest.mark.parametrize("algorithm", ["bsp", "aladdin"])
+def test_steps_are_as_many_samples_for_all(tmp_path: Path, algorithm: str) -> None:
+    plan: list[object] = [
+        "--algorithm",
+        algorithm,
+        "--compute",
+        "timed",
+        "--model",
+        "size:0.01",
+        "--quiet",
+    ]
+    plan += ["--batch-size", 4, "--accumulate", 2, "--slowdown", "0=3", "--checkpoint-every", 50]
+    done = start(*plan, "--workers", 3, "--steps", 7, "--run-dir", tmp_path / "run")
+    assert (done["samples"], done["steps"]) == (7 * 3 * 4 * 2, 7)
+    # A step keeps its size when the number of workers changes.
+    longer = start("--resume", tmp_path / "run", "--allow-resize", "--workers", 5, "--steps", 9)
+    assert (longer["samples"], longer["steps"]) == (9 * 3 * 4 * 2, 9)
+
+
+SCRIPT = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from aladdin_mpi import DataParallel
+
+torch.manual_seed(0)
+inputs = torch.randn(64, 4)
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=18)
+run = DataParallel(
+    model, algorithm="bsp", optimizer=optimizer, scheduler=scheduler, accumulate=2, servers=SERVERS,
+    steps=STEPS, run_dir="run", resume="auto", allow_resize=True,
+)
+for epoch in run.epochs(DataLoader(data, 4)):
+    for x, y in epoch:
+        loss = (model(x) - y).square().mean() / 2
+        loss.backward()
+        run.step(loss)
+        run.state["batches"] = run.state.get("batches", 0) + 1
+print(f"rank {run.transport.rank} {scheduler.last_epoch} {run.state}", flush=True)
+"""
+
+
+@needs("openmpi")
+def test_over_mpi(tmp_path: Path) -> None:
+    """A loop of one's own on 3, 2 and 4 ranks, its length in steps, with a scheduler."""
+    for ranks, servers, steps in ((3, 1, 6), (2, 1, 12), (4, 2, 18)):
+        text = SCRIPT.replace("STEPS", str(steps)).replace("SERVERS", str(servers))
+        done = run_script(tmp_path, text, ranks)
+        found = summary(tmp_path / "run")
+        # A round of the two workers of the first job: two batches of 4 of each.
+        assert (found["samples"], found["steps"]) == (steps * 16, steps)
+        assert found["gradients_applied"] == found["gradients_computed"]
+        assert f"rank {ranks - 1} {steps} " in done.stdout
+    assert "resumed with 2 workers and 2 servers instead of 1 worker and 1 server" in done.stderr
+    dealt = [checkpoint_part(tmp_path / "run", rank)["local"]["user"] for rank in (2, 3)]
+    assert dealt[0]["batches"] > dealt[1]["batches"] > 0  # the first has been there all the time

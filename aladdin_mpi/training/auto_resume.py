@@ -130,4 +130,5 @@ def follow(
         if not quiet:
             print(f"aladdin_mpi: the run in {folder} is complete; nothing is left to do")
         return None
-    return asked.model_copy(update={"resume": None, "overwrite": decision == "replace"})
+    begins = {"resume": None, "allow_resize": False, "overwrite": decision == "replace"}
+    return asked.model_copy(update=begins)

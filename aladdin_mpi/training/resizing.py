@@ -152,10 +152,11 @@ def share(transport: Transport, former: Former | None) -> Former:
 def tell(algorithm: Algorithm, before: Origin, now: Origin, lr: LearningRate) -> None:
     """Tell the user of a change of the number of ranks."""
     was = replace(lr, workers=before.workers).scale
+    rate = f"is multiplied by {lr.scale:.4g} instead of {was:.4g}"
     texts = [
         f"resumed with {_ranks(now)} instead of {_ranks(before)}",
         algorithm.on_resize,
-        f"the learning rate of one worker is multiplied by {lr.scale:g} instead of {was:g} "
+        f"the learning rate {'stays' if lr.scale == was else rate} "
         f"(--lr-scaling {lr.options.lr_scaling})",
     ]
     print(f"aladdin_mpi: {'; '.join(filter(None, texts))}", file=sys.stderr, flush=True)
