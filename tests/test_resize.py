@@ -87,7 +87,7 @@ def json_free(state: dict[str, Any]) -> dict[str, Any]:
     if isinstance(state, dict):
         return {name: json_free(value) for name, value in state.items()}
     if isinstance(state, list):
-        return [json_free(value) for value in state]  # type: ignore[return-value]
+        return [json_free(value) for value in state]
     return state.clone() if isinstance(state, Tensor) else state
 
 
@@ -188,12 +188,12 @@ def test_other_servers_change_nothing(tmp_path: Path, optimizer: str) -> None:
     """An optimizer's state is cut anew with the model."""
     plan = [*SMALL, "--algorithm", "bsp", "--optimizer", optimizer, "--quiet", "--eval-every", 0]
     plan += ["--batch-size", 8, "--workers", 4, "--lr-schedule", "constant", "--warmup-epochs", 0]
-    start(*plan, "--samples", 320, "--servers", 2, "--run-dir", tmp_path / "whole")
+    start(*plan, "--samples", 480, "--servers", 2, "--run-dir", tmp_path / "whole")
     start(*plan, "--samples", 160, "--servers", 2, "--run-dir", tmp_path / "cut")
-    words = ["--resume", tmp_path / "cut", "--allow-resize", "--servers", 3]
-    start(*words, "--samples", 320)
+    resume = ["--resume", tmp_path / "cut", "--allow-resize", "--servers"]
+    for servers, length in ((3, 320), (1, 480)):
+        start(*resume, servers, "--samples", length)
     torch.testing.assert_close(final(tmp_path / "cut"), final(tmp_path / "whole"))
-    start("--resume", tmp_path / "cut", "--samples", 480)  # by three servers, as it is now
 
 
 @pytest.mark.parametrize(
@@ -244,6 +244,8 @@ def test_steps_are_as_many_samples_for_all(tmp_path: Path, algorithm: str) -> No
     # A step keeps its size when the number of workers changes.
     longer = start("--resume", tmp_path / "run", "--allow-resize", "--workers", 5, "--steps", 9)
     assert (longer["samples"], longer["steps"]) == (9 * 3 * 4 * 2, 9)
+    again = start("--resume", tmp_path / "run", "--steps", 10)
+    assert (again["samples"], again["workers"]) == (10 * 3 * 4 * 2, 5)
 
 
 SCRIPT = """

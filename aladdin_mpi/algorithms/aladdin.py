@@ -277,7 +277,8 @@ class AladdinServer(Server):
         """What is summed and not applied yet is kept; all workers have just got a model."""
         self.server.resize(former)
         if self.optimizer is not None:
-            self.optimizer.inherit(former.server["optimizer"])
+            mine = [bucket.part for bucket in self.server.buckets]
+            self.optimizer.inherit(former.server["optimizer"], mine)
         for shard in self.shards.values():
             shard.total = former.server["applied"]
             shard.total_at_send = [shard.total] * self.n

@@ -97,5 +97,6 @@ class AnsweringServer(Server):
         """See :meth:`Role.resize`."""
         self.server.resize(former)
         if self.optimizer is not None:
-            self.optimizer.inherit(former.server["optimizer"])
+            mine = [bucket.part for bucket in self.server.buckets]
+            self.optimizer.inherit(former.server["optimizer"], mine)
         self.applied = dict.fromkeys(self.applied, former.server["applied"])

@@ -156,7 +156,8 @@ def _join_optimizers(states: Sequence[Any], layout: Layout) -> dict[str, Any] | 
     if first is None:
         return None
     if "parts" in first:
-        return {**first, "parts": [part for state in states for part in state["parts"]]}
+        names = ("parts", "inherited")
+        return {**first, **{n: [each for s in states for each in s.get(n, ())] for n in names}}
     whole = first["velocity"]
     if whole is not None:
         for server, state in enumerate(states):

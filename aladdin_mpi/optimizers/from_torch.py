@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -214,20 +215,22 @@ class TorchOptimizer(Optimizer):
             self._part(slice(saved["start"], saved["stop"])).load_state_dict(saved["state"])
         self._inherited.load_state_dict(state.get("inherited", []))
 
-    def inherit(self, state: dict[str, Any]) -> None:
+    def inherit(self, state: dict[str, Any], parts: Sequence[slice] = ()) -> None:
         """See :meth:`Optimizer.inherit`: parts get their states when they are first used."""
         if not self.takes_parts:
             self.load_state_dict(state)
             return
         self._take_up(state)
+        for saved in state.get("inherited", []):  # older than the parts, which go over it
+            self._inherited.add(saved["start"], saved["stop"], saved["state"])
         for saved in state["parts"]:
             cut = self._rows(slice(saved["start"], saved["stop"]))
             cut.load_state_dict(saved["state"])
             for leaf, piece in cut.leaves():
                 first = saved["start"] + piece.start
                 self._inherited.add(first, first + piece.numel, cut.state_of(leaf))
-        for saved in state.get("inherited", []):
-            self._inherited.add(saved["start"], saved["stop"], saved["state"])
+        if parts:
+            self._inherited.keep(parts)
 
     def _take_up(self, state: dict[str, Any]) -> None:
         """All but the states of the parts."""

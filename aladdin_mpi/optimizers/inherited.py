@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ class Inherited:
                     "of servers and workers of the checkpoint"
                 )
         self._runs.append((start, stop, state))
+
+    def keep(self, parts: Sequence[slice]) -> None:
+        """Only what is of these."""
+        kept = [(part.start, part.stop, self.take(part.start, part.stop)) for part in parts]
+        self._runs = [run for run in kept if run[2]]
 
     def take(self, start: int, stop: int) -> State:
         """The state of the values ``[start, stop)``, which is given up here.

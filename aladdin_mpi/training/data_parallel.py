@@ -62,7 +62,11 @@ class DataParallel:
     the loop: the run is saved, and the loop raises
     :class:`aladdin_mpi.errors.SuspendedError`, a ``SystemExit`` of status 75, on every rank.
     With ``run_dir=DIR, resume="auto"`` the program goes on when it is started again, and ends
-    with status 0 if the run is complete.
+    with status 0 if the run is complete; with ``allow_resize=True`` also on other numbers of ranks:
+    all workers then begin from the global model, and a new one with an empty ``state``.
+
+    The length is one of ``epochs``, ``samples`` and ``steps``; a step is ``batch_size`` times
+    ``accumulate`` samples of every worker.
 
     The loop turns on workers; a server serves inside :meth:`batches`, which gives it
     no batch. After the loop every rank's ``model`` is the trained global model and
@@ -77,7 +81,8 @@ class DataParallel:
             parameters; or a name, such as "adamw". None: momentum SGD, by ``lr``, ``momentum`` and
             ``weight_decay``.
         scheduler: of that optimizer; it goes on by one with each step of any worker, so that it
-            ends where it would in one process, and is not to be stepped in the loop.
+            ends where it would in one process, and is not to be stepped in the loop. With
+            ``steps`` by one with each of these.
         schedule: factor of the learning rates as a function of the samples that all workers
             have drawn, in place of ``lr_schedule`` and ``warmup_epochs``.
         transport: MPI over all ranks by default.

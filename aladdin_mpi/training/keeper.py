@@ -29,7 +29,7 @@ class Plan:
     total: int
     epoch: int
     step: int
-    """Of all workers with which the run began."""
+    """Of all workers that the run began with."""
     schedule_step: int
     """After which a scheduler goes on."""
     log_every: int
