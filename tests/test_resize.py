@@ -248,8 +248,19 @@ def test_steps_are_as_many_samples_for_all(tmp_path: Path, algorithm: str) -> No
     assert (again["samples"], again["workers"]) == (10 * 3 * 4 * 2, 5)
 
 
+@pytest.mark.parametrize("algorithm", ["bsp", "aladdin", "gosgd"])
+def test_workers_that_fail_before_and_after(tmp_path: Path, algorithm: str) -> None:
+    plan: list[object] = ["--algorithm", algorithm, "--compute", "timed", "--model", "size:0.01"]
+    words = [*plan, "--quiet", "--servers", 2, "--run-dir", tmp_path / "run", "--workers", 4]
+    start(*words, "--samples", 800, "--deaths", "3=1.35")
+    resume = ["--resume", tmp_path / "run", "--allow-resize", "--workers", 3, "--servers", 1]
+    done = start(*resume, "--samples", 1600, "--deaths", "2=4")
+    assert done["samples"] == 1600
+    assert [failure["rank"] for failure in done["failures"]] == [3, 2]
+    assert done["gradients_applied"] == done["gradients_computed"] > 0
+
+
 SCRIPT = """
-import sys
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from aladdin_mpi import DataParallel
