@@ -30,6 +30,7 @@ DGC = ["--compression", "dgc", "--dgc-ratio", 0.05, "--dgc-warmup-epochs", 0]
 VARIANTS: dict[str, list[object]] = {
     **{name: ["--algorithm", name] for name in sorted(registry.ALGORITHMS)},
     "aladdin adamw": ["--algorithm", "aladdin", "--optimizer", "adamw"],
+    "aladdin lazy": ["--algorithm", "aladdin", "--aladdin-pi", 3],
     "aladdin split": ["--algorithm", "aladdin", "--aladdin-momentum", "split"],
     "asp dgc": ["--algorithm", "asp", *DGC],
     "ar-sgd dgc": ["--algorithm", "ar-sgd", *DGC],
@@ -121,6 +122,16 @@ def mean_of(parts: list[dict[str, Any]], *path: str) -> Tensor | None:
     return sum(known) / len(found) if known else None
 
 
+def pending(states: list[dict[str, Any]]) -> Tensor | None:
+    """What ALADDIN's servers have summed and not applied yet, flat."""
+    found: dict[int, Tensor] = {}
+    for state in states:
+        for index, shard in state.get("shards", {}).items():
+            empty = torch.zeros_like(state["server"]["values"][index])
+            found[index] = empty if shard["sum"] is None else shard["sum"]
+    return torch.cat([found[index] for index in sorted(found)]) if found else None
+
+
 OWN = (("optimizer", "velocity"), ("outbox", "codec", "left"), ("codec", "left"), ("v",))
 
 
@@ -150,6 +161,9 @@ def test_every_algorithm(
         assert done["samples"] == length
         assert done["gradients_applied"] == done["gradients_computed"] > 0
         assert 0 <= done["wait_fraction"] <= 1
+        if (waiting := pending(before)) is not None:
+            assert waiting.any() or "--aladdin-pi" not in variant
+            torch.testing.assert_close(pending(watched.states), waiting)
         for path in OWN if name != "multistep" else ():
             mean = mean_of(before, *path)
             mine = mean_of(watched.states, *path)
