@@ -30,8 +30,7 @@ DGC = ["--compression", "dgc", "--dgc-ratio", 0.05, "--dgc-warmup-epochs", 0]
 VARIANTS: dict[str, list[object]] = {
     **{name: ["--algorithm", name] for name in sorted(registry.ALGORITHMS)},
     "aladdin adamw": ["--algorithm", "aladdin", "--optimizer", "adamw"],
-    "aladdin lazy": ["--algorithm", "aladdin", "--aladdin-pi", 3],
-    "aladdin split": ["--algorithm", "aladdin", "--aladdin-momentum", "split"],
+    "aladdin lazy": ["--algorithm", "aladdin", "--aladdin-pi", 3, "--aladdin-momentum", "split"],
     "asp dgc": ["--algorithm", "asp", *DGC],
     "ar-sgd dgc": ["--algorithm", "ar-sgd", *DGC],
     "adsp int4": ["--algorithm", "adsp", "--wire", "int4"],
@@ -197,10 +196,9 @@ def test_synchronous_algorithms_stay_the_same(tmp_path: Path) -> None:
         torch.testing.assert_close(each, found["ar-sgd", 1], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_other_servers_change_nothing(tmp_path: Path, optimizer: str) -> None:
+def test_other_servers_change_nothing(tmp_path: Path) -> None:
     """An optimizer's state is cut anew with the model."""
-    plan = [*SMALL, "--algorithm", "bsp", "--optimizer", optimizer, "--quiet", "--eval-every", 0]
+    plan = [*SMALL, "--algorithm", "bsp", "--optimizer", "adamw", "--quiet", "--eval-every", 0]
     plan += ["--batch-size", 8, "--workers", 4, "--lr-schedule", "constant", "--warmup-epochs", 0]
     start(*plan, "--samples", 480, "--servers", 2, "--run-dir", tmp_path / "whole")
     start(*plan, "--samples", 160, "--servers", 2, "--run-dir", tmp_path / "cut")
