@@ -32,14 +32,22 @@ from aladdin_mpi.compression.options import DgcOptions
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.fields import nested, option, shown
 from aladdin_mpi.intervals import CheckpointInterval, Interval
-from aladdin_mpi.resume import AUTO, CONFIG_NAME, RESUME_FIELDS, resumed_options
+from aladdin_mpi.resume import (
+    AUTO,
+    CONFIG_NAME,
+    RESIZE_FIELDS,
+    RESUME_FIELDS,
+    resumed_options,
+)
 from aladdin_mpi.settings import Settings, build, to_toml
 from aladdin_mpi.transport.cluster import Cluster
 
 __all__ = [
     "AUTO",
     "CONFIG_NAME",
+    "LENGTHS",
     "OWN_DATA",
+    "RESIZE_FIELDS",
     "RESUME_FIELDS",
     "CheckpointInterval",
     "RunOptions",
@@ -59,8 +67,10 @@ __all__ = [
 
 OWN_DATA = "own"
 """The data set of a training loop of one's own."""
+LENGTHS = ("epochs", "samples", "steps")
+"""Each says how long a run is."""
 DEFAULT_EPOCHS = 30.0
-"""The length of a run when neither epochs nor samples are given."""
+"""The length of a run when none of them is given."""
 
 SGD_RATE, OTHER_RATE = 0.01, 0.001
 SGD_DECAY = 1e-4
@@ -78,7 +88,7 @@ class RunOptions(BaseModel):
     """What training and simulating have in common."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-    ALTERNATIVES: ClassVar = (("epochs", "samples"),)
+    ALTERNATIVES: ClassVar = (LENGTHS,)
 
     # -- run
     algorithm: str = option("aladdin", "name of the algorithm", group="run")
@@ -88,13 +98,22 @@ class RunOptions(BaseModel):
         "length of the run in passes over the training data, all workers together",
         unit="EPOCHS",
         group="run",
-        default_text=f"{DEFAULT_EPOCHS:g}, unless --samples is given",
+        default_text=f"{DEFAULT_EPOCHS:g}, unless --samples or --steps is given",
         gt=0,
     )
     samples: int | None = option(
         None,
         "length of the run in samples, all workers together, instead of --epochs",
         unit="SAMPLES",
+        group="run",
+        gt=0,
+    )
+    steps: int | None = option(
+        None,
+        "length of the run in steps, instead of --epochs; a step is a batch of every worker, or "
+        "as many as --accumulate says: a round of a synchronous algorithm, and of others as many "
+        "samples",
+        unit="STEPS",
         group="run",
         gt=0,
     )
@@ -360,6 +379,12 @@ class RunOptions(BaseModel):
         unit="FOLDER",
         group="output",
     )
+    allow_resize: bool = option(
+        False,
+        "with --resume: go on with another number of workers, or of --servers, than the checkpoint "
+        "has; the workers begin from its global model",
+        group="output",
+    )
     checkpoint_every: Interval = option(
         None,
         "time between checkpoints: N or Nsamples, Nepochs, Nmin, Ns, or never; there is always one "
@@ -416,9 +441,7 @@ class RunOptions(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _default_length(cls, values: Any) -> Any:
-        if isinstance(values, dict) and not any(
-            values.get(name) is not None for name in ("epochs", "samples")
-        ):
+        if isinstance(values, dict) and not any(values.get(name) is not None for name in LENGTHS):
             return {**values, "epochs": DEFAULT_EPOCHS}
         return values
 
@@ -434,6 +457,11 @@ class RunOptions(BaseModel):
         return {"lr": OTHER_RATE, "weight_decay": decay, "lr_scaling": "none", **values}
 
     @property
+    def _lengths(self) -> list[str]:
+        """The options that say how long the run is."""
+        return [f"--{name}" for name in LENGTHS if getattr(self, name) is not None]
+
+    @property
     def step_size(self) -> int:
         """Samples of a worker's step."""
         return self.batch_size * self.accumulate
@@ -442,8 +470,8 @@ class RunOptions(BaseModel):
     def _check_together(self) -> RunOptions:
         for wrong, message in (
             (
-                self.epochs is not None and self.samples is not None,
-                "--epochs and --samples exclude each other; give one of them",
+                len(self._lengths) > 1,
+                f"{' and '.join(self._lengths)} exclude each other; give one of them",
             ),
             (
                 self.lr_schedule == "step" and not self.lr_steps,
@@ -482,6 +510,11 @@ class RunOptions(BaseModel):
                     ("--corrupt-images skip", self.corrupt_images == "skip"),
                     ("--check-images", self.check_images),
                 )
+            ),
+            (
+                self.allow_resize and self.resume is None,
+                "--allow-resize: expected with --resume, got it for a new run; add --resume "
+                "FOLDER, or leave it out",
             ),
         ):
             if wrong:

@@ -18,15 +18,29 @@ AUTO = "auto"
 """As the value of ``--resume``: the run in ``--run-dir``, if there is one to go on with."""
 
 RESUME_FIELDS = (LOCAL_FIELDS - {"run_dir", "overwrite"}) | {
+    "allow_resize",
     "check_images",
     "checkpoint_every",
     "corrupt_images",
     "log_every",
     "epochs",
     "samples",
+    "steps",
     "worker_timeout",
 }
 """What may be given beside ``--resume``."""
+
+RESIZE_FIELDS = frozenset({"cluster", "ranks_per_host", "servers", "slowdown", "workers"})
+"""What else may be given where the number of workers may change, and with it where they are."""
+
+NOT_KEPT = frozenset({"allow_resize", "overwrite", "run_dir"})
+"""What the stored configuration says only of the command that wrote it."""
+
+
+def may_resize(given: Settings) -> bool:
+    """Whether the number of workers may change."""
+    setting = given.get(("allow_resize",))
+    return setting is not None and bool(setting.value)
 
 
 def resumed_options(model: type[BaseModel], given: Settings, run_dir: Path) -> Settings:
@@ -36,12 +50,14 @@ def resumed_options(model: type[BaseModel], given: Settings, run_dir: Path) -> S
         UserError: ``run_dir`` holds no configuration, or ``given`` has an option
             that a resumed run cannot change.
     """
-    refused = [s.origin for path, s in given.items() if path[0] not in RESUME_FIELDS]
+    changeable = RESUME_FIELDS | (RESIZE_FIELDS if may_resize(given) else frozenset())
+    refused = {path: s.origin for path, s in given.items() if path[0] not in changeable}
     if refused:
         allowed = ", ".join(f"--{kebab(name)}" for name in sorted(RESUME_FIELDS - {"resume"}))
+        resize = "add --allow-resize, " if {path[0] for path in refused} <= RESIZE_FIELDS else ""
         raise UserError(
-            f"{', '.join(refused)}: cannot be given together with --resume, which takes the "
-            f"configuration of the run in {run_dir}; leave it out, or start a new run. "
+            f"{', '.join(refused.values())}: cannot be given together with --resume, which takes "
+            f"the configuration of the run in {run_dir}; {resize}leave it out, or start a new run. "
             f"Beside --resume are possible: {allowed}"
         )
     if not (run_dir / CONFIG_NAME).is_file():
@@ -50,6 +66,6 @@ def resumed_options(model: type[BaseModel], given: Settings, run_dir: Path) -> S
             f"{CONFIG_NAME}; check the path"
         )
     stored = read_toml(model, run_dir / CONFIG_NAME, "--resume")
-    kept = {path: s for path, s in stored.items() if path not in (("overwrite",), ("run_dir",))}
+    kept = {path: s for path, s in stored.items() if path[0] not in NOT_KEPT}
     place = Setting(run_dir, "--resume")
     return overlay(model, kept, given | {("run_dir",): place})

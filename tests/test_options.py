@@ -259,6 +259,11 @@ def test_an_algorithm_brings_its_options_in_one_line(config: Path) -> None:
         ("--lr-steps 1,b", ["--lr-steps: expected a list, each item a number", "got 'b'"]),
         ("--checkpoint-every 5x", ["--checkpoint-every: expected N, Nsamples", "got '5x'"]),
         ("--epochs 1 --samples 9", ["--epochs and --samples exclude each other; give one"]),
+        (
+            "--epochs 1 --samples 9 --steps 2",
+            ["--epochs and --samples and --steps exclude each other"],
+        ),
+        ("--allow-resize", ["--allow-resize: expected with --resume"]),
         ("--lr-schedule step", ["--lr-schedule step: expected", "add for example --lr-steps"]),
         ("--lr-steps 3", ["--lr-steps: expected only with", "add --lr-schedule step"]),
         ("--lr-schedule step --lr-steps 3,2", ["--lr-steps: expected epochs in rising", "3,2"]),

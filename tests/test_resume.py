@@ -219,7 +219,7 @@ def keep(run_dir: Path) -> None:
             ["rank 3: ", "rank-3.pt", "is damaged", "take another copy"],
             marks=pytest.mark.long,
         ),
-        (keep, 5, ["another run", "ranks: 4 and 5", "as it was started"]),
+        (keep, 5, ["another run", "ranks: 4 and 5", "or add --allow-resize"]),
     ],
 )
 def test_refused_over_mpi(

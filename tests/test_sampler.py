@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.training.randomness import SHUFFLING, bounded, sample_keys
-from aladdin_mpi.training.sampler import ShardedStream
+from aladdin_mpi.training.sampler import Period, Rest, ShardedStream
 
 
 @settings(max_examples=40, deadline=None)
@@ -107,3 +110,30 @@ def test_bounded_covers_its_range_evenly() -> None:
         counts = np.bincount(bounded(keys, field, 9), minlength=9)
         assert len(counts) == 9
         assert counts.min() > 9_500 and counts.max() < 10_500  # 10,000 expected, deviation 94
+
+
+def test_every_sample_once_whatever_the_numbers_of_workers() -> None:
+    """Workers of unequal speed, and their number changes several times."""
+    draw = random.Random(4)
+    for _ in range(40):
+        length = draw.randint(5, 23)
+        past: list[Period] = []
+        seen: Counter[tuple[int, int]] = Counter()
+        for workers in [draw.randint(1, 5) for _ in range(4)]:
+            taken = [draw.choice([0, 1, 3, 9, 40]) for _ in range(workers)]
+            for worker, count in enumerate(taken):
+                stream = ShardedStream(length, worker, workers, 3, past=past)
+                for part in (count // 2, count - count // 2):
+                    seen.update(zip(*(each.tolist() for each in stream.take(part)), strict=True))
+                assert stream.copy().take(7)[0][0] == stream.epoch
+            past.append(Period(tuple(taken)))
+        assert set(seen.values()) <= {1}
+        rest = Rest.behind(length, past)
+        left = set(zip(rest.epochs.tolist(), rest.places.tolist(), strict=True))
+        assert len(seen) + len(left) == rest.first_epoch * length
+
+
+def test_nobody_gets_what_a_failed_worker_had_before_it() -> None:
+    rest = Rest.behind(12, [Period((5, None, 2))])
+    assert rest.first_epoch == 2
+    assert {place % 3 for place in rest.places.tolist()} == {0, 2}

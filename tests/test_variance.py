@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms.base import Role
+from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.layout import Bucket, Layout, cut
 from aladdin_mpi.options import SimulateOptions, parse
 from aladdin_mpi.training.simulator import simulate
@@ -82,6 +83,9 @@ class Still(Role):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        return
+
+    def resize(self, former: Former) -> None:
         return
 
 

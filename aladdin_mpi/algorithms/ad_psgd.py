@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.algorithms.options import AdPsgdOptions
 from aladdin_mpi.algorithms.peers import ModelOutbox, PeerWorker
 from aladdin_mpi.algorithms.worker import Worker
@@ -249,3 +250,8 @@ class AdPsgdWorker(PeerWorker):
         if isinstance(self.side, ActiveSide):
             self.side.steps = state["steps"]
             self.side.random.setstate(state["random"])
+
+    def resize(self, former: Former) -> None:
+        """See :meth:`TrainingWorker.resize`."""
+        super().resize(former)
+        copy(self.master, self.x)

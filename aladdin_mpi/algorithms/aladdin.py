@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from aladdin_mpi.algorithms.base import Server, TrainingWorker
+from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.algorithms.gradient_sum import GradientSum
 from aladdin_mpi.algorithms.inbox import Model, ModelInbox
 from aladdin_mpi.algorithms.options import AladdinOptions
@@ -24,7 +25,7 @@ from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.vectors import add
+from aladdin_mpi.vectors import add, clear, copy
 
 
 class AladdinWorker(TrainingWorker):
@@ -86,6 +87,11 @@ class AladdinWorker(TrainingWorker):
         super().load_state_dict(state)
         self.outbox.load_state_dict(state["outbox"])
 
+    def resize(self, former: Former) -> None:
+        """See :meth:`TrainingWorker.resize`."""
+        super().resize(former)
+        self.outbox.resize(former, self.worker)
+
 
 class AheadInbox(ModelInbox):
     """Models are moved on by the worker's own momentum before they are blended in.
@@ -135,6 +141,23 @@ class _Shard:
         self.total_at_send = [0] * workers
         self.applied = 0
         self.dropped = 0
+
+
+def _take_over(shard: _Shard, saved: dict[str, Any]) -> None:
+    """What a former shard has summed of this one's values."""
+    bucket = shard.bucket
+    start, stop = max(bucket.start, saved["start"]), min(bucket.stop, saved["stop"])
+    if start >= stop:
+        return
+    shard.dropped = max(shard.dropped, saved["dropped"])
+    shard.counted = max(shard.counted, saved["counted"])
+    if saved["sum"] is None:
+        return
+    if not shard.sum.count:
+        clear(shard.sum.values)
+    mine = shard.sum.values[start - bucket.start : stop - bucket.start]
+    copy(mine, saved["sum"][start - saved["start"] : stop - saved["start"]])
+    shard.sum.count = max(shard.sum.count, saved["count"])
 
 
 class AladdinServer(Server):
@@ -249,3 +272,16 @@ class AladdinServer(Server):
             shard.c, shard.total = saved["c"], saved["total"]
             shard.total_at_send = saved["total_at_send"]
             shard.applied, shard.dropped = saved["applied"], saved["dropped"]
+
+    def resize(self, former: Former) -> None:
+        """What is summed and not applied yet is kept; all workers have just got a model."""
+        self.server.resize(former)
+        if self.optimizer is not None:
+            mine = [bucket.part for bucket in self.server.buckets]
+            self.optimizer.inherit(former.server["optimizer"], mine)
+        for shard in self.shards.values():
+            shard.total = former.server["applied"]
+            shard.total_at_send = [shard.total] * self.n
+            for saved in former.server["pending"]:
+                _take_over(shard, saved)
+            shard.applied = shard.total - shard.dropped - shard.sum.count

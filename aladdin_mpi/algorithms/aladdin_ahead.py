@@ -18,6 +18,7 @@ from torch import Tensor
 
 from aladdin_mpi.algorithms.answering import AnsweringServer
 from aladdin_mpi.algorithms.base import TrainingWorker
+from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.algorithms.global_track import GlobalTrack
 from aladdin_mpi.algorithms.inbox import Model, ModelInbox
 from aladdin_mpi.algorithms.just_in_time import Timing, due_bucket
@@ -119,6 +120,13 @@ class AheadWorker(TrainingWorker):
         self.wire.use(self.room.level.bits)
         self.outbox.load_state_dict(state["outbox"])
 
+    def resize(self, former: Former) -> None:
+        """The track begins anew, as do the wishes for models."""
+        super().resize(former)
+        self.outbox.resize(former, self.worker)
+        self.coalesced = self.outbox.coalesced
+        self.track.restart(former.server["applied"])
+
     def join(self, common: dict[str, Any]) -> None:
         """Go on from the global model, which comes next."""
         self.track.restart()
@@ -203,6 +211,11 @@ class AheadServer(AnsweringServer):
         """Take up a state from :meth:`state_dict`."""
         super().load_state_dict(state)
         self.before, self.told = state["before"], state["told"]
+
+    def resize(self, former: Former) -> None:
+        """See :meth:`AnsweringServer.resize`."""
+        super().resize(former)
+        self.before = {index: [total] * self.n for index, total in self.applied.items()}
 
 
 def levels(bits: Sequence[int], pi: int | str) -> tuple[Level, ...]:

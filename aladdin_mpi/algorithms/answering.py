@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from aladdin_mpi.algorithms.base import Server
+from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.algorithms.server import Arrival, ParameterServer
 from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizers.base import Optimizer
@@ -91,3 +92,11 @@ class AnsweringServer(Server):
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
         self.applied = state["applied"]
+
+    def resize(self, former: Former) -> None:
+        """See :meth:`Role.resize`."""
+        self.server.resize(former)
+        if self.optimizer is not None:
+            mine = [bucket.part for bucket in self.server.buckets]
+            self.optimizer.inherit(former.server["optimizer"], mine)
+        self.applied = dict.fromkeys(self.applied, former.server["applied"])

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.algorithms.options import ArSgdOptions
 from aladdin_mpi.algorithms.summing import SummingWorker
 from aladdin_mpi.algorithms.worker import Worker
@@ -64,6 +65,11 @@ class ArSgdWorker(SummingWorker):
         """Take up a state from :meth:`state_dict`."""
         super().load_state_dict(state)
         self.codec.load_state_dict(state["codec"])
+
+    def resize(self, former: Former) -> None:
+        """See :meth:`TrainingWorker.resize`."""
+        super().resize(former)
+        self.codec.load_state_dict(former.worker["codec"])
 
     def _begin_sum(self, bucket: Bucket) -> None:
         g = self.g[bucket.part]

@@ -23,6 +23,7 @@ from typing import Any
 from aladdin_mpi.algorithms.answering import AnsweringServer
 from aladdin_mpi.algorithms.ashl_plan import Share, Stage, Times, make_plan
 from aladdin_mpi.algorithms.ashl_top_k import SAMPLE, TopK
+from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.algorithms.global_loss import GlobalLoss
 from aladdin_mpi.algorithms.local_difference import DifferenceWorker
 from aladdin_mpi.algorithms.options import AshlOptions
@@ -218,6 +219,13 @@ class AshlServer(AnsweringServer):
         super().load_state_dict(state)
         if self.head is not None:
             self.head.load_state_dict(state["head"])
+
+    def resize(self, former: Former) -> None:
+        """The stage stays, and the new workers are measured for a plan of their own."""
+        super().resize(former)
+        if self.head is not None:
+            head = former.server["head"]
+            self.head.phase, self.head.fine_from = Phase(head["phase"]), head["fine_from"]
 
 
 class Head:

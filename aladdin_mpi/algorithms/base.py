@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.layout import Bucket
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.vectors import copy
 
 if TYPE_CHECKING:
     from aladdin_mpi.algorithms.server import ParameterServer
@@ -70,6 +72,14 @@ class Role(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
 
+    @abstractmethod
+    def resize(self, former: Former) -> None:
+        """Go on where other numbers of workers and servers have come to.
+
+        Raises:
+            UserError: a state cannot be dealt to other ranks.
+        """
+
     def common(self) -> dict[str, Any]:
         """What all ranks have in common, as JSON: for one that takes part again."""
         return {}
@@ -119,6 +129,12 @@ class TrainingWorker(Role):
         self.worker.load_state_dict(state["worker"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.x.copy_(state["parameters"])
+
+    def resize(self, former: Former) -> None:
+        """Begin from the global model, with the mean of what the workers had of their own."""
+        copy(self.x, former.model)
+        self.worker.resize(former)
+        self.optimizer.inherit(former.worker["optimizer"])
 
 
 class Server(Role):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms.answering import AnsweringServer
+from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.algorithms.inbox import ModelInbox
 from aladdin_mpi.algorithms.local_steps import LocalStepWorker
 from aladdin_mpi.algorithms.options import EasgdOptions
@@ -25,7 +26,7 @@ from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Event
-from aladdin_mpi.vectors import add, lerp, scale
+from aladdin_mpi.vectors import add, copy, lerp, scale
 
 WHOLE_BYTES = 8
 """Of a message that says that a difference was lost."""
@@ -130,6 +131,11 @@ class EamsgdWorker(EasgdWorker):
         """Take up a state from :meth:`state_dict`."""
         super().load_state_dict(state)
         self.v.copy_(state["v"])
+
+    def resize(self, former: Former) -> None:
+        """See :meth:`TrainingWorker.resize`."""
+        super().resize(former)
+        copy(self.v, former.worker["v"])
 
 
 class EasgdServer(AnsweringServer):

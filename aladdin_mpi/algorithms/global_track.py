@@ -216,9 +216,14 @@ class GlobalTrack:
         self.count, self.age = list(state["count"]), list(state["age"])
         self.begun = state["begun"]
 
-    def restart(self) -> None:
-        """Without a state: what was here is not the worker's any more."""
+    def restart(self, count: int = 0) -> None:
+        """Without a state: what was here is not the worker's any more.
+
+        Args:
+            count: gradients in the model that the worker has, if that is known.
+        """
         clear(self.velocity)
+        self.count = [count] * len(self.count)
         self.begun = False
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.algorithms.inbox import Model, ModelInbox
 from aladdin_mpi.algorithms.local_steps import LocalStepWorker
 from aladdin_mpi.algorithms.worker import Worker
@@ -92,3 +93,8 @@ class DifferenceWorker(LocalStepWorker):
         """Take up a state from :meth:`state_dict`."""
         super().load_state_dict(state)
         self.outbox.load_state_dict(state["outbox"])
+
+    def resize(self, former: Former) -> None:
+        """See :meth:`TrainingWorker.resize`."""
+        super().resize(former)
+        self.outbox.resize(former, self.worker)

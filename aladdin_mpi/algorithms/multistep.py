@@ -19,6 +19,7 @@ import torch
 from aladdin_mpi import console
 from aladdin_mpi.algorithms.base import TrainingWorker
 from aladdin_mpi.algorithms.dense_pieces import DenseBias, DenseWeight
+from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.algorithms.in_order import InOrder
 from aladdin_mpi.algorithms.layer_cut import choose, cut_at_layers, describe
 from aladdin_mpi.algorithms.layer_hooks import LayerHooks
@@ -48,6 +49,7 @@ class MultistepWorker(TrainingWorker):
             uses them so that it can be done; they have buckets of their own.
         batch: the largest number of samples of a step.
         tell: where to say that it cannot be done.
+        places: see :func:`own_places`.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class MultistepWorker(TrainingWorker):
         exchanged: list[DenseLayer],
         batch: int,
         tell: Callable[[str], None],
+        places: Callable[[], torch.Tensor],
     ) -> None:
         x, transport = worker.parameters, worker.transport
         weights = DenseWire(x.dtype, x.device, moves_bytes=transport.engine == "mpi")
@@ -74,6 +77,7 @@ class MultistepWorker(TrainingWorker):
         self.g = worker.replica.new_vector()
         self.batch = batch
         self.tell = tell
+        self.places = places
         self.gathering = 0
         self.waiting_for_whole: list[Callable[[], None]] = []
         self.hooks: LayerHooks | None = None
@@ -209,6 +213,38 @@ class MultistepWorker(TrainingWorker):
         for piece, exchanging in zip(self.dense, state["exchanging"], strict=True):
             piece.exchanging = exchanging
 
+    def resize(self, former: Former) -> None:
+        """This rank's part of the momentum; which layers exchange what is decided anew."""
+        velocity = former.worker["optimizer"]["velocity"]
+        if velocity is not None and not velocity.is_meta:
+            velocity = velocity[self.places()]
+        former.worker["optimizer"] = {"velocity": velocity}
+        super().resize(former)
+
+
+def own_places(
+    replica: Replica | PhantomReplica, workers: int, worker: int, options: RunOptions
+) -> torch.Tensor:
+    """Where the values that a worker updates lie in the flat vector, in the order of its pieces."""
+    exchanged = _exchanged(replica, workers, options)
+    weights = {layer.weight.start: layer for layer in exchanged}
+    biases = {layer.bias.start for layer in exchanged if layer.bias is not None}
+    found = []
+    for bucket in multistep_layout(replica, workers, options).buckets:
+        places = torch.arange(bucket.start, bucket.stop)
+        if bucket.start in weights:
+            inputs = weights[bucket.start].inputs
+            places = places.view(-1, inputs)[:, _share(inputs, workers, worker)].reshape(-1)
+        elif bucket.start not in biases:
+            places = places[_share(bucket.numel, workers, worker)]
+        found.append(places)
+    return torch.cat(found)
+
+
+def _share(numel: int, workers: int, worker: int) -> slice:
+    part = -(-numel // workers)
+    return slice(min(part * worker, numel), min(part * (worker + 1), numel))
+
 
 def _pieces(ground: Ground, layout: Layout, exchanged: list[DenseLayer], batch: int) -> list[Piece]:
     """One for each bucket."""
@@ -258,4 +294,12 @@ def multistep_worker(
     for layer in exchanged[::-1]:
         tell(describe(layer, worker.count, options.step_size, wire.plain.dtype.itemsize))
     assert isinstance(optimizer, MomentumSGD)
-    return MultistepWorker(worker, optimizer, wire, exchanged, options.step_size, tell)
+    return MultistepWorker(
+        worker,
+        optimizer,
+        wire,
+        exchanged,
+        options.step_size,
+        tell,
+        lambda: own_places(worker.replica, worker.count, worker.index, options),
+    )

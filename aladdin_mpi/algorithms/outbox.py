@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.algorithms.frames import Header, Kind
+from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.tags import Tag
@@ -163,3 +165,8 @@ class Outbox:
         """Take up a state from :meth:`state_dict`."""
         self.coalesced = state["coalesced"]
         self._codec.load_state_dict(state["codec"])
+
+    def resize(self, former: Former, worker: Worker) -> None:
+        """Go on with what other numbers of workers have held back, in the mean."""
+        self.coalesced = int(former.carried("coalesced", worker.index, worker.count))
+        self._codec.load_state_dict(former.worker["outbox"]["codec"])

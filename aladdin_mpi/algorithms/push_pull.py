@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from aladdin_mpi.algorithms.base import TrainingWorker
+from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.algorithms.inbox import ModelInbox
 from aladdin_mpi.algorithms.outbox import Outbox
 from aladdin_mpi.algorithms.worker import Worker
@@ -96,6 +97,11 @@ class PushPullWorker(TrainingWorker):
         """Take up a state from :meth:`state_dict`."""
         super().load_state_dict(state)
         self.outbox.load_state_dict(state["outbox"])
+
+    def resize(self, former: Former) -> None:
+        """See :meth:`TrainingWorker.resize`."""
+        super().resize(former)
+        self.outbox.resize(former, self.worker)
 
 
 def self_update(x: Tensor, g: Tensor, lr: float) -> None:

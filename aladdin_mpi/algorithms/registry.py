@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal
 
+from torch import Tensor
+
 from aladdin_mpi.algorithms.ad_psgd import AdPsgdWorker
 from aladdin_mpi.algorithms.adsp import AdspServer, AdspWorker
 from aladdin_mpi.algorithms.aladdin import AladdinServer, AladdinWorker
@@ -20,7 +22,7 @@ from aladdin_mpi.algorithms.easgd import EamsgdWorker, EasgdServer, EasgdWorker
 from aladdin_mpi.algorithms.gosgd import GoSgdWorker
 from aladdin_mpi.algorithms.just_in_time import fine_layout
 from aladdin_mpi.algorithms.local_sgd import LocalSgdWorker
-from aladdin_mpi.algorithms.multistep import multistep_layout, multistep_worker
+from aladdin_mpi.algorithms.multistep import multistep_layout, multistep_worker, own_places
 from aladdin_mpi.algorithms.options import group_of
 from aladdin_mpi.algorithms.server import ParameterServer
 from aladdin_mpi.algorithms.sgp import SgpWorker
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
 MakeWorker = Callable[[Worker, Optimizer, GradientCodec, "RunOptions"], TrainingWorker]
 MakeServer = Callable[[ParameterServer, Optimizer, "RunOptions"], Server]
+OwnPlaces = Callable[[Replica | PhantomReplica, int, int, "RunOptions"], Tensor]
+"""Of the replica, the number of workers, and one of them."""
 MakeLayout = Callable[[Replica | PhantomReplica, int, "RunOptions"], Layout]
 """Called with the number of workers too."""
 
@@ -69,6 +73,8 @@ class Algorithm:
         collective: its gradients or models travel in collectives, which have no checksums.
         optimizers: those that it can do with.
         clips: see :class:`Worker`.
+        own_places: where the values lie that a worker's optimizer is of, where not of all.
+        on_resize: what the user is told where the number of workers changes.
     """
 
     name: str
@@ -86,6 +92,8 @@ class Algorithm:
     collective: bool = False
     optimizers: Optimizers = "any"
     clips: Clips = "own"
+    own_places: OwnPlaces | None = None
+    on_resize: str = ""
 
     def wire(self, options: RunOptions) -> str:
         """The format of what is sent."""
@@ -131,6 +139,7 @@ ALGORITHMS = {
             auto_wire="int8",
             clips="parts",
             optimizers="by-value",
+            on_resize="the workers' tracks begin anew",
         ),
         Algorithm(
             "bsp",
@@ -175,6 +184,7 @@ ALGORITHMS = {
             lambda worker, opt, wire, options: EasgdWorker(worker, opt, wire, options.easgd),
             lambda server, opt, options: EasgdServer(server, options.easgd),
             few_bits=True,
+            on_resize="what the workers' own models were ahead of the centre is dropped",
         ),
         Algorithm(
             "eamsgd",
@@ -184,18 +194,21 @@ ALGORITHMS = {
             lambda server, opt, options: EasgdServer(server, options.easgd),
             few_bits=True,
             optimizers="sgd",
+            on_resize="what the workers' own models were ahead of the centre is dropped",
         ),
         Algorithm(
             "ashl",
             lambda worker, opt, wire, options: AshlWorker(worker, opt, wire, options.ashl),
             lambda server, opt, options: AshlServer(server, options.ashl),
             few_bits=True,
+            on_resize="the workers are measured for a new plan",
         ),
         Algorithm(
             "adsp",
             lambda worker, opt, wire, options: AdspWorker(worker, opt, wire),
             lambda server, opt, options: AdspServer(server, options.adsp),
             few_bits=True,
+            on_resize="the rate of commits is searched anew",
         ),
         Algorithm(
             "ar-sgd",
@@ -221,6 +234,7 @@ ALGORITHMS = {
             lockstep=True,
             holder="all",
             least_workers=2,
+            on_resize="they begin from the weighted mean of all models, with equal weights",
         ),
         Algorithm(
             "osgp",
@@ -235,6 +249,7 @@ ALGORITHMS = {
             lockstep=True,
             holder="all",
             least_workers=2,
+            on_resize="they begin from the weighted mean of all models, with equal weights",
         ),
         Algorithm(
             "gosgd",
@@ -243,6 +258,7 @@ ALGORITHMS = {
             ),
             holder="all",
             least_workers=2,
+            on_resize="they begin from the weighted mean of all models, with equal weights",
         ),
         Algorithm(
             "ad-psgd",
@@ -251,6 +267,7 @@ ALGORITHMS = {
             ),
             holder="all",
             least_workers=2,
+            on_resize="they begin from the mean of all models",
         ),
         Algorithm(
             "multistep",
@@ -261,6 +278,7 @@ ALGORITHMS = {
             needs_all=_always,
             collective=True,
             optimizers="sgd",
+            own_places=own_places,
         ),
     )
 }

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.algorithms.frames import Header, Kind, new_header
 from aladdin_mpi.compression.base import GradientCodec
 from aladdin_mpi.layout import Bucket, Layout
@@ -23,7 +24,7 @@ from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Event, PeerFailedError, Request, Transport
 from aladdin_mpi.transport.sealed import is_void
 from aladdin_mpi.transport.wait_set import WaitSet
-from aladdin_mpi.vectors import add, is_finite
+from aladdin_mpi.vectors import add, copy, is_finite
 
 Notes = tuple[float, ...]
 NotesThen = Notes | Callable[[], Notes]
@@ -568,3 +569,13 @@ class ParameterServer:
         given = state["given"]
         assert isinstance(given, list)
         self.given = given
+
+    def resize(self, former: Former) -> None:
+        """Take this server's part of the global model, and the books as far as they go on."""
+        for bucket in self.buckets:
+            copy(self.values[bucket.index], former.model[bucket.part])
+        joined, n = former.server, self.worker_count
+        self.samples, self.received = joined["samples"], joined["received"]
+        self.staleness, self._from_former = joined["staleness"], joined["from_failed"]
+        self._seen = [self.received] * n
+        self.given = [int(former.carried("computed", worker, n)) for worker in range(n)]

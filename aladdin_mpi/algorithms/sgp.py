@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.algorithms.options import SgpOptions
 from aladdin_mpi.algorithms.peers import ModelOutbox, PeerWorker
 from aladdin_mpi.algorithms.worker import Worker
@@ -174,6 +175,11 @@ class SgpWorker(PeerWorker):
         """Take up a state from :meth:`state_dict`."""
         super().load_state_dict(state)
         self.w, self.steps = state["w"], state["steps"]
+
+    def resize(self, former: Former) -> None:
+        """From the weighted mean of all, each with the weight 1; the graph goes on."""
+        super().resize(former)
+        self.steps = former.worker["steps"]
 
     def common(self) -> dict[str, Any]:
         """The number of steps, on which the graph depends."""

@@ -11,6 +11,7 @@ from math import log, log2
 from typing import Any
 
 from aladdin_mpi.algorithms.asp import AspServer, AspWorker
+from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.algorithms.options import ShatOptions
 from aladdin_mpi.algorithms.push_pull import self_update
 from aladdin_mpi.algorithms.server import Arrival, ParameterServer
@@ -76,3 +77,8 @@ class ShatServer(AspServer):
         """Take up a state from :meth:`state_dict`."""
         super().load_state_dict(state)
         self.at_last = state["at_last"]
+
+    def resize(self, former: Former) -> None:
+        """See :meth:`AnsweringServer.resize`."""
+        super().resize(former)
+        self.at_last = {index: [total] * self.n for index, total in self.applied.items()}

@@ -11,6 +11,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.budget import Draws, Report, Ticket
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.layout import Bucket, Layout
@@ -395,6 +396,11 @@ class Worker:
         pace = state["pace"]
         assert isinstance(pace, tuple)
         self.pace.random.setstate(pace)
+
+    def resize(self, former: Former) -> None:
+        """Begin a period with another number of workers."""
+        self.computed = int(former.carried("computed", self.index, self.count))
+        self.refused = int(former.carried("refused", self.index, self.count))
 
 
 def _ignore(bucket: Bucket) -> None:

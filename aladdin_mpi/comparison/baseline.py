@@ -13,7 +13,7 @@ from aladdin_mpi.comparison.figures import RunFigures, read_figures
 from aladdin_mpi.comparison.options import Request
 from aladdin_mpi.comparison.plan import Entry, Run, ranks_of
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options import RunOptions, SimulateOptions, to_toml
+from aladdin_mpi.options import LENGTHS, RunOptions, SimulateOptions, to_toml
 from aladdin_mpi.settings import Setting, build
 from aladdin_mpi.training.run_folder import write_text
 
@@ -77,7 +77,7 @@ def measuring_run(request: Request, out: Path) -> Run:
     options = request.options
     shared = cli.read(options.run_options, request.shared, "", "")
     # One worker has no others, and its run a length of its own.
-    replaced = ("slowdown", "epochs", "samples", "servers", "algorithm", "run_dir", "overwrite")
+    replaced = ("slowdown", *LENGTHS, "servers", "algorithm", "run_dir", "overwrite")
     kept = {path: s for path, s in shared.items() if path[0] not in replaced}
     batch = build(options.run_options, kept).batch_size
     algorithm = _algorithm(build(options.run_options, kept))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -79,3 +80,15 @@ class Optimizer(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
+
+    def inherit(self, state: dict[str, Any], parts: Sequence[slice] = ()) -> None:
+        """Take up a state of the whole vector, which was cut otherwise.
+
+        Args:
+            state: see :meth:`state_dict`.
+            parts: of which steps will be made; none: of all.
+
+        Raises:
+            UserError: it cannot be cut anew.
+        """
+        self.load_state_dict(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.control import hyperparameters, numbers, write_numbers
+from aladdin_mpi.optimizers.inherited import Inherited
 from aladdin_mpi.optimizers.initial import Segment, alike, initial_state
 from aladdin_mpi.optimizers.part import OptimizerPart, Piece
 from aladdin_mpi.optimizers.probe import Granularity, granularity
@@ -51,6 +53,7 @@ class TorchOptimizer(Optimizer):
         self._like = like
         self._owned = _owned(given, module)
         self._parts: dict[tuple[int, int], OptimizerPart] = {}
+        self._inherited = Inherited()
         self._scratch = like.new_empty(0)
         self._previous: Tensor | None = None
         self._steps = 0
@@ -122,7 +125,11 @@ class TorchOptimizer(Optimizer):
     def _part(self, part: slice) -> OptimizerPart:
         key = part.start, part.stop
         if key not in self._parts:
-            self._parts[key] = self._rows(part) if self.takes_parts else self._shaped(part)
+            made = self._parts[key] = self._rows(part) if self.takes_parts else self._shaped(part)
+            for leaf, piece in made.leaves():
+                first = part.start + piece.start
+                if state := self._inherited.take(first, first + piece.numel):
+                    made.put(leaf, state)
         return self._parts[key]
 
     def _rows(self, part: slice) -> OptimizerPart:
@@ -198,14 +205,37 @@ class TorchOptimizer(Optimizer):
             "previous": self._previous,
             "steps": self._steps,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "inherited": self._inherited.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
-        for group, saved in zip(self.given.param_groups, state["groups"], strict=True):
-            group.update(saved)
+        self._take_up(state)
         for saved in state["parts"]:
             self._part(slice(saved["start"], saved["stop"])).load_state_dict(saved["state"])
+        self._inherited.load_state_dict(state.get("inherited", []))
+
+    def inherit(self, state: dict[str, Any], parts: Sequence[slice] = ()) -> None:
+        """See :meth:`Optimizer.inherit`: parts get their states when they are first used."""
+        if not self.takes_parts:
+            self.load_state_dict(state)
+            return
+        self._take_up(state)
+        for saved in state.get("inherited", []):  # older than the parts, which go over it
+            self._inherited.add(saved["start"], saved["stop"], saved["state"])
+        for saved in state["parts"]:
+            cut = self._rows(slice(saved["start"], saved["stop"]))
+            cut.load_state_dict(saved["state"])
+            for leaf, piece in cut.leaves():
+                first = saved["start"] + piece.start
+                self._inherited.add(first, first + piece.numel, cut.state_of(leaf))
+        if parts:
+            self._inherited.keep(parts)
+
+    def _take_up(self, state: dict[str, Any]) -> None:
+        """All but the states of the parts."""
+        for group, saved in zip(self.given.param_groups, state["groups"], strict=True):
+            group.update(saved)
         if state["previous"] is not None:
             self._previous = state["previous"].to(self._like.device)
         if self.scheduler is not None and state["scheduler"] is not None:

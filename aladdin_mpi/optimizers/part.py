@@ -110,6 +110,19 @@ class OptimizerPart:
             group.update(_changed(before, now))
             self._seen[place] = now
 
+    def leaves(self) -> list[tuple[nn.Parameter, Piece]]:
+        """What the optimizer sees of each piece."""
+        return list(zip(self._leaves, self.pieces, strict=True))
+
+    def state_of(self, leaf: nn.Parameter) -> dict[str, Any]:
+        """The state of a piece; empty if it has made no step."""
+        state: dict[str, Any] = self._inner.state.get(leaf, {})
+        return state
+
+    def put(self, leaf: nn.Parameter, state: dict[str, Any]) -> None:
+        """Let a piece go on from ``state``."""
+        self._inner.state[leaf] = state
+
     def state_dict(self) -> dict[str, Any]:
         """The state of the pieces, their hyperparameters, and those of ``given`` they follow."""
         return {"inner": self._inner.state_dict(), "seen": self._seen}

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeVar
 
 from aladdin_mpi import console
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options import OWN_DATA, RunOptions, agreed, differences
-from aladdin_mpi.resume import AUTO, CONFIG_NAME, RESUME_FIELDS, resumed_options
+from aladdin_mpi.options import LENGTHS, OWN_DATA, RunOptions, agreed, differences
+from aladdin_mpi.resume import AUTO, CONFIG_NAME, RESIZE_FIELDS, RESUME_FIELDS, resumed_options
 from aladdin_mpi.settings import Settings, build
 from aladdin_mpi.training.checkpoint import CheckpointStore
 from aladdin_mpi.training.exchange import agree, broadcast
@@ -53,7 +53,7 @@ def decide(model: type[Options], given: Settings, asked: Options) -> Decision:
         return "as asked"
     if not (folder / CONFIG_NAME).is_file():
         return "start"
-    resumed = _resumed(model, given, folder)
+    resumed = _resumed(model, given, asked, folder)
     _check_same(folder, resumed, _as_loaded(asked, given, resumed))
     if (folder / SUMMARY).is_file():
         stored = build(model, resumed_options(model, {}, folder))
@@ -61,10 +61,15 @@ def decide(model: type[Options], given: Settings, asked: Options) -> Decision:
     return "resume" if CheckpointStore(folder).exists else "replace"
 
 
-def _resumed(model: type[Options], given: Settings, folder: Path) -> Options:
+def _resumed(model: type[Options], given: Settings, asked: Options, folder: Path) -> Options:
     """The folder's options, and over them what may be given beside ``--resume``."""
     kept = {path: s for path, s in given.items() if path[0] in RESUME_FIELDS}
-    return build(model, resumed_options(model, kept, folder)).model_copy(update={"resume": folder})
+    resumed = build(model, resumed_options(model, kept, folder))
+    update: dict[str, Any] = {"resume": folder}
+    if asked.allow_resize:
+        names = RESIZE_FIELDS.intersection(model.model_fields)
+        update |= {name: getattr(asked, name) for name in names}
+    return resumed.model_copy(update=update)
 
 
 def _as_loaded(asked: Options, given: Settings, there: Options) -> Options:
@@ -77,10 +82,12 @@ def _as_loaded(asked: Options, given: Settings, there: Options) -> Options:
 def _check_same(folder: Path, there: RunOptions, asked: RunOptions) -> None:
     found = differences(_identity(there), _identity(asked))
     if found:
+        may = {line.partition(":")[0].partition(".")[0].replace("-", "_") for line in found}
+        resize = "add --allow-resize, " if may <= RESIZE_FIELDS else ""
         raise UserError(
             f"--run-dir: expected a new folder or that of the same run, got {str(folder)!r}, which "
-            f"holds another run (its value first): {'; '.join(found[:5])}; give another folder, "
-            f"or go on with that run by --resume {folder}"
+            f"holds another run (its value first): {'; '.join(found[:5])}; {resize}give another "
+            f"folder, or go on with that run by --resume {folder}"
         )
 
 
@@ -90,12 +97,14 @@ def _identity(options: RunOptions) -> dict[str, Any]:
 
 def _is_complete(folder: Path, stored: RunOptions, wanted: RunOptions) -> bool:
     """Whether a run that has its summary is as long as wanted."""
-    if (stored.epochs, stored.samples) == (wanted.epochs, wanted.samples):
+    if all(getattr(stored, name) == getattr(wanted, name) for name in LENGTHS):
         return True  # also if the program has ended it early
     summary = json.loads((folder / SUMMARY).read_text())
     done = summary["samples"]
     if wanted.samples is not None or not done:
         return bool(done >= (wanted.samples or 1))
+    if wanted.steps is not None:
+        return bool(summary.get("steps", done / stored.step_size) >= wanted.steps)
     epoch = done / summary["epochs"]
     return bool(done >= round((wanted.epochs or 0) * epoch))
 
@@ -118,11 +127,12 @@ def follow(
     if decision == "as asked" or folder is None:
         return asked
     if decision == "resume":
-        return _resumed(model, given, folder)
+        return _resumed(model, given, asked, folder)
     if decision == "complete":
         if not quiet:
             console.say(
                 f"aladdin_mpi: the run in {folder} is complete; nothing is left to do", sys.stdout
             )
         return None
-    return asked.model_copy(update={"resume": None, "overwrite": decision == "replace"})
+    begins = {"resume": None, "allow_resize": False, "overwrite": decision == "replace"}
+    return asked.model_copy(update=begins)

@@ -20,12 +20,15 @@ import torch
 
 from aladdin_mpi.agreement import differences
 from aladdin_mpi.errors import UserError, system_error
+from aladdin_mpi.resume import RESIZE_FIELDS
 
 FORMAT = "aladdin_mpi checkpoint 1"
 MANIFEST = "manifest.json"
 FOLDER = "checkpoint"
 NAMES = "samples-*"
 """Its folders, each a checkpoint."""
+RESIZED = ("ranks: ", "option.servers: ", "option.workers: ")
+"""How differences begin that come from other numbers of ranks."""
 
 
 class CheckpointStore:
@@ -107,27 +110,61 @@ class CheckpointStore:
                 f"room for two of them, then go on with --resume {self.folder.parent}"
             ) from error
 
-    def load(self, rank: int, about: dict[str, Any]) -> dict[str, Any] | None:
-        """This rank's part of the last checkpoint; None if the rank had failed by then.
+    def manifest(self) -> dict[str, Any]:
+        """What the last checkpoint says of itself. Raises UserError as :meth:`load`."""
+        return _read_manifest(self._last())
+
+    def check(self, about: dict[str, Any], resizes: bool = False) -> None:
+        """Check that the last checkpoint is of this run.
 
         Args:
-            rank: whose part.
             about: what must be as in the manifest, such as the number of ranks.
+            resizes: but not that number, and what goes with it.
 
         Raises:
-            UserError: there is none, it is damaged, or it belongs to another run.
+            UserError: there is none, it cannot be read, or it belongs to another run.
         """
         folder = self._last()
         manifest = _read_manifest(folder)
         here = json.loads(json.dumps(about))
+        if resizes:
+            manifest, here = _without_ranks(manifest), _without_ranks(here)
         # What a later version has added was at its default then.
         found = differences({name: manifest.get(name) for name in here}, _as_in(manifest, here))
         if found:
+            resize = ""
+            if all(line.startswith(RESIZED) for line in found):
+                resize = ", or add --allow-resize to go on with another number of workers"
             raise UserError(
                 f"--resume: the checkpoint {folder} belongs to another run than this (the "
-                f"checkpoint's value first): {'; '.join(found[:5])}; resume it as it was started"
+                f"checkpoint's value first): {'; '.join(found[:5])}; resume it as it was "
+                f"started{resize}"
             )
-        entry = manifest["parts"][rank]
+
+    def load(
+        self, rank: int, about: dict[str, Any], resizes: bool = False
+    ) -> dict[str, Any] | None:
+        """This rank's part of the last checkpoint; None if the rank had failed by then.
+
+        Args:
+            rank: whose part.
+            about: see :meth:`check`.
+            resizes: see there.
+
+        Raises:
+            UserError: as :meth:`check`, or it is damaged.
+        """
+        self.check(about, resizes)
+        return self.part(rank)
+
+    def part(self, rank: int) -> dict[str, Any] | None:
+        """A rank's part of the last checkpoint; None if the rank had failed by then.
+
+        Raises:
+            UserError: there is none, or it is damaged.
+        """
+        folder = self._last()
+        entry = _read_manifest(folder)["parts"][rank]
         if entry is None:
             return None
         path = folder / entry["file"]
@@ -160,6 +197,12 @@ class CheckpointStore:
                 "before its first one: start it again with --overwrite"
             )
         return found[-1]
+
+
+def _without_ranks(about: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says of itself, less the numbers of ranks and what goes with them."""
+    option = {k: v for k, v in about["option"].items() if k not in RESIZE_FIELDS}
+    return {**{k: v for k, v in about.items() if k != "ranks"}, "option": option}
 
 
 def _as_in(written: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from aladdin_mpi.training.evaluation import Evaluate
 from aladdin_mpi.training.exchange import agree
 from aladdin_mpi.training.loop import Loop
 from aladdin_mpi.training.loop_watch import LoopWatch
+from aladdin_mpi.training.origin import find_origin
 from aladdin_mpi.training.own_optimizer import Asked, resolve, settings_for
 from aladdin_mpi.training.own_words import check_effect, in_own_words
 from aladdin_mpi.training.placement import tell_placement
@@ -62,7 +63,11 @@ class DataParallel:
     the loop: the run is saved, and the loop raises
     :class:`aladdin_mpi.errors.SuspendedError`, a ``SystemExit`` of status 75, on every rank.
     With ``run_dir=DIR, resume="auto"`` the program goes on when it is started again, and ends
-    with status 0 if the run is complete.
+    with status 0 if the run is complete; with ``allow_resize=True`` also on other numbers of ranks:
+    all workers then begin from the global model, and a new one with an empty ``state``.
+
+    The length is one of ``epochs``, ``samples`` and ``steps``; a step is ``batch_size`` times
+    ``accumulate`` samples of every worker.
 
     The loop turns on workers; a server serves inside :meth:`batches`, which gives it
     no batch. After the loop every rank's ``model`` is the trained global model and
@@ -78,7 +83,8 @@ class DataParallel:
             parameters; or a name, such as "adamw". None: momentum SGD, by ``lr``, ``momentum`` and
             ``weight_decay``.
         scheduler: of that optimizer; it goes on by one with each step of any worker, so that it
-            ends where it would in one process, and is not to be stepped in the loop.
+            ends where it would in one process, and is not to be stepped in the loop. With
+            ``steps`` by one with each of these.
         schedule: factor of the learning rates as a function of the samples that all workers
             have drawn, in place of ``lr_schedule`` and ``warmup_epochs``.
         transport: MPI over all ranks by default.
@@ -305,9 +311,10 @@ class DataParallel:
             yield from self._run(data, sharded)
 
     def _run(self, data: Any, sharded: bool) -> Iterator[Any]:
+        origin = find_origin(self.transport, self.options, self.algorithm)
         dealt = agree(
             self.transport,
-            lambda: deal(data, sharded, self.options, self._given, self._is_own_loop),
+            lambda: deal(data, sharded, self.options, self._given, self._is_own_loop, origin),
         )
         facts = agree(self.transport, lambda: dealt.facts(self.is_server))
         self.options, self._loop.batch_size = dealt.options, dealt.options.batch_size
@@ -325,6 +332,7 @@ class DataParallel:
             may_clip=self._is_own_loop,
             state=self.state,
             skipped=dealt.feed.skipped if dealt.feed is not None else None,
+            origin=origin,
         )
         self.run_dir = rank.run_dir
         if self.options.resume is not None and dealt.caveat and self.transport.rank == 0:
@@ -344,7 +352,7 @@ class DataParallel:
             atexit.unregister(self._check_ended)  # which would hold all vectors until then
 
     def _worker_batches(self, rank: Rank, dealt: Deal) -> Iterator[Any]:
-        source = dealt.source(rank.worker)
+        source = dealt.source(rank.worker, rank.origin.past)
         watch = None
         if self._is_own_loop and self.options.compute == "real":
             watch = LoopWatch(self.module)

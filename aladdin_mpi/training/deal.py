@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,8 @@ from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import RunOptions
 from aladdin_mpi.training.feeds import Feed, SampleFeed, Source, feed_of
+from aladdin_mpi.training.origin import Origin, samples_of
+from aladdin_mpi.training.sampler import Period
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,13 @@ class Deal:
         facts = self.feed.facts() if is_read and self.feed is not None else {}
         return {**facts, "length": self.length}
 
-    def source(self, worker: Worker) -> Source | None:
-        """A worker's batches, from where it has come to; None where nothing is calculated."""
+    def source(self, worker: Worker, past: Sequence[Period]) -> Source | None:
+        """A worker's batches, from where it has come to; None where nothing is calculated.
+
+        Args:
+            worker: whose they are.
+            past: periods of the run with other numbers of workers.
+        """
         options = self.options
         if options.compute == "timed" or self.feed is None:
             return None
@@ -48,11 +55,17 @@ class Deal:
             options.batch_size,
             worker.samples,
             options.loader_workers,
+            past,
         )
 
 
 def deal(
-    data: Any, sharded: bool, options: RunOptions, given: Mapping[str, Any], is_own_loop: bool
+    data: Any,
+    sharded: bool,
+    options: RunOptions,
+    given: Mapping[str, Any],
+    is_own_loop: bool,
+    origin: Origin,
 ) -> Deal:
     """How ``data`` are dealt.
 
@@ -62,6 +75,7 @@ def deal(
         options: of the run.
         given: those that the user has given by name.
         is_own_loop: otherwise samples are (input, label), as the built-in training has them.
+        origin: of the run.
 
     Raises:
         UserError: they cannot be, or options were given that a DataLoader decides otherwise.
@@ -73,12 +87,14 @@ def deal(
     feed = feed_of(data, sharded, options.batch_size)
     options = options.model_copy(update=_decided(feed, given))
     length = feed.length(options.batch_size)
-    if length is None and options.samples is None:
+    if length is None:
+        length = samples_of(options, None, origin.first_workers)
+    if length is None:
         raise UserError(
             f"--epochs: expected data with a length, got {type(data).__name__}, which has none; "
-            "give samples= instead"
+            "give samples= or steps= instead"
         )
-    return Deal(options, length if length is not None else options.samples or 0, feed)
+    return Deal(options, length, feed)
 
 
 def _decided(feed: Feed, given: Mapping[str, Any]) -> dict[str, Any]:

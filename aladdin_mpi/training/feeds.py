@@ -7,7 +7,7 @@ its place among them. What can only be read from its beginning is dealt by whole
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -36,7 +36,7 @@ from aladdin_mpi.training.loading import (
 )
 from aladdin_mpi.training.loading import describe as describe_pairs
 from aladdin_mpi.training.randomness import SHUFFLING, sample_keys
-from aladdin_mpi.training.sampler import Int64Array, ShardedStream
+from aladdin_mpi.training.sampler import Int64Array, Period, ShardedStream
 from aladdin_mpi.training.skipped import SkippedImages, skips_of
 
 BEGINS_ANEW = "data that can only be read in order begin anew, not where the run had come to"
@@ -74,9 +74,19 @@ class Feed(ABC):
 
     @abstractmethod
     def source(
-        self, worker: int, workers: int, seed: int, batch_size: int, done: int, processes: int
+        self,
+        worker: int,
+        workers: int,
+        seed: int,
+        batch_size: int,
+        done: int,
+        processes: int,
+        past: Sequence[Period] = (),
     ) -> Source:
-        """The batches of one worker that has had ``done`` samples."""
+        """The batches of one worker that has had ``done`` samples.
+
+        In this period: ``past`` has those of the run with other numbers of workers.
+        """
 
 
 class SampleFeed(Feed):
@@ -112,11 +122,18 @@ class SampleFeed(Feed):
             return {"length": len(self._dataset), "sample": _outline(self._dataset[0])}
 
     def source(
-        self, worker: int, workers: int, seed: int, batch_size: int, done: int, processes: int
+        self,
+        worker: int,
+        workers: int,
+        seed: int,
+        batch_size: int,
+        done: int,
+        processes: int,
+        past: Sequence[Period] = (),
     ) -> Source:
         """See :meth:`Feed.source`."""
         order = None if self._sampler is None else _order(self._sampler, seed)
-        stream = ShardedStream(self.length(batch_size), worker, workers, seed, order)
+        stream = ShardedStream(self.length(batch_size), worker, workers, seed, order, past)
         stream.position = done
         return BatchSource(self._dataset, stream, batch_size, processes, collate=self._collate)
 
@@ -139,11 +156,20 @@ class BatchListFeed(Feed):
         return SampleFeed(self._loader.dataset).facts()
 
     def source(
-        self, worker: int, workers: int, seed: int, batch_size: int, done: int, processes: int
+        self,
+        worker: int,
+        workers: int,
+        seed: int,
+        batch_size: int,
+        done: int,
+        processes: int,
+        past: Sequence[Period] = (),
     ) -> Source:
         """See :meth:`Feed.source`."""
+        count = len(self._loader)
+        by_batch = [_by_batch(period, batch_size) for period in past]
         numbers = ShardedStream(
-            len(self._loader), worker, workers, seed, lambda epoch: np.arange(len(self._loader))
+            count, worker, workers, seed, lambda epoch: np.arange(count), by_batch
         )
         numbers.position = done // batch_size
         keys = _listed(_epochs_of(self._loader.batch_sampler, seed), numbers)
@@ -176,7 +202,14 @@ class StreamFeed(Feed):
             return None
 
     def source(
-        self, worker: int, workers: int, seed: int, batch_size: int, done: int, processes: int
+        self,
+        worker: int,
+        workers: int,
+        seed: int,
+        batch_size: int,
+        done: int,
+        processes: int,
+        past: Sequence[Period] = (),
     ) -> Source:
         """See :meth:`Feed.source`."""
         step, first = (1, 0) if self._sharded else (workers, worker)
@@ -240,6 +273,11 @@ def _of_loader(loader: DataLoader[Any], sharded: bool) -> Feed:
     if type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None:
         return SampleFeed(loader.dataset, loader)
     return BatchListFeed(loader)
+
+
+def _by_batch(period: Period, batch_size: int) -> Period:
+    """A period of samples in batches."""
+    return Period(tuple(None if n is None else n // batch_size for n in period.taken))
 
 
 def _shuffles(sampler: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.algorithms.server import ParameterServer
 from aladdin_mpi.budget import Budget, Report
 from aladdin_mpi.training.evaluation import Evaluator, Snapshots
@@ -33,6 +34,10 @@ class Plan:
 
     total: int
     epoch: int
+    step: int
+    """Of all workers that the run began with."""
+    schedule_step: int
+    """After which a scheduler goes on."""
     log_every: int
     eval_every: int
     """0: only at the end."""
@@ -78,6 +83,8 @@ class Keeper:
         self.variance: ModelVariance | None = None
         self.losses: Losses | None = None
         self._seconds = 0.0
+        self._other_workers = 0.0
+        """In periods with other numbers of workers: what theirs was more than that of as many."""
         self._opened: float | None = None
         self._waiting: dict[int, float] = {}
         self._sent: dict[int, int] = {}
@@ -108,9 +115,14 @@ class Keeper:
         return self._seconds + self._transport.now() - self._opened
 
     @property
+    def worker_seconds(self) -> float:
+        """The sum of the workers' training times."""
+        return self.seconds * self._workers + self._other_workers
+
+    @property
     def wait_fraction(self) -> float:
         """Share of the training time that workers have spent waiting."""
-        whole = self.seconds * self._workers
+        whole = self.worker_seconds
         return sum(self._waiting.values()) / whole if whole else 0.0
 
     @property
@@ -314,6 +326,7 @@ class Keeper:
             "rate": self._rate,
             "skipped": self.skips.state_dict(),
             "own": self.own_figures.state_dict(),
+            "other_workers": self._other_workers,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -334,3 +347,15 @@ class Keeper:
         self.skips.load_state_dict(state.get("skipped", {}))
         if "own" in state:  # not in those of older runs
             self.own_figures.load_state_dict(state["own"])
+        self._other_workers = state.get("other_workers", 0.0)
+
+    def resize(self, former: Former) -> None:
+        """Go on with the books of another number of workers; after :meth:`load_state_dict`."""
+        n = self._workers
+        ranks = enumerate(range(self._transport.size - n, self._transport.size))
+        self._waiting, self._sent, self._steps = {}, {}, {}
+        for worker, rank in ranks:
+            self._waiting[rank] = former.carried("waiting", worker, n)
+            self._sent[rank] = int(former.carried("bytes_sent", worker, n))
+            self._steps[rank] = int(former.carried("computed", worker, n))
+        self._other_workers += self._seconds * (former.workers - n)

@@ -56,6 +56,11 @@ class LocalState:
         self._shared = shared
         self._random = torch.get_rng_state()
 
+    def share_buffers(self, state: dict[str, Any]) -> None:
+        """Take the buffers alone of a state from :meth:`state_dict`."""
+        for buffer, saved in zip(self._replica.buffers(), state["buffers"], strict=True):
+            buffer.copy_(saved)
+
     def seed(self, number: int) -> None:
         """Begin with this seed."""
         torch.manual_seed(number)
@@ -89,5 +94,4 @@ class LocalState:
         self._random = state["random"]
         if not self._shared:
             torch.set_rng_state(self._random)
-        for buffer, saved in zip(self._replica.buffers(), state["buffers"], strict=True):
-            buffer.copy_(saved)
+        self.share_buffers(state)

@@ -39,12 +39,15 @@ from aladdin_mpi.training.heartbeats import Heartbeats
 from aladdin_mpi.training.keeper import Keeper, Plan
 from aladdin_mpi.training.local_state import LocalState
 from aladdin_mpi.training.losses import Losses, settle
+from aladdin_mpi.training.origin import Origin, samples_of
 from aladdin_mpi.training.own_figures import OwnFigures
 from aladdin_mpi.training.own_optimizer import OwnOptimizer
 from aladdin_mpi.training.progress import Progress
 from aladdin_mpi.training.recorder import Metrics
 from aladdin_mpi.training.report import not_written
+from aladdin_mpi.training.resizing import Assembly, share, tell
 from aladdin_mpi.training.run_lock import RunLock
+from aladdin_mpi.training.sampler import Period
 from aladdin_mpi.training.schedule import LearningRate
 from aladdin_mpi.training.seen_inputs import SeenInputs
 from aladdin_mpi.training.segments import Segments
@@ -70,6 +73,7 @@ class Rank:
         may_clip: see :class:`Worker`.
         state: of the user's loop, for checkpoints.
         skipped: where the data set notes images that it skips, if it does.
+        origin: of the run; None: it begins.
         compute: see :class:`Worker`.
         evaluate: see :class:`Evaluator`; None: no evaluations. Unless it is a
             :class:`Measurement`, the module has batch norm's statistics estimated before.
@@ -93,6 +97,7 @@ class Rank:
         may_clip: bool = False,
         state: dict[str, Any] | None = None,
         skipped: SkippedImages | None = None,
+        origin: Origin | None = None,
     ) -> None:
         self.transport = transport
         self.options = options
@@ -102,12 +107,13 @@ class Rank:
         self.seen = self._seen(servers, evaluate)
         self.evaluate = self._evaluation(evaluate)
         self.replica = agree(transport, self._replica)
-        self.layout = self._layout(servers)
+        self.layout = self._layout(servers, transport.size - servers)
         agree(transport, self._check)
         self._described = "sgd" if optimizer is None else optimizer.describe()
         check_agreement(transport, options, self.replica.shapes, data, servers, self._described)
         self.worker_count = transport.size - servers
-        self.plan = _plan(options, epoch, transport.engine == "mpi")
+        self.origin = origin or Origin(self.worker_count, servers)
+        self.plan = _plan(options, epoch, self.origin, transport.engine == "mpi")
         base = options.lr if optimizer is None else 1.0
         self.lr = LearningRate(options, self.worker_count, epoch, self.plan.total, base, schedule)
         self.run_dir = self._folder()
@@ -144,10 +150,10 @@ class Rank:
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         return PhantomReplica(numel, outline(self.module))
 
-    def _layout(self, servers: int) -> Layout:
-        options = self.options
+    def _layout(self, servers: int, workers: int) -> Layout:
+        options = self.options.model_copy(update={"servers": max(1, servers)})
         if self.algorithm.layout is not None:
-            return self.algorithm.layout(self.replica, self.transport.size - servers, options)
+            return self.algorithm.layout(self.replica, workers, options)
         return cut(
             self.replica.numel,
             servers,
@@ -268,10 +274,10 @@ class Rank:
         """A step is complete.
 
         The schedule goes by the samples that all have drawn: as far as it would in one process,
-        and no further with a fast worker.
+        and no further with a fast worker. Where the run is so many steps, those are its steps.
         """
         ticket = self.worker.ticket
-        self.optimizer.advance((ticket.start + ticket.whole) // self.options.step_size)
+        self.optimizer.advance((ticket.start + ticket.whole) // self.plan.schedule_step)
         self.skips.pass_on()
 
     def rate(self) -> float:
@@ -338,10 +344,8 @@ class Rank:
             self._settle,
         )
         if self.options.resume is not None:
-            state = agree(self.transport, self.segments.load)
-            self.segments.restore(state)
-            with self.segments.uncounted():
-                self._revive(state is None)
+            self._go_on()
+        self.segments.manifest = self.origin.as_json(self.plan.schedule_step)
         self.suspension = Suspension(self.transport, self.keeper)
         self.heartbeats = Heartbeats(self.transport, self.options.worker_timeout)
         if self.keeper is not None:
@@ -353,6 +357,47 @@ class Rank:
                 console.say(text, sys.stdout)
         if self.seen is not None:
             self.seen.open()
+
+    def _go_on(self) -> None:
+        """From the last checkpoint."""
+        before = self.origin.workers, self.origin.servers
+        if self.options.allow_resize and before != (self.worker_count, self.layout.servers):
+            with self.segments.uncounted():
+                self._resize()
+            return
+        state = agree(self.transport, lambda: self.segments.load(self.options.allow_resize))
+        self.segments.restore(state)
+        with self.segments.uncounted():
+            self._revive(state is None)
+
+    def _resize(self) -> None:
+        """From a checkpoint of other numbers of workers and servers."""
+        transport, origin, store = self.transport, self.origin, CheckpointStore(self.run_dir)
+        first = transport.rank == 0
+        state = agree(transport, lambda: self.segments.load(resizes=True) if first else None)
+        layout = self._layout(origin.servers, origin.workers)
+        parts = Assembly(store, self.algorithm, self.options, origin, layout, self.replica)
+        former = agree(transport, lambda: parts.former(self.worker_count) if first else None)
+        former = share(transport, former)
+        self.segments.resize(state, former)
+        agree(transport, lambda: self._take_local(store))
+        taken = (None if each is None else int(each["samples"]) for each in former.counts)
+        past = (*origin.past, Period(tuple(taken)))
+        self.origin = Origin(self.worker_count, self.layout.servers, past, origin.schedule_step)
+        if first and not self.options.quiet:
+            tell(self.algorithm, origin, self.origin, self.lr)
+
+    def _take_local(self, store: CheckpointStore) -> None:
+        """What the former worker of this number had of its own; a new one has buffers alone."""
+        worker = self.transport.rank - self.layout.servers
+        if worker < 0:
+            return
+        own = worker < self.origin.workers
+        part = store.part(self.origin.servers + (worker if own else 0))
+        if part is not None and own:
+            self.local.load_state_dict(part["local"])
+        elif part is not None:
+            self.local.share_buffers(part["local"])
 
     def _prospects(self) -> str:
         """What becomes of the run if a worker dies, where something can be done."""
@@ -487,8 +532,10 @@ class Rank:
         values.div_(weights.item())
 
 
-def _plan(options: RunOptions, epoch: int, over_mpi: bool) -> Plan:
-    total = options.samples or max(1, round((options.epochs or 0) * epoch))
+def _plan(options: RunOptions, epoch: int, origin: Origin, over_mpi: bool) -> Plan:
+    total = samples_of(options, epoch, origin.first_workers)
+    assert total is not None
+    step = options.step_size * origin.first_workers
     every = options.checkpoint_every
     by_samples = by_seconds = 0.0
     if every is None and over_mpi:
@@ -499,6 +546,9 @@ def _plan(options: RunOptions, epoch: int, over_mpi: bool) -> Plan:
     return Plan(
         total=total,
         epoch=epoch,
+        step=step,
+        schedule_step=origin.schedule_step
+        or (options.step_size if options.steps is None else step),
         log_every=options.log_every or epoch,
         eval_every=round(options.eval_every * epoch),
         checkpoint_every=round(by_samples),

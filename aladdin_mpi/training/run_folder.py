@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options import CONFIG_NAME, RunOptions, to_toml
+from aladdin_mpi.options import CONFIG_NAME, LENGTHS, RESIZE_FIELDS, RunOptions, to_toml
 from aladdin_mpi.settings import build, read_toml
 from aladdin_mpi.training import run_lock
 from aladdin_mpi.training.checkpoint import FOLDER as CHECKPOINT
@@ -66,14 +66,15 @@ def prepare(folder: Path, options: RunOptions) -> RunLock:
 
 
 def reopen(folder: Path, options: RunOptions) -> None:
-    """A run goes on: it has no summary any more, and the length that is asked for now."""
+    """A run goes on: it has no summary any more, and the length and ranks asked for now."""
     (folder / SUMMARY).unlink(missing_ok=True)
     config = folder / CONFIG_NAME
     stored = build(type(options), read_toml(type(options), config, "--resume"))
-    length = {"epochs": options.epochs, "samples": options.samples}
-    if any(getattr(stored, name) != value for name, value in length.items()):
+    names = {*LENGTHS, *(RESIZE_FIELDS if options.allow_resize else ())}
+    now = {name: getattr(options, name) for name in names if name in type(options).model_fields}
+    if any(getattr(stored, name) != value for name, value in now.items()):
         command = config.read_text().partition("\n")[0]
-        write_text(config, f"{command}\n{to_toml(stored.model_copy(update=length))}")
+        write_text(config, f"{command}\n{to_toml(stored.model_copy(update=now))}")
 
 
 def check_seen(folder: Path) -> None:

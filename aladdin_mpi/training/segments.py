@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from aladdin_mpi.algorithms.base import Role
+from aladdin_mpi.algorithms.base import Role, TrainingWorker
+from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.barrier import barrier
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.training.checkpoint import CheckpointStore
@@ -67,6 +68,8 @@ class Segments:
         self._saved: int | None = None
         self.over = False
         """Whether the budget is used up."""
+        self.manifest: dict[str, Any] = {}
+        """What checkpoints also say of themselves."""
         self.suspended = 0
         """The signal that ended the run before its budget was used up, on every rank."""
 
@@ -134,7 +137,7 @@ class Segments:
             if self._keeper is not None:
                 self._keeper.ledger.left_out(drawn, doubt)
             return  # the last checkpoint stays: it is sound
-        about = {**self._about, "moment": self._moment}
+        about = {**self._about, "moment": self._moment, **self.manifest}
 
         def first(step: Callable[[], None]) -> None:
             agree(transport, lambda: step() if transport.rank == 0 else None)
@@ -165,10 +168,7 @@ class Segments:
 
         A rank that had failed when it was written begins anew; rank 0 never has.
         """
-        fact = [state["moment"], state["drawn"]] if state is not None else None
-        self._moment, self._drawn = broadcast(self._transport, fact)
-        self.over = self._drawn >= self._total
-        self._saved = self._drawn
+        self._go_on_from(state)
         if state is None:
             return
         self._role.load_state_dict(state["role"])
@@ -178,17 +178,47 @@ class Segments:
         self._transport.traffic.bytes_sent = state["bytes_sent"]
         self._local.load_state_dict(state["local"])
 
-    def load(self) -> dict[str, Any] | None:
+    def _go_on_from(self, state: dict[str, Any] | None) -> None:
+        """From the moment that rank 0's part of a checkpoint names."""
+        fact = [state["moment"], state["drawn"]] if state is not None else None
+        self._moment, self._drawn = broadcast(self._transport, fact)
+        self.over = self._drawn >= self._total
+        self._saved = self._drawn
+
+    def resize(self, state: dict[str, Any] | None, former: Former) -> None:
+        """Go on from a checkpoint of other numbers of ranks.
+
+        Args:
+            state: of its rank 0, at rank 0.
+            former: its ranks, put together.
+        """
+        self._go_on_from(state)
+        if self._keeper is not None:
+            assert state is not None
+            self._keeper.load_state_dict(state["keeper"])
+            self._keeper.resize(former)
+        agree(self._transport, lambda: self._role.resize(former))
+        if isinstance(self._role, TrainingWorker):
+            traffic, worker = self._transport.traffic, self._role.worker
+            traffic.waiting = former.carried("waiting", worker.index, worker.count)
+            traffic.bytes_sent = int(former.carried("bytes_sent", worker.index, worker.count))
+
+    def load(self, resizes: bool = False) -> dict[str, Any] | None:
         """Read and check this rank's part of the last checkpoint; None: it has none.
 
-        Raises UserError.
+        Args:
+            resizes: the checkpoint may be of other numbers of ranks.
+
+        Raises:
+            UserError: it cannot be resumed by this run.
         """
         assert self._store is not None
-        state = self._store.load(self._transport.rank, self._about)
+        state = self._store.load(self._transport.rank, self._about, resizes)
         if state is not None and state["drawn"] > self._total:
             raise UserError(
                 f"--resume: expected a run at least as long as it was, {state['drawn']} samples, "
-                f"got --epochs or --samples for {self._total}; give more, or leave them out"
+                f"got a length of {self._total}; give more --epochs, --samples or --steps, or "
+                "leave them out"
             )
         return state
 

@@ -47,7 +47,7 @@ def summarise(
         summary["own"] = own
     # What workers reported ends with their last draw; this has their last wait too.
     all_waiting = sum(total.get("waiting", 0.0) for total in totals[servers:])
-    whole = keeper.seconds * rank.worker_count
+    whole = keeper.worker_seconds
     summary["wait_fraction"] = all_waiting / whole if whole else 0.0
     measured: dict[str, float] = {}
     if keeper.evaluator is not None and model is not None:
@@ -97,6 +97,7 @@ def _about(rank: Rank) -> dict[str, Any]:
         "parameters": rank.replica.numel,
         "samples": samples,
         "epochs": samples / rank.plan.epoch,
+        "steps": samples / rank.plan.step,
         "seconds": seconds,
         "samples_per_second": samples / seconds if seconds else 0.0,
         "test_accuracy": None,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from aladdin_mpi.algorithms import registry
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import RunOptions
 from aladdin_mpi.training import loading
@@ -21,6 +22,7 @@ from aladdin_mpi.training.exchange import agree
 from aladdin_mpi.training.image_check import check_images
 from aladdin_mpi.training.imagefolder import Fault
 from aladdin_mpi.training.models import build_model
+from aladdin_mpi.training.origin import samples_of
 from aladdin_mpi.transport.base import Transport
 
 EVALUATION_BATCH = 256
@@ -97,7 +99,7 @@ def measure(module: nn.Module, data: DatasetPair) -> dict[str, float]:
 
 def _rehearse(options: RunOptions, transport: Transport) -> dict[str, Any]:
     """Let time pass and bytes move as in training, and calculate nothing."""
-    module, length = agree(transport, lambda: _sizes(options))
+    module, length = agree(transport, lambda: _sizes(options, transport.size))
     run = DataParallel(module, options, transport=transport)
     for _ in run.batches(length):
         run.step()
@@ -113,15 +115,17 @@ def _sizes_of(model: str, *dataset: Any) -> tuple[nn.Module, int]:
     return module, data.samples
 
 
-def _sizes(options: RunOptions) -> tuple[nn.Module, int]:
+def _sizes(options: RunOptions, ranks: int) -> tuple[nn.Module, int]:
     """A module with as many parameters as the model, and the length of an epoch."""
     if options.model.startswith(SIZE_PREFIX):
-        if options.samples is None:
+        servers = options.servers if registry.find(options.algorithm).server else 0
+        length = samples_of(options, None, ranks - servers)
+        if length is None:
             raise UserError(
                 f"--model {options.model}: expected the run's length in samples, as there is no "
-                "data set; add --samples"
+                "data set; add --samples or --steps"
             )
-        return _module_of_size(options.model), options.samples
+        return _module_of_size(options.model), length
     # All ranks of a simulation share what is only measured.
     return _sizes_of(
         options.model,
