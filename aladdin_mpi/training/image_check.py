@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from torch.utils.data import Dataset
 
+from aladdin_mpi import console
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import RunOptions
 from aladdin_mpi.training import imagefolder
@@ -32,7 +34,7 @@ def check_images(options: RunOptions, transport: Transport) -> tuple[Fault, ...]
     listings, _ = agree(transport, lambda: imagefolder.list_splits(options.data_dir))
     count = sum(len(listing.names) for listing in listings)
     if transport.rank == 0 and not options.quiet:
-        print(f"--check-images: reading {count} images", flush=True)
+        console.say(f"--check-images: reading {count} images", sys.stdout)
     mine = agree(transport, lambda: _faults(listings, options, transport))
     found = [each for part in gather(transport, mine) for each in part or ()]
     faults = tuple(sorted(Fault(*each) for each in broadcast(transport, found)))

@@ -7,7 +7,6 @@ it reads itself, from the part of the former worker with its number.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from io import BytesIO
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aladdin_mpi import console
 from aladdin_mpi.algorithms.former import COUNTS, Former, join_servers, mean_state, scale_held_back
 from aladdin_mpi.algorithms.options import group_of
 from aladdin_mpi.algorithms.registry import Algorithm
@@ -159,7 +159,7 @@ def tell(algorithm: Algorithm, before: Origin, now: Origin, lr: LearningRate) ->
         f"the learning rate {'stays' if lr.scale == was else rate} "
         f"(--lr-scaling {lr.options.lr_scaling})",
     ]
-    print(f"aladdin_mpi: {'; '.join(filter(None, texts))}", file=sys.stderr, flush=True)
+    console.say(f"aladdin_mpi: {'; '.join(filter(None, texts))}")
 
 
 def _ranks(of: Origin) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -11,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from aladdin_mpi import console
 from aladdin_mpi.tags import Tag
 from aladdin_mpi.transport.base import Transport
 
@@ -68,8 +68,7 @@ class SkipRecord:
             for path, why in found:
                 if path not in self._reasons:
                     self._reasons[path] = why
-                    text = f"aladdin_mpi: {path}: not a readable image ({why}); skipped"
-                    print(text, file=sys.stderr, flush=True)
+                    console.say(f"aladdin_mpi: {path}: not a readable image ({why}); skipped")
 
     def state_dict(self) -> dict[str, str]:
         """For a checkpoint: a run that goes on names and counts none again."""
