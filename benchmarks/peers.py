@@ -1,6 +1,7 @@
 """AR-SGD beside its peers, in the same run: a training step, and the sum of a gradient alone.
 
     python -m benchmarks.peers --save --check
+    python -m benchmarks.peers --optimizer adamw --loop alone mpi torch DDP --sum --save --check
     python -m benchmarks.peers --quick
 
 Peers of a step are torch's DistributedDataParallel over gloo, with and without its PowerSGD hook,
@@ -67,6 +68,7 @@ def measure(args: argparse.Namespace, ranks: int) -> list[Record]:
         "--model": args.model,
         "--batch": [args.batch],
         "--steps": [args.steps],
+        "--optimizer": [args.optimizer],
         "--sum": [name for name in args.sum if _present(name)],
         "--megabytes": args.megabytes,
         "--bucket-mb": [args.bucket_mb],
@@ -141,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--model", nargs="*", default=list(MEGABYTES), help="of aladdin_mpi.train, for images")
     add("--batch", type=whole(), default=8, help="samples of a rank in a step")
     add("--steps", type=whole(), default=10, help="in one measurement")
+    add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="of all who step")
     add("--sum", nargs="*", choices=sums, default=sums, help="whose sums are measured")
     add("--megabytes", type=positive, nargs="*", default=list(MEGABYTES.values()), help="of a sum")
     add("--bucket-mb", type=positive, default=4.0, help="a bucket of ours, in MB")
@@ -150,8 +153,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = quick.parse(parser, argv, QUICK)
     facts = machine()
     table = [row for ranks in args.ranks for row in rows(measure(args, ranks), ranks)]
-    found = harness.Findings("AR-SGD beside its peers", table, NOTES, missed(table))
-    return harness.publish("peers", argv, args, facts, found)
+    title, name = "AR-SGD beside its peers", "peers"
+    if args.optimizer != "sgd":
+        title, name = f"{title}, with {args.optimizer}", f"{name}-{args.optimizer}"
+    found = harness.Findings(title, table, NOTES, missed(table))
+    return harness.publish(name, argv, args, facts, found)
 
 
 if __name__ == "__main__":

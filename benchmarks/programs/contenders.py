@@ -46,11 +46,15 @@ ONE_BUCKET_MB = 4096.0
 
 @dataclass(frozen=True)
 class Task:
-    """A model and the one batch that it is trained on, for ``steps`` steps."""
+    """A model and the one batch that it is trained on, for ``steps`` steps.
+
+    ``optimizer`` is "sgd", with momentum, or "adamw", as torch makes it.
+    """
 
     model: str
     batch: int
     steps: int
+    optimizer: str = "sgd"
 
     def build(self) -> tuple[nn.Module, Tensor, Tensor]:
         """The model, images and labels; alike on every rank and for every contender."""
@@ -58,6 +62,19 @@ class Task:
         module = build_model(self.model, CLASSES, 3, SIZE)
         images = torch.randn(self.batch, 3, SIZE, SIZE)
         return module, images, torch.randint(CLASSES, (self.batch,))
+
+    def torch_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of those who bring one."""
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=DECAY)
+        return torch.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+
+    def our_optimizer(self, module: nn.Module) -> dict[str, Any]:
+        """The same for ``DataParallel``, whose own is momentum SGD."""
+        if self.optimizer == "sgd":
+            own = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY}
+            return {**own, "lr_schedule": "constant", "warmup_epochs": 0}
+        return {"optimizer": self.torch_optimizer(module)}
 
 
 Moments = list[float]
@@ -76,10 +93,6 @@ def mean_step(moments: Moments, warm_up: int) -> float:
 
 
 Loop = Callable[[Task], Moments]
-
-
-def _sgd(module: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
 
 
 def _train(
@@ -107,7 +120,7 @@ def alone(task: Task, after: Callable[[], None] | None = None) -> Moments:
     ``after`` is called behind each step.
     """
     module, images, labels = task.build()
-    return _train(module, _sgd(module), task, images, labels, after)
+    return _train(module, task.torch_optimizer(module), task, images, labels, after)
 
 
 # -- peers ----------------------------------------------------------------------------------
@@ -151,7 +164,7 @@ def _ddp(
         module, images, labels = task.build()
         net = DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
         prepare(net)
-        return _train(net, _sgd(net), task, images, labels)
+        return _train(net, task.torch_optimizer(net), task, images, labels)
 
 
 def _add_power_sgd(net: DistributedDataParallel) -> None:
@@ -179,7 +192,7 @@ def horovod_optimizer(task: Task) -> Moments:
     """As examples/pytorch/pytorch_synthetic_benchmark.py of Horovod 0.28."""
     with horovod() as hvd:
         module, images, labels = task.build()
-        plain = _sgd(module)
+        plain = task.torch_optimizer(module)
         optimizer = hvd.DistributedOptimizer(plain, named_parameters=module.named_parameters())
         hvd.broadcast_parameters(module.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(plain, root_rank=0)
@@ -209,14 +222,10 @@ def ours(task: Task, **settings: Any) -> Moments:
         transport=transport,
         samples=task.steps * task.batch * workers,
         batch_size=task.batch,
-        lr=LR,
-        lr_schedule="constant",
-        warmup_epochs=0,
-        momentum=MOMENTUM,
-        weight_decay=DECAY,
         device="cpu",
         run_dir=folder / "run",
         quiet=True,
+        **task.our_optimizer(module),
         **settings,
     )
     moments = []

@@ -35,7 +35,7 @@ def slowest(seconds: float) -> float:
 def one_turn(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every contender with every model and every size, once."""
     for model, who in itertools.product(args.model, args.loop):
-        task = Task(model, args.batch, WARM_UP + args.steps + LAST)
+        task = Task(model, args.batch, WARM_UP + args.steps + LAST, args.optimizer)
         seconds = slowest(mean_step(LOOPS[who](task), WARM_UP))
         yield {"what": "step", "size": model, "who": who, "seconds": seconds}
     for megabytes, who in itertools.product(args.megabytes, args.sum):
@@ -51,6 +51,7 @@ def main() -> int:
     add("--model", nargs="*", default=[])
     add("--batch", type=int, default=8)
     add("--steps", type=int, default=10)
+    add("--optimizer", default="sgd")
     add("--sum", nargs="*", choices=list(sums.SUMS), default=[])
     add("--megabytes", type=float, nargs="*", default=[])
     add("--bucket-mb", type=float, default=4.0)
