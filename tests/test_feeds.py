@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.training.feeds import Feed, feed_of
+from aladdin_mpi.training.feeds import Feed, Share, feed_of
 
 LENGTH, WORKERS, BATCH = 23, 3, 2
 
@@ -63,7 +63,7 @@ def numbers(batch: Any) -> list[int]:
 
 
 def taken(feed: Feed, worker: int, batches: int, done: int = 0, count: int = BATCH) -> list[Any]:
-    source = feed.source(worker, WORKERS, 7, BATCH, done, 0)
+    source = feed.source(Share(worker, WORKERS, 7, BATCH, done))
     return [numbers(source.next_batch(count)) for _ in range(batches)]
 
 
@@ -98,7 +98,7 @@ def test_a_run_that_goes_on_finds_its_place() -> None:
 
 def test_the_last_batch_of_a_round_may_be_shorter() -> None:
     feed = loader(batch_size=BATCH, shuffle=True)
-    source = feed.source(0, WORKERS, 7, BATCH, 0, 0)
+    source = feed.source(Share(0, WORKERS, 7, BATCH))
     parts = [numbers(source.next_batch(count)) for count in (2, 1, 2, 2)]
     assert [len(part) for part in parts] == [2, 1, 2, 2]
     assert flat(parts) == flat(taken(feed, 0, 4))[:7]
@@ -120,7 +120,7 @@ def test_a_samplers_draws_are_the_same_for_all_workers() -> None:
     assert set(flat(parts)) <= set(range(5))
     torch.manual_seed(99)
     feed = loader(batch_size=1, sampler=WeightedRandomSampler(weights, 30))
-    whole = [numbers(feed.source(0, 1, 7, 1, 0, 0).next_batch(30))]
+    whole = [numbers(feed.source(Share(0, 1, 7, 1)).next_batch(30))]
     assert [whole[0][worker::WORKERS] for worker in range(WORKERS)] == parts
 
 

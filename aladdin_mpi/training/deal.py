@@ -9,7 +9,7 @@ from typing import Any
 from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import RunOptions
-from aladdin_mpi.training.feeds import Feed, SampleFeed, Source, feed_of
+from aladdin_mpi.training.feeds import Feed, SampleFeed, Share, Source, feed_of
 from aladdin_mpi.training.origin import Origin, samples_of
 from aladdin_mpi.training.sampler import Period
 
@@ -48,7 +48,7 @@ class Deal:
         options = self.options
         if options.compute == "timed" or self.feed is None:
             return None
-        return self.feed.source(
+        share = Share(
             worker.index,
             worker.count,
             options.seed,
@@ -57,6 +57,7 @@ class Deal:
             options.loader_workers,
             past,
         )
+        return self.feed.source(share)
 
 
 def deal(

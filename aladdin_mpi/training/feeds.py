@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -49,6 +50,28 @@ class Source(Protocol):
         """A batch of ``count`` samples; where they come in batches, the next of these."""
 
 
+@dataclass(frozen=True)
+class Share:
+    """Whose batches a feed is asked for.
+
+    Attributes:
+        worker: its number, of ``workers``.
+        seed: of the run.
+        batch_size: samples of a batch.
+        done: samples that it has had in this period.
+        processes: that load ahead.
+        past: periods of the run with other numbers of workers.
+    """
+
+    worker: int
+    workers: int
+    seed: int
+    batch_size: int
+    done: int = 0
+    processes: int = 0
+    past: Sequence[Period] = ()
+
+
 class Feed(ABC):
     """Data for all workers.
 
@@ -73,20 +96,8 @@ class Feed(ABC):
         return {}
 
     @abstractmethod
-    def source(
-        self,
-        worker: int,
-        workers: int,
-        seed: int,
-        batch_size: int,
-        done: int,
-        processes: int,
-        past: Sequence[Period] = (),
-    ) -> Source:
-        """The batches of one worker that has had ``done`` samples.
-
-        In this period: ``past`` has those of the run with other numbers of workers.
-        """
+    def source(self, share: Share) -> Source:
+        """The batches of one worker."""
 
 
 class SampleFeed(Feed):
@@ -121,21 +132,15 @@ class SampleFeed(Feed):
         with global_generators_kept():
             return {"length": len(self._dataset), "sample": _outline(self._dataset[0])}
 
-    def source(
-        self,
-        worker: int,
-        workers: int,
-        seed: int,
-        batch_size: int,
-        done: int,
-        processes: int,
-        past: Sequence[Period] = (),
-    ) -> Source:
+    def source(self, share: Share) -> Source:
         """See :meth:`Feed.source`."""
-        order = None if self._sampler is None else _order(self._sampler, seed)
-        stream = ShardedStream(self.length(batch_size), worker, workers, seed, order, past)
-        stream.position = done
-        return BatchSource(self._dataset, stream, batch_size, processes, collate=self._collate)
+        size = share.batch_size
+        order = None if self._sampler is None else _order(self._sampler, share.seed)
+        stream = ShardedStream(
+            self.length(size), share.worker, share.workers, share.seed, order, share.past
+        )
+        stream.position = share.done
+        return BatchSource(self._dataset, stream, size, share.processes, collate=self._collate)
 
 
 class BatchListFeed(Feed):
@@ -155,27 +160,18 @@ class BatchListFeed(Feed):
         """See :class:`SampleFeed`."""
         return SampleFeed(self._loader.dataset).facts()
 
-    def source(
-        self,
-        worker: int,
-        workers: int,
-        seed: int,
-        batch_size: int,
-        done: int,
-        processes: int,
-        past: Sequence[Period] = (),
-    ) -> Source:
+    def source(self, share: Share) -> Source:
         """See :meth:`Feed.source`."""
-        count = len(self._loader)
-        by_batch = [_by_batch(period, batch_size) for period in past]
+        count, seed = len(self._loader), share.seed
+        by_batch = [_by_batch(period, share.batch_size) for period in share.past]
         numbers = ShardedStream(
-            count, worker, workers, seed, lambda epoch: np.arange(count), by_batch
+            count, share.worker, share.workers, seed, lambda epoch: np.arange(count), by_batch
         )
-        numbers.position = done // batch_size
+        numbers.position = share.done // share.batch_size
         keys = _listed(_epochs_of(self._loader.batch_sampler, seed), numbers)
         view = TrainingView(cast(MapDataset, self._loader.dataset), seed, augment=True)
         collate = self._loader.collate_fn
-        return _Batches(load_in_order(view, keys, processes, collate=collate))
+        return _Batches(load_in_order(view, keys, share.processes, collate=collate))
 
 
 class StreamFeed(Feed):
@@ -201,18 +197,9 @@ class StreamFeed(Feed):
         except TypeError:
             return None
 
-    def source(
-        self,
-        worker: int,
-        workers: int,
-        seed: int,
-        batch_size: int,
-        done: int,
-        processes: int,
-        past: Sequence[Period] = (),
-    ) -> Source:
+    def source(self, share: Share) -> Source:
         """See :meth:`Feed.source`."""
-        step, first = (1, 0) if self._sharded else (workers, worker)
+        step, first = (1, 0) if self._sharded else (share.workers, share.worker)
         return _Batches(_every(self._batches, first, step))
 
 
