@@ -18,6 +18,7 @@ import torch
 
 from aladdin_mpi.comparison import command
 from aladdin_mpi.comparison.options import read_request
+from tests import warm
 from tests.launch import ROOT, Completed, Job, run_ranks, start_ranks
 
 TRAIN = ("-m", "aladdin_mpi.train")
@@ -55,12 +56,15 @@ def simulate(
     env: Mapping[str, str] | None = None,
     check: bool = True,
     timeout: float = 120,
+    is_warm: bool = True,
 ) -> Completed:
-    """``python -m aladdin_mpi.simulate ...``."""
+    """``python -m aladdin_mpi.simulate ...``, unless told otherwise in a warm process."""
     start = time.monotonic()
+    args = [*SIMULATE, *words(run_dir, options)]
+    surroundings = {**os.environ, **_python_path(modules), **(env or {})}
     done = subprocess.run(
-        [sys.executable, *SIMULATE, *words(run_dir, options)],
-        env={**os.environ, **_python_path(modules), **(env or {})},
+        warm.command(args, surroundings) if is_warm else [sys.executable, *args],
+        env=surroundings,
         cwd=ROOT,
         capture_output=True,
         text=True,

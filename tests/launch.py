@@ -21,6 +21,8 @@ from typing import IO
 
 import pytest
 
+from tests import warm
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # Each MPI has a prefix of its own; the one mpi4py serves them all (CONTRIBUTING.md).
@@ -232,6 +234,7 @@ def start_ranks(
     env: Mapping[str, str] | None = None,
     mpirun: Sequence[str] = (),
     cwd: Path = ROOT,
+    is_warm: bool = False,
 ) -> Iterator[Job]:
     """Start ``python *args`` on ``n`` ranks; whatever is left at the end of the block is killed.
 
@@ -242,15 +245,18 @@ def start_ranks(
         env: additional environment variables.
         mpirun: additional options of mpirun, such as ``["--with-ft", "ulfm"]``.
         cwd: the working directory.
+        is_warm: the processes have imported torch already, and are no children of mpirun's.
 
     Raises:
         JobError: this environment lacks that MPI.
     """
     if mpi not in available_mpis():
         raise JobError(f"{mpi} is not installed: there is no {launcher(mpi)}")
-    command = [str(launcher(mpi)), "-n", str(n), *mpirun, sys.executable, *args]
+    surroundings = environment(mpi, env or {})
+    program = warm.command(args, surroundings) if is_warm else [sys.executable, *args]
+    command = [str(launcher(mpi)), "-n", str(n), *mpirun, *program]
     with turn():
-        job = Job(command, environment(mpi, env or {}), cwd)
+        job = Job(command, surroundings, cwd)
         try:
             yield job
         finally:
@@ -267,13 +273,17 @@ def run_ranks(
     mpirun: Sequence[str] = (),
     cwd: Path = ROOT,
     check: bool = True,
+    is_warm: bool = True,
 ) -> Completed:
     """Run ``python *args`` on ``n`` ranks to the end; the arguments as in :func:`start_ranks`.
+
+    With Open MPI by processes that have imported torch already, unless ``is_warm`` is false.
 
     Raises:
         JobError: it took longer than ``timeout`` seconds or, with ``check``, failed.
     """
-    with start_ranks(n, args, mpi=mpi, env=env, mpirun=mpirun, cwd=cwd) as job:
+    is_warm = is_warm and mpi == "openmpi" and (args[0] == "-m" or args[0].endswith(".py"))
+    with start_ranks(n, args, mpi=mpi, env=env, mpirun=mpirun, cwd=cwd, is_warm=is_warm) as job:
         completed = job.wait(timeout)
     if check and completed.returncode != 0:
         raise JobError(f"the job failed: {completed}")

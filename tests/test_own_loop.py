@@ -160,7 +160,8 @@ def test_memory_that_a_step_frees_is_kept_for_the_next(tmp_path: Path, chosen: b
     variables = {"MALLOC_TRIM_THRESHOLD_": "131072"} if chosen else {}
     file = tmp_path / "script.py"
     file.write_text(FAULTS)
-    done = run_ranks(1, [str(file)], env={**HERE, **variables}, cwd=tmp_path, timeout=60)
+    env = {**HERE, **variables}  # read by the C library when the process begins
+    done = run_ranks(1, [str(file)], env=env, cwd=tmp_path, timeout=60, is_warm=False)
     found = re.search(r"^pages (\d+) (\d+)$", done.stdout, re.M)
     assert found, repr(done)
     before, behind = map(int, found.groups())

@@ -1,0 +1,153 @@
+"""Waits for programs to run, and forks a process for each: see ``warm.py``."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import struct
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+LONGEST_SILENCE = 5.0
+"""Seconds after which it looks whether the tests are still there."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A program to run, and the standard streams of whoever asked for it."""
+
+    args: list[str]
+    env: dict[str, str]
+    folder: str
+    streams: list[int]
+
+
+class Server:
+    """Listens, and watches over the processes that it has forked."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        self._listening = listening
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listening, selectors.EVENT_READ)
+        self._children: dict[int, socket.socket] = {}
+
+    def wait_for_task(self) -> Task | None:
+        """The task, in a process made for it; None in the server, when the tests have ended."""
+        parent = os.getppid()
+        while os.getppid() == parent:
+            for key, _ in self._selector.select(LONGEST_SILENCE):
+                if key.fileobj is self._listening:
+                    task = self._accept()
+                    if task is not None:
+                        return task
+                elif key.data in self._children:
+                    self._end(key)
+        return None
+
+    def _accept(self) -> Task | None:
+        """The task, in the process made for it."""
+        connection, _ = self._listening.accept()
+        task = read_task(connection)
+        if task is None:
+            connection.close()
+            return None
+        pid = os.fork()
+        if not pid:
+            self._selector.close()
+            for each in (self._listening, connection, *self._children.values()):
+                each.close()
+            return task
+        for stream in task.streams:
+            os.close(stream)
+        self._children[pid] = connection
+        connection.sendall(struct.pack("i", pid))
+        self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+        self._selector.register(connection, selectors.EVENT_READ, pid)
+        return None
+
+    def _end(self, key: selectors.SelectorKey) -> None:
+        """A child has ended, or whoever has asked for it is gone."""
+        pid = key.data
+        connection = self._children[pid]
+        if key.fileobj is connection:
+            self._selector.unregister(connection)
+            os.kill(pid, signal.SIGKILL)  # its own event follows
+            return
+        _, status = os.waitpid(pid, 0)
+        del self._children[pid]
+        self._selector.unregister(key.fileobj)
+        os.close(key.fd)
+        with suppress(KeyError):
+            self._selector.unregister(connection)
+        with suppress(OSError):  # nobody is there any more
+            connection.sendall(struct.pack("i", status))
+        connection.close()
+
+
+def read_task(connection: socket.socket) -> Task | None:
+    """What the client has sent; None: it went before it had."""
+    head, streams, _, _ = socket.recv_fds(connection, 4, 3)
+    if len(head) < 4:
+        return None
+    (size,) = struct.unpack("I", head)
+    data = connection.recv(size, socket.MSG_WAITALL)
+    return Task(**json.loads(data), streams=list(streams)) if len(data) == size else None
+
+
+def take_place(task: Task, paths: list[str]) -> None:
+    """Make this process what ``python *args`` would begin as."""
+    os.setpgid(0, 0)
+    for target, stream in enumerate(task.streams):
+        os.dup2(stream, target)
+        os.close(stream)
+    for printed in (sys.stdout, sys.stderr):
+        cast(io.TextIOWrapper, printed).reconfigure(line_buffering=True, write_through=True)
+    os.chdir(task.folder)
+    os.environ.clear()
+    os.environ.update(task.env)
+    program = task.args[0]
+    beside = task.folder if program == "-m" else str(Path(program).resolve().parent)
+    given = filter(None, task.env.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:] = [beside, *given, *paths]
+
+
+def run(args: list[str], main: dict[str, Any]) -> None:
+    """Run a module, or a file, as ``__main__``, whose names are ``main``."""
+    program, *rest = args
+    if program == "-m":
+        sys.argv[:] = args[:1] + rest[1:]
+        runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
+        return
+    sys.argv[:] = args
+    code = compile(Path(program).read_bytes(), program, "exec")
+    main.clear()
+    main.update(__name__="__main__", __file__=program, __builtins__=__builtins__, __doc__=None)
+    exec(code, main)
+
+
+def serve() -> None:
+    """Returns in a process that has run its program, and where the tests have ended."""
+    import numpy
+    import torch.utils.data
+
+    assert numpy
+    assert torch.utils.data
+    task = Server(socket.socket(fileno=int(sys.argv[1]))).wait_for_task()
+    if task is not None:
+        take_place(task, sys.path[1:])
+        run(task.args, sys.modules["__main__"].__dict__)
+
+
+if __name__ == "__main__":
+    # From a module of its own: a program has all of __main__ to itself.
+    from tests.warm_server import serve as served
+
+    served()
