@@ -167,7 +167,9 @@ def test_wheel_trains_with_nothing_but_what_it_requires(built: Built, tmp_path: 
     (tmp_path / "sitecustomize.py").write_text(WITHOUT.format(blocked=blocked))
     path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(built.wheel)])}
     options = ["--epochs", "1", "--run-dir", "run"]
-    done = run_ranks(2, ["-m", "aladdin_mpi.train", *options], env=path, cwd=tmp_path)
+    done = run_ranks(
+        2, ["-m", "aladdin_mpi.train", *options], env=path, cwd=tmp_path, is_warm=False
+    )
     said = "not written: tensorboard/, curves.png; not installed: tensorboard, matplotlib; "
     assert done.stdout.count(f'{said}pip install "aladdin_mpi[tensorboard,plots]"') == 1, done
     assert summary(tmp_path / "run")["test_accuracy"] > 0.5

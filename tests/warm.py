@@ -13,7 +13,9 @@ processes that are hurt, start Python itself.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -37,17 +39,21 @@ def command(args: Sequence[str], env: dict[str, str]) -> list[str]:
 @cache
 def _serving() -> str:
     """The address of this process's server, which is started."""
-    address = str(Path(tempfile.mkdtemp(prefix="aladdin_mpi-warm-")) / "socket")
+    folder = tempfile.mkdtemp(prefix="aladdin_mpi-warm-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    address = str(Path(folder) / "socket")
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address)
         listening.listen(64)
         subprocess.Popen(
-            [sys.executable, "-m", SERVER, str(listening.fileno())],
+            [sys.executable, "-m", SERVER, str(listening.fileno()), str(os.getpid())],
             cwd=CLIENT.parents[1],
             env=env,
             pass_fds=[listening.fileno()],
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
     return address

@@ -39,9 +39,8 @@ class Server:
         self._selector.register(listening, selectors.EVENT_READ)
         self._children: dict[int, socket.socket] = {}
 
-    def wait_for_task(self) -> Task | None:
-        """The task, in a process made for it; None in the server, when the tests have ended."""
-        parent = os.getppid()
+    def wait_for_task(self, parent: int) -> Task | None:
+        """The task, in a process made for it; None in the server, when ``parent`` has ended."""
         while os.getppid() == parent:
             for key, _ in self._selector.select(LONGEST_SILENCE):
                 if key.fileobj is self._listening:
@@ -140,7 +139,8 @@ def serve() -> None:
 
     assert numpy
     assert torch.utils.data
-    task = Server(socket.socket(fileno=int(sys.argv[1]))).wait_for_task()
+    listening, parent = map(int, sys.argv[1:])
+    task = Server(socket.socket(fileno=listening)).wait_for_task(parent)
     if task is not None:
         take_place(task, sys.path[1:])
         run(task.args, sys.modules["__main__"].__dict__)
