@@ -226,10 +226,11 @@ class Replica(_Flat):
             UserError: the training loop has removed what an earlier backward pass had left.
         """
         view, gradient = self._bound[parameter], parameter.grad
-        if parameter in self.others:
+        if self.others and parameter in self.others:
             self._missing.discard(parameter)
             convert_gradient(parameter, view)
-            self._note_version(parameter, gradient)
+            if self._versions is not None:
+                self._versions[parameter] = _version(gradient)
             return
         if not _is_same(gradient, view):  # otherwise autograd has added to it
             if parameter not in self._missing:
@@ -241,11 +242,8 @@ class Replica(_Flat):
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
                 view.copy_(dense.detach())
         parameter.grad = view
-        self._note_version(parameter, view)
-
-    def _note_version(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         if self._versions is not None:
-            self._versions[parameter] = -1 if gradient is None else gradient._version
+            self._versions[parameter] = view._version
 
     def has_gradient(self) -> bool:
         """Whether backward has made any since :meth:`bind_gradients`."""
@@ -269,7 +267,7 @@ class Replica(_Flat):
         for parameter in self._missing.copy():
             self.take(parameter)
         for parameter, view in self._bound.items():
-            if parameter in self.others:
+            if self.others and parameter in self.others:
                 self._settle_other(parameter, view)
             elif not _is_same(parameter.grad, view):
                 raise _unbound()
@@ -281,8 +279,7 @@ class Replica(_Flat):
         if self._versions is None:
             convert_gradient(parameter, view)
             return
-        version = -1 if parameter.grad is None else parameter.grad._version
-        if self._versions[parameter] != version:
+        if self._versions[parameter] != _version(parameter.grad):
             raise _changed()
 
     def watch(self, layout: Layout, on_bucket: OnBucket, at_once: bool = True) -> BucketWatch:
@@ -311,6 +308,11 @@ def _is_same(gradient: Tensor | None, view: Tensor) -> bool:
     if gradient is None or gradient.is_sparse:
         return False
     return gradient.data_ptr() == view.data_ptr()
+
+
+def _version(gradient: Tensor | None) -> int:
+    """Which changes with every write to it, and when it is made or removed."""
+    return -1 if gradient is None else gradient._version
 
 
 def _changed() -> UserError:

@@ -36,23 +36,32 @@ class LoopWatch:
         Raises:
             UserError: parameters were changed, frozen or unfrozen meanwhile, or gradients scaled.
         """
-        before = zip(self._names.items(), self._versions, self._trained, strict=True)
-        for (parameter, name), version, trained in before:
+        # One look at all of them first: this is done in every step.
+        if [p._version for p in self._names] != self._versions:
+            self._refuse_changed()
+        if [p.requires_grad for p in self._names] != self._trained:
+            self._refuse_frozen()
+        if self._is_first:
+            self._is_first = False
+            _refuse_scaler()
+
+    def _refuse_changed(self) -> None:
+        for (parameter, name), version in zip(self._names.items(), self._versions, strict=True):
             if parameter._version != version:
                 raise UserError(
                     f"training loop: parameter {name} was changed between its batch and step(); "
                     "the optimizer is part of the algorithm: leave out optimizer.step(), and "
                     "whatever else writes to parameters"
                 )
+
+    def _refuse_frozen(self) -> None:
+        for (parameter, name), trained in zip(self._names.items(), self._trained, strict=True):
             if parameter.requires_grad != trained:
                 now = "frozen" if trained else "unfrozen"
                 raise UserError(
                     f"training loop: parameter {name} was {now} during the run; set requires_grad "
                     "before DataParallel is made"
                 )
-        if self._is_first:
-            self._is_first = False
-            _refuse_scaler()
 
     def close(self) -> None:
         """Watch no longer."""
