@@ -9,6 +9,7 @@ import signal
 import socket
 import struct
 import sys
+from contextlib import suppress
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -23,13 +24,19 @@ def main() -> None:
     server.sendall(task)
     pid = read(server)
     for number in FORWARDED:
-        signal.signal(number, lambda number, frame: os.kill(pid, number))
+        signal.signal(number, lambda number, frame: pass_on(pid, number))
     status = read(server)
     if os.WIFSIGNALED(status):
         if os.WTERMSIG(status) != signal.SIGKILL:
             signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.WEXITSTATUS(status))
+
+
+def pass_on(pid: int, number: int) -> None:
+    """Send a signal on, unless the process has just ended."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def read(server: socket.socket) -> int:
