@@ -275,10 +275,7 @@ class AladdinServer(Server):
 
     def resize(self, former: Former) -> None:
         """What is summed and not applied yet is kept; all workers have just got a model."""
-        self.server.resize(former)
-        if self.optimizer is not None:
-            mine = [bucket.part for bucket in self.server.buckets]
-            self.optimizer.inherit(former.server["optimizer"], mine)
+        super().resize(former)
         for shard in self.shards.values():
             shard.total = former.server["applied"]
             shard.total_at_send = [shard.total] * self.n

@@ -94,9 +94,6 @@ class AnsweringServer(Server):
         self.applied = state["applied"]
 
     def resize(self, former: Former) -> None:
-        """See :meth:`Role.resize`."""
-        self.server.resize(former)
-        if self.optimizer is not None:
-            mine = [bucket.part for bucket in self.server.buckets]
-            self.optimizer.inherit(former.server["optimizer"], mine)
+        """See :meth:`Server.resize`."""
+        super().resize(former)
         self.applied = dict.fromkeys(self.applied, former.server["applied"])

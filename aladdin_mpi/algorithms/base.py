@@ -141,6 +141,15 @@ class Server(Role):
     """A rank that keeps a part of the global model."""
 
     server: ParameterServer
+    optimizer: Optimizer | None
+    """Where the server steps on gradients."""
+
+    def resize(self, former: Former) -> None:
+        """See :meth:`Role.resize`."""
+        self.server.resize(former)
+        if self.optimizer is not None:
+            mine = [bucket.part for bucket in self.server.buckets]
+            self.optimizer.inherit(former.server["optimizer"], mine)
 
     def part(self, bucket: Bucket) -> Tensor:
         """This server's values."""
