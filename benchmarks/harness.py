@@ -80,7 +80,12 @@ def make_parser(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def publish(
-    name: str, argv: Sequence[str], args: argparse.Namespace, facts: Machine, found: Findings
+    name: str,
+    argv: Sequence[str],
+    args: argparse.Namespace,
+    facts: Machine,
+    found: Findings,
+    case: str = "",
 ) -> int:
     """Print what was found, save it where asked for; returns the exit status.
 
@@ -90,6 +95,7 @@ def publish(
         args: the same, from a parser of :func:`make_parser`.
         facts: what `machine()` gave before the runs.
         found: the measurements.
+        case: of the script, where each has files of its own.
     """
     command = ["python", "-m", f"benchmarks.{name}", *argv]
     if getattr(args, "quick", False):
@@ -100,7 +106,8 @@ def publish(
         print(f"bar missed: {line}")
     if args.save is not None:
         notes = "\n\n".join([found.notes, *(f"Bar missed: {line}." for line in found.missed)])
-        paths = write_result(name, found.title, found.rows, command, notes, facts, args.save)
+        files = f"{name}-{case}" if case else name
+        paths = write_result(files, found.title, found.rows, command, notes, facts, args.save)
         print(f"written: {' '.join(map(str, paths))}")
     return 1 if args.check and found.missed else 0
 

@@ -153,11 +153,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = quick.parse(parser, argv, QUICK)
     facts = machine()
     table = [row for ranks in args.ranks for row in rows(measure(args, ranks), ranks)]
-    title, name = "AR-SGD beside its peers", "peers"
+    title, case = "AR-SGD beside its peers", ""
     if args.optimizer != "sgd":
-        title, name = f"{title}, with {args.optimizer}", f"{name}-{args.optimizer}"
+        title, case = f"{title}, with {args.optimizer}", args.optimizer
     found = harness.Findings(title, table, NOTES, missed(table))
-    return harness.publish(name, argv, args, facts, found)
+    return harness.publish("peers", argv, args, facts, found, case)
 
 
 if __name__ == "__main__":

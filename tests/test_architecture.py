@@ -12,8 +12,8 @@ PACKAGE = "aladdin_mpi"
 LAYERS = (
     "console errors extras guard stop_signal units",
     "transport",
-    "tags vectors layout other_dtypes replica optimizers budget refusals barrier compression "
-    "allreduce",
+    "tags vectors layout other_dtypes bound_gradients bucket_watch replica optimizers budget "
+    "refusals barrier compression allreduce",
     "algorithms",
     "fields intervals settings agreement resume cli options unused",
     "training",

@@ -35,6 +35,17 @@ def test_the_background_looks_less_often_when_nothing_moves(ranks: int) -> None:
     assert pace.background(0.0) < pace.background(1.0) < 0.005
 
 
+def test_while_no_data_are_under_way_a_message_is_late_by_an_eighth_of_the_quiet_time() -> None:
+    pace = Pace(ranks=2, cores=2)
+    assert pace.background(0.0, is_idle=True) == pace.background(0.0)
+    for quiet in (0.008, 0.016):
+        assert pace.background(quiet, is_idle=True) == pytest.approx(SHARE * quiet)
+    assert pace.background(60.0, is_idle=True) == 0.004
+    shared = Pace(ranks=3, cores=2)
+    assert shared.background(0.0, is_idle=True) == shared.background(0.0)
+    assert shared.background(60.0, is_idle=True) == 0.008
+
+
 def test_a_host_may_have_fewer_cores_than_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CORES, raising=False)
     assert cores_of_host() == os.cpu_count()

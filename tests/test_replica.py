@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from aladdin_mpi.bucket_watch import BucketWatch
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.layout import Layout, cut
-from aladdin_mpi.replica import BucketWatch, PhantomReplica, Replica, outline
+from aladdin_mpi.replica import PhantomReplica, Replica, outline
 
 
 def perceptron() -> nn.Sequential:

@@ -12,11 +12,12 @@ from typing import Literal
 from torch import Tensor
 
 from aladdin_mpi.algorithms.former import Former
+from aladdin_mpi.bucket_watch import BucketWatch
 from aladdin_mpi.budget import Draws, Report, Ticket
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.layout import Bucket, Layout
 from aladdin_mpi.refusals import GradientCheck, Reason, Refusal, report
-from aladdin_mpi.replica import BucketWatch, PhantomReplica, Replica
+from aladdin_mpi.replica import PhantomReplica, Replica
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.vectors import clear, clip_norm
 

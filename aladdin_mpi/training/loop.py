@@ -96,7 +96,7 @@ class Loop:
         """
         assert self._rank is not None
         replica = self._rank.replica
-        if not self._losses and isinstance(replica, Replica) and replica.has_gradient():
+        if not self._losses and isinstance(replica, Replica) and replica.gradients.has_any():
             raise UserError(
                 "training loop: expected one call of step() for each batch, got none; call "
                 "run.step(loss) after loss.backward()"

@@ -134,7 +134,12 @@ class MpiTransport(Transport):
         self._news = threading.Event()
         """Something has been completed: for a thread that waits while another one polls."""
         self._takes_over = threading.Event()
-        """A thread that polled for itself goes back to work: for the progress thread."""
+        """For the progress thread: one that polled for itself goes back to work, or has begun
+        something."""
+        self._is_idle = True
+        """No data were under way at the last look."""
+        self._dozes = False
+        """The progress thread looks seldom."""
         self._progress_thread: threading.Thread | None = None
         self._stopping = self._closed = False
         self.progresses = progress and threads >= MPI.THREAD_SERIALIZED
@@ -190,7 +195,7 @@ class MpiTransport(Transport):
                 request.handle = self._messages.Isend(_bytes(request.buffer), dest, tag)
             except MPI.Exception as error:
                 self._meet_failure(request, error)
-        self._fresh.append(request)
+        self._add_fresh(request)
 
     def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
         _check_buffer(buffer)
@@ -200,8 +205,13 @@ class MpiTransport(Transport):
         request.source = source
         # Posted by the next poll: MPI copies a message that has been announced already
         # inside Irecv, which must not keep this thread from its work.
-        self._fresh.append(request)
+        self._add_fresh(request)
         return request
+
+    def _add_fresh(self, request: MpiRequest) -> None:
+        self._fresh.append(request)
+        if self._dozes:
+            self._takes_over.set()
 
     def _post_receive(self, request: MpiRequest) -> None:
         assert request.buffer is not None
@@ -297,9 +307,18 @@ class MpiTransport(Transport):
                 self._poll()
             streaming = self._completions != before
             if not streaming:
-                pause = self._pace.background(self._quiet()) if self._waiters == 0 else PARKED
-                self._takes_over.wait(pause)
+                self._takes_over.wait(self._pause())
                 self._takes_over.clear()
+                self._dozes = False
+
+    def _pause(self) -> float:
+        """Seconds until the next look of the progress thread."""
+        if self._waiters:
+            return PARKED
+        # Before the look at what is fresh: what is added meanwhile then ends the pause.
+        self._dozes = True
+        self._dozes = self._is_idle and not self._fresh
+        return self._pace.background(self._quiet(), self._dozes)
 
     def _quiet(self, since: float = 0.0) -> float:
         """Seconds in which nothing has been completed, of those ``since`` a moment."""
@@ -338,6 +357,7 @@ class MpiTransport(Transport):
             self._look_for_failures()
         else:
             self._complete_some()
+        self._is_idle = self._pending.is_idle and not self._held_back
 
     def _take_fresh(self) -> None:
         status = MPI.Status()
@@ -559,7 +579,7 @@ class MpiTransport(Transport):
             return request
         with self._posting:
             request.handle = getattr(self._collectives, name)(*arguments)
-        self._fresh.append(request)
+        self._add_fresh(request)
         return request
 
     def ibarrier(self) -> Request:

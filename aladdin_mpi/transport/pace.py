@@ -3,7 +3,9 @@
 A rank that waits by spinning takes its core from whoever shares it. Where there are more ranks
 on a host than cores, even short sleeps do: a look every 0.3 ms takes 8 % of a core, 15 % while
 messages move. There a rank sleeps in proportion to how long nothing has happened, which makes no
-wait longer than by an eighth, and takes a fraction of that.
+wait longer than by an eighth, and takes a fraction of that. So does the thread that looks while a
+rank computes, where no data are under way: waking it takes 40 us, so that a look every 0.75 ms
+took 5 % of a step on a core (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ SHARED_NAPS = (0.0001, 0.002)
 BACKGROUND = (0.0005, 0.001)
 """Seconds between two looks while the rank computes: as messages move, and when none has lately."""
 SHARED_BACKGROUND = (0.002, 0.004)
+IDLE_BACKGROUND = (0.0005, 0.004)
+"""At least and at most while it computes and no data are under way: `SHARE` of the quiet time."""
+SHARED_IDLE_BACKGROUND = (0.002, 0.008)
 PARKED = 0.02
 """Longest sleep of the thread that looks in the background while another one waits and looks."""
 
@@ -46,6 +51,7 @@ class Pace:
     def __init__(self, ranks: int, cores: int) -> None:
         self.shares = ranks > cores
         self._background = SHARED_BACKGROUND if self.shares else BACKGROUND
+        self._idle = SHARED_IDLE_BACKGROUND if self.shares else IDLE_BACKGROUND
 
     def nap(self, turn: int, quiet: float) -> float:
         """Seconds to sleep after look number ``turn``, ``quiet`` seconds after the last news."""
@@ -55,8 +61,11 @@ class Pace:
         longest = SHORT_NAP if quiet < LIVELY else LONG_NAP
         return min(longest, STEP * max(0, turn - SPINS))
 
-    def background(self, quiet: float) -> float:
-        """Seconds between two looks of the background."""
+    def background(self, quiet: float, is_idle: bool = False) -> float:
+        """Seconds between two looks of the background; ``is_idle``: no data are under way."""
+        if is_idle:
+            shortest, longest = self._idle
+            return min(longest, max(shortest, SHARE * quiet))
         return self._background[quiet >= LIVELY]
 
 

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from aladdin_mpi.transport.base import ANY_SOURCE, Request
 
+SMALL = 1 << 16
+"""Bytes of a message that comes within a look or two, which may then be rare."""
+
 
 class MpiRequest(Request):
     """A message or a collective under way.
@@ -65,6 +68,7 @@ class Pending:
         self._firsts: list[MpiRequest] = []
         self._handles: list[MPI.Request] = []
         self._stale = False
+        self._is_idle = True
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -98,6 +102,12 @@ class Pending:
         self._look_again()
         return self._handles
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no data are under way: all wait for small messages, which may come or not."""
+        self._look_again()
+        return self._is_idle
+
     def drop_ended(self) -> None:
         """Take out those at the head of a line that have ended."""
         for name, line in list(self._lines.items()):
@@ -121,4 +131,9 @@ class Pending:
         if self._stale:
             self._firsts = [line[0] for line in self._lines.values()]
             self._handles = [request.handle for request in self._firsts]
+            self._is_idle = all(map(_awaits_little, self._firsts))
             self._stale = False
+
+
+def _awaits_little(request: MpiRequest) -> bool:
+    return request.receives and request.buffer is not None and request.buffer.nbytes <= SMALL

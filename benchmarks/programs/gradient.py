@@ -104,7 +104,7 @@ class Passes(TorchDispatchMode):
         if self.stage == BACKWARD and not any(map(self._is_gradient, changed)):
             return  # computing
         name = func.overloadpacket.__name__
-        overwrites = name in ("copy_", "zero_", "fill_")
+        overwrites = name in ("copy_", "_foreach_copy_", "zero_", "fill_")
         used = {t.data_ptr(): t for t, is_changed in pairs if not (is_changed and overwrites)}
         read = sum(tensor.nbytes for tensor in used.values())
         made = [] if changed else [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]

@@ -40,14 +40,28 @@ def happens(condition: Callable[[], bool]) -> bool:
 
 
 def test_large_messages_move_while_nobody_calls(transport: MpiTransport) -> None:
+    pass_on(transport, tag=2000)
+    transport.wait(transport.ibarrier())
+
+
+def test_a_rank_at_rest_looks_less_often_and_wakes_when_it_begins_something(
+    transport: MpiTransport,
+) -> None:
+    """All ranks rest, so that each is woken by what it begins itself."""
+    for number in range(3):
+        transport.wait(transport.ibarrier())
+        assert happens(lambda: transport._dozes)
+        pass_on(transport, tag=2010 + number)
+
+
+def pass_on(transport: MpiTransport, tag: int) -> None:
+    """Send a large message to the next rank, and nothing but the progress thread enters MPI."""
     dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     message = torch.empty(4 * LARGE)
-    receive = transport.irecv(message, source, 2000)
-    send = transport.isend(full(4 * LARGE, transport.rank), dest, 2000)
-    # Neither test() nor wait(): only the progress thread enters MPI.
+    receive = transport.irecv(message, source, tag)
+    send = transport.isend(full(4 * LARGE, transport.rank), dest, tag)
     assert happens(lambda: receive.done and send.done)
     assert torch.equal(message, full(4 * LARGE, source))
-    transport.wait(transport.ibarrier())
 
 
 def test_a_receive_posted_late_does_not_hide_those_around_it() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
 from aladdin_mpi.transport.base import ANY_SOURCE
-from aladdin_mpi.transport.pending import MpiRequest, Pending
+from aladdin_mpi.transport.pending import SMALL, MpiRequest, Pending
 
 
 def receive(peer: int, tag: int = 1) -> MpiRequest:
@@ -75,3 +77,17 @@ def test_all_ended_are_found_wherever_they_stand() -> None:
     lines.drop_all_ended()
     assert list(lines) == line[0::2]
     assert lines.firsts() == [line[0]]
+
+
+def test_small_receives_are_no_data_under_way() -> None:
+    small = MpiRequest("receive", torch.empty(SMALL, dtype=torch.uint8), True, 1)
+    large = MpiRequest("receive", torch.empty(SMALL + 1, dtype=torch.uint8), True, 2)
+    tiny_send = MpiRequest("send", torch.empty(1), False, 1)
+    assert pending().is_idle
+    assert pending(small).is_idle
+    for busy in (large, tiny_send, MpiRequest("Ibarrier", None, False)):
+        lines = pending(small, busy)
+        assert not lines.is_idle
+        busy.done = True
+        lines.drop_all_ended()
+        assert lines.is_idle
