@@ -186,6 +186,7 @@ class MpiTransport(Transport):
                 self._held_back.setdefault((dest, tag), deque()).append((request, after))
             else:
                 self._send(request, dest, tag)
+        self._wake()
         return request
 
     def _send(self, request: MpiRequest, dest: int, tag: int) -> None:
@@ -210,6 +211,10 @@ class MpiTransport(Transport):
 
     def _add_fresh(self, request: MpiRequest) -> None:
         self._fresh.append(request)
+        self._wake()
+
+    def _wake(self) -> None:
+        """There is something to look for more often."""
         if self._dozes:
             self._takes_over.set()
 
@@ -315,9 +320,9 @@ class MpiTransport(Transport):
         """Seconds until the next look of the progress thread."""
         if self._waiters:
             return PARKED
-        # Before the look at what is fresh: what is added meanwhile then ends the pause.
+        # First, so that what is added from here on ends the pause.
         self._dozes = True
-        self._dozes = self._is_idle and not self._fresh
+        self._dozes = self._is_idle and not (self._fresh or self._held_back)
         return self._pace.background(self._quiet(), self._dozes)
 
     def _quiet(self, since: float = 0.0) -> float:
