@@ -137,7 +137,7 @@ class MpiTransport(Transport):
         """For the progress thread: one that polled for itself goes back to work, or has begun
         something."""
         self._is_idle = True
-        """No data were under way at the last look."""
+        """The pending requests awaited no data at the last look, under whose lock they change."""
         self._dozes = False
         """The progress thread looks seldom."""
         self._progress_thread: threading.Thread | None = None
@@ -184,9 +184,9 @@ class MpiTransport(Transport):
             queue = self._held_back.get((dest, tag))
             if queue or (after is not None and not after.query()):
                 self._held_back.setdefault((dest, tag), deque()).append((request, after))
+                self._wake()
             else:
                 self._send(request, dest, tag)
-        self._wake()
         return request
 
     def _send(self, request: MpiRequest, dest: int, tag: int) -> None:
@@ -362,7 +362,7 @@ class MpiTransport(Transport):
             self._look_for_failures()
         else:
             self._complete_some()
-        self._is_idle = self._pending.is_idle and not self._held_back
+        self._is_idle = self._pending.is_idle
 
     def _take_fresh(self) -> None:
         status = MPI.Status()
