@@ -1,18 +1,48 @@
 """Data-parallel training over MPI and in virtual time.
 
+Everything that a script of one's own needs is imported from here:
+
 >>> from aladdin_mpi import DataParallel
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aladdin_mpi.errors import UserError
-    from aladdin_mpi.training.data_parallel import DataParallel
+    from aladdin_mpi.accelerate import Accelerator
+    from aladdin_mpi.data.datasets import load_dataset
+    from aladdin_mpi.errors import LostError, SuspendedError, UserError
+    from aladdin_mpi.run.data_parallel import DataParallel
+    from aladdin_mpi.transport.request import PeerFailedError, TransportError, WaitTimeoutError
 
-__all__ = ["DataParallel", "UserError", "__version__"]
+__all__ = [
+    "Accelerator",
+    "DataParallel",
+    "LostError",
+    "PeerFailedError",
+    "SuspendedError",
+    "TransportError",
+    "UserError",
+    "WaitTimeoutError",
+    "__version__",
+    "load_dataset",
+]
+
+_PLACES = {
+    "Accelerator": "accelerate",
+    "DataParallel": "run.data_parallel",
+    "LostError": "errors",
+    "PeerFailedError": "transport.request",
+    "SuspendedError": "errors",
+    "TransportError": "transport.request",
+    "UserError": "errors",
+    "WaitTimeoutError": "transport.request",
+    "load_dataset": "data.datasets",
+}
+"""The module of each name."""
 
 try:
     __version__ = version("aladdin_mpi")
@@ -21,13 +51,8 @@ except PackageNotFoundError:
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when asked for: the commands must be able to report an error in an import.
-    if name == "DataParallel":
-        from aladdin_mpi.training.data_parallel import DataParallel
-
-        return DataParallel
-    if name == "UserError":
-        from aladdin_mpi.errors import UserError
-
-        return UserError
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Loaded when asked for: --help does without torch, and the commands must be able to report
+    # an error in an import.
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -31,8 +31,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.training.data_parallel import DataParallel
-from aladdin_mpi.training.epochs import Epoch
+from aladdin_mpi.run.data_parallel import DataParallel
+from aladdin_mpi.run.epochs import Epoch
 
 LENGTHS = ("epochs", "samples", "steps")
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.guard import TerminatedError
+from aladdin_mpi.process.guard import TerminatedError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _servers(argv: Sequence[str] | None) -> int:
-    from aladdin_mpi.options import TrainOptions, parse
+    from aladdin_mpi.config.options import TrainOptions, parse
 
     about = "Say how many ranks of a run with these options of aladdin_mpi.train are servers."
     options = parse(TrainOptions, argv, "aladdin_mpi.servers", about)

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from aladdin_mpi import guard
-from aladdin_mpi.greeting import Greeting
+from aladdin_mpi.process import guard
+from aladdin_mpi.run.greeting import Greeting
 
 DESCRIPTION = (
     "Train, or only time, a model with data parallelism on a modelled cluster in virtual time. "
@@ -30,18 +30,18 @@ def _main(argv: Sequence[str] | None) -> int:
         return _simulate_script(words)
     greeting = Greeting(STARTING, words)
 
-    from aladdin_mpi.cli import read
-    from aladdin_mpi.options import SimulateOptions, completed
-    from aladdin_mpi.settings import build
+    from aladdin_mpi.config.cli import read
+    from aladdin_mpi.config.options import SimulateOptions, completed
+    from aladdin_mpi.config.settings import build
 
     given = read(SimulateOptions, argv, "aladdin_mpi.simulate", DESCRIPTION)
     settings = completed(SimulateOptions, given)
     greeting.settings_read(settings)
     options = build(SimulateOptions, settings)
 
-    from aladdin_mpi.training.auto_resume import decide, follow
-    from aladdin_mpi.training.simulator import simulate
-    from aladdin_mpi.unused import warnings
+    from aladdin_mpi.config.unused import warnings
+    from aladdin_mpi.run.auto_resume import decide, follow
+    from aladdin_mpi.run.simulator import simulate
 
     settled = follow(decide(SimulateOptions, given, options), SimulateOptions, given, options)
     if settled is not None:
@@ -55,13 +55,13 @@ def _simulate_script(words: Sequence[str]) -> int:
     cut = rest.index("--") if "--" in rest else len(rest)
     greeting = Greeting(STARTING, rest[:cut])
 
-    from aladdin_mpi.cli import read
-    from aladdin_mpi.options import SimulateOptions
+    from aladdin_mpi.config.cli import read
+    from aladdin_mpi.config.options import SimulateOptions
 
     typed = read(SimulateOptions, rest[:cut], "aladdin_mpi.simulate", DESCRIPTION)
     greeting.settings_read(typed)
 
-    from aladdin_mpi.training.script import simulate_script
+    from aladdin_mpi.run.script import simulate_script
 
     simulate_script(Path(script), rest[cut + 1 :], typed)
     return 0

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from aladdin_mpi import batch_scripts
+from aladdin_mpi.comparison import batch_scripts
 from aladdin_mpi.errors import UserError
 
 FOLDER = Path("slurm")

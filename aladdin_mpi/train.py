@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from aladdin_mpi import guard, stop_signal
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.greeting import Greeting
+from aladdin_mpi.process import guard, stop_signal
+from aladdin_mpi.run.greeting import Greeting
 
 AGREEMENT_SECONDS = 60.0
 """Longest wait for the other ranks when this one has nothing but an error to tell."""
@@ -27,9 +27,9 @@ def _main(argv: Sequence[str] | None) -> int:
         text = f"starting {size} rank{'s' * (size > 1)}"
         greeting = Greeting(text, sys.argv[1:] if argv is None else argv)
 
-    from aladdin_mpi.cli import read
-    from aladdin_mpi.options import TrainOptions, completed
-    from aladdin_mpi.settings import build
+    from aladdin_mpi.config.cli import read
+    from aladdin_mpi.config.options import TrainOptions, completed
+    from aladdin_mpi.config.settings import build
 
     # Options are read before MPI starts, so that --help works where MPI does not.
     problem: UserError | None = None
@@ -51,10 +51,10 @@ def _main(argv: Sequence[str] | None) -> int:
     from aladdin_mpi.transport.mpi import MpiTransport
 
     # isort: split
-    from aladdin_mpi.training.auto_resume import settle
-    from aladdin_mpi.training.exchange import agree
-    from aladdin_mpi.training.trainer import train
-    from aladdin_mpi.unused import warnings
+    from aladdin_mpi.config.unused import warnings
+    from aladdin_mpi.control.exchange import agree
+    from aladdin_mpi.run.auto_resume import settle
+    from aladdin_mpi.run.trainer import train
 
     transport = MpiTransport(timeout=AGREEMENT_SECONDS if problem else options.timeout)
     agree(transport, lambda: _raise(problem))

@@ -16,9 +16,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from aladdin_mpi.cli import read
+from aladdin_mpi.config.cli import read
+from aladdin_mpi.config.options import SimulateOptions, followed
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options import SimulateOptions, followed
 from benchmarks.busy import BusyCores
 from benchmarks.cells import Cell, row
 from benchmarks.lab import Lab
@@ -86,7 +86,7 @@ class VirtualEngine(Engine):
     name = "virtual"
 
     def _train(self, cell: Cell, run_dir: Path) -> Mapping[str, Any]:
-        from aladdin_mpi.training.simulator import simulate
+        from aladdin_mpi.run.simulator import simulate
 
         words = [*cell.options(run_dir), *cluster_options(cell)]
         given = read(SimulateOptions, words, "aladdin_mpi.simulate", "")

@@ -4,7 +4,7 @@
     python -m benchmarks.heap --quick
 
 A training loop in plain torch, in one process, with glibc's heap as it is by itself and as
-`aladdin_mpi.training.heap` sets it for every run on a CPU.
+`aladdin_mpi.process.heap` sets it for every run on a CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.training.heap import CHOSEN
+from aladdin_mpi.process.heap import CHOSEN
 from benchmarks import harness, quick
 from benchmarks.bounds import whole
 from benchmarks.machine import machine

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from aladdin_mpi.options import SimulateOptions
-from aladdin_mpi.training.simulator import simulate
+from aladdin_mpi.config.options import SimulateOptions
+from aladdin_mpi.run.simulator import simulate
 from benchmarks.ipdps_paper import JITTER, NETWORKS, SERVED
 from benchmarks.spread import spread
 
@@ -42,7 +42,7 @@ class ImageNetShape:
 
 def imagenet_shape() -> Any:
     """For ``--dataset``: sizes the models as ImageNet does."""
-    from aladdin_mpi.training.datasets import DatasetPair
+    from aladdin_mpi.data.datasets import DatasetPair
 
     one = ImageNetShape()
     return DatasetPair(one, one, 1000, 3, 224, "imagenet-shape")

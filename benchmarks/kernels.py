@@ -27,10 +27,10 @@ from aladdin_mpi.compression.quantise import (
     quantise,
     steps_of,
 )
-from aladdin_mpi.layout import BYTES_PER_MB, BYTES_PER_VALUE
+from aladdin_mpi.model.layout import BYTES_PER_MB, BYTES_PER_VALUE
+from aladdin_mpi.model.vectors import add_if_finite, is_finite
 from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.training.heap import keep_freed
-from aladdin_mpi.vectors import add_if_finite, is_finite
+from aladdin_mpi.process.heap import keep_freed
 from benchmarks import harness, quick
 from benchmarks.bounds import positive, whole
 from benchmarks.machine import machine
@@ -38,10 +38,10 @@ from benchmarks.machine import machine
 Way = Callable[[], object]
 NOTES = """\
 Medians of single calls that take turns, on one thread. Look: whether all values are finite, by
-`aladdin_mpi.vectors.is_finite`, beside the sum of the values. Look and add: a gradient that has
-arrived, by `add_if_finite`, beside looking at it and adding it then. Momentum: a gradient turned
-into a step by `MomentumSGD.correct`, beside the same operations on whole vectors; Update: a whole
-step by `MomentumSGD.step`, likewise. Quantise: a gradient and what was left of those before
+`aladdin_mpi.model.vectors.is_finite`, beside the sum of the values. Look and add: a gradient that
+has arrived, by `add_if_finite`, beside looking at it and adding it then. Momentum: a gradient
+turned into a step by `MomentumSGD.correct`, beside the same operations on whole vectors; Update: a
+whole step by `MomentumSGD.step`, likewise. Quantise: a gradient and what was left of those before
 written in 8 or 4 bits by `quantise`, beside the same operations on whole vectors; Dequantise and
 add: what was written, by `add_dequantised`, likewise. Vectors are read in turn from more memory
 than caches of a core hold, as they are in training."""

@@ -57,7 +57,7 @@ class Events:
 
     killed: int = 0
     paused: int = 0
-    left_out: int = 0
+    excluded: int = 0
     came_back: int = 0
     suspended: int = 0
     crashed: int = 0
@@ -238,7 +238,7 @@ class Soak:
         left.remove(rank)
         with self._stopped(job, rank):
             job.wait_for(f"rank {rank} (host {os.uname().nodename}) has not been heard of")
-            self.events.left_out += 1
+            self.events.excluded += 1
             time.sleep(self._chance.uniform(0.0, 2.0) * self._args.worker_timeout)
         job.wait_for(f"rank {rank} (host {os.uname().nodename}) was left out")
         self.events.came_back += 1
@@ -362,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text, wrong = books(summary)
     events = soak.events
     happened = (
-        f"{events.killed} workers killed, {events.paused} paused for a moment, {events.left_out} "
+        f"{events.killed} workers killed, {events.paused} paused for a moment, {events.excluded} "
         f"for long and left out, of which {events.came_back} came back and left; "
         f"{len(soak.jobs)} jobs, {events.suspended} ended by a signal, {events.crashed} by "
         f"SIGKILL; test accuracy {summary['test_accuracy']:.3f}."

@@ -35,7 +35,7 @@ a fixed batch; flat: the same with the flat vectors and the optimizer of this pr
 sent; busy: as alone, while the core that a server has in the case aladdin is kept busy by an empty
 loop, which shows what two cores of this machine take from each other; aladdin: training with
 ALADDIN through the public interface. Freed memory is kept for the next step in all cases
-(`aladdin_mpi.training.heap`). Timed: nothing is calculated, a step is a sleep, and messages of the
+(`aladdin_mpi.process.heap`). Timed: nothing is calculated, a step is a sleep, and messages of the
 model's size are sent. The ratio is over the shortest of the cases without communication; busy
 ratio: over busy; over aladdin: what the rule of aladdin-ahead adds to ALADDIN's step, its messages
 of 8 bits included."""

@@ -19,9 +19,9 @@ from statistics import fmean
 from typing import Any
 
 from aladdin_mpi.comparison.plots import style
-from aladdin_mpi.options import SimulateOptions, parse
-from aladdin_mpi.training.recorder import read_metrics
-from aladdin_mpi.training.simulator import simulate
+from aladdin_mpi.config.options import SimulateOptions, parse
+from aladdin_mpi.run.recorder import read_metrics
+from aladdin_mpi.run.simulator import simulate
 from benchmarks import harness, quick
 from benchmarks.bounds import whole
 from benchmarks.harness import Findings

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from aladdin_mpi import DataParallel  # +
-from aladdin_mpi.training.builtin_sets import read_digits
+from aladdin_mpi.data.builtin_sets import read_digits
 
 
 class Net(nn.Module):

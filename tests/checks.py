@@ -10,7 +10,7 @@ import torch
 from tests.commands import checkpoint_part, simulate
 from tests.quadratic import Quadratic
 from tests.roles import Job, Outcome, run
-from tests.test_resume import MODULE, PLAN, assert_same
+from tests.run.test_resume import MODULE, PLAN, assert_same
 
 
 def check_resumed(folder: Path, algorithm: str, *options: object) -> None:

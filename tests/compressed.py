@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from aladdin_mpi.algorithms import registry
-from aladdin_mpi.algorithms.base import Role, Server
-from aladdin_mpi.algorithms.server import ParameterServer
-from aladdin_mpi.algorithms.worker import Pace, Worker
-from aladdin_mpi.budget import Budget, Ticket
-from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.compression.dgc import DeepGradientCompression
 from aladdin_mpi.compression.wires import make_codec
-from aladdin_mpi.layout import Layout, cut
+from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.control.budget import Budget, Ticket
+from aladdin_mpi.data.builtin_sets import read_digits
+from aladdin_mpi.model.layout import Layout, cut
+from aladdin_mpi.model.replica import PhantomReplica, Replica, outline
 from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.options import RunOptions
-from aladdin_mpi.replica import PhantomReplica, Replica, outline
-from aladdin_mpi.training.builtin_sets import read_digits
+from aladdin_mpi.parameter_server.server import ParameterServer
+from aladdin_mpi.parameter_server.server_role import Server
+from aladdin_mpi.roles.role import Role
+from aladdin_mpi.roles.worker import Pace, Worker
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual import VirtualCluster

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from aladdin_mpi.transport.base import ANY_SOURCE, Transport
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.request import ANY_SOURCE
 from tests.conformance_collectives import COLLECTIVE_CHECKS, LARGE, full
 
 CHECKS: dict[str, Callable[[Transport], None]] = {}

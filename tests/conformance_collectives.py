@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aladdin_mpi.transport.base import Request, Transport
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.request import Request
 
 LARGE = 300_000
 """Items of a message that no MPI sends eagerly."""

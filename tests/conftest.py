@@ -10,18 +10,18 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SHARED = (
-    "tests/test_compare.py",
-    "tests/test_multistep.py",
-    "tests/test_resume.py",
-    "tests/test_suspend.py",
+    "tests/comparison/test_compare.py",
+    "tests/algorithms/test_multistep.py",
+    "tests/run/test_resume.py",
+    "tests/run/test_suspend.py",
     "tests/test_train.py",
 )
 """Files whose tests share what is slow to make: they stay in one process."""
 HOSTS = (
     "tests/slurm/",
-    "tests/test_benchmarks.py",
-    "tests/test_cut_links.py",
-    "tests/test_lab.py",
+    "tests/benchmarks/test_benchmarks.py",
+    "tests/transport/test_cut_links.py",
+    "tests/benchmarks/test_lab.py",
 )
 """Those that build a network of hosts, one at a time."""
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from aladdin_mpi.refusals import Reason, Refusal, report
-from aladdin_mpi.tags import SEALED
-from aladdin_mpi.transport.base import Event, Request, Transport
+from aladdin_mpi.control.refusals import Reason, Refusal, report
+from aladdin_mpi.control.tags import SEALED
+from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.layer import Layer
+from aladdin_mpi.transport.request import Event, Request
 from aladdin_mpi.transport.sealed import SealedTransport
 
 Choice = Callable[[int, Tensor], bool]

@@ -12,13 +12,13 @@ from torch.nn import functional
 
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.algorithms.multistep import MultistepWorker
-from aladdin_mpi.algorithms.worker import Pace, Worker
-from aladdin_mpi.budget import Budget, Ticket
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.codec import DenseWire
+from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.control.budget import Budget, Ticket
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.model.replica import Replica
 from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.options import RunOptions
-from aladdin_mpi.replica import Replica
-from aladdin_mpi.tags import Tag
+from aladdin_mpi.roles.worker import Pace, Worker
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual import VirtualCluster
@@ -185,7 +185,7 @@ def run_rank(job: Job, transport: Transport) -> Result:
     budget = None
     if transport.rank == 0:
         budget = Budget(transport, job.samples, lambda rank, report: None, transport.size)
-    transport.exempt(Tag.DRAW, Tag.GRANT)  # only what the algorithm sends is counted
+    transport.exclude_from_traffic(Tag.DRAW, Tag.GRANT)  # only what the algorithm sends is counted
     start = transport.now()
     for segment in range(job.segments):
         transport.sleep(STAGGER * (transport.rank + 1))

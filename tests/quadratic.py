@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from aladdin_mpi.algorithms.aladdin import AladdinServer, AladdinWorker
-from aladdin_mpi.algorithms.options import AladdinOptions
-from aladdin_mpi.algorithms.server import Arrival, ParameterServer
-from aladdin_mpi.algorithms.worker import Pace, Worker
-from aladdin_mpi.budget import Budget, Report, Ticket
-from aladdin_mpi.compression.dense import DenseWire
-from aladdin_mpi.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
+from aladdin_mpi.compression.codec import DenseWire
+from aladdin_mpi.config.algorithm_options import AladdinOptions
+from aladdin_mpi.control.budget import Budget, Report, Ticket
+from aladdin_mpi.model.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
+from aladdin_mpi.model.replica import Replica
 from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.replica import Replica
+from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
+from aladdin_mpi.roles.worker import Pace, Worker
 from aladdin_mpi.transport.base import Traffic
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport

@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms import registry
-from aladdin_mpi.algorithms.base import Role, Server
-from aladdin_mpi.algorithms.server import ParameterServer
-from aladdin_mpi.algorithms.worker import Pace, Worker
-from aladdin_mpi.barrier import barrier
-from aladdin_mpi.budget import Budget, Report, Ticket
 from aladdin_mpi.compression.wires import make_codec
-from aladdin_mpi.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
+from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.control.barrier import barrier
+from aladdin_mpi.control.budget import Budget, Report, Ticket
+from aladdin_mpi.control.refusals import NBYTES, Refusal
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.model.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
+from aladdin_mpi.model.replica import Replica
 from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.options import RunOptions
-from aladdin_mpi.refusals import NBYTES, Refusal
-from aladdin_mpi.replica import Replica
-from aladdin_mpi.tags import Tag
+from aladdin_mpi.parameter_server.server import ParameterServer
+from aladdin_mpi.parameter_server.server_role import Server
+from aladdin_mpi.roles.role import Role
+from aladdin_mpi.roles.worker import Pace, Worker
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual import VirtualCluster

@@ -12,7 +12,7 @@ from aladdin_mpi.accelerate import Accelerator
 from aladdin_mpi.errors import UserError
 from tests.commands import summary
 from tests.launch import Completed, needs, run_ranks
-from tests.test_own_loop import HERE
+from tests.run.test_own_loop import HERE
 
 SCRIPT = """
 import sys

@@ -4,32 +4,48 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 from tests.launch import ROOT
 
 PACKAGE = "aladdin_mpi"
 LAYERS = (
-    "console errors extras guard stop_signal units",
+    "errors",
+    "process",
     "transport",
-    "tags vectors layout other_dtypes bound_gradients bucket_watch replica optimizers budget "
-    "refusals barrier compression allreduce",
+    "model",
+    "optimizers",
+    "config",
+    "control",
+    "compression",
+    "allreduce",
+    "roles",
+    "gossip",
+    "parameter_server",
     "algorithms",
-    "fields intervals settings agreement resume cli options unused",
-    "training",
-    "accelerate comparison machine batch_scripts",
-    "compare greeting servers simulate slurm train",
+    "data",
+    "run",
+    "accelerate",
+    "comparison",
+    "servers slurm",
+    "compare simulate train",
 )
-"""Files and folders of the package, the lowest first; a layer's own may use each other."""
+"""Folders of the package, the lowest first, and the files beside them."""
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 
 
-def imports(path: Path) -> Iterator[str]:
-    """The modules that a file imports when it runs, with the names that it takes from them."""
+def imports(path: Path, typing: bool = True) -> Iterator[str]:
+    """The modules that a file imports, with the names that it takes from them.
+
+    Args:
+        path: of the file.
+        typing: also those that it imports for type checking only.
+    """
     nodes: list[ast.AST] = [ast.parse(path.read_text())]
     while nodes:
         node = nodes.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if not typing and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -66,6 +82,27 @@ def test_layers_use_only_those_below() -> None:
     assert upwards == []
 
 
+def uses(typing: bool) -> dict[str, set[str]]:
+    """The files of the package that each file imports, by their places."""
+    places = {
+        f"{PACKAGE}.{place.removesuffix('.py').replace('/', '.')}": place for place, _ in files()
+    }
+    return {
+        place: {
+            places[name]
+            for module in imports(path, typing)
+            for name in (module, module.rpartition(".")[0])
+            if name in places
+        }
+        for place, path in files()
+    }
+
+
+def test_no_circle_of_imports() -> None:
+    order = TopologicalSorter(uses(typing=False))
+    order.prepare()  # raises CycleError, which names the files
+
+
 def test_algorithms_know_neither_engine() -> None:
     """So one text of theirs runs over MPI and in virtual time."""
     engines = ("mpi4py", f"{PACKAGE}.transport.mpi", f"{PACKAGE}.transport.virtual")
@@ -75,4 +112,4 @@ def test_algorithms_know_neither_engine() -> None:
         for module in imports(path)
         if f"{module}.".startswith(tuple(f"{engine}." for engine in engines))
     }
-    assert knowing == {"guard", "transport", "training", "train"}
+    assert knowing == {"process", "transport", "run", "train"}

@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from aladdin_mpi.extras import EXTRAS
+from aladdin_mpi.process.extras import EXTRAS
 from tests.commands import summary
 from tests.launch import ROOT, needs, run_ranks
 from tests.test_packaging import needed
@@ -107,7 +107,7 @@ def test_sdist_has_all_that_is_in_the_repository(built: Built) -> None:
 def test_wheel_has_the_package_with_its_data_and_nothing_else(built: Built) -> None:
     package = built.wheel / "aladdin_mpi"
     shipped = files(package)
-    assert {"py.typed", "training/digits.npz"} <= shipped
+    assert {"py.typed", "data/digits.npz"} <= shipped
     assert {path.name for path in built.wheel.iterdir()} - {"aladdin_mpi"} == {
         path.name for path in built.wheel.glob("*.dist-info")
     }

@@ -12,7 +12,7 @@ from PIL import Image
 
 from tests.commands import simulate, summary
 from tests.launch import ROOT, Completed, needs, run_ranks
-from tests.test_own_loop import HERE
+from tests.run.test_own_loop import HERE
 
 ONE, PARALLEL = ROOT / "examples" / "one_process", ROOT / "examples" / "parallel"
 MOST = 8

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from aladdin_mpi import extras
+from aladdin_mpi.data.datasets import load_dataset
+from aladdin_mpi.data.models import SMALL_MODELS, build_model, list_models
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.training import report
-from aladdin_mpi.training.datasets import load_dataset
-from aladdin_mpi.training.models import SMALL_MODELS, build_model, list_models
+from aladdin_mpi.process import extras
+from aladdin_mpi.run import report
 from tests.commands import compare
-from tests.test_compare_parts import make_run, result
+from tests.comparison.test_compare_parts import make_run, result
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from aladdin_mpi.options import SimulateOptions, parse
+from aladdin_mpi.config.options import SimulateOptions, parse
 from tests.commands import metrics, simulate, summary
 
 PLAN = ["--workers", 4, "--hosts", 2, "--samples", 1600, "--batch-size", 16, "--jitter", 0.2]

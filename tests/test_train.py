@@ -10,8 +10,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from aladdin_mpi.options import TrainOptions, parse
-from aladdin_mpi.training.models import build_model
+from aladdin_mpi.config.options import TrainOptions, parse
+from aladdin_mpi.data.models import build_model
 from tests.commands import EPOCH, checkpoint_part, leftovers, metrics, rises, summary, train
 from tests.launch import Completed, needs
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from aladdin_mpi.transport.cluster import Cluster
-from aladdin_mpi.transport.network import QUANTUM
+from aladdin_mpi.transport.message import QUANTUM
 from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport
 
 LATENCY, OVERHEAD = 100e-6, 10e-6

@@ -21,19 +21,18 @@ from typing import Any
 
 from torch import Tensor
 
-from aladdin_mpi.algorithms.former import Former
-from aladdin_mpi.algorithms.options import AdPsgdOptions
-from aladdin_mpi.algorithms.peers import ModelOutbox, PeerWorker
-from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.barrier import barrier
-from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.compression.dense import DenseWire
-from aladdin_mpi.layout import Bucket
+from aladdin_mpi.compression.codec import DenseWire, GradientCodec
+from aladdin_mpi.config.algorithm_options import AdPsgdOptions
+from aladdin_mpi.control.barrier import barrier
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.gossip.peers import ModelOutbox, PeerWorker
+from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.vectors import add, copy, host_vector
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.tags import Tag
-from aladdin_mpi.transport.base import PeerFailedError, Request
+from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.worker import Worker
+from aladdin_mpi.transport.request import PeerFailedError, Request
 from aladdin_mpi.transport.sealed import is_void, void
-from aladdin_mpi.vectors import add, copy, host_vector
 
 
 def passive_workers(n: int) -> list[int]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from aladdin_mpi.algorithms.adsp_schedule import Schedule
-from aladdin_mpi.algorithms.answering import AnsweringServer
-from aladdin_mpi.algorithms.local_difference import DifferenceWorker
-from aladdin_mpi.algorithms.options import AdspOptions
-from aladdin_mpi.algorithms.server import Arrival, ParameterServer
-from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.codec import GradientCodec
+from aladdin_mpi.config.algorithm_options import AdspOptions
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.parameter_server.answering import AnsweringServer
+from aladdin_mpi.parameter_server.local_difference import DifferenceWorker
+from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
+from aladdin_mpi.roles.worker import Worker
 
 
 class AdspWorker(DifferenceWorker):
@@ -97,7 +97,7 @@ class AdspServer(AnsweringServer):
     def ended(self, worker: int) -> None:
         """The scheduler counts no longer on a worker that has failed."""
         if self.schedule is not None and self.server.has_failed(worker):
-            self.schedule.leave_out(worker)
+            self.schedule.exclude(worker)
 
     def facts(self) -> dict[str, Any]:
         """The rate that was found, for the summary."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from aladdin_mpi.algorithms.adsp_search import Point, RateSearch, fit, reward
 from aladdin_mpi.algorithms.global_loss import GlobalLoss
-from aladdin_mpi.algorithms.options import AdspOptions
+from aladdin_mpi.config.algorithm_options import AdspOptions
 
 PERIOD_STEPS = 10
 """Length of a check period in mean steps, where it is not given."""
@@ -80,10 +80,10 @@ class Schedule:
         if time >= self._ends:
             self._check(time)
 
-    def leave_out(self, worker: int) -> None:
+    def exclude(self, worker: int) -> None:
         """A worker has failed."""
         self._left_out.add(worker)
-        self.loss.leave_out(worker)
+        self.loss.exclude(worker)
 
     def interval(self, worker: int, now: float) -> float:
         """Seconds until the worker's next commit: ``Gamma / dC_i``, dC_i = C_target - c_i.

@@ -13,19 +13,20 @@ from typing import Any
 
 from torch import Tensor
 
-from aladdin_mpi.algorithms.base import Server, TrainingWorker
-from aladdin_mpi.algorithms.former import Former
-from aladdin_mpi.algorithms.gradient_sum import GradientSum
-from aladdin_mpi.algorithms.inbox import Model, ModelInbox
-from aladdin_mpi.algorithms.options import AladdinOptions
-from aladdin_mpi.algorithms.outbox import Outbox
-from aladdin_mpi.algorithms.server import Arrival, ParameterServer
-from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.layout import Bucket
+from aladdin_mpi.compression.codec import GradientCodec
+from aladdin_mpi.config.algorithm_options import AladdinOptions
+from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.vectors import add, clear, copy
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.vectors import add, clear, copy
+from aladdin_mpi.parameter_server.gradient_sum import GradientSum
+from aladdin_mpi.parameter_server.inbox import Model, ModelInbox
+from aladdin_mpi.parameter_server.outbox import Outbox
+from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
+from aladdin_mpi.parameter_server.server_role import Server
+from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.role import TrainingWorker
+from aladdin_mpi.roles.worker import Worker
 
 
 class AladdinWorker(TrainingWorker):

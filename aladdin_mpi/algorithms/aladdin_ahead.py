@@ -2,8 +2,8 @@
 
 As in ALADDIN (Ko et al., CIKM 2021) a worker never waits and no gradient is lost. What is
 new: the worker computes each gradient where it expects the global model to be when that
-gradient is added (:mod:`~aladdin_mpi.algorithms.global_track`), and models are sent to
-arrive just before they are read (:mod:`~aladdin_mpi.algorithms.just_in_time`).
+gradient is added (:mod:`~aladdin_mpi.parameter_server.global_track`), and models are sent to
+arrive just before they are read (:mod:`~aladdin_mpi.parameter_server.just_in_time`).
 ``docs/aladdin.md`` derives both. Run for each bucket as for a model of its own.
 """
 
@@ -16,20 +16,20 @@ from typing import Any
 
 from torch import Tensor
 
-from aladdin_mpi.algorithms.answering import AnsweringServer
-from aladdin_mpi.algorithms.base import TrainingWorker
-from aladdin_mpi.algorithms.former import Former
-from aladdin_mpi.algorithms.global_track import GlobalTrack
-from aladdin_mpi.algorithms.inbox import Model, ModelInbox
-from aladdin_mpi.algorithms.just_in_time import Timing, due_bucket
-from aladdin_mpi.algorithms.options import AladdinAheadOptions
-from aladdin_mpi.algorithms.outbox import Outbox
-from aladdin_mpi.algorithms.room import Level, Room
-from aladdin_mpi.algorithms.server import Arrival, Notes, ParameterServer
-from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.layout import Bucket
+from aladdin_mpi.compression.codec import GradientCodec
+from aladdin_mpi.config.algorithm_options import AladdinAheadOptions
+from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.parameter_server.answering import AnsweringServer
+from aladdin_mpi.parameter_server.global_track import GlobalTrack
+from aladdin_mpi.parameter_server.inbox import Model, ModelInbox
+from aladdin_mpi.parameter_server.just_in_time import Timing, due_bucket
+from aladdin_mpi.parameter_server.outbox import Outbox
+from aladdin_mpi.parameter_server.room import Level, Room
+from aladdin_mpi.parameter_server.server import Arrival, Notes, ParameterServer
+from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.role import TrainingWorker
+from aladdin_mpi.roles.worker import Worker
 
 RARER = (2, 4, 8)
 """Values of pi where there is no room for a model after each gradient."""

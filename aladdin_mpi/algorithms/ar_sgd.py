@@ -11,18 +11,18 @@ from typing import Any
 
 from torch import Tensor
 
-from aladdin_mpi.algorithms.former import Former
-from aladdin_mpi.algorithms.options import ArSgdOptions
 from aladdin_mpi.algorithms.summing import SummingWorker
-from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.allreduce.base import AllReduce, Pending
 from aladdin_mpi.allreduce.compressed import CompressedAllReduce
-from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.compression.dgc import DeepGradientCompression
-from aladdin_mpi.layout import Bucket
+from aladdin_mpi.config.algorithm_options import ArSgdOptions
+from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.vectors import add, clip_norm, copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.vectors import add, clip_norm, copy, scale
+from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.worker import Worker
 
 
 class ArSgdWorker(SummingWorker):

@@ -20,20 +20,20 @@ from enum import IntEnum
 from statistics import median
 from typing import Any
 
-from aladdin_mpi.algorithms.answering import AnsweringServer
 from aladdin_mpi.algorithms.ashl_plan import Share, Stage, Times, make_plan
 from aladdin_mpi.algorithms.ashl_top_k import SAMPLE, TopK
-from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.algorithms.global_loss import GlobalLoss
-from aladdin_mpi.algorithms.local_difference import DifferenceWorker
-from aladdin_mpi.algorithms.options import AshlOptions
-from aladdin_mpi.algorithms.server import Arrival, ParameterServer
-from aladdin_mpi.algorithms.staleness import StalenessBound
-from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.compression.select import select
-from aladdin_mpi.layout import Bucket
+from aladdin_mpi.config.algorithm_options import AshlOptions
+from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.parameter_server.answering import AnsweringServer
+from aladdin_mpi.parameter_server.local_difference import DifferenceWorker
+from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
+from aladdin_mpi.parameter_server.staleness import StalenessBound
+from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.worker import Worker
 
 _log = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ class AshlServer(AnsweringServer):
         """Nobody waits for a worker that has ended."""
         self.bound.ended(worker)
         if self.head is not None and self.server.has_failed(worker):
-            self.head.loss.leave_out(worker)
+            self.head.loss.exclude(worker)
 
     def facts(self) -> dict[str, Any]:
         """The plan, and when the fine stage began, for the summary."""

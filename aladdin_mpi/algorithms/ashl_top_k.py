@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.compression.dgc import DeepGradientCompression
 from aladdin_mpi.compression.few_bits import FewBitsCodec
-from aladdin_mpi.layout import Bucket, Layout
-from aladdin_mpi.transport.base import Event
+from aladdin_mpi.model.layout import Bucket, Layout
+from aladdin_mpi.transport.request import Event
 
 SAMPLE = 0.01
 """Share of the values from which the smallest of the largest is estimated."""

@@ -6,13 +6,13 @@ every gradient and answers with its model; a worker waits for its own answer onl
 
 from __future__ import annotations
 
-from aladdin_mpi.algorithms.answering import AnsweringServer
-from aladdin_mpi.algorithms.options import AspOptions
-from aladdin_mpi.algorithms.push_pull import PushPullWorker
-from aladdin_mpi.algorithms.server import ParameterServer
-from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.codec import GradientCodec
+from aladdin_mpi.config.algorithm_options import AspOptions
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.parameter_server.answering import AnsweringServer
+from aladdin_mpi.parameter_server.push_pull import PushPullWorker
+from aladdin_mpi.parameter_server.server import ParameterServer
+from aladdin_mpi.roles.worker import Worker
 
 
 class AspWorker(PushPullWorker):

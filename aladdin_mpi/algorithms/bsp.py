@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from aladdin_mpi.algorithms.answering import AnsweringServer
-from aladdin_mpi.algorithms.gradient_sum import GradientSum
 from aladdin_mpi.algorithms.host_first import FollowingWorker, LeadingWorker, host_groups
-from aladdin_mpi.algorithms.options import BspOptions
-from aladdin_mpi.algorithms.push_pull import PushPullWorker
-from aladdin_mpi.algorithms.server import Arrival, ParameterServer
-from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.layout import Bucket
+from aladdin_mpi.compression.codec import GradientCodec
+from aladdin_mpi.config.algorithm_options import BspOptions
+from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.vectors import scale
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.vectors import scale
+from aladdin_mpi.parameter_server.answering import AnsweringServer
+from aladdin_mpi.parameter_server.gradient_sum import GradientSum
+from aladdin_mpi.parameter_server.push_pull import PushPullWorker
+from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
+from aladdin_mpi.roles.worker import Worker
 
 
 def bsp_worker(

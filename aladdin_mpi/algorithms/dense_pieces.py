@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from aladdin_mpi.algorithms.in_order import Queued
 from aladdin_mpi.algorithms.layer_pieces import Ground, Piece
-from aladdin_mpi.layout import Bucket
-from aladdin_mpi.replica import DenseLayer
-from aladdin_mpi.transport.base import Event
-from aladdin_mpi.vectors import copy, scale
+from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.replica import DenseLayer
+from aladdin_mpi.model.vectors import copy, scale
+from aladdin_mpi.transport.request import Event
 
 
 class Capture:

@@ -11,22 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aladdin_mpi.algorithms.answering import AnsweringServer
-from aladdin_mpi.algorithms.former import Former
-from aladdin_mpi.algorithms.inbox import ModelInbox
-from aladdin_mpi.algorithms.local_steps import LocalStepWorker
-from aladdin_mpi.algorithms.options import EasgdOptions
-from aladdin_mpi.algorithms.server import Arrival, ParameterServer
-from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.compression.models import ModelEncoder
-from aladdin_mpi.layout import Bucket
+from aladdin_mpi.config.algorithm_options import EasgdOptions
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.vectors import add, copy, lerp, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.tags import Tag
-from aladdin_mpi.transport.base import Event
-from aladdin_mpi.vectors import add, copy, lerp, scale
+from aladdin_mpi.parameter_server.answering import AnsweringServer
+from aladdin_mpi.parameter_server.inbox import ModelInbox
+from aladdin_mpi.parameter_server.local_steps import LocalStepWorker
+from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
+from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.worker import Worker
+from aladdin_mpi.transport.request import Event
 
 WHOLE_BYTES = 8
 """Of a message that says that a difference was lost."""

@@ -19,7 +19,7 @@ class GlobalLoss:
         if isfinite(loss):
             self._newest[worker] = (loss, gradients)
 
-    def leave_out(self, worker: int) -> None:
+    def exclude(self, worker: int) -> None:
         """A worker has failed: what it said last does not count."""
         self._newest[worker] = (0.0, 0)
 

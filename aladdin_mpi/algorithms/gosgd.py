@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from aladdin_mpi.algorithms.gossip_inbox import GossipInbox
-from aladdin_mpi.algorithms.options import GoSgdOptions
-from aladdin_mpi.algorithms.peers import ModelOutbox, PeerWorker
-from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.layout import Bucket
+from aladdin_mpi.compression.codec import GradientCodec
+from aladdin_mpi.config.algorithm_options import GoSgdOptions
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.gossip.gossip_inbox import GossipInbox
+from aladdin_mpi.gossip.peers import ModelOutbox, PeerWorker
+from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.vectors import add
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.tags import Tag
-from aladdin_mpi.vectors import add
+from aladdin_mpi.roles.worker import Worker
 
 LEAST_ALPHA = 2.0**-1000
 """Below it a worker keeps what it has: halved often enough a weight would become 0."""

@@ -6,17 +6,18 @@ from collections import deque
 
 from torch import Tensor
 
-from aladdin_mpi.algorithms.push_pull import PushPullWorker
-from aladdin_mpi.algorithms.server import TAKEN
-from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.budget import Ticket
-from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.layout import Bucket
+from aladdin_mpi.compression.codec import GradientCodec
+from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.vectors import copy
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.tags import Tag
-from aladdin_mpi.transport.base import Request, Transport
+from aladdin_mpi.parameter_server.push_pull import PushPullWorker
+from aladdin_mpi.parameter_server.server import TAKEN
+from aladdin_mpi.roles.worker import Worker
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.request import Request
 from aladdin_mpi.transport.sealed import SealedTransport, is_void
-from aladdin_mpi.vectors import copy
 
 
 def host_groups(transport: Transport, servers: int, largest: int | None = None) -> list[list[int]]:
@@ -90,7 +91,9 @@ class LeadingWorker(PushPullWorker):
 
     def _add(self, g: Tensor, bucket: Bucket) -> None:
         mine = g[bucket.part]
-        self.transport.handle(TAKEN * mine.numel() * self.wire.dtype.itemsize * len(self.received))
+        self.transport.charge_memory(
+            TAKEN * mine.numel() * self.wire.dtype.itemsize * len(self.received)
+        )
         if not mine.is_meta:
             for buffer in self.received.values():
                 theirs = buffer[bucket.part]

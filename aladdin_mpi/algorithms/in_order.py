@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from aladdin_mpi.transport.base import Event, Request, Transport
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.request import Event, Request
 
 EVENT_POLL = 0.0001
 """Seconds between two looks at a copy from the GPU."""

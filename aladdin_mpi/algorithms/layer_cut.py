@@ -10,8 +10,8 @@ from itertools import pairwise
 from math import ceil
 from typing import Literal
 
-from aladdin_mpi.layout import BYTES_PER_MB, BYTES_PER_VALUE, Bucket, Layout
-from aladdin_mpi.replica import DenseLayer
+from aladdin_mpi.model.layout import BYTES_PER_MB, BYTES_PER_VALUE, Bucket, Layout
+from aladdin_mpi.model.replica import DenseLayer
 
 Exchange = Literal["auto", "gradients", "activations"]
 """How the gradients of fully connected layers come together."""

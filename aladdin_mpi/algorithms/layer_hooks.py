@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from aladdin_mpi.algorithms.dense_pieces import DenseWeight
 from aladdin_mpi.algorithms.layer_pieces import Piece
-from aladdin_mpi.bucket_watch import BucketWatch
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.replica import places
+from aladdin_mpi.model.bucket_watch import BucketWatch
+from aladdin_mpi.model.replica import places
 
 
 class LayerHooks:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms.in_order import InOrder, Queued
-from aladdin_mpi.compression.dense import DenseWire
-from aladdin_mpi.layout import Bucket
-from aladdin_mpi.refusals import GradientCheck
-from aladdin_mpi.transport.base import Event, Transport
-from aladdin_mpi.vectors import copy, scale
+from aladdin_mpi.compression.codec import DenseWire
+from aladdin_mpi.control.refusals import GradientCheck
+from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.vectors import copy, scale
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.request import Event
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ that is smaller than the last digit of a parameter.
 
 from __future__ import annotations
 
-from aladdin_mpi.algorithms.options import LocalSgdOptions
-from aladdin_mpi.algorithms.peers import PeerWorker
 from aladdin_mpi.algorithms.summing import SummingWorker
-from aladdin_mpi.algorithms.worker import Worker
 from aladdin_mpi.allreduce import choose
-from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.codec import GradientCodec
+from aladdin_mpi.config.algorithm_options import LocalSgdOptions
+from aladdin_mpi.gossip.peers import PeerWorker
+from aladdin_mpi.model.vectors import add, copy
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.vectors import add, copy
+from aladdin_mpi.roles.worker import Worker
 
 
 class LocalSgdWorker(SummingWorker, PeerWorker):

@@ -16,25 +16,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aladdin_mpi import console
-from aladdin_mpi.algorithms.base import TrainingWorker
 from aladdin_mpi.algorithms.dense_pieces import DenseBias, DenseWeight
-from aladdin_mpi.algorithms.former import Former
 from aladdin_mpi.algorithms.in_order import InOrder
 from aladdin_mpi.algorithms.layer_cut import choose, cut_at_layers, describe
 from aladdin_mpi.algorithms.layer_hooks import LayerHooks
 from aladdin_mpi.algorithms.layer_pieces import GradientPiece, Ground, Piece
-from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.layout import Bucket, Layout
+from aladdin_mpi.model.layout import Bucket, Layout
+from aladdin_mpi.model.replica import DenseLayer, PhantomReplica, Replica
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.replica import DenseLayer, PhantomReplica, Replica
+from aladdin_mpi.process import console
+from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.role import TrainingWorker
+from aladdin_mpi.roles.worker import Worker
 
 if TYPE_CHECKING:
-    from aladdin_mpi.options import RunOptions
+    from aladdin_mpi.config.options import RunOptions
 
 FITS, UNFIT, UNKNOWN = 1, 0, 2
 """What a rank says of a dense layer after the first step."""

@@ -16,29 +16,30 @@ from aladdin_mpi.algorithms.aladdin_ahead import AheadServer, AheadWorker
 from aladdin_mpi.algorithms.ar_sgd import ArSgdWorker
 from aladdin_mpi.algorithms.ashl import AshlServer, AshlWorker
 from aladdin_mpi.algorithms.asp import AspServer, AspWorker
-from aladdin_mpi.algorithms.base import Server, TrainingWorker
 from aladdin_mpi.algorithms.bsp import BspServer, bsp_worker
 from aladdin_mpi.algorithms.easgd import EamsgdWorker, EasgdServer, EasgdWorker
 from aladdin_mpi.algorithms.gosgd import GoSgdWorker
-from aladdin_mpi.algorithms.just_in_time import fine_layout
 from aladdin_mpi.algorithms.local_sgd import LocalSgdWorker
 from aladdin_mpi.algorithms.multistep import multistep_layout, multistep_worker, own_places
-from aladdin_mpi.algorithms.options import group_of
-from aladdin_mpi.algorithms.server import ParameterServer
 from aladdin_mpi.algorithms.sgp import SgpWorker
 from aladdin_mpi.algorithms.shat import ShatServer, ShatWorker
 from aladdin_mpi.algorithms.ssp import SspServer, SspWorker
-from aladdin_mpi.algorithms.worker import Clips, Worker
-from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.compression.wires import FEW_BITS, bits_of
+from aladdin_mpi.config.algorithm_options import group_of
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.layout import Bucket, Layout
+from aladdin_mpi.model.layout import Bucket, Layout
+from aladdin_mpi.model.replica import PhantomReplica, Replica
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.replica import PhantomReplica, Replica
+from aladdin_mpi.parameter_server.just_in_time import fine_layout
+from aladdin_mpi.parameter_server.server import ParameterServer
+from aladdin_mpi.parameter_server.server_role import Server
+from aladdin_mpi.roles.role import TrainingWorker
+from aladdin_mpi.roles.worker import Clips, Worker
 
 if TYPE_CHECKING:
-    from aladdin_mpi.options import RunOptions
+    from aladdin_mpi.config.options import RunOptions
 
 MakeWorker = Callable[[Worker, Optimizer, GradientCodec, "RunOptions"], TrainingWorker]
 MakeServer = Callable[[ParameterServer, Optimizer, "RunOptions"], Server]

@@ -27,17 +27,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aladdin_mpi.algorithms.former import Former
-from aladdin_mpi.algorithms.options import SgpOptions
-from aladdin_mpi.algorithms.peers import ModelOutbox, PeerWorker
-from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.layout import Bucket
+from aladdin_mpi.compression.codec import GradientCodec
+from aladdin_mpi.config.algorithm_options import SgpOptions
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.gossip.peers import ModelOutbox, PeerWorker
+from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.vectors import add, copy, lerp
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.tags import Tag
-from aladdin_mpi.transport.base import PeerFailedError, Request
+from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.worker import Worker
+from aladdin_mpi.transport.request import PeerFailedError, Request
 from aladdin_mpi.transport.sealed import intact, is_void
-from aladdin_mpi.vectors import add, copy, lerp
 
 P = 1 / 2
 """What a worker keeps, and sends to its only out-peer."""

@@ -11,14 +11,14 @@ from math import log, log2
 from typing import Any
 
 from aladdin_mpi.algorithms.asp import AspServer, AspWorker
-from aladdin_mpi.algorithms.former import Former
-from aladdin_mpi.algorithms.options import ShatOptions
-from aladdin_mpi.algorithms.push_pull import self_update
-from aladdin_mpi.algorithms.server import Arrival, ParameterServer
-from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.budget import Ticket
-from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.codec import GradientCodec
+from aladdin_mpi.config.algorithm_options import ShatOptions
+from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.parameter_server.push_pull import self_update
+from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
+from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.worker import Worker
 
 
 def staleness_weight(others: int, workers: int, base: str) -> float:

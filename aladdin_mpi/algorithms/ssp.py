@@ -11,14 +11,14 @@ goes on without the server's, until it is ``bound`` steps past the last one that
 from __future__ import annotations
 
 from aladdin_mpi.algorithms.asp import AspServer, AspWorker
-from aladdin_mpi.algorithms.options import SspOptions
-from aladdin_mpi.algorithms.push_pull import self_update
-from aladdin_mpi.algorithms.server import Arrival, ParameterServer
-from aladdin_mpi.algorithms.staleness import StalenessBound
-from aladdin_mpi.algorithms.worker import Worker
-from aladdin_mpi.budget import Ticket
-from aladdin_mpi.compression.base import GradientCodec
+from aladdin_mpi.compression.codec import GradientCodec
+from aladdin_mpi.config.algorithm_options import SspOptions
+from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.parameter_server.push_pull import self_update
+from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
+from aladdin_mpi.parameter_server.staleness import StalenessBound
+from aladdin_mpi.roles.worker import Worker
 
 
 class SspWorker(AspWorker):

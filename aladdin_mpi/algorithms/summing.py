@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from aladdin_mpi.algorithms.base import TrainingWorker
 from aladdin_mpi.allreduce.base import AllReduce
+from aladdin_mpi.roles.role import TrainingWorker
 
 
 class SummingWorker(TrainingWorker):

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from aladdin_mpi.transport.base import Transport, WaitTimeoutError
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.request import WaitTimeoutError
 
 LONGEST_NAP = 0.0002
 """Seconds of sleep, at most, between two looks at an operation of another library."""

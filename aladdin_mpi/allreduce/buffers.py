@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aladdin_mpi.compression.dense import DenseWire
-from aladdin_mpi.transport.base import Event
+from aladdin_mpi.compression.codec import DenseWire
+from aladdin_mpi.transport.request import Event
 
 
 class Buffers:

@@ -9,9 +9,10 @@ from torch import Tensor
 from aladdin_mpi.allreduce.base import AllReduce, Pending
 from aladdin_mpi.compression.dgc import DeepGradientCompression
 from aladdin_mpi.compression.equal_length import add_packed, pack, packed_length
-from aladdin_mpi.layout import Bucket, Layout
-from aladdin_mpi.transport.base import Request, Transport
-from aladdin_mpi.vectors import clear
+from aladdin_mpi.model.layout import Bucket, Layout
+from aladdin_mpi.model.vectors import clear
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.request import Request
 
 
 class CompressedAllReduce(AllReduce):

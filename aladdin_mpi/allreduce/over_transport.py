@@ -15,8 +15,9 @@ from torch import Tensor
 
 from aladdin_mpi.allreduce.base import AllReduce, Pending
 from aladdin_mpi.allreduce.buffers import Buffers
-from aladdin_mpi.tags import Tag
-from aladdin_mpi.transport.base import Event, Request, Transport
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.request import Event, Request
 
 EVENT_POLL = 0.0001
 """Seconds between two looks at a copy from the GPU."""

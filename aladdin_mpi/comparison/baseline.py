@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aladdin_mpi import cli
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.comparison.figures import RunFigures, read_figures
 from aladdin_mpi.comparison.options import Request
 from aladdin_mpi.comparison.plan import Entry, Run, ranks_of
+from aladdin_mpi.config import cli
+from aladdin_mpi.config.options import LENGTHS, RunOptions, SimulateOptions, to_toml
+from aladdin_mpi.config.settings import Setting, build
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options import LENGTHS, RunOptions, SimulateOptions, to_toml
-from aladdin_mpi.settings import Setting, build
-from aladdin_mpi.training.run_folder import write_text
+from aladdin_mpi.run.run_folder import write_text
 
 LABEL = "baseline"
 OPTIONS = "options.toml"

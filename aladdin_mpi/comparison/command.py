@@ -10,12 +10,12 @@ from pathlib import Path
 from aladdin_mpi.comparison import baseline as baselines
 from aladdin_mpi.comparison import children, folder, plots, reading, report, table
 from aladdin_mpi.comparison.figures import read_figures
+from aladdin_mpi.comparison.machine import machine
 from aladdin_mpi.comparison.options import Request
 from aladdin_mpi.comparison.plan import Run, plan
 from aladdin_mpi.comparison.report import Findings
 from aladdin_mpi.comparison.runner import Failure, Runner
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.machine import machine
 
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 

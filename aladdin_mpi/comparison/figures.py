@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aladdin_mpi import units
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.training.recorder import read_metrics
-from aladdin_mpi.training.rounding import rounded
-from aladdin_mpi.training.run_folder import SUMMARY
+from aladdin_mpi.process import units
+from aladdin_mpi.run.recorder import read_metrics
+from aladdin_mpi.run.rounding import rounded
+from aladdin_mpi.run.run_folder import SUMMARY
 
 KEYS = (
     "test_accuracy",

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from aladdin_mpi.comparison.options import PROG, CompareOptions, Request
+from aladdin_mpi.config.settings import build, read_toml, to_toml
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.settings import build, read_toml, to_toml
-from aladdin_mpi.training.run_folder import write_text
+from aladdin_mpi.run.run_folder import write_text
 
 MANIFEST = "comparison.toml"
 LOCK = ".lock"

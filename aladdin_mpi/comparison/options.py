@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from aladdin_mpi import cli
+from aladdin_mpi.config import cli
+from aladdin_mpi.config.fields import kebab, leaves, option, shown
+from aladdin_mpi.config.options import RunOptions, SimulateOptions, TrainOptions
+from aladdin_mpi.config.settings import Settings, build
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.fields import kebab, leaves, option, shown
-from aladdin_mpi.options import RunOptions, SimulateOptions, TrainOptions
-from aladdin_mpi.settings import Settings, build
 
 PROG = "aladdin_mpi.compare"
 DESCRIPTION = (

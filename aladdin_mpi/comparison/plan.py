@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aladdin_mpi import cli
-from aladdin_mpi import options as run_options
-from aladdin_mpi.agreement import differences
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.comparison.options import (
     ALL,
@@ -20,12 +17,15 @@ from aladdin_mpi.comparison.options import (
     read_run_words,
     set_here,
 )
+from aladdin_mpi.config import cli
+from aladdin_mpi.config import options as run_options
+from aladdin_mpi.config.agreement import differences
+from aladdin_mpi.config.options import CONFIG_NAME, RunOptions, SimulateOptions
+from aladdin_mpi.config.settings import Settings, build, did_you_mean
+from aladdin_mpi.config.unused import unused
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options import CONFIG_NAME, RunOptions, SimulateOptions
-from aladdin_mpi.settings import Settings, build, did_you_mean
-from aladdin_mpi.training.checkpoint import CheckpointStore
-from aladdin_mpi.training.run_folder import SUMMARY
-from aladdin_mpi.unused import unused
+from aladdin_mpi.run.checkpoint import CheckpointStore
+from aladdin_mpi.run.run_folder import SUMMARY
 
 LOG = "output.log"
 RUNS = "runs"

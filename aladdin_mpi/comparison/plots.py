@@ -7,11 +7,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from aladdin_mpi import extras
 from aladdin_mpi.comparison import curves
 from aladdin_mpi.comparison.bars import throughput
 from aladdin_mpi.comparison.curves import Curve, Style, mean_curve
 from aladdin_mpi.comparison.figures import Evaluation, Row, RunFigures
+from aladdin_mpi.process import extras
 
 ACCURACY_TIME = "accuracy-time.png"
 ACCURACY_SAMPLES = "accuracy-samples.png"

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aladdin_mpi.agreement import differences
 from aladdin_mpi.comparison.figures import RunFigures, read_figures
 from aladdin_mpi.comparison.plan import comparable, stored_options
+from aladdin_mpi.config.agreement import differences
+from aladdin_mpi.config.options import CONFIG_NAME, RunOptions, SimulateOptions, TrainOptions
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options import CONFIG_NAME, RunOptions, SimulateOptions, TrainOptions
-from aladdin_mpi.training.run_folder import SUMMARY
+from aladdin_mpi.run.run_folder import SUMMARY
 
 EQUAL = ("engine", "workers", "model", "dataset", "samples", "version")
 """Facts of the summary that a comparison expects to be the same everywhere."""

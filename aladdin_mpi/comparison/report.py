@@ -13,9 +13,9 @@ import aladdin_mpi
 from aladdin_mpi.comparison import plots, table
 from aladdin_mpi.comparison.baseline import Baseline
 from aladdin_mpi.comparison.figures import KEYS, Row, RunFigures, make_rows
-from aladdin_mpi.machine import Machine
-from aladdin_mpi.training.rounding import rounded
-from aladdin_mpi.training.run_folder import write_text
+from aladdin_mpi.comparison.machine import Machine
+from aladdin_mpi.run.rounding import rounded
+from aladdin_mpi.run.run_folder import write_text
 
 REPORT = "report.md"
 TABLE = "table.csv"

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from aladdin_mpi import units
 from aladdin_mpi.comparison.children import Child
 from aladdin_mpi.comparison.figures import read_figures
 from aladdin_mpi.comparison.plan import Run
-from aladdin_mpi.console import say
-from aladdin_mpi.guard import TerminatedError
+from aladdin_mpi.process import units
+from aladdin_mpi.process.console import say
+from aladdin_mpi.process.guard import TerminatedError
 
 POLL_SECONDS = 0.1
 

@@ -7,7 +7,7 @@ Of each matrix or kernel only the values of largest magnitude are sent; the rest
   momentum, which :meth:`aladdin_mpi.optimizers.sgd.MomentumSGD.correct` makes of the gradient;
 - factor masking: ``u`` too is cleared where ``v`` is sent;
 - local clipping: :class:`~aladdin_mpi.optimizers.sgd.MomentumSGD`'s ``clip``;
-- warm-up: :meth:`aladdin_mpi.compression.options.DgcOptions.ratio_at`.
+- warm-up: :meth:`aladdin_mpi.config.dgc.DgcOptions.ratio_at`.
 
 As in the authors' code (github.com/synxlin/deep-gradient-compression) the choice is
 made tensor by tensor, for magnitudes differ between layers, and vectors (biases,
@@ -23,12 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.compression.difference import DifferenceDecoder, DifferenceEncoder
 from aladdin_mpi.compression.select import select
-from aladdin_mpi.layout import Bucket, Layout
-from aladdin_mpi.transport.base import Event
+from aladdin_mpi.model.layout import Bucket, Layout
+from aladdin_mpi.transport.request import Event
 
 INDEX_BYTES = 4
 """Positions in a bucket are int32."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.codec import DenseWire
 from aladdin_mpi.compression.models import ModelDecoder, ModelEncoder
-from aladdin_mpi.layout import Bucket
+from aladdin_mpi.model.layout import Bucket
 
 INDEX_BYTES = 4
 _BITS = {4: torch.int32, 2: torch.int16}

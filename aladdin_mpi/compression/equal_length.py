@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.compression.dgc import INDEX_BYTES, DeepGradientCompression
-from aladdin_mpi.layout import Bucket
+from aladdin_mpi.model.layout import Bucket
 
 
 def packed_length(codec: DeepGradientCompression, bucket: Bucket, samples: int) -> int:

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.compression.models import ModelDecoder, ModelEncoder
 from aladdin_mpi.compression.quantise import (
     BITS,
@@ -30,8 +29,8 @@ from aladdin_mpi.compression.quantise import (
     quantise_difference,
     scales_of,
 )
-from aladdin_mpi.layout import Bucket, Layout
-from aladdin_mpi.transport.base import Event
+from aladdin_mpi.model.layout import Bucket, Layout
+from aladdin_mpi.transport.request import Event
 
 
 class FewBitsCodec(GradientCodec):

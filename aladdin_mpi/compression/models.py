@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from aladdin_mpi.layout import Bucket
+from aladdin_mpi.model.layout import Bucket
 
 
 class ModelEncoder(ABC):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from aladdin_mpi.vectors import BLOCK, is_finite
+from aladdin_mpi.model.vectors import BLOCK, is_finite
 
 WIDTH = 256
 """Values of a block."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from aladdin_mpi.compression.base import GradientCodec
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.compression.few_bits import FewBitsCodec
-from aladdin_mpi.layout import Layout
+from aladdin_mpi.model.layout import Layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FEW_BITS = {"int8": 8, "int4": 4}

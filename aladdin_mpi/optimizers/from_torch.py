@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.model.replica import places
+from aladdin_mpi.model.vectors import blocks
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.control import hyperparameters, numbers, write_numbers
 from aladdin_mpi.optimizers.inherited import Inherited
 from aladdin_mpi.optimizers.initial import Segment, alike, initial_state
 from aladdin_mpi.optimizers.part import OptimizerPart, Piece
 from aladdin_mpi.optimizers.probe import Granularity, granularity
-from aladdin_mpi.replica import places
-from aladdin_mpi.vectors import blocks
 
 
 class TorchOptimizer(Optimizer):

@@ -7,8 +7,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from aladdin_mpi.model.vectors import blocks
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.vectors import blocks
 
 
 class MomentumSGD(Optimizer):

@@ -11,70 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from aladdin_mpi.transport.wait_set import WaitSet
-
-ANY_SOURCE = -1
-"""Receive from whichever rank sends first with the given tag."""
+from aladdin_mpi.transport.request import Event, PeerFailedError, Request
+from aladdin_mpi.transport.wait_set import WaitSet
 
 Handler = Callable[[int, Tensor], None]
 """Called as ``handler(source, message)`` when a registered message arrives."""
-
-
-class TransportError(RuntimeError):
-    """Communication failed in a way that the program cannot mend."""
-
-
-class PeerFailedError(TransportError):
-    """The rank at the other end of an operation has died.
-
-    ``rank`` is the dead rank; the message names its host.
-    """
-
-    def __init__(self, rank: int, host: str) -> None:
-        super().__init__(f"rank {rank} (host {host}) has failed")
-        self.rank = rank
-
-
-class WaitTimeoutError(TransportError):
-    """A wait lasted longer than the transport's ``timeout``."""
-
-
-class Event(Protocol):
-    """Something that happens outside the transport, such as a CUDA event."""
-
-    def query(self) -> bool:
-        """Return whether it has happened."""
-        ...
-
-
-class Request:
-    """An operation under way.
-
-    ``done`` is set when it has ended; ``source`` and ``nbytes`` then describe a received
-    message, and ``order`` is a counter that grows with every completion on this
-    rank, so that messages can be taken in their order of arrival. ``failed`` is
-    the dead rank at the other end, if that is how the operation ended.
-    """
-
-    __slots__ = ("buffer", "done", "failed", "nbytes", "order", "source", "what")
-
-    def __init__(self, what: str, buffer: Tensor | None = None) -> None:
-        self.what = what
-        self.buffer = buffer
-        self.done = False
-        self.source = ANY_SOURCE
-        self.nbytes = 0
-        self.order = -1
-        self.failed: int | None = None
-
-    def __repr__(self) -> str:
-        state = "done" if self.done else "pending"
-        return f"<{self.what}: {state}>"
 
 
 @dataclass
@@ -133,7 +77,7 @@ class Transport(ABC):
         """Let time pass as computing does: messages move on meanwhile."""
 
     @abstractmethod
-    def handle(self, nbytes: int) -> None:
+    def charge_memory(self, nbytes: int) -> None:
         """A message is taken in or written, for which ``nbytes`` are read or written in memory.
 
         Where time is real that takes time by itself; where it is modelled, this lets it pass.
@@ -186,8 +130,6 @@ class Transport(ABC):
 
     def wait_set(self) -> WaitSet:
         """An empty set of requests to be waited for again and again."""
-        from aladdin_mpi.transport.wait_set import WaitSet
-
         return WaitSet(self.wait_any)
 
     def wait_ended(self, requests: Iterable[Request]) -> None:
@@ -201,7 +143,7 @@ class Transport(ABC):
         """Give up a posted receive that no message has matched yet."""
 
     @abstractmethod
-    def exempt(self, *tags: int) -> None:
+    def exclude_from_traffic(self, *tags: int) -> None:
         """Leave messages of these tags out of ``traffic``; in virtual time they take no room.
 
         For what only serves to measure a run. Their sender has to call it, before it
@@ -292,11 +234,11 @@ class Transport(ABC):
 
     @property
     @abstractmethod
-    def left_out(self) -> frozenset[int]:
+    def excluded(self) -> frozenset[int]:
         """Those of ``failed`` that may live, but have not been heard of for too long."""
 
     @abstractmethod
-    def leave_out(self, rank: int) -> None:
+    def exclude(self, rank: int) -> None:
         """Take ``rank`` as failed from now on, though it may live.
 
         That is all between this rank and that one: nothing is sent to it any more, nothing

@@ -14,8 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aladdin_mpi.transport.base import Request
-from aladdin_mpi.transport.matching import Operation, as_bytes
+from aladdin_mpi.transport.matching import as_bytes
+from aladdin_mpi.transport.message import Operation
+from aladdin_mpi.transport.request import Request
 
 SMALL = 64 * 1024
 """Up to so many bytes an all-reduce uses a tree and an all-gather Bruck's algorithm,

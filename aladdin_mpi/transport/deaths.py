@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from aladdin_mpi import console, guard
+from aladdin_mpi.process import console, guard
 from aladdin_mpi.transport import openmpi  # noqa: F401  # before MPI: it decides how that begins
 from aladdin_mpi.transport.ulfm import SURVIVES  # and this one how it ends
 

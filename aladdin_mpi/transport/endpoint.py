@@ -8,13 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from aladdin_mpi.transport.base import ANY_SOURCE, Event, Handler, Request, Traffic
+from aladdin_mpi.transport.base import Handler, Traffic
 from aladdin_mpi.transport.clock import LATE, Clock
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.collectives import Collective, Part, Steps
 from aladdin_mpi.transport.fiber import Fiber
-from aladdin_mpi.transport.matching import Mailbox, Operation, as_bytes, fill, too_long
-from aladdin_mpi.transport.network import Message, Network
+from aladdin_mpi.transport.matching import Mailbox, as_bytes, fill, too_long
+from aladdin_mpi.transport.message import Message, Operation
+from aladdin_mpi.transport.network import Network
+from aladdin_mpi.transport.request import ANY_SOURCE, Event, Request
 
 EAGER = 64 * 1024
 """Messages up to so many bytes are copied at once and their send is done; a longer one
@@ -34,7 +36,7 @@ class Fabric:
         self.clock = clock
         self.network = Network(cluster, size, clock, self._deliver)
         self.dead: frozenset[int] = frozenset()
-        self.left_out: frozenset[int] = frozenset()
+        self.excluded: frozenset[int] = frozenset()
         self.may_fail = may_fail
         self.handling = cluster.handling
         self.endpoints = [Endpoint(self, cluster, rank, size) for rank in range(size)]

@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from aladdin_mpi.transport.base import Request, Traffic, TransportError
+from aladdin_mpi.transport.base import Traffic
 from aladdin_mpi.transport.clock import LATE, Clock
 from aladdin_mpi.transport.cluster import Pauses
+from aladdin_mpi.transport.request import Request, TransportError
 
 
 class Fiber:

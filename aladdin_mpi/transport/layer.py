@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from aladdin_mpi.transport.base import Event, Handler, Request, Transport
+from aladdin_mpi.transport.base import Handler, Transport
+from aladdin_mpi.transport.request import Event, Request
 
 
 class Layer(Transport):
@@ -33,8 +34,8 @@ class Layer(Transport):
     def sleep(self, seconds: float) -> None:
         self.inner.sleep(seconds)
 
-    def handle(self, nbytes: int) -> None:
-        self.inner.handle(nbytes)
+    def charge_memory(self, nbytes: int) -> None:
+        self.inner.charge_memory(nbytes)
 
     def sleep_until(self, moment: float) -> None:
         self.inner.sleep_until(moment)
@@ -54,8 +55,8 @@ class Layer(Transport):
     def cancel(self, request: Request) -> None:
         self.inner.cancel(request)
 
-    def exempt(self, *tags: int) -> None:
-        self.inner.exempt(*tags)
+    def exclude_from_traffic(self, *tags: int) -> None:
+        self.inner.exclude_from_traffic(*tags)
 
     def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
         self.inner.on_message(tag, nbytes, handler)
@@ -86,11 +87,11 @@ class Layer(Transport):
         return self.inner.failed
 
     @property
-    def left_out(self) -> frozenset[int]:
-        return self.inner.left_out
+    def excluded(self) -> frozenset[int]:
+        return self.inner.excluded
 
-    def leave_out(self, rank: int) -> None:
-        self.inner.leave_out(rank)
+    def exclude(self, rank: int) -> None:
+        self.inner.exclude(rank)
 
     def on_failure(self, action: Callable[[int], None]) -> None:
         self.inner.on_failure(action)

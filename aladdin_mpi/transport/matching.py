@@ -4,49 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from aladdin_mpi.transport.base import ANY_SOURCE, Request, TransportError
-from aladdin_mpi.transport.network import Message
-
-
-class Waiter(Protocol):
-    """What is told of an operation's end in the place of the rank."""
-
-    def operation_done(self, operation: Request) -> None:
-        """It is done, or has failed."""
-        ...
-
-
-class Operation(Request):
-    """A send or a receive of one rank; ``waiter`` is told of its end, if there is one."""
-
-    __slots__ = ("capacity", "peer", "serial", "tag", "waiter")
-
-    def __init__(self, what: str, buffer: Tensor | None, peer: int, tag: int, nbytes: int) -> None:
-        self.what = what
-        self.buffer = buffer
-        self.done = False
-        self.source = ANY_SOURCE
-        self.nbytes = 0
-        self.order = -1
-        self.failed = None
-        self.peer = peer
-        self.tag = tag
-        self.capacity = nbytes
-        self.serial = 0
-        self.waiter: Waiter | None = None
-
-    def __repr__(self) -> str:
-        peer = "any rank" if self.peer == ANY_SOURCE else f"rank {self.peer}"
-        side, size = ("to", "") if self.what == "send" else ("from", "up to ")
-        state = "done" if self.done else "pending"
-        return (
-            f"<{self.what} of {size}{self.capacity} bytes {side} {peer}, tag {self.tag}: {state}>"
-        )
+from aladdin_mpi.transport.message import Message, Operation
+from aladdin_mpi.transport.request import ANY_SOURCE, TransportError
 
 
 class Mailbox:

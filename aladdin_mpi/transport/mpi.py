@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from aladdin_mpi import guard
+from aladdin_mpi.process import guard
 from aladdin_mpi.transport import deaths  # before MPI: it decides how that begins and ends
 
 # isort: split
@@ -34,19 +34,17 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.errors import RefusedError, UserError
-from aladdin_mpi.transport.base import (
+from aladdin_mpi.transport.base import Handler, Traffic, Transport
+from aladdin_mpi.transport.pace import PARKED, SHORT_NAP, Pace, cores_of_host
+from aladdin_mpi.transport.pending import MpiRequest, Pending
+from aladdin_mpi.transport.request import (
     ANY_SOURCE,
     Event,
-    Handler,
     PeerFailedError,
     Request,
-    Traffic,
-    Transport,
     TransportError,
     WaitTimeoutError,
 )
-from aladdin_mpi.transport.pace import PARKED, SHORT_NAP, Pace, cores_of_host
-from aladdin_mpi.transport.pending import MpiRequest, Pending
 from aladdin_mpi.transport.volume import (
     allgather_bytes,
     allreduce_bytes,
@@ -166,7 +164,7 @@ class MpiTransport(Transport):
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    def handle(self, nbytes: int) -> None:
+    def charge_memory(self, nbytes: int) -> None:
         """Takes its time by itself."""
 
     # -- point to point -----------------------------------------------------
@@ -297,7 +295,7 @@ class MpiTransport(Transport):
                 self._complete(request, status)
             request.done = True
 
-    def exempt(self, *tags: int) -> None:
+    def exclude_from_traffic(self, *tags: int) -> None:
         self._exempt |= set(tags)
 
     # -- progress -------------------------------------------------------------
@@ -514,10 +512,10 @@ class MpiTransport(Transport):
         return self._failed
 
     @property
-    def left_out(self) -> frozenset[int]:
+    def excluded(self) -> frozenset[int]:
         return self._left_out
 
-    def leave_out(self, rank: int) -> None:
+    def exclude(self, rank: int) -> None:
         with self._polling:
             if rank in self._failed:
                 return

@@ -19,66 +19,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
-
-from torch import Tensor
 
 from aladdin_mpi.transport.clock import Clock
 from aladdin_mpi.transport.cluster import Cluster
-
-if TYPE_CHECKING:
-    from aladdin_mpi.transport.matching import Operation
+from aladdin_mpi.transport.message import Message
 
 EXPRESS = 4096
 """Bytes up to which a message goes past the bulk data that is queued."""
-QUANTUM = 256 * 2**10
-"""Bytes of one flow that a link serves before it turns to the next. TCP shares a link packet by
-packet: with whole messages of 4 MB in turn EASGD came out up to a fifth faster than over TCP."""
-PIECES = 16
-"""Of a message at most: one of more than 4 MiB goes in larger pieces, which share a link as well
-in proportion to it, for a simulation of a thousand workers has to look at each piece."""
-
-
-class Message:
-    """One message under way; ``payload`` is None for sizes without data.
-
-    ``request`` is the send that is done once the message has been received, or
-    None if the sender no longer cares. A ``free`` one takes only the latency.
-    """
-
-    __slots__ = (
-        "arrived",
-        "dest",
-        "free",
-        "nbytes",
-        "payload",
-        "piece",
-        "request",
-        "source",
-        "tag",
-        "unsent",
-    )
-
-    def __init__(
-        self,
-        source: int,
-        dest: int,
-        tag: int,
-        nbytes: int,
-        payload: Tensor | None,
-        request: Operation | None,
-        free: bool = False,
-    ) -> None:
-        self.free = free
-        self.source = source
-        self.dest = dest
-        self.tag = tag
-        self.nbytes = nbytes
-        self.payload = payload
-        self.request = request
-        self.unsent = nbytes
-        self.piece = max(QUANTUM, -(-nbytes // PIECES))
-        self.arrived = False
 
 
 class _Link:

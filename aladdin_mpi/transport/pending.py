@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator
 from mpi4py import MPI
 from torch import Tensor
 
-from aladdin_mpi.transport.base import ANY_SOURCE, Request
+from aladdin_mpi.transport.request import ANY_SOURCE, Request
 
 SMALL = 1 << 16
 """Bytes of a message that comes within a look or two, which may then be rare."""

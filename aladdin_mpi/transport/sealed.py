@@ -16,15 +16,9 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from aladdin_mpi.transport.base import (
-    ANY_SOURCE,
-    Event,
-    Handler,
-    Request,
-    Transport,
-    TransportError,
-)
+from aladdin_mpi.transport.base import Handler, Transport
 from aladdin_mpi.transport.layer import Layer
+from aladdin_mpi.transport.request import ANY_SOURCE, Event, Request, TransportError
 
 SEAL = 16384
 """Added to a tag for the seals of its messages."""

@@ -18,19 +18,18 @@ from torch import Tensor
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.transport import collectives
-from aladdin_mpi.transport.base import (
-    ANY_SOURCE,
-    Event,
-    Handler,
-    PeerFailedError,
-    Request,
-    Transport,
-    TransportError,
-)
+from aladdin_mpi.transport.base import Handler, Transport
 from aladdin_mpi.transport.clock import EARLY, Clock
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.endpoint import Endpoint, Fabric
-from aladdin_mpi.transport.matching import Operation
+from aladdin_mpi.transport.message import Operation
+from aladdin_mpi.transport.request import (
+    ANY_SOURCE,
+    Event,
+    PeerFailedError,
+    Request,
+    TransportError,
+)
 from aladdin_mpi.transport.virtual_wait import VirtualWaitSet
 from aladdin_mpi.transport.wait_set import WaitSet
 
@@ -107,7 +106,7 @@ class _Run:
         for rank, time in sorted(self.deaths.items()):
             self.clock.at(max(time, self.clock.now), self._die, endpoints[rank], EARLY)
         for rank, time in sorted(self.silences.items()):
-            self.clock.at(max(time, self.clock.now), self._leave_out, endpoints[rank], EARLY)
+            self.clock.at(max(time, self.clock.now), self._exclude, endpoints[rank], EARLY)
         self._count_live()
         try:
             while self.live:
@@ -140,9 +139,9 @@ class _Run:
             self.fabric.remove(endpoint.rank)
             self._count_live()  # a rank killed before it began has counted nothing
 
-    def _leave_out(self, endpoint: Endpoint) -> None:
+    def _exclude(self, endpoint: Endpoint) -> None:
         if not endpoint.fiber.ended:
-            self.fabric.left_out |= {endpoint.rank}
+            self.fabric.excluded |= {endpoint.rank}
             self._die(endpoint)
 
     def _deadlock(self) -> str:
@@ -188,7 +187,7 @@ class VirtualTransport(Transport):
             raise ValueError(f"sleep: expected 0 seconds or more, got {seconds}")
         self._fiber.sleep(seconds)
 
-    def handle(self, nbytes: int) -> None:
+    def charge_memory(self, nbytes: int) -> None:
         """Let the time pass that the cluster's processes need; it may be none."""
         seconds = self._handling(nbytes)
         if seconds:
@@ -216,8 +215,8 @@ class VirtualTransport(Transport):
         self._check(dest, tag)
         return self._endpoint.send(buffer, _nbytes(buffer), dest, tag, after)
 
-    def exempt(self, *tags: int) -> None:
-        """See :meth:`Transport.exempt`."""
+    def exclude_from_traffic(self, *tags: int) -> None:
+        """See :meth:`Transport.exclude_from_traffic`."""
         self._endpoint.exempt |= set(tags)
 
     def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
@@ -325,11 +324,11 @@ class VirtualTransport(Transport):
         return self._fabric.dead
 
     @property
-    def left_out(self) -> frozenset[int]:
+    def excluded(self) -> frozenset[int]:
         """Those that have paused for too long; known to all at once."""
-        return self._fabric.left_out
+        return self._fabric.excluded
 
-    def leave_out(self, rank: int) -> None:
+    def exclude(self, rank: int) -> None:
         """Not here: the cluster itself leaves out who pauses for longer than its ``silence``."""
         raise TransportError(f"rank {rank} cannot be left out by a rank in virtual time")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from aladdin_mpi.transport.base import Request
+from aladdin_mpi.transport.request import Request
 
 
 class WaitSet:

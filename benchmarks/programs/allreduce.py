@@ -17,9 +17,9 @@ from mpi4py import MPI
 # isort: split
 import torch
 
-from aladdin_mpi import guard
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.allreduce.base import AllReduce
+from aladdin_mpi.process import guard
 from aladdin_mpi.transport.mpi import MpiTransport
 
 TIMEOUT = 60.0

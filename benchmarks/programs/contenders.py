@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from aladdin_mpi.allreduce.over_torch import end_group
-from aladdin_mpi.training.data_parallel import DataParallel
-from aladdin_mpi.training.models import build_model
+from aladdin_mpi.data.models import build_model
+from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.transport.mpi import MpiTransport
 
 CLASSES = 10

@@ -29,18 +29,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import TensorDataset
 
-from aladdin_mpi import guard
-from aladdin_mpi.algorithms import aladdin, worker
-from aladdin_mpi.algorithms.gradient_sum import GradientSum
-from aladdin_mpi.algorithms.inbox import ModelInbox
-from aladdin_mpi.algorithms.server import _ModelSender
-from aladdin_mpi.compression.dense import DenseWire
+from aladdin_mpi.algorithms import aladdin
+from aladdin_mpi.compression.codec import DenseWire
+from aladdin_mpi.control.refusals import GradientCheck
+from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.refusals import GradientCheck
-from aladdin_mpi.tags import Tag
-from aladdin_mpi.training.data_parallel import DataParallel
+from aladdin_mpi.parameter_server.gradient_sum import GradientSum
+from aladdin_mpi.parameter_server.inbox import ModelInbox
+from aladdin_mpi.parameter_server.server import _ModelSender
+from aladdin_mpi.process import guard
+from aladdin_mpi.roles import worker
+from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.transport import mpi
-from aladdin_mpi.transport.base import Event, Request
+from aladdin_mpi.transport.request import Event, Request
 from benchmarks.programs.contenders import DECAY, LR, MOMENTUM, TIMEOUT, Task
 
 SMALL = 1024

@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from aladdin_mpi.training import heap
+from aladdin_mpi.process import heap
 from benchmarks.programs.contenders import Task, alone
 
 WARM_UP = 3

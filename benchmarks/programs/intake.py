@@ -20,18 +20,18 @@ from mpi4py import MPI
 import torch
 from torch import Tensor
 
-from aladdin_mpi import guard
 from aladdin_mpi.algorithms.aladdin import AladdinServer
-from aladdin_mpi.algorithms.frames import Header, Kind, new_header
-from aladdin_mpi.algorithms.inbox import ModelInbox
-from aladdin_mpi.algorithms.options import AladdinOptions
-from aladdin_mpi.algorithms.server import RECEIVES_AHEAD, ParameterServer
-from aladdin_mpi.compression.dense import DenseWire
-from aladdin_mpi.layout import Layout, cut
+from aladdin_mpi.compression.codec import DenseWire
+from aladdin_mpi.config.algorithm_options import AladdinOptions
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.model.layout import Layout, cut
 from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.tags import Tag
-from aladdin_mpi.transport.base import Request
+from aladdin_mpi.parameter_server.frames import Header, Kind, new_header
+from aladdin_mpi.parameter_server.inbox import ModelInbox
+from aladdin_mpi.parameter_server.server import RECEIVES_AHEAD, ParameterServer
+from aladdin_mpi.process import guard
 from aladdin_mpi.transport.mpi import MpiTransport
+from aladdin_mpi.transport.request import Request
 from benchmarks.intake import BARE, PI, RPC
 from benchmarks.programs.rpc import RpcIntake
 

@@ -12,7 +12,7 @@ import json
 import time
 from statistics import median
 
-from aladdin_mpi import guard
+from aladdin_mpi.process import guard
 from aladdin_mpi.transport.mpi import MpiTransport  # before MPI: it decides how that begins
 
 # isort: split

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from aladdin_mpi import guard
-from aladdin_mpi.transport.base import Request
+from aladdin_mpi.process import guard
 from aladdin_mpi.transport.mpi import MpiTransport  # before MPI: it decides how that begins
+from aladdin_mpi.transport.request import Request
 
 # isort: split
 import torch

@@ -18,8 +18,7 @@ from mpi4py import MPI
 # isort: split
 import torch
 
-from aladdin_mpi import guard
-from aladdin_mpi.training import heap
+from aladdin_mpi.process import guard, heap
 from benchmarks.programs import sums
 from benchmarks.programs.contenders import LAST, LOOPS, Task, mean_step
 

@@ -21,12 +21,11 @@ from mpi4py import MPI
 import torch
 from torch.nn.functional import cross_entropy
 
-from aladdin_mpi import guard
-from aladdin_mpi.layout import cut
+from aladdin_mpi.model.layout import cut
+from aladdin_mpi.model.replica import Replica
 from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.replica import Replica
-from aladdin_mpi.training import heap
-from aladdin_mpi.training.data_parallel import DataParallel
+from aladdin_mpi.process import guard, heap
+from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.transport.mpi import MpiTransport
 from benchmarks.programs import contenders
 from benchmarks.programs.contenders import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from aladdin_mpi.algorithms.registry import ALGORITHMS, find
-from aladdin_mpi.options import SimulateOptions, parse
+from aladdin_mpi.config.options import SimulateOptions, parse
 from benchmarks.cells import WORKLOADS as TENTHS
 from benchmarks.spread import spread
 

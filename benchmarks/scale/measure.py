@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aladdin_mpi.training.data_parallel import DataParallel
+from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport
 from benchmarks.scale.cases import LOCAL_GBIT, Case, Phase
 

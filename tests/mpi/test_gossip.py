@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.training.exchange import broadcast, gather
+from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.transport.mpi import MpiTransport
-from tests.gossip import starts
+from tests.gossip_lab import starts
 from tests.quadratic import Quadratic
 from tests.roles import Job, flat, run_rank
 

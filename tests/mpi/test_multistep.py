@@ -11,8 +11,8 @@ from torch import nn
 
 from aladdin_mpi.algorithms.multistep import MultistepWorker
 from aladdin_mpi.transport.mpi import MpiTransport
+from tests.algorithms.test_multistep import ACTIVATIONS, GRADIENTS, MOMENTUM, TINY, Functional, Tied
 from tests.multistep_lab import Job, alone, run_rank, small
-from tests.test_multistep import ACTIVATIONS, GRADIENTS, MOMENTUM, TINY, Functional, Tied
 
 
 def train(job: Job, transport: MpiTransport) -> MultistepWorker:

@@ -8,8 +8,8 @@ from math import nan
 import pytest
 import torch
 
-from aladdin_mpi.refusals import Reason
-from aladdin_mpi.training.exchange import gather
+from aladdin_mpi.control.exchange import gather
+from aladdin_mpi.control.refusals import Reason
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.mpi import MpiTransport
 from tests.damage import DamagingTransport, is_values, sealed

@@ -9,8 +9,8 @@ import pytest
 from mpi4py import MPI
 
 from aladdin_mpi.transport import deaths, mpi
-from aladdin_mpi.transport.base import PeerFailedError
 from aladdin_mpi.transport.pending import MpiRequest
+from aladdin_mpi.transport.request import PeerFailedError
 
 
 class EndedByDeath:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aladdin_mpi.training.checkpoint import MANIFEST
+from aladdin_mpi.run.checkpoint import MANIFEST
 from tests.commands import checkpoint, metrics, rises, summary
 from tests.slurm.batch import GPU_NODES, TIMED, BatchJob, submit
 from tests.slurm_cluster import SlurmCluster

@@ -1,0 +1,1 @@
+"""Options: declared, read, checked, resumed, agreed on."""

@@ -1,0 +1,262 @@
+"""The budget of samples that all workers draw from, kept by rank 0.
+
+A budget is used up exactly however unequal the workers are: each draws the samples
+of its next step, one step ahead, and the last draws get what is left. With a draw
+a worker reports on its last step, which is all that metrics need to travel.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.request import Request
+
+MOST_AHEAD = 32
+"""Largest number of tickets that a worker asks for ahead."""
+STOP = -0.5
+"""In place of a number of samples: end the run."""
+KEEPER = 0
+"""The rank that keeps the budget."""
+
+
+class Ticket(NamedTuple):
+    """The right to ``size`` samples out of a round of ``whole``, number ``start`` and following.
+
+    Without rounds a ticket is a round of its own. ``whole`` is 0 when none are left;
+    ``size`` alone is 0 for a worker that gets nothing of a last, small round. ``absent``
+    are the ranks of failed workers that take no part in the round, the same for all.
+    """
+
+    start: int
+    size: int
+    whole: int
+    absent: tuple[int, ...] = ()
+
+    def size_of(self, worker: int, workers: int) -> int:
+        """How many of the round's samples go to a worker."""
+        return self.whole * (worker + 1) // workers - self.whole * worker // workers
+
+
+class Report(NamedTuple):
+    """What a worker says of its last step and of its run so far.
+
+    ``samples`` and ``loss`` (mean over them) are the last step's; 0 samples: there
+    was no step since the last report. ``waiting`` (seconds), ``sent`` (bytes) and
+    ``steps`` are totals. ``rate`` is the learning rate, where only workers know it.
+    """
+
+    samples: int = 0
+    loss: float = 0.0
+    waiting: float = 0.0
+    sent: int = 0
+    steps: int = 0
+    rate: float | None = None
+
+    def pack(self) -> tuple[float, ...]:
+        """As numbers, less a rate that there is not."""
+        return tuple(value for value in self if value is not None)
+
+
+class _Round(NamedTuple):
+    """A round of all workers, and those among whom it is dealt."""
+
+    ticket: Ticket
+    workers: list[int]
+
+    def part(self, rank: int) -> Ticket:
+        if rank not in self.workers:
+            return self.ticket._replace(size=0)
+        place = self.workers.index(rank)
+        return self.ticket._replace(size=self.ticket.size_of(place, len(self.workers)))
+
+
+class Budget:
+    """Kept by rank 0. Grants samples up to ``limit``, the end of the current segment.
+
+    What was granted to a rank that fails is not granted again: nobody can say what
+    became of it.
+
+    Args:
+        total: samples of the whole run.
+        on_report: called with (rank, report, samples drawn) for every draw.
+        lockstep: the number of workers that advance in rounds, each round dealt evenly
+            to all of them, so that every worker takes as many steps; 0: each draws
+            for itself.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        total: int,
+        on_report: Callable[[int, Report], None],
+        lockstep: int = 0,
+    ) -> None:
+        self._transport = transport
+        self._on_report = on_report
+        self.total = total
+        self.drawn = 0
+        self.passed_over = 0
+        """Of those drawn: granted to nobody."""
+        self.limit = 0
+        self._is_open = False
+        self._early: list[tuple[int, int]] = []
+        self._lockstep = lockstep > 0
+        self._workers = list(range(transport.size - lockstep, transport.size))
+        self._absent: list[int] = []
+        self._rounds: list[_Round] = []
+        self._turns = [0] * transport.size
+        self._granted: list[list[int]] = [[] for _ in range(transport.size)]
+        self._computed = [0] * transport.size
+        transport.on_failure(self._lose)
+        nbytes = 8 * (1 + len(Report._fields))
+        transport.on_message(Tag.DRAW, nbytes, self._draw)
+
+    def _draw(self, source: int, message: Tensor) -> None:
+        want, samples, loss, waiting, sent, steps, *rate = message.view(torch.float64).tolist()
+        self._computed[source] += samples > 0
+        self._on_report(source, Report(int(samples), loss, waiting, int(sent), int(steps), *rate))
+        if want == STOP:
+            self.total = self.limit = self.drawn
+        elif want < 0:
+            self._pass_over(int(-want))
+        if want > 0 and self._is_open:
+            self._grant(source, int(want))
+        elif want > 0:
+            self._early.append((source, int(want)))
+
+    def _pass_over(self, samples: int) -> None:
+        """Grant nothing before number ``samples`` any more."""
+        before, self.drawn = self.drawn, max(self.drawn, min(samples, self.total))
+        self.passed_over += self.drawn - before
+
+    def _grant(self, rank: int, want: int) -> None:
+        ticket = self._part_of_round(rank, want) if self._lockstep else self._take(want)
+        if ticket.size:
+            self._granted[rank].append(ticket.size)
+        self._transport.isend(torch.tensor([*ticket[:3], *ticket.absent]), rank, Tag.GRANT)
+
+    def _take(self, want: int) -> Ticket:
+        count = min(want, max(self.limit - self.drawn, 0))
+        self.drawn += count
+        return Ticket(self.drawn - count, count, count)
+
+    def _part_of_round(self, rank: int, want: int) -> Ticket:
+        """The worker's part of its next round, which is decided when the first one asks."""
+        turn = self._turns[rank]
+        self._turns[rank] += 1
+        if turn == len(self._rounds):
+            workers = list(self._workers)
+            ticket = self._take(want * len(workers))._replace(absent=tuple(self._absent))
+            self._rounds.append(_Round(ticket, workers))
+        return self._rounds[turn].part(rank)
+
+    def _lose(self, rank: int) -> None:
+        """Deal no more to a rank that has failed; its parts of rounds that are dealt are lost."""
+        self._early = [draw for draw in self._early if draw[0] != rank]
+        if rank in self._workers:
+            rest = [decided.part(rank).size for decided in self._rounds[self._turns[rank] :]]
+            self._granted[rank] += [size for size in rest if size]
+            self._workers.remove(rank)
+            self._absent.append(rank)
+
+    def computed(self, rank: int) -> int:
+        """Steps that a rank has reported in this segment."""
+        return self._computed[rank]
+
+    def lost(self, rank: int, steps: int) -> int:
+        """Samples granted to a rank in this segment beyond those of its first ``steps`` steps."""
+        return sum(self._granted[rank][steps:])
+
+    def open(self, limit: int) -> None:
+        """Grant samples up to number ``limit`` of the run, first to those who came too early."""
+        with self._transport.atomic():
+            self.limit, self._is_open = min(limit, self.total), True
+            self._rounds.clear()
+            self._turns = [0] * len(self._turns)
+            self._granted = [[] for _ in self._turns]
+            self._computed = [0] * len(self._turns)
+            for rank, want in self._early:
+                self._grant(rank, want)
+            self._early.clear()
+
+    def close(self) -> None:
+        """The segment is over on every rank: who draws now means the next one."""
+        self._is_open = False
+
+    def stop(self) -> None:
+        """Grant nothing more: the segment ends when what was drawn is used."""
+        self.limit = self.drawn
+
+    @property
+    def used_up(self) -> bool:
+        """Whether every sample of the run has been drawn."""
+        return self.drawn >= self.total
+
+
+class Draws:
+    """A worker's side of the budget."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._grants: deque[tuple[Request, Tensor]] = deque()
+        self._ahead = 1
+        self._computing = False
+
+    def open(self) -> None:
+        """Begin a segment."""
+        self._ahead = 1
+        self._computing = False
+
+    @property
+    def short(self) -> int:
+        """How many tickets should be asked for now.
+
+        One is asked for ahead; twice as many each time that one came too late.
+        """
+        return self._ahead - len(self._grants)
+
+    @property
+    def outstanding(self) -> int:
+        """How many tickets have been asked for and not been taken."""
+        return len(self._grants)
+
+    def request(self, want: int, report: Report) -> None:
+        """Ask for ``want`` samples, and report; :meth:`take` gets the answer."""
+        grant = torch.zeros(3 + self._transport.size, dtype=torch.int64)
+        self._grants.append((self._transport.irecv(grant, KEEPER, Tag.GRANT), grant))
+        self._send(want, report)
+
+    def report(self, report: Report) -> None:
+        """Report and ask for nothing."""
+        self._send(0, report)
+
+    def stop(self) -> None:
+        """Ask that nothing more is granted to any worker, and the run ends."""
+        self._send(STOP, Report())
+
+    def pass_over(self, samples: int) -> None:
+        """Ask that nothing before number ``samples`` is granted any more."""
+        self._send(-samples, Report())
+
+    def _send(self, want: float, report: Report) -> None:
+        message = torch.tensor([want, *report.pack()], dtype=torch.float64)
+        self._transport.isend(message, KEEPER, Tag.DRAW)
+
+    def take(self) -> Ticket:
+        """The first ticket asked for; waits for it if it has not come."""
+        receive, grant = self._grants.popleft()
+        if not self._transport.test(receive):
+            # A segment's first ticket cannot have come: that is no sign of a slow network.
+            if self._computing:
+                self._ahead = min(2 * self._ahead, MOST_AHEAD)
+            self._transport.wait(receive)
+        self._computing = True
+        start, size, whole, *absent = grant.tolist()[: receive.nbytes // grant.itemsize]
+        return Ticket(start, size, whole, tuple(absent))

@@ -1,0 +1,127 @@
+"""Small facts that ranks tell each other outside training, and errors that they agree on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.errors import RefusedError, UserError
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.request import PeerFailedError
+
+T = TypeVar("T")
+
+
+def gather(transport: Transport, fact: Any) -> list[Any]:
+    """Everyone's ``fact`` (anything that JSON holds) in rank order at rank 0; [] elsewhere.
+
+    None of a rank that has failed.
+    """
+    if transport.rank:
+        _send(transport, fact, 0)
+        return []
+    return [fact, *(_receive_if_living(transport, rank) for rank in range(1, transport.size))]
+
+
+def broadcast(transport: Transport, fact: Any) -> Any:
+    """Rank 0's ``fact`` at every rank that lives."""
+    if transport.rank:
+        return _receive(transport, 0)
+    for dest in range(1, transport.size):
+        with suppress(PeerFailedError):
+            _send(transport, fact, dest)
+    return fact
+
+
+def broadcast_tensor(transport: Transport, values: Tensor, root: int) -> None:
+    """Copy the CPU tensor ``values`` of rank ``root`` into that of every rank that lives."""
+    if not transport.survives:
+        transport.wait(transport.ibroadcast(values, root))
+        return
+    if root:
+        _pass_on(transport, values, root, [0])
+    _pass_on(transport, values, 0, [rank for rank in transport.living if rank not in (0, root)])
+
+
+def allreduce_tensor(transport: Transport, values: Tensor) -> None:
+    """Replace ``values`` by their sum over all ranks that live."""
+    if not transport.survives:
+        transport.wait(transport.iallreduce(values))
+        return
+    if transport.rank:
+        transport.wait(transport.isend(values, 0, Tag.SETUP))
+    else:
+        other = torch.empty_like(values)
+        for source in transport.living[1:]:
+            with suppress(PeerFailedError):
+                transport.wait(transport.irecv(other, source, Tag.SETUP))
+                values.add_(other)
+    broadcast_tensor(transport, values, 0)
+
+
+def _pass_on(transport: Transport, values: Tensor, source: int, dests: list[int]) -> None:
+    if transport.rank == source:
+        transport.wait_ended([transport.isend(values, dest, Tag.SETUP) for dest in dests])
+    elif transport.rank in dests:
+        transport.wait(transport.irecv(values, source, Tag.SETUP))
+
+
+def agree(transport: Transport, attempt: Callable[[], T]) -> T:
+    """Let every rank make an attempt; if one cannot, none goes on.
+
+    Raises:
+        UserError: at rank 0, what was wrong, and on which ranks if not on all.
+        RefusedError: at the other ranks.
+    """
+    result: T | None = None
+    problem = None
+    try:
+        result = attempt()
+    except UserError as error:
+        problem = str(error)
+    summary = broadcast(transport, _summarise(gather(transport, problem), transport.size))
+    if summary:
+        transport.close()
+        raise UserError(summary, agreed=True) if transport.rank == 0 else RefusedError
+    return result  # type: ignore[return-value]
+
+
+def _summarise(problems: list[str | None], size: int) -> str:
+    places: dict[str, list[int]] = {}
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            places.setdefault(problem, []).append(rank)
+    lines = []
+    for problem, ranks in places.items():
+        plain = len(ranks) == size or ranks == [0]
+        named = "" if plain else f"rank {', '.join(map(str, ranks))}: "
+        lines.append(named + problem)
+    return "\n".join(lines)
+
+
+def _send(transport: Transport, fact: Any, dest: int) -> None:
+    text = torch.frombuffer(bytearray(json.dumps(fact).encode()), dtype=torch.uint8)
+    size = torch.tensor([text.numel()])
+    requests = [transport.isend(part, dest, Tag.SETUP) for part in (size, text)]
+    transport.wait_all(requests)
+
+
+def _receive_if_living(transport: Transport, source: int) -> Any:
+    try:
+        return _receive(transport, source)
+    except PeerFailedError:
+        return None
+
+
+def _receive(transport: Transport, source: int) -> Any:
+    size = torch.zeros(1, dtype=torch.int64)
+    transport.wait(transport.irecv(size, source, Tag.SETUP))
+    text: Tensor = torch.empty(int(size), dtype=torch.uint8)
+    transport.wait(transport.irecv(text, source, Tag.SETUP))
+    return json.loads(bytes(text.tolist()))

@@ -1,0 +1,115 @@
+"""Rank 0's record of what was refused: it warns, counts, and ends a run that cannot recover."""
+
+from __future__ import annotations
+
+from math import log10
+from typing import Any
+
+from torch import Tensor
+
+from aladdin_mpi.control.refusals import NBYTES, Reason, Refusal
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.process import console
+from aladdin_mpi.transport.base import Transport
+
+MOST_IN_A_ROW = 20
+"""A worker whose last steps, as many as this, were all refused ends the run."""
+WARNED_ALWAYS = 3
+"""Refusals of one kind and rank that are all printed; then the 10th, the 100th, ..."""
+KINDS = {
+    Reason.NAN: "gradient refused",
+    Reason.INFINITE: "gradient refused",
+    Reason.LOSS: "gradient refused",
+    Reason.LOSS_ONLY: "loss left out",
+    Reason.ARRIVED: "message refused",
+    Reason.CHECKSUM: "message refused",
+}
+
+
+class Ledger:
+    """Hears of every refusal, by a message handler.
+
+    Args:
+        first_worker: the rank of worker 0.
+    """
+
+    def __init__(self, transport: Transport, first_worker: int) -> None:
+        self._transport = transport
+        self._first_worker = first_worker
+        self._counts: dict[tuple[int, str], int] = {}
+        self._first: dict[tuple[int, str], str] = {}
+        self._ended = False
+        transport.on_message(Tag.REFUSAL, NBYTES, self._hear)
+
+    def count(self, kind: str) -> int:
+        """How many of a kind there were, on all ranks."""
+        return sum(count for (_, name), count in self._counts.items() if name == kind)
+
+    def failures(self) -> list[dict[str, Any]]:
+        """For the summary: a line for each rank and kind."""
+        return [
+            {"rank": rank, "what": kind, "count": self._counts[rank, kind], "first": first}
+            for (rank, kind), first in sorted(self._first.items())
+        ]
+
+    def _hear(self, source: int, message: Tensor) -> None:
+        refusal = Refusal.unpack(message)
+        kind = KINDS[Reason(refusal.reason)]
+        key = refusal.rank, kind
+        count = self._counts[key] = self._counts.get(key, 0) + 1
+        why = self._why(refusal, source)
+        self._first.setdefault(key, why)
+        if count <= WARNED_ALWAYS or log10(count).is_integer():
+            more = f" ({count} so far)" if count > 1 else ""
+            self._print(f"{self._name(refusal.rank)}: {kind}: {why}{more}")
+        if refusal.in_a_row >= MOST_IN_A_ROW and not self._ended:
+            self._ended = True  # several threads may run handlers: the error is told once
+            raise UserError(_last_words(self._name(refusal.rank), refusal, why))
+
+    def excluded(self, samples: int, doubt: str) -> None:
+        """Say that a checkpoint was left out."""
+        self._print(f"no checkpoint at {samples} samples, the one before it is kept: {doubt}")
+
+    def _print(self, text: str) -> None:
+        console.say(f"aladdin_mpi: {text}")
+
+    def _name(self, rank: int) -> str:
+        where = f"rank {rank}, host {self._transport.host_name(rank)}"
+        if rank < self._first_worker:
+            return f"server {rank} ({where})"
+        return f"worker {rank - self._first_worker} ({where})"
+
+    def _why(self, refusal: Refusal, source: int) -> str:
+        reason, at = refusal.reason, f"at sample {refusal.sample}"
+        if reason == Reason.LOSS:
+            return f"a loss of {refusal.value:.4g} is above --max-loss {at}"
+        if reason == Reason.LOSS_ONLY:
+            return f"it is {refusal.value} {at}, and its gradient is finite"
+        if reason == Reason.ARRIVED:
+            return f"bucket {refusal.bucket} was not finite when rank {source} received it {at}"
+        if reason == Reason.CHECKSUM:
+            name = Tag(int(refusal.value)).name.lower().replace("_", " ")
+            return f"a message ({name}) had a wrong checksum when rank {source} received it"
+        found = "NaN" if reason == Reason.NAN else "an infinite value"
+        return f"{found} in bucket {refusal.bucket} {at}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The record, for a checkpoint."""
+        return {"counts": self._counts, "first": self._first}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        self._counts, self._first = state["counts"], state["first"]
+
+
+def _last_words(name: str, refusal: Refusal, why: str) -> str:
+    if refusal.reason == Reason.LOSS:
+        remedy = "raise --max-loss, lower --lr, or lengthen --warmup-epochs"
+    else:
+        remedy = "lower --lr, lengthen --warmup-epochs, or look at the model and its data"
+    return (
+        f"{name}: expected a sound gradient now and then, got none in its last "
+        f"{refusal.in_a_row} steps, at last {why}; {remedy}. --resume goes on "
+        "from the last checkpoint, if there is one: it is from before that"
+    )

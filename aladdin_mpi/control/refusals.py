@@ -1,0 +1,133 @@
+"""What is refused, and how rank 0 hears of it: gradients and messages that hold no sound values."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from math import isfinite
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.model.vectors import is_finite, total
+from aladdin_mpi.transport.base import Transport
+
+KEEPER = 0
+"""The rank that writes refusals down."""
+
+
+class Reason(IntEnum):
+    """Why something was refused."""
+
+    NAN = 1
+    """A bucket of a gradient holds NaN."""
+    INFINITE = 2
+    """It holds an infinite value, or its sum is infinite."""
+    LOSS = 3
+    """The batch's loss is not within ``--max-loss``."""
+    LOSS_ONLY = 4
+    """The loss is not finite, the gradient is: the gradient is used, the loss is not."""
+    ARRIVED = 5
+    """What arrived at a server is not finite, though its sender had checked it."""
+    CHECKSUM = 6
+    """What arrived is not what was sent."""
+
+
+class Refusal(NamedTuple):
+    """One refusal.
+
+    ``rank`` is the one whose gradient or message it was. ``bucket`` is -1 where there is
+    none. ``sample`` is the number of the run's sample that the batch begins at.
+    ``value`` is the loss, or the tag of a message. ``in_a_row`` counts the rank's last
+    steps, all of which were refused.
+    """
+
+    reason: int
+    rank: int
+    bucket: int = -1
+    sample: int = -1
+    value: float = 0.0
+    in_a_row: int = 0
+
+    def pack(self) -> Tensor:
+        """As a message."""
+        return torch.tensor(self, dtype=torch.float64)
+
+    @staticmethod
+    def unpack(message: Tensor) -> Refusal:
+        """The inverse of :meth:`pack`, from the message's bytes."""
+        reason, rank, bucket, sample, value, in_a_row = message.view(torch.float64).tolist()
+        return Refusal(int(reason), int(rank), int(bucket), int(sample), value, int(in_a_row))
+
+
+NBYTES = 8 * len(Refusal._fields)
+"""Of a message."""
+
+
+def report(transport: Transport, refusal: Refusal) -> None:
+    """Tell rank 0. Never waits; a message handler may call it."""
+    transport.isend(refusal.pack(), KEEPER, Tag.REFUSAL)
+
+
+class GradientCheck:
+    """Looks at a gradient bucket by bucket, and clears what is not finite.
+
+    From the first bucket that is not finite on, the rest of the gradient is cleared too;
+    what came before may have been sent, and is sound. On a CPU a look is one sum over
+    values that backward has just written. On a GPU nothing waits: the sums stay there
+    until :meth:`verdict` asks for them, and clearing depends on them there.
+
+    A look costs half as much as adding a gradient to another: 0.2 ms for a bucket of 4 MB and
+    6 ms for 25 million values, where adding takes 0.4 and 10 ms (one core of a server). For all
+    of ResNet-20 (270,000 values, which stay in the cache) it takes 0.02 ms.
+    """
+
+    def __init__(self) -> None:
+        self._found: tuple[Reason, int] | None = None
+        self._refused = False
+        self._running: Tensor | None = None
+        self._sums: list[tuple[int, Tensor]] = []
+
+    def begin(self) -> None:
+        """A gradient begins."""
+        self._found = self._running = None
+        self._refused = False
+        self._sums.clear()
+
+    def refuse(self) -> None:
+        """Clear all that comes."""
+        self._refused = True
+
+    def look(self, values: Tensor, bucket: int) -> None:
+        """Look at what is sent about ``bucket``; cleared in place if it is not sound."""
+        if values.is_meta:
+            return
+        if values.device.type != "cpu":
+            self._look_there(values, bucket)
+        elif not (self._refused or is_finite(values)):
+            self._refused = True
+            self._found = _kind(values.isnan().any().item()), bucket
+        if self._refused:
+            values.zero_()
+
+    def _look_there(self, values: Tensor, bucket: int) -> None:
+        """What is not finite stays so in a running sum."""
+        found = total(values)
+        self._running = found if self._running is None else self._running + found
+        self._sums.append((bucket, self._running))
+        values.masked_fill_(~self._running.isfinite(), 0.0)
+
+    def verdict(self) -> tuple[Reason, int] | None:
+        """What was found, and in which bucket first; None: all was finite. Waits for a GPU."""
+        if self._sums:
+            sums = torch.stack([total for _, total in self._sums]).tolist()
+            for (bucket, _), running in zip(self._sums, sums, strict=True):
+                if not (isfinite(running) or self._found):
+                    self._found = _kind(running != running), bucket
+            self._sums.clear()
+        return self._found
+
+
+def _kind(is_nan: object) -> Reason:
+    return Reason.NAN if is_nan else Reason.INFINITE

@@ -1,0 +1,208 @@
+"""From stored pixels to what a network is given.
+
+Two recipes: :class:`SmallImages` for sets whose images all have one small size, on whole
+batches at once, and :class:`LargeImages` for photographs of any size, one by one. Each
+has an evaluation view, and a training view whose random choices are read from a 64-bit
+key for each sample. Either takes a batch of stored images, or one decoded image.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from aladdin_mpi.data.policies import Policy
+from aladdin_mpi.data.randomness import UInt64Array, bounded
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """Mean and standard deviation of each channel, of pixels scaled to [0, 1].
+
+    ``maximum`` is the largest stored pixel value.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    maximum: float = 255.0
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Turn uint8 pixels (..., C, H, W) into float32 of about zero mean and unit variance."""
+        mean = torch.tensor(self.mean).view(-1, 1, 1)
+        std = torch.tensor(self.std).view(-1, 1, 1)
+        return pixels.to(torch.float32).mul_(1 / (self.maximum * std)).sub_(mean / std)
+
+
+IMAGENET = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+CIFAR10 = Normalisation((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+
+
+def crop_and_flip(images: Tensor, keys: UInt64Array, pad: int, flip: bool) -> Tensor:
+    """Shift each image by up to ``pad`` pixels, black coming in; mirror half of them.
+
+    Args:
+        images: uint8 (N, C, H, W).
+        keys: (N,), the random numbers of :func:`~.randomness.sample_keys`.
+        pad: largest shift in pixels, each way.
+        flip: whether to mirror left and right with probability one half.
+    """
+    count, channels, height, width = images.shape
+    padded = np.zeros((count, channels, height + 2 * pad, width + 2 * pad), dtype=np.uint8)
+    padded[:, :, pad : pad + height, pad : pad + width] = images.numpy()
+    result = np.empty((count, channels, height, width), dtype=np.uint8)
+    tops = bounded(keys, 0, 2 * pad + 1).tolist()
+    lefts = bounded(keys, 1, 2 * pad + 1).tolist()
+    mirrored = bounded(keys, 2, 2).tolist() if flip else [0] * count
+    # A loop over slices beats index tensors here: it copies rows, not single pixels.
+    for i, (top, left, mirror) in enumerate(zip(tops, lefts, mirrored, strict=True)):
+        view = padded[i, :, top : top + height, left : left + width]
+        result[i] = view[:, :, ::-1] if mirror else view
+    return torch.from_numpy(result)
+
+
+@dataclass(frozen=True)
+class SmallImages:
+    """Recipe for images that all have one small size (He et al. 2015, section 4.2).
+
+    Training: a crop after padding by ``pad`` black pixels, and a mirror image half of the
+    time if ``flip``; then ``policy``. ``image_size`` is the side to which images are scaled
+    at the end; None leaves them as they are.
+    """
+
+    normalisation: Normalisation
+    pad: int = 0
+    flip: bool = False
+    image_size: int | None = None
+    policy: Policy | None = None
+
+    def evaluation(self, images: Tensor) -> Tensor:
+        """Return uint8 (N, C, H, W) as normalised float32."""
+        return self._scaled(self.normalisation(images))
+
+    def training(self, images: Tensor, keys: UInt64Array) -> Tensor:
+        """Return uint8 (N, C, H, W) augmented by ``keys`` (N,) and normalised."""
+        if self.pad or self.flip:
+            images = crop_and_flip(images, keys, self.pad, self.flip)
+        if self.policy is not None:
+            pairs = zip(images, keys.tolist(), strict=True)
+            changed = [to_tensor(self.policy(to_image(image), key)) for image, key in pairs]
+            images = torch.stack(changed)
+        return self.evaluation(images)
+
+    def evaluation_image(self, image: Image.Image) -> Tensor:
+        """Return one decoded image as (C, H, W)."""
+        return self.evaluation(to_tensor(image)[None])[0]
+
+    def training_image(self, image: Image.Image, key: int) -> Tensor:
+        """Return one decoded image, augmented by ``key``, as (C, H, W)."""
+        return self.training(to_tensor(image)[None], np.array([key], dtype=np.uint64))[0]
+
+    def _scaled(self, images: Tensor) -> Tensor:
+        side = self.image_size
+        if side is None or tuple(images.shape[2:]) == (side, side):
+            return images
+        return F.interpolate(images, (side, side), mode="bilinear", antialias=True)
+
+
+@dataclass(frozen=True)
+class LargeImages:
+    """ImageNet's usual recipe.
+
+    Training: a part of the image chosen by ``crop``, mirrored half of the time; then
+    ``policy``. ``zoom`` is a random part of 8 to 100 % of the area, scaled to ``image_size``
+    (Szegedy et al. 2015); ``shift`` a square of ``image_size`` anywhere in the image scaled
+    as for evaluation (Krizhevsky et al. 2012); ``none`` the evaluation view. Evaluation:
+    the shorter side scaled to 256/224 of ``image_size``, then the central square.
+    """
+
+    normalisation: Normalisation = IMAGENET
+    image_size: int = 224
+    crop: Literal["zoom", "shift", "none"] = "zoom"
+    policy: Policy | None = None
+
+    def evaluation(self, images: Tensor) -> Tensor:
+        """Return uint8 (N, C, H, W) as float32 (N, C, image_size, image_size)."""
+        return torch.stack([self.evaluation_image(to_image(image)) for image in images])
+
+    def training(self, images: Tensor, keys: UInt64Array) -> Tensor:
+        """Return uint8 (N, C, H, W), augmented by ``keys`` (N,), as in evaluation."""
+        pairs = zip(images, keys.tolist(), strict=True)
+        return torch.stack([self.training_image(to_image(image), key) for image, key in pairs])
+
+    def evaluation_image(self, image: Image.Image) -> Tensor:
+        """Return one decoded image as (C, image_size, image_size)."""
+        image = self._shrunk(image)
+        left = (image.width - self.image_size) // 2
+        top = (image.height - self.image_size) // 2
+        return self.normalisation(to_tensor(self._square(image, left, top)))
+
+    def training_image(self, image: Image.Image, key: int) -> Tensor:
+        """Return one decoded image, augmented by ``key``, as (C, image_size, image_size)."""
+        if self.crop == "none":
+            return self.evaluation_image(image)
+        draw = random.Random(key)
+        image = self._zoomed(image, draw) if self.crop == "zoom" else self._shifted(image, draw)
+        if draw.random() < 0.5:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        if self.policy is not None:
+            image = self.policy(image, key)
+        return self.normalisation(to_tensor(image))
+
+    def _zoomed(self, image: Image.Image, draw: random.Random) -> Image.Image:
+        size = (self.image_size, self.image_size)
+        return image.resize(size, Image.Resampling.BILINEAR, random_box(*image.size, draw))
+
+    def _shifted(self, image: Image.Image, draw: random.Random) -> Image.Image:
+        image = self._shrunk(image)
+        left = draw.randint(0, image.width - self.image_size)
+        top = draw.randint(0, image.height - self.image_size)
+        return self._square(image, left, top)
+
+    def _shrunk(self, image: Image.Image) -> Image.Image:
+        """Its shorter side a little longer than ``image_size``."""
+        width, height = image.size
+        scale = round(self.image_size * 256 / 224) / min(width, height)
+        size = (round(width * scale), round(height * scale))
+        return image.resize(size, Image.Resampling.BILINEAR)
+
+    def _square(self, image: Image.Image, left: int, top: int) -> Image.Image:
+        return image.crop((left, top, left + self.image_size, top + self.image_size))
+
+
+def random_box(width: int, height: int, draw: random.Random) -> tuple[int, int, int, int]:
+    """Choose a part of 8 to 100 % of an image, with sides as 3:4 to 4:3.
+
+    Returns:
+        Left, top, right, bottom in pixels. After ten choices that do not fit into the
+        image it is the largest central part of allowed proportions.
+    """
+    for _ in range(10):
+        area = width * height * draw.uniform(0.08, 1.0)
+        ratio = math.exp(draw.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = draw.randint(0, width - w), draw.randint(0, height - h)
+            return left, top, left + w, top + h
+    w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    """Return an RGB image as uint8 (3, H, W), a grey one as (1, H, W)."""
+    pixels = torch.from_numpy(np.array(image, dtype=np.uint8))
+    return pixels[None] if pixels.dim() == 2 else pixels.permute(2, 0, 1).contiguous()
+
+
+def to_image(pixels: Tensor) -> Image.Image:
+    """The inverse of :func:`to_tensor`."""
+    is_grey = pixels.shape[0] == 1
+    return Image.fromarray((pixels[0] if is_grey else pixels.permute(1, 2, 0)).numpy())

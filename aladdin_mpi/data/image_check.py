@@ -1,0 +1,80 @@
+"""``--check-images``: all images of a folder are read before training, each by one rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.control.exchange import agree, broadcast, gather
+from aladdin_mpi.data import imagefolder
+from aladdin_mpi.data.imagefolder import Fault, Listing
+from aladdin_mpi.data.loading import load_in_order
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.process import console
+from aladdin_mpi.transport.base import Transport
+
+AT_A_TIME = 64
+"""Images of a piece of work of a loader process."""
+MOST_NAMED = 1000
+
+
+def check_images(options: RunOptions, transport: Transport) -> tuple[Fault, ...] | None:
+    """Return the images that cannot be read, the same on all ranks; None: nobody has looked.
+
+    Raises:
+        UserError: at rank 0, names all of them, if they are not to be skipped.
+        RefusedError: then at the others.
+    """
+    if not options.check_images:
+        return None
+    listings, _ = agree(transport, lambda: imagefolder.list_splits(options.data_dir))
+    count = sum(len(listing.names) for listing in listings)
+    if transport.rank == 0 and not options.quiet:
+        console.say(f"--check-images: reading {count} images", sys.stdout)
+    mine = agree(transport, lambda: _faults(listings, options, transport))
+    found = [each for part in gather(transport, mine) for each in part or ()]
+    faults = tuple(sorted(Fault(*each) for each in broadcast(transport, found)))
+    if faults and options.corrupt_images == "stop":
+        agree(transport, lambda: _refuse(listings, faults, count))
+    return faults
+
+
+def _faults(listings: Sequence[Listing], options: RunOptions, transport: Transport) -> list[Fault]:
+    """Those in this rank's part: every n-th image."""
+    places = [
+        (split, index)
+        for split, listing in enumerate(listings)
+        for index in range(transport.rank, len(listing.names), transport.size)
+    ]
+    pieces = [places[i : i + AT_A_TIME] for i in range(0, len(places), AT_A_TIME)]
+    loaded = load_in_order(_Look(listings), pieces, options.loader_workers, collate=_found)
+    return [each for piece in loaded for each in piece]
+
+
+class _Look(Dataset[Fault | None]):
+    """Says of each image whether it can be read."""
+
+    def __init__(self, listings: Sequence[Listing]) -> None:
+        self._listings = listings
+
+    def __getitem__(self, place: tuple[int, int]) -> Fault | None:
+        split, index = place
+        why = imagefolder.fault(self._listings[split].path(index))
+        return None if why is None else Fault(split, index, why)
+
+
+def _found(looked: list[Any]) -> list[Fault]:
+    return [each for each in looked if each is not None]
+
+
+def _refuse(listings: Sequence[Listing], faults: Sequence[Fault], count: int) -> None:
+    named = [f"\n  {listings[each.split].path(each.place)}: {each.why}" for each in faults]
+    more = f"\n  and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+    raise UserError(
+        f"--check-images: {len(faults)} of {count} images cannot be read; replace or remove them, "
+        f"or add --corrupt-images skip:{''.join(named[:MOST_NAMED])}{more}"
+    )

@@ -1,0 +1,329 @@
+"""Batches for training, for evaluation and for batch-norm statistics."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from aladdin_mpi.data.datasets import MapDataset, known_classes
+from aladdin_mpi.data.images import ImageArrays, ImageFiles
+from aladdin_mpi.data.randomness import AUGMENTATION, sample_keys
+from aladdin_mpi.data.sampler import ShardedStream
+from aladdin_mpi.data.skipped import Skip, SkippedImages, skips_of
+from aladdin_mpi.errors import UserError
+
+Batch = tuple[Tensor, Tensor]
+Key = tuple[int, int]
+Collate = Callable[[list[Any]], Any]
+
+
+class BatchSource:
+    """The training batches of one worker.
+
+    An :class:`~.images.ImageArrays` is read in memory; any other data set goes through a
+    ``DataLoader``, which prefetches. Either way a sample is augmented as a function of
+    (seed, epoch, sample), whatever the number of workers and of loader processes.
+
+    Args:
+        dataset: the training set.
+        stream: which samples; its seed is that of the augmentation too.
+        batch_size: samples to prefetch at a time; what is mostly asked for.
+        loader_workers: processes that load ahead; 0 loads when asked. Sets in memory
+            need none.
+        augment: whether to use the training view.
+        start_method: how loader processes are started. The others than ``fork`` import
+            the program's main module again; where that starts MPI, they would start as
+            a rank that exists already.
+        collate: makes a batch of a list of samples; None: of (input, label) pairs.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        stream: ShardedStream,
+        batch_size: int,
+        loader_workers: int = 0,
+        augment: bool = True,
+        start_method: str = "fork",
+        collate: Collate | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.stream = stream
+        self.collate = collate or _collate
+        self.batch_size = batch_size
+        self.loader_workers = loader_workers
+        self.augment = augment
+        self.start_method = start_method
+        self._view = TrainingView(dataset, stream.seed, augment)
+        self._loaded: Iterator[Any] | None = None
+
+    def next_batch(self, count: int | None = None) -> Any:
+        """Return the next ``count`` samples, by default ``batch_size``.
+
+        Returns:
+            What ``collate`` makes of them; of pairs inputs (count, ...), float32 for images, and
+            int64 labels (count,).
+        """
+        count = self.batch_size if count is None else count
+        if isinstance(self.dataset, ImageArrays):
+            epochs, indices = self.stream.take(count)
+            if self.augment:
+                return self.dataset.training_batch(indices, epochs, self.stream.seed)
+            return self.dataset.evaluation_batch(indices)
+        if count != self.batch_size:
+            # A part of a round, at the end of a segment: what was loaded ahead is cut otherwise.
+            self._loaded = None
+            return self.collate(self._view.__getitems__(_keys(self.stream, count)))
+        if self._loaded is None:
+            self._loaded = self._start()
+        batch = next(self._loaded)
+        self.stream.position += count
+        return batch
+
+    def _start(self) -> Iterator[Any]:
+        # The loader runs ahead on a stream of its own; ours counts what was consumed.
+        keys = _KeyBatches(self.stream.copy(), self.batch_size)
+        return load_in_order(self._view, keys, self.loader_workers, self.start_method, self.collate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in consumed samples; those loaded ahead do not count."""
+        return self.stream.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken. Raises as ``ShardedStream.load_state_dict``."""
+        self.close()
+        self.stream.load_state_dict(state)
+
+    def close(self) -> None:
+        """End the loader processes; the next batch would start them again."""
+        self._loaded = None
+
+
+def test_batches(
+    dataset: MapDataset, batch_size: int, loader_workers: int = 0, start_method: str = "fork"
+) -> Iterator[Batch]:
+    """Yield all samples once, in order and without augmentation; the last batch may be short.
+
+    Images that are skipped are left out.
+
+    Raises:
+        UserError: no image can be read.
+    """
+    if not isinstance(dataset, ImageArrays):
+        places = range(len(dataset))
+        batches = [places[i : i + batch_size] for i in range(0, len(places), batch_size)]
+        if isinstance(dataset, ImageFiles):
+            yield from _readable_batches(dataset, batches, loader_workers, start_method)
+        else:
+            yield from load_in_order(dataset, batches, loader_workers, start_method)
+        return
+    for start in range(0, len(dataset), batch_size):
+        yield dataset.evaluation_batch(slice(start, start + batch_size))
+
+
+def _readable_batches(
+    dataset: ImageFiles, batches: Iterable[Any], loader_workers: int, start_method: str
+) -> Iterator[Batch]:
+    found = False
+    view = _ReadableView(dataset)
+    for batch in load_in_order(view, batches, loader_workers, start_method, _collate_if_any):
+        if batch is not None:
+            found = True
+            yield batch
+    if not found:
+        raise UserError(
+            f"--corrupt-images skip: expected a readable image in {dataset.root}, got none; look "
+            "at --data-dir"
+        )
+
+
+def train_batches_for_statistics(
+    dataset: MapDataset, batch_size: int, count: int, seed: int
+) -> Iterator[Batch]:
+    """Yield ``count`` batches of training samples, drawn by ``seed``, without augmentation.
+
+    They serve to estimate batch-norm statistics again. Samples repeat only after all
+    have come.
+    """
+    stream = ShardedStream(len(dataset), 0, 1, seed)
+    source = BatchSource(dataset, stream, batch_size, augment=False)
+    for _ in range(count):
+        yield source.next_batch()
+
+
+def describe(dataset: MapDataset) -> dict[str, Any]:
+    """What the data sets of all workers must have in common: sizes, and the first sample."""
+    with global_generators_kept():
+        inputs, labels = _collate([dataset[0]])
+    return {
+        "length": len(dataset),
+        "classes": known_classes(dataset) if not labels.is_floating_point() else None,
+        "input": f"{inputs.dtype} {list(inputs.shape[1:])}".removeprefix("torch."),
+        "label": f"{labels.dtype} {list(labels.shape[1:])}".removeprefix("torch."),
+    }
+
+
+class _KeyBatches:
+    """Endless lists of (epoch, index), for the ``DataLoader`` to hand out."""
+
+    def __init__(self, stream: ShardedStream, batch_size: int) -> None:
+        self._stream = stream
+        self._batch_size = batch_size
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        while True:
+            yield _keys(self._stream, self._batch_size)
+
+
+def _keys(stream: ShardedStream, count: int) -> list[Key]:
+    epochs, indices = stream.take(count)
+    return list(zip(epochs.tolist(), indices.tolist(), strict=True))
+
+
+class TrainingView(Dataset[Any]):
+    """A data set indexed by (epoch, index), with augmentation decided by them and the seed."""
+
+    def __init__(self, dataset: MapDataset, seed: int, augment: bool) -> None:
+        self._dataset = dataset
+        self.skipped = skips_of(dataset)
+        self._seed = seed
+        self._augmented = getattr(dataset, "augmented", None) if augment else None
+
+    def __getitems__(self, keys: list[Key]) -> list[Any]:
+        epochs, indices = torch.tensor(keys).numpy().T
+        numbers = sample_keys(self._seed, AUGMENTATION, epochs, indices).tolist()
+        with global_generators_kept():
+            return [
+                self._sample(index, number)
+                for index, number in zip(indices.tolist(), numbers, strict=True)
+            ]
+
+    def _sample(self, index: int, number: int) -> Any:
+        if self._augmented is not None:
+            return self._augmented(index, number)
+        seed_global_generators(number)
+        return self._dataset[index]
+
+
+class _ReadableView(Dataset[Any]):
+    """The images of a folder, less those that are skipped."""
+
+    def __init__(self, dataset: ImageFiles) -> None:
+        self._dataset = dataset
+        self.skipped = dataset.skipped
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return self._dataset.readable(indices)
+
+
+def seed_global_generators(key: int) -> None:
+    """Seed those that a user's augmentation may draw from: torch's, Python's and numpy's."""
+    torch.default_generator.manual_seed(key)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+
+
+@contextmanager
+def global_generators_kept() -> Iterator[None]:
+    """Leave the global generators afterwards as they were before."""
+    states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+
+
+def load_in_order(
+    dataset: Any,
+    batches: Iterable[Any],
+    loader_workers: int,
+    start_method: str = "fork",
+    collate: Collate | None = None,
+) -> Iterator[Any]:
+    """Batches of the samples that ``batches`` lists, loaded ahead by processes if there are any.
+
+    A UserError in such a process is raised here as it was there, and what ``dataset`` notes as
+    skipped there is noted here.
+    """
+    loader = DataLoader(
+        _Loading(dataset, collate or _collate),
+        batch_sampler=cast(Any, batches),
+        num_workers=loader_workers,
+        collate_fn=_as_it_is,
+        multiprocessing_context=start_method if loader_workers else None,
+        # Without one of its own it would draw from the global generator.
+        generator=torch.Generator(),
+    )
+    return _unpacked(iter(loader), skips_of(dataset))
+
+
+class _Loaded(NamedTuple):
+    """What a loader process sends for a batch."""
+
+    batch: Any
+    skipped: list[Skip]
+    problem: str | None = None
+
+
+class _Loading(Dataset[Any]):
+    """A data set whose lists of samples are batches already."""
+
+    def __init__(self, dataset: Any, collate: Collate) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._skipped = skips_of(dataset)
+
+    def __getitems__(self, keys: Any) -> _Loaded:
+        try:
+            batch, problem = self._collate(self._samples(keys)), None
+        except UserError as error:
+            batch, problem = None, str(error)
+        return _Loaded(batch, self._skipped.take() if self._skipped else [], problem)
+
+    def _samples(self, keys: Any) -> list[Any]:
+        at_once = getattr(self._dataset, "__getitems__", None)
+        if at_once is not None:
+            samples: list[Any] = at_once(keys)
+            return samples
+        return [self._dataset[key] for key in keys]
+
+
+def _as_it_is(loaded: Any) -> Any:
+    return loaded
+
+
+def _unpacked(batches: Iterator[_Loaded], skipped: SkippedImages | None) -> Iterator[Any]:
+    for loaded in batches:
+        for path, why in loaded.skipped:
+            if skipped is not None:
+                skipped.add(path, why)
+        if loaded.problem is not None:
+            raise UserError(loaded.problem)
+        yield loaded.batch
+
+
+def _collate_if_any(samples: list[Any]) -> Batch | None:
+    return _collate(samples) if samples else None
+
+
+def _collate(samples: list[Any]) -> Batch:
+    batch = default_collate(samples)
+    if (
+        not isinstance(batch, (tuple, list))
+        or len(batch) != 2
+        or not all(isinstance(each, Tensor) for each in batch)
+    ):
+        raise UserError(
+            "--dataset: every sample must be (input, label), a tensor or array and an integer; "
+            f"the data set gives {type(samples[0]).__name__}"
+        )
+    return batch[0], batch[1]

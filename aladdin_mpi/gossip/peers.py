@@ -1,0 +1,95 @@
+"""What workers without servers have in common: local steps, and models sent to each other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.compression.codec import DenseWire, GradientCodec
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.model.vectors import scale
+from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.roles.role import TrainingWorker
+from aladdin_mpi.roles.worker import Worker
+from aladdin_mpi.transport.request import PeerFailedError, Request
+
+
+class PeerWorker(TrainingWorker):
+    """A worker among equals, with a model and a momentum of its own."""
+
+    def __init__(self, worker: Worker, optimizer: Optimizer, wire: GradientCodec) -> None:
+        super().__init__(worker, optimizer)
+        self.wire = wire.plain
+        self.transport = worker.transport
+        self.layout = worker.layout
+        self.index, self.n = worker.index, worker.count
+        self.g = worker.replica.new_vector()
+
+    def direction(self) -> Tensor:
+        """``opt(g)``, g the gradient of the current batch at ``x``; valid until the next call."""
+        g = self.g
+        self.worker.gradient(g)
+        if self.worker.share != 1.0:
+            scale(g, self.worker.share)
+        self.optimizer.correct(slice(0, g.numel()), g, self.x)
+        return g
+
+
+class _Copy:
+    """A model on its way."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.requests: list[Request] = []
+
+
+class ModelOutbox:
+    """Copies of a flat vector on their way to other workers.
+
+    The vector may be changed as soon as :meth:`send` has returned.
+
+    Args:
+        tag: of the messages: a header, if there is one, then the buckets in order.
+        copies: largest number on their way at once.
+    """
+
+    def __init__(self, worker: Worker, wire: DenseWire, tag: Tag, copies: int = 1) -> None:
+        self._transport = worker.transport
+        self._layout = worker.layout
+        self._wire = wire
+        self._tag = tag
+        self._copies = [_Copy(wire.buffer(worker.layout.numel)) for _ in range(copies)]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether :meth:`send` would not have to wait."""
+        return all(self._is_delivered(request) for request in self._copies[0].requests)
+
+    def _is_delivered(self, request: Request) -> bool:
+        try:
+            return self._transport.test(request)
+        except PeerFailedError:
+            return True  # nobody waits for it
+
+    def send(self, vector: Tensor, dest: int, header: Tensor | None = None) -> Tensor:
+        """Send to rank ``dest``; waits for the oldest copy if all are on their way.
+
+        Returns the values as they are sent, until the copy is needed again.
+        """
+        copy = self._copies.pop(0)
+        self._copies.append(copy)
+        self._transport.wait_ended(copy.requests)
+        event = self._wire.encode(vector, copy.values)
+        if isinstance(event, torch.cuda.Event):
+            event.wait()  # what changes the vector from now on comes after the copying
+        send, tag = self._transport.isend, self._tag
+        copy.requests = [] if header is None else [send(header, dest, tag)]
+        for bucket in self._layout.buckets:
+            copy.requests.append(send(copy.values[bucket.part], dest, tag, after=event))
+        return copy.values
+
+    def flush(self) -> None:
+        """Wait until everything is delivered."""
+        for copy in self._copies:
+            self._transport.wait_ended(copy.requests)
+            copy.requests = []

@@ -1,0 +1,1 @@
+"""The user's model as flat vectors, cut into buckets."""

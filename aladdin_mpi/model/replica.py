@@ -1,0 +1,245 @@
+"""A model as one flat vector of parameters and one of gradients.
+
+The module's parameters and their ``.grad`` become views into the flat vectors, so
+that gradients lie where messages are sent from, and a received model is blended
+in by one operation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.model.bound_gradients import BoundGradients
+from aladdin_mpi.model.bucket_watch import BucketWatch, OnBucket
+from aladdin_mpi.model.layout import Layout
+from aladdin_mpi.model.other_dtypes import OtherDtypes, common_dtype
+
+
+@dataclass(frozen=True)
+class DenseLayer:
+    """An ``nn.Linear`` whose weight, ``outputs`` x ``inputs``, is trained and nobody else's.
+
+    ``weight`` and ``bias`` say where they lie in the flat vector; ``bias`` is None where
+    there is none to be trained.
+    """
+
+    name: str
+    outputs: int
+    inputs: int
+    weight: slice
+    bias: slice | None
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The sizes of a module's trainable parameters, in flat order: last layer first.
+
+    ``shapes`` are the parameters', ``layers`` the numbers of values of the layers. A
+    layer is what one module holds itself, such as its weight and its bias. ``dense``
+    are the fully connected ones.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    layers: tuple[int, ...]
+    dense: tuple[DenseLayer, ...] = ()
+
+
+def outline(module: nn.Module) -> Outline:
+    """The outline of ``module``, which may be on the device "meta"."""
+    shapes: list[tuple[int, ...]] = []
+    layers: list[int] = []
+    seen: set[nn.Parameter] = set()
+    for part in module.modules():
+        own = [p for p in part.parameters(recurse=False) if p.requires_grad and p not in seen]
+        seen.update(own)
+        shapes += [tuple(p.shape) for p in own]
+        if own:
+            layers.append(sum(p.numel() for p in own))
+    return Outline(tuple(shapes[::-1]), tuple(layers[::-1]), _dense_layers(module))
+
+
+def places(module: nn.Module) -> dict[nn.Parameter, slice]:
+    """Where each trainable parameter lies in the flat vector."""
+    found: dict[nn.Parameter, slice] = {}
+    start = 0
+    for parameter in [p for p in module.parameters() if p.requires_grad][::-1]:
+        found[parameter] = slice(start, start + parameter.numel())
+        start += parameter.numel()
+    return found
+
+
+def _dense_layers(module: nn.Module) -> tuple[DenseLayer, ...]:
+    """In flat order; one of which a parameter is tied to another layer's is left out."""
+    at = places(module)
+    owners = Counter(p for part in module.modules() for p in part.parameters(recurse=False))
+    found = []
+    for name, part in module.named_modules():
+        own = list(part.parameters(recurse=False))
+        if type(part) is not nn.Linear or not isinstance(part.weight, nn.Parameter):
+            continue
+        if part.weight not in at or not part.weight.is_contiguous():
+            continue
+        if all(owners[parameter] == 1 for parameter in own):
+            bias = at.get(part.bias) if part.bias is not None else None
+            layer = DenseLayer(name, part.out_features, part.in_features, at[part.weight], bias)
+            found.append(layer)
+    return tuple(found[::-1])
+
+
+class _Flat:
+    """A module's trainable parameters as a flat vector, and their sizes."""
+
+    parameters: Tensor
+    _outline: Outline
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the parameters, in flat order."""
+        return list(self._outline.shapes)
+
+    @property
+    def layers(self) -> list[int]:
+        """Numbers of values of the layers, in flat order."""
+        return list(self._outline.layers)
+
+    @property
+    def dense(self) -> tuple[DenseLayer, ...]:
+        """The fully connected layers, in flat order."""
+        return self._outline.dense
+
+    def new_vector(self) -> Tensor:
+        """A zeroed flat vector like the parameters."""
+        return torch.zeros_like(self.parameters)
+
+
+class Replica(_Flat):
+    """A module's trainable parameters as a flat vector, last layer first.
+
+    The last layer comes first because backward completes it first: bucket 0 is
+    then the first that can leave. Frozen parameters stay outside, tied ones are
+    in once. Where dtypes differ the vector has the widest, and the others are copies.
+
+    Args:
+        module: on its device already; its parameters' storage is replaced.
+
+    Raises:
+        UserError: no trainable parameter, several devices, or complex numbers.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: nn.Module | None = module
+        self._parameters = [p for p in module.parameters() if p.requires_grad][::-1]
+        device, dtype = self._device(), common_dtype(self._parameters)
+        self._outline = outline(module)
+        self.numel = sum(p.numel() for p in self._parameters)
+        self.parameters = torch.empty(self.numel, dtype=dtype, device=device)
+        self.others = OtherDtypes()
+        self.gradients = BoundGradients(self._parameters, self.others)
+        self._kept: tuple[list[Tensor], list[Tensor]] | None = None
+        for parameter, view in zip(self._parameters, self._cut(self.parameters), strict=True):
+            view.copy_(parameter.detach())
+            if parameter.dtype == dtype:
+                parameter.data = view
+            else:
+                self.others.add(parameter, view)
+
+    def _device(self) -> torch.device:
+        if not self._parameters:
+            raise UserError("model: expected at least one parameter that requires a gradient")
+        devices = {p.device for p in self._parameters}
+        if len(devices) > 1:
+            raise UserError(
+                "model: expected all trainable parameters on one device, got "
+                f"{', '.join(sorted(map(str, devices)))}; use model.to(device)"
+            )
+        return devices.pop()
+
+    def set(self, vector: Tensor) -> None:
+        """Make the model that of another flat vector, on any device."""
+        self.parameters.copy_(vector)
+        self.others.refresh()
+
+    def _cut(self, vector: Tensor) -> Iterator[Tensor]:
+        """Views of ``vector`` shaped, and strided, as the parameters."""
+        start = 0
+        for parameter in self._parameters:
+            size, stride = parameter.shape, parameter.stride()
+            piece = vector[start : start + parameter.numel()]
+            yield piece.as_strided(size, stride, piece.storage_offset())
+            start += parameter.numel()
+
+    def keep_buffers(self) -> None:
+        """Remember the module's buffers of real numbers, such as batch norm's statistics."""
+        if self._kept is None:
+            assert self.module is not None
+            buffers = [b for b in self.module.buffers() if b.is_floating_point()]
+            self._kept = buffers, [torch.empty_like(b) for b in buffers]
+        buffers, kept = self._kept
+        if buffers:
+            torch._foreach_copy_(kept, buffers)
+
+    def restore_buffers(self) -> None:
+        """Make them what they were when :meth:`keep_buffers` was called last."""
+        if self._kept is not None and self._kept[0]:
+            torch._foreach_copy_(*self._kept)
+
+    def bind_gradients(self, vector: Tensor) -> None:
+        """Let the next gradient go into ``vector``: see :meth:`BoundGradients.bind`."""
+        self.others.refresh()
+        self.gradients.bind(vector, self._cut)
+
+    def settle(self, is_skipped: bool = False) -> None:
+        """Backward is over, or there was none: see :meth:`BoundGradients.settle`."""
+        self.gradients.settle(is_skipped)
+
+    def watch(self, layout: Layout, on_bucket: OnBucket, at_once: bool = True) -> BucketWatch:
+        """Call ``on_bucket`` during backward, in order, as buckets are completed.
+
+        ``at_once``: they are used then; :meth:`settle` refuses gradients that are changed later.
+        """
+        self.gradients.stay_in_grad(notices_changes=at_once)
+        return BucketWatch(layout, on_bucket, self.gradients, self._parameters)
+
+    def buffers(self) -> list[Tensor]:
+        """What the flat vector leaves out: frozen parameters and the module's buffers."""
+        assert self.module is not None
+        frozen = [p.detach() for p in self.module.parameters() if not p.requires_grad]
+        return frozen + list(self.module.buffers())
+
+
+class PhantomReplica(_Flat):
+    """Only the sizes of a model, for computing that is timed and not done.
+
+    Its vectors are ``meta`` tensors, which store nothing; what the wire needs of real
+    memory belongs to :class:`~aladdin_mpi.compression.codec.DenseWire`.
+
+    Args:
+        numel: number of values.
+        sizes: of the parameters and layers; None: one matrix.
+    """
+
+    module = None
+
+    def __init__(self, numel: int, sizes: Outline | None = None) -> None:
+        self.numel = numel
+        self.parameters = torch.zeros(numel, device="meta")
+        self._outline = sizes or Outline(((1, numel),), (numel,))
+
+    def keep_buffers(self) -> None:
+        """There are none."""
+
+    def restore_buffers(self) -> None:
+        """There are none."""
+
+    def bind_gradients(self, vector: Tensor) -> None:
+        """Nothing is calculated."""
+
+    def buffers(self) -> list[Tensor]:
+        """None."""
+        return []

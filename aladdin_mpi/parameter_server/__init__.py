@@ -1,0 +1,1 @@
+"""Both ends of the protocol between workers and parameter servers."""

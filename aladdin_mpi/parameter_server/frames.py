@@ -1,0 +1,71 @@
+"""The messages between workers and servers: a small header, then the buckets it announces."""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from math import isnan
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.transport.request import Request
+from aladdin_mpi.transport.sealed import intact
+
+MOST_NOTES = 8
+"""The largest number of notes in a header, unless a server expects more."""
+
+
+class Kind(IntEnum):
+    """What follows a header."""
+
+    BUCKETS = 1
+    END = 2
+
+
+class Header(NamedTuple):
+    """Announces buckets, or the end of what its sender has to say.
+
+    Gradients: ``gradients`` gradients summed into one, computed from sample number
+    ``samples`` of the run on. Models: ``bucket`` follows, to be blended in by
+    ``alpha``. ``notes`` are what an algorithm adds, ``MOST_NOTES`` numbers as a rule.
+    """
+
+    kind: int
+    gradients: int = 0
+    samples: int = 0
+    bucket: int = -1
+    alpha: float = 0.0
+    notes: tuple[float, ...] = ()
+
+    def pack(self) -> Tensor:
+        """As a message."""
+        values = (*self[:-1], *self.notes)
+        # Half the time of torch.tensor(), and every message of a model has a header.
+        data = bytearray(struct.pack(f"{len(values)}d", *values))
+        return torch.frombuffer(data, dtype=torch.float64)
+
+    @staticmethod
+    def unpack(message: Tensor) -> Header:
+        """The inverse of :meth:`pack`."""
+        kind, gradients, samples, bucket, alpha, *notes = message.tolist()
+        return Header(int(kind), int(gradients), int(samples), int(bucket), alpha, tuple(notes))
+
+    @staticmethod
+    def received(request: Request) -> Header:
+        """What a completed receive into a :func:`new_header` has brought.
+
+        Raises:
+            TransportError: it was damaged on its way.
+        """
+        assert request.buffer is not None
+        message = request.buffer[: request.nbytes // request.buffer.itemsize]
+        if isnan(message.tolist()[0]):  # as all numbers of a void message are
+            intact(message, request.source)
+        return Header.unpack(message)
+
+
+def new_header(notes: int = 0) -> Tensor:
+    """A buffer to receive a header in that may have so many notes."""
+    return torch.empty(len(Header._fields) - 1 + max(notes, MOST_NOTES), dtype=torch.float64)

@@ -1,0 +1,1 @@
+"""The process itself: signals, errors that end it, what it prints."""

@@ -1,0 +1,1 @@
+"""What every algorithm's worker and server are made of."""

@@ -1,0 +1,134 @@
+"""What a run asks of an algorithm's part on one rank, and of a worker's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.vectors import copy
+from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.worker import Worker
+
+
+class Role(ABC):
+    """An algorithm's part on one rank. It is run for one segment after another.
+
+    Between segments nothing is in flight: all that an algorithm remembers then is
+    in :meth:`state_dict`.
+    """
+
+    @abstractmethod
+    def run(self) -> None:
+        """Take part in a segment, to its end, and leave nothing in flight."""
+
+    def close(self) -> None:
+        """The run is over: give back what other libraries hold, on every rank."""
+        return
+
+    def describe(self) -> str:
+        """What the user should know of how it was set up; empty if there is nothing."""
+        return ""
+
+    def facts(self) -> dict[str, Any]:
+        """What it has decided by itself, for the summary; rank 0 is asked."""
+        return {}
+
+    @abstractmethod
+    def counts(self) -> dict[str, int]:
+        """Totals of gradients for the accounts of the run."""
+
+    def doubt(self) -> str:
+        """Why a checkpoint of this moment may be worthless; empty if there is no reason."""
+        return ""
+
+    @abstractmethod
+    def part(self, bucket: Bucket) -> Tensor:
+        """This rank's values of a bucket, for the global model."""
+
+    def when_whole(self, action: Callable[[], None]) -> None:
+        """Call ``action`` when this rank's parts all belong to one step: at once, or soon.
+
+        To be called by a message handler; ``action`` runs as one.
+        """
+        action()
+
+    def weight(self, bucket: Bucket) -> float:
+        """What they weigh in the mean over all ranks that have some."""
+        return 1.0
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """All state, as tensors, numbers, strings, lists and dicts."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+
+    @abstractmethod
+    def resize(self, former: Former) -> None:
+        """Go on where other numbers of workers and servers have come to.
+
+        Raises:
+            UserError: a state cannot be dealt to other ranks.
+        """
+
+    def common(self) -> dict[str, Any]:
+        """What all ranks have in common, as JSON: for one that takes part again."""
+        return {}
+
+    def join(self, common: dict[str, Any]) -> None:
+        """Take part again, without a state of one's own, after a failure and a resumption."""
+        return
+
+
+class TrainingWorker(Role):
+    """A rank that computes gradients, with a model and an optimizer of its own."""
+
+    def __init__(self, worker: Worker, optimizer: Optimizer) -> None:
+        self.worker = worker
+        self.optimizer = optimizer
+        self.x = worker.parameters
+
+    def close(self) -> None:
+        """The model is the user's again."""
+        self.worker.close()
+
+    def counts(self) -> dict[str, int]:
+        """Gradients computed so far, and how many of them were refused."""
+        return {"computed": self.worker.computed, "refused": self.worker.refused}
+
+    def doubt(self) -> str:
+        """One refused gradient may be that of one bad sample; several in a row are not."""
+        worker = self.worker
+        if worker.in_a_row < 2:
+            return ""
+        return f"the last {worker.in_a_row} gradients of worker {worker.index} were refused"
+
+    def part(self, bucket: Bucket) -> Tensor:
+        """This worker's own model."""
+        return self.x[bucket.part]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next segment depends on."""
+        return {
+            "worker": self.worker.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "parameters": self.x,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        self.worker.load_state_dict(state["worker"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.x.copy_(state["parameters"])
+
+    def resize(self, former: Former) -> None:
+        """Begin from the global model, with the mean of what the workers had of their own."""
+        copy(self.x, former.model)
+        self.worker.resize(former)
+        self.optimizer.inherit(former.worker["optimizer"])

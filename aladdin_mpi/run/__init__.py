@@ -1,0 +1,1 @@
+"""One rank of a run, from its options to its results."""

@@ -1,0 +1,39 @@
+"""Sums over the workers, asked for by their training loops."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.roles.worker import Worker
+from aladdin_mpi.transport.request import PeerFailedError
+
+
+def add_up(worker: Worker, value: float | Tensor) -> tuple[Tensor, int]:
+    """The sum of ``value`` over all workers that live, in fp64, and how many they are.
+
+    Each sends its own to all others, and adds them up in the order of the workers: all have the
+    same sum, to the bit. A collective of MPI would need the servers too.
+    """
+    transport = worker.transport
+    mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(-1).contiguous()
+    others = [
+        rank for rank in transport.living if rank >= worker.servers and rank != transport.rank
+    ]
+    received = {rank: torch.empty_like(mine) for rank in others}
+    receives = {
+        rank: transport.irecv(buffer, rank, Tag.AMONG_WORKERS) for rank, buffer in received.items()
+    }
+    sends = [transport.isend(mine, rank, Tag.AMONG_WORKERS) for rank in others]
+    values = {transport.rank: mine}
+    for rank, request in receives.items():
+        try:
+            transport.wait(request)
+        except PeerFailedError:
+            continue
+        values[rank] = received[rank]
+    transport.wait_ended(sends)
+    total = torch.stack([values[rank] for rank in sorted(values)]).sum(0)
+    shape = value.shape if isinstance(value, Tensor) else ()
+    return total.reshape(shape), len(values)

@@ -1,0 +1,603 @@
+"""The public interface: one's own training loop, in parallel."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.config.options import OWN_DATA, RunOptions, SimulateOptions
+from aladdin_mpi.config.settings import Setting, Settings, build, overlay
+from aladdin_mpi.control.exchange import agree
+from aladdin_mpi.control.refusals import Reason, Refusal, report
+from aladdin_mpi.control.tags import SEALED
+from aladdin_mpi.errors import SUSPENDED_STATUS, SuspendedError, UserError
+from aladdin_mpi.process import console, guard, heap, stop_signal
+from aladdin_mpi.run import among_workers
+from aladdin_mpi.run.auto_resume import settle
+from aladdin_mpi.run.deal import Deal, deal
+from aladdin_mpi.run.device import choose_device
+from aladdin_mpi.run.epochs import Batches, Epoch, HeldBack
+from aladdin_mpi.run.evaluation import Evaluate
+from aladdin_mpi.run.loop import Loop
+from aladdin_mpi.run.loop_watch import LoopWatch
+from aladdin_mpi.run.origin import find_origin
+from aladdin_mpi.run.own_optimizer import Asked, resolve, settings_for
+from aladdin_mpi.run.own_words import check_effect, in_own_words
+from aladdin_mpi.run.placement import tell_placement
+from aladdin_mpi.run.rank import Rank
+from aladdin_mpi.run.script import OptionsFound, SimulatedRank, simulated_rank
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.sealed import SealedTransport
+
+FOR_SEVERAL = ("servers", "wire", "checksum", "compression", "dgc")
+"""Settings that mean nothing to one process."""
+
+
+class DataParallel:
+    """Trains a module with one of the algorithms, inside the user's own loop.
+
+    Every rank runs the same script::
+
+        run = DataParallel(model, algorithm="aladdin", epochs=5, batch_size=32, lr=0.05)
+        for images, labels in run.batches(train_set):
+            loss = loss_function(model(images), labels)
+            loss.backward()
+            run.step(loss)
+
+    What a worker has put into ``state``, a dict of tensors, numbers, strings, lists and dicts,
+    before :meth:`step` is saved with the checkpoints, and is there again when the loop of a run
+    that goes on has begun.
+
+    A signal SIGUSR1 or SIGUSR2 at any rank, as batch systems send before a time limit, ends
+    the loop: the run is saved, and the loop raises
+    :class:`aladdin_mpi.errors.SuspendedError`, a ``SystemExit`` of status 75, on every rank.
+    With ``run_dir=DIR, resume="auto"`` the program goes on when it is started again, and ends
+    with status 0 if the run is complete; with ``allow_resize=True`` also on other numbers of ranks:
+    all workers then begin from the global model, and a new one with an empty ``state``.
+
+    The length is one of ``epochs``, ``samples`` and ``steps``; a step is ``batch_size`` times
+    ``accumulate`` samples of every worker.
+
+    The loop turns on workers; a server serves inside :meth:`batches`, which gives it
+    no batch. After the loop every rank's ``model`` is the trained global model and
+    ``summary`` has the run's figures at rank 0. The optimizer is part of the algorithm:
+    :meth:`step` makes its step, or sends what it is made of.
+
+    Args:
+        module: moved to this rank's ``device``. Parameters of several dtypes are
+            stepped in the widest of them, and rounded from it before each step.
+        options: as the commands have them; or give them by name as ``settings``.
+        optimizer: of torch, made for ``module.parameters()``, with its groups and rates; several
+            of a kind, as for the parts of a GAN; or a function that makes one of a list of
+            parameters; or a name, such as "adamw". None: momentum SGD, by ``lr``, ``momentum`` and
+            ``weight_decay``.
+        scheduler: of that optimizer; it goes on by one with each step of any worker, so that it
+            ends where it would in one process, and is not to be stepped in the loop. With
+            ``steps`` by one with each of these.
+        schedule: factor of the learning rates as a function of the samples that all workers
+            have drawn, in place of ``lr_schedule`` and ``warmup_epochs``.
+        transport: MPI over all ranks by default.
+        evaluate: measures a module at rank 0, beside training; returns figures such
+            as ``test_accuracy``.
+        settings: fields of :class:`aladdin_mpi.config.options.RunOptions`.
+
+    Raises:
+        UserError: bad settings, too few ranks, ranks that disagree, a folder in use.
+    """
+
+    options: RunOptions
+    _open: DataParallel | None = None
+    """The run over MPI that has not ended."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        options: RunOptions | None = None,
+        *,
+        optimizer: Asked | str | None = None,
+        scheduler: LRScheduler | None = None,
+        schedule: Callable[[int], float] | None = None,
+        transport: Transport | None = None,
+        evaluate: Evaluate | None = None,
+        **settings: Any,
+    ) -> None:
+        self._owns_transport = transport is None
+        self._schedule = schedule
+        self._given = settings
+        self._is_own_loop = options is None
+        self._words = in_own_words if self._is_own_loop else nullcontext
+        try:
+            with self._words():
+                if isinstance(optimizer, str):
+                    settings["optimizer"], optimizer = optimizer, None
+                self._prepare(module, options, transport, evaluate, settings, optimizer, scheduler)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """The run has ended: another one over MPI may begin."""
+        self._ended = True
+        if DataParallel._open is self:
+            DataParallel._open = None
+
+    def _prepare(
+        self,
+        module: nn.Module,
+        options: RunOptions | None,
+        transport: Transport | None,
+        evaluate: Evaluate | None,
+        settings: dict[str, Any],
+        optimizer: Asked | None,
+        scheduler: LRScheduler | None,
+    ) -> None:
+        simulated = simulated_rank() if transport is None else None
+        if simulated is not None:
+            self._owns_transport, transport = False, simulated.transport
+            if transport is None:
+                brought = settings_for(optimizer, self._schedule, settings)
+                raise OptionsFound(_simulated(simulated, {**brought, **settings}, module))
+        if transport is None:
+            _check_alone_over_mpi()
+            transport = _over_mpi(float(settings.get("timeout", 1800.0)))
+            DataParallel._open = self
+        self.transport = transport
+        agree(transport, lambda: _check_given(module, evaluate, settings))
+        brought = agree(transport, lambda: settings_for(optimizer, self._schedule, settings))
+        asked = {**brought, **settings}
+        if self._is_own_loop and transport.size == 1 and simulated is None:
+            asked = agree(transport, lambda: _for_one_process(asked))
+        if simulated is not None:
+            self.options = _simulated(simulated, asked, module)
+        else:
+            self.options = _settled(transport, options, asked, module)
+        self.algorithm = agree(transport, self._check)
+        if self.options.checksum:
+            transport = self.transport = _sealed(transport)
+        servers = self.options.servers if self.algorithm.server else 0
+        self.is_server = transport.rank < servers
+        self.device = agree(
+            transport, lambda: choose_device(self.options.device, transport, servers)
+        )
+        if self.device.type == "cpu":
+            heap.keep_freed()
+        tell_placement(transport, self.device, servers, self.options.quiet)
+        # Timed computing needs no more than the parameters' sizes: they may be on "meta".
+        self.module = module if self.options.compute == "timed" else self._placed(module)
+        self._optimizer = agree(
+            transport, lambda: resolve(self.module, self.options, optimizer, scheduler)
+        )
+        self._evaluate = evaluate
+        self._servers = servers
+        self._rank: Rank | None = None
+        self._loop = Loop(self.options.batch_size, self._deliver)
+        self._batches: Iterator[Any] | None = None
+        self._ended = self._left = False
+        self._hooks: list[RemovableHandle] = []
+        self.run_dir: Path | None = None
+        self._summary: dict[str, Any] = {}
+        self.state: dict[str, Any] = {}
+        if self._owns_transport:
+            atexit.register(self._check_ended)
+
+    def _placed(self, module: nn.Module) -> nn.Module:
+        module = module.to(self.device)
+        return (
+            module.to(memory_format=torch.channels_last) if self.options.channels_last else module
+        )
+
+    def _check(self) -> registry.Algorithm:
+        algorithm = registry.find(self.options.algorithm)
+        registry.check_ranks(algorithm, self.transport.size, self.options.servers)
+        registry.check_compression(algorithm, self.options)
+        registry.check_wire(algorithm, self.options)
+        registry.check_checksum(algorithm, self.options)
+        registry.check_lookahead(algorithm, self.options)
+        return algorithm
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the current step; for display."""
+        return self._ready().rate()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first worker: for what is printed or written once."""
+        return self.transport.rank == self._servers
+
+    @property
+    def workers(self) -> int:
+        """How many workers the run began with."""
+        return self.transport.size - self._servers
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended: every rank has the trained model, and trains no more."""
+        return self._ended
+
+    @property
+    def completes_step(self) -> bool:
+        """Whether this batch is the last of those that make a step; see ``accumulate``."""
+        return self._loop.is_last
+
+    def print(self, *values: object) -> None:
+        """Print on the first worker alone."""
+        if self.is_first:
+            console.say(" ".join(map(str, values)), sys.stdout)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The run's figures, at rank 0, after the loop."""
+        self._finish_left()
+        return self._summary
+
+    def batches(self, data: Any, sharded: bool = False) -> Iterator[Any]:
+        """This worker's batches until the budget is used up, on ``device``.
+
+        Each epoch's samples are dealt to the workers, and no two get the same. ``break`` ends the
+        run for all workers; ``continue`` before ``backward()`` passes over a batch, whose gradient
+        is then zero.
+
+        Args:
+            data: a data set of numbered samples, whose batches are made by torch's
+                ``default_collate`` in an order drawn by ``seed``; a DataLoader, whose batch size,
+                sampler, ``collate_fn`` and worker processes are taken; an IterableDataset, or
+                any iterable of batches, read in order anew in every epoch. With timed computing
+                only its length is used, and an int will do; batches are then None.
+            sharded: an iterable gives each worker batches of its own already; otherwise each
+                worker takes every n-th.
+
+        Raises:
+            UserError: a second call, or data that cannot be dealt; or, in the loop, :meth:`step`
+                was left out.
+        """
+        if self._batches is not None:
+            raise UserError(
+                "training loop: expected one call of batches(), got a second; for another run "
+                "make another DataParallel"
+            )
+        # Kept here, so that a loop that is left early can be brought to its end.
+        self._batches = self._in_words(data, sharded)
+        return Batches(self._batches, self._note_left)
+
+    def epochs(self, data: Any, sharded: bool = False) -> Iterator[Epoch]:
+        """The same, epoch by epoch: ``for epoch in run.epochs(data): for batch in epoch: ...``.
+
+        An epoch is over when all workers together have drawn as many samples as the data have.
+        Every worker comes by every epoch's end; servers see none. ``break`` in an epoch ends it
+        for all workers. ``int(epoch)`` is its number, from 0.
+
+        Args:
+            data: see :meth:`batches`.
+            sharded: see :meth:`batches`.
+        """
+        batches = HeldBack(self.batches(data, sharded))
+        if self._rank is None or self.is_server:
+            return
+        plan, loop = self._rank.plan, self._loop
+        for number in range(self._drawn() // plan.epoch, -(-plan.total // plan.epoch)):
+            end = (number + 1) * plan.epoch
+
+            def is_past(end: int = end) -> bool:
+                return (not batches.has_first and loop.is_over) or self._drawn() >= end
+
+            epoch = Epoch(number, batches, is_past)
+            yield epoch
+            if not epoch.is_done:
+                self._rank.worker.pass_over(end)
+        loop.skipping = True
+        for _ in batches:
+            pass
+
+    def _drawn(self) -> int:
+        """Where in the run the present batch is; its end where there is none."""
+        assert self._rank is not None
+        ticket = self._loop.ticket
+        return self._rank.plan.total if ticket is None else ticket.start
+
+    def _in_words(self, data: Any, sharded: bool) -> Iterator[Any]:
+        with self._words():
+            yield from self._run(data, sharded)
+
+    def _run(self, data: Any, sharded: bool) -> Iterator[Any]:
+        origin = find_origin(self.transport, self.options, self.algorithm)
+        dealt = agree(
+            self.transport,
+            lambda: deal(data, sharded, self.options, self._given, self._is_own_loop, origin),
+        )
+        facts = agree(self.transport, lambda: dealt.facts(self.is_server))
+        self.options, self._loop.batch_size = dealt.options, dealt.options.batch_size
+        self._rank = rank = Rank(
+            self.transport,
+            self.options,
+            self.algorithm,
+            self.module,
+            dealt.length,
+            facts,
+            self._loop.compute,
+            self._evaluate,
+            self._optimizer,
+            self._schedule,
+            may_clip=self._is_own_loop,
+            state=self.state,
+            skipped=dealt.feed.skipped if dealt.feed is not None else None,
+            origin=origin,
+        )
+        self.run_dir = rank.run_dir
+        if self.options.resume is not None and dealt.caveat and self.transport.rank == 0:
+            guard.warn([dealt.caveat])
+        if self.is_server:
+            rank.segments.run()
+        else:
+            yield from self._worker_batches(rank, dealt)
+        if rank.segments.suspended:
+            rank.suspend()
+            self._leave()
+            raise SuspendedError
+        self._summary = rank.finish()
+        self._leave()
+        if self._owns_transport:
+            self.transport.close()
+            atexit.unregister(self._check_ended)  # which would hold all vectors until then
+
+    def _worker_batches(self, rank: Rank, dealt: Deal) -> Iterator[Any]:
+        source = dealt.source(rank.worker, rank.origin.past)
+        watch = None
+        if self._is_own_loop and self.options.compute == "real":
+            watch = LoopWatch(self.module)
+        try:
+            yield from self._loop.batches(rank, source, watch)
+        finally:
+            if watch is not None:
+                watch.close()
+
+    def _deliver(self, batch: Any) -> Any:
+        return tree_map(self._to_device, batch)
+
+    def _to_device(self, item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            # Such as the batches of a tokenizer, which are no containers that torch knows.
+            return item.to(self.device) if callable(getattr(item, "to", None)) else item
+        if self.options.channels_last and item.dim() == 4:
+            item = item.contiguous(memory_format=torch.channels_last)
+        return item.to(self.device, non_blocking=True)
+
+    # -- loops that are left ----------------------------------------------------------------
+    def _note_left(self) -> None:
+        """Nobody holds the batches any more. After ``break`` the model, or this, is used next."""
+        if self._ended or self._rank is None or self.is_server:
+            return
+        self._left = True
+        self._hooks = [
+            self.module.register_forward_pre_hook(lambda *_: self._finish_left()),
+            self.module.register_state_dict_pre_hook(lambda *_: self._finish_left()),
+        ]
+
+    def _finish_left(self) -> None:
+        """Bring a run whose loop has been left to its end, for all workers."""
+        if not self._left:
+            return
+        self._left = False
+        for hook in self._hooks:
+            hook.remove()
+        assert self._batches is not None
+        self.stop()
+        self._loop.skipping = True
+        for _ in self._batches:
+            pass
+
+    def _check_ended(self) -> None:
+        """At the end of the program: no rank goes while others wait for it."""
+        if self._rank is not None and self._rank.segments.suspended and self._rank.evaluating:
+            # Python cannot end in order while a thread computes.
+            guard.leave(SUSPENDED_STATUS)
+        self._finish_left()
+        if not self._ended:
+            guard.end_job(
+                UserError(
+                    "training loop: the program has ended before run.batches() did, and the "
+                    "other ranks wait; let the loop go on until it ends by itself, or leave it "
+                    "by break"
+                )
+            )
+
+    def step(self, loss: Tensor | float | None = None) -> None:
+        """The gradients of a batch are there: hand them to the algorithm.
+
+        The parameters change here, and gradients are cleared.
+
+        Args:
+            loss: of the batch, for the metrics and for ``max_loss``.
+
+        Raises:
+            UserError: called twice for a batch, or without the loss that ``max_loss``
+                needs; or the gradients are not where backward has to put them, as after
+                ``zero_grad()``.
+        """
+        with self._words():
+            self._step(loss)
+
+    def _step(self, loss: Tensor | float | None) -> None:
+        if loss is None and self.options.max_loss is not None and self.options.compute == "real":
+            raise UserError(
+                "--max-loss: expected the loss of every batch, got a step() without one; call "
+                "run.step(loss), or leave --max-loss out"
+            )
+        self._loop.step(loss)
+
+    def clip_grad_norm_(self, max_norm: float) -> None:
+        """Clip the gradient of this step, between ``backward()`` and :meth:`step`.
+
+        To the norm over all parameters: of the mean of all workers with ``ar-sgd``, of each
+        worker's own otherwise. To be called in every step, the first one included; the
+        gradient is then sent when backward is over. As the argument ``clip``.
+
+        Raises:
+            UserError: parts of the gradient may have been sent.
+        """
+        with self._words():
+            self._ready().worker.clip_step(max_norm)
+
+    # -- beside the gradients ---------------------------------------------------------------
+    def log(self, **figures: float) -> None:
+        """Add figures to the metrics: their means over all workers, line by line.
+
+        Raises:
+            UserError: one is no number.
+        """
+        with self._words():
+            self._ready().figures.tell(figures)
+
+    def reduce(self, value: float | Tensor, how: Literal["mean", "sum"] = "mean") -> Tensor:
+        """The mean or the sum of a number, or a tensor, over all workers that live.
+
+        Every worker has to call it equally often, as at the ends of :meth:`epochs`, and waits
+        there for the others.
+
+        Raises:
+            UserError: the run has ended, and with it what the ranks talk by.
+        """
+        if self.is_over:
+            raise UserError(
+                "training loop: expected run.reduce() before the run ends, got it behind; call it "
+                "at the ends of run.epochs(), or measure on one rank: all have the same model now"
+            )
+        with self._words():
+            total, count = among_workers.add_up(self._ready().worker, value)
+        return total / count if how == "mean" else total
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward passes in here add to the gradient, and nothing is sent yet."""
+        watch = self._ready().worker.watch
+        if watch is None:
+            yield
+            return
+        watch.enabled = False
+        try:
+            yield
+        finally:
+            watch.enabled = True
+
+    def stop(self) -> None:
+        """End the run early: no more samples are granted to any worker.
+
+        The loops go on with what has been granted, and then end by themselves.
+        """
+        self._ready().worker.stop()
+
+    def _ready(self) -> Rank:
+        if self._rank is None:
+            raise UserError("training loop: call run.batches(dataset) first")
+        return self._rank
+
+
+def _check_alone_over_mpi() -> None:
+    """Two runs at once would share one MPI.
+
+    Raises:
+        UserError: another run has not ended yet.
+    """
+    other = DataParallel._open
+    if other is None:
+        return
+    if other._batches is None:
+        agree(other.transport, _refuse_second)
+    _refuse_second()
+
+
+def _refuse_second() -> None:
+    raise UserError(
+        "DataParallel: expected one run at a time, got a second before the loop of the first has "
+        "ended; train several models together as one module, such as nn.ModuleDict"
+    )
+
+
+def _check_given(module: object, evaluate: object, settings: dict[str, Any]) -> None:
+    check_effect(settings.keys())
+    if not isinstance(module, nn.Module):
+        raise UserError(
+            f"DataParallel: expected a torch.nn.Module first, got {type(module).__name__}; give "
+            "the model itself"
+        )
+    if evaluate is not None and not callable(evaluate):
+        raise UserError(
+            "DataParallel: evaluate: expected a function of the module that returns figures by "
+            f"name, got {type(evaluate).__name__}"
+        )
+
+
+def _settled(
+    transport: Transport, options: RunOptions | None, settings: dict[str, Any], module: nn.Module
+) -> RunOptions:
+    """The options of the run; for a run that is complete the program ends here."""
+    if options is not None:
+        agree(transport, lambda: _check_alone(settings))
+        return options
+    given = _named(settings, module)
+    asked = agree(transport, lambda: build(RunOptions, given))
+    settled = settle(transport, RunOptions, given, asked)
+    if settled is None:
+        transport.close()
+        raise SystemExit(0)
+    return settled
+
+
+def _named(settings: dict[str, Any], module: nn.Module) -> Settings:
+    """Arguments as settings; the commands' defaults name a model and data that these are not."""
+    named = {"model": type(module).__name__, "dataset": OWN_DATA, **settings}
+    return {(name,): Setting(value, name) for name, value in named.items()}
+
+
+def _simulated(rank: SimulatedRank, settings: dict[str, Any], module: nn.Module) -> SimulateOptions:
+    """The options of a script in virtual time: those typed go over its own."""
+    return build(SimulateOptions, overlay(SimulateOptions, _named(settings, module), rank.typed))
+
+
+def _for_one_process(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with which one process trains, for debugging, what was written for several.
+
+    With one worker every algorithm is plain training, and ar-sgd needs no server for it.
+    """
+    name = settings.get("algorithm", RunOptions.model_fields["algorithm"].default)
+    algorithm = registry.find(name)
+    if algorithm.server is None and algorithm.least_workers == 1:
+        return settings
+    if not settings.get("quiet", False):
+        alone = f"one process trains alone, as ar-sgd does; start {name} with mpirun -np 3 or more"
+        guard.warn([alone])
+    kept = {name: value for name, value in settings.items() if name not in FOR_SEVERAL}
+    return {**kept, "algorithm": "ar-sgd"}
+
+
+def _check_alone(settings: dict[str, Any]) -> None:
+    if settings:
+        raise UserError(f"options: expected no settings beside them, got {', '.join(settings)}")
+
+
+def _sealed(transport: Transport) -> Transport:
+    """With checksums; rank 0 hears of messages that are damaged."""
+
+    def damaged(source: int, tag: int) -> None:
+        report(transport, Refusal(Reason.CHECKSUM, source, value=tag))
+
+    return SealedTransport(transport, SEALED, damaged)
+
+
+def _over_mpi(timeout: float) -> Transport:
+    from aladdin_mpi.transport.mpi import MpiTransport
+
+    guard.install()
+    stop_signal.install()
+    return MpiTransport(timeout=timeout)

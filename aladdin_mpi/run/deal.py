@@ -1,0 +1,114 @@
+"""The data of a run as a rank needs them: how long an epoch is, its facts, a worker's batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.data.feeds import Feed, SampleFeed, Share, Source, feed_of
+from aladdin_mpi.data.sampler import Period
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.roles.worker import Worker
+from aladdin_mpi.run.origin import Origin, samples_of
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Data, and the options with what a DataLoader has decided.
+
+    Attributes:
+        length: samples of an epoch; of the run, where nobody knows.
+        feed: None: there are no data, only their number.
+    """
+
+    options: RunOptions
+    length: int
+    feed: Feed | None
+
+    @property
+    def caveat(self) -> str:
+        """What a run that goes on does not do as it would have without a break."""
+        return self.feed.caveat if self.feed is not None else ""
+
+    def facts(self, is_server: bool) -> dict[str, Any]:
+        """What this rank says of its data; a server has no need to read any."""
+        is_read = not is_server and self.options.compute == "real" and self.length
+        facts = self.feed.facts() if is_read and self.feed is not None else {}
+        return {**facts, "length": self.length}
+
+    def source(self, worker: Worker, past: Sequence[Period]) -> Source | None:
+        """A worker's batches, from where it has come to; None where nothing is calculated.
+
+        Args:
+            worker: whose they are.
+            past: periods of the run with other numbers of workers.
+        """
+        options = self.options
+        if options.compute == "timed" or self.feed is None:
+            return None
+        share = Share(
+            worker.index,
+            worker.count,
+            options.seed,
+            options.batch_size,
+            worker.samples,
+            options.loader_workers,
+            past,
+        )
+        return self.feed.source(share)
+
+
+def deal(
+    data: Any,
+    sharded: bool,
+    options: RunOptions,
+    given: Mapping[str, Any],
+    is_own_loop: bool,
+    origin: Origin,
+) -> Deal:
+    """How ``data`` are dealt.
+
+    Args:
+        data: see :meth:`aladdin_mpi.DataParallel.batches`.
+        sharded: see there.
+        options: of the run.
+        given: those that the user has given by name.
+        is_own_loop: otherwise samples are (input, label), as the built-in training has them.
+        origin: of the run.
+
+    Raises:
+        UserError: they cannot be, or options were given that a DataLoader decides otherwise.
+    """
+    if options.compute == "timed" and isinstance(data, int):
+        return Deal(options, data, None)
+    if not is_own_loop:
+        return Deal(options, len(data), SampleFeed(data, pairs=True))
+    feed = feed_of(data, sharded, options.batch_size)
+    options = options.model_copy(update=_decided(feed, given))
+    length = feed.length(options.batch_size)
+    if length is None:
+        length = samples_of(options, None, origin.first_workers)
+    if length is None:
+        raise UserError(
+            f"--epochs: expected data with a length, got {type(data).__name__}, which has none; "
+            "give samples= or steps= instead"
+        )
+    return Deal(options, length, feed)
+
+
+def _decided(feed: Feed, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that a DataLoader decides."""
+    found = {}
+    for name in ("batch_size", "loader_workers"):
+        its = getattr(feed, name)
+        if its is None:
+            continue
+        if name in given and given[name] != its:
+            raise UserError(
+                f"{name}: expected that of the DataLoader, {its}, or none, got {given[name]}; "
+                "leave it out"
+            )
+        found[name] = its
+    return found

@@ -1,0 +1,109 @@
+"""Ranks that fail while the others train on: what was lost with them, and who is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from aladdin_mpi.control.budget import Budget
+from aladdin_mpi.control.exchange import gather
+from aladdin_mpi.errors import LostError
+from aladdin_mpi.parameter_server.server_role import Server
+from aladdin_mpi.process import console
+from aladdin_mpi.roles.role import Role
+from aladdin_mpi.transport.base import Transport
+
+
+class Failures:
+    """Rank 0's record of the ranks that have failed.
+
+    Args:
+        first_worker: the first worker's rank.
+        needed: what cannot go on without a worker, such as "ar-sgd"; None: training can.
+        moment: where the run is, such as its samples drawn.
+        silence: seconds after which a silent rank is left out.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        budget: Budget,
+        first_worker: int,
+        needed: str | None,
+        moment: Callable[[], dict[str, Any]],
+        silence: float,
+    ) -> None:
+        self._transport = transport
+        self._budget = budget
+        self._first_worker = first_worker
+        self._needed = needed
+        self._moment = moment
+        self._silence = silence
+        self._open: list[dict[str, Any]] = []
+        self.records: list[dict[str, Any]] = []
+        """A failure each: ``rank``, ``host``, ``what`` ("died" or "left out"), ``samples`` and
+        ``seconds`` of the run when it was noticed, and ``samples_lost``."""
+        transport.on_failure(self._lose)
+
+    def _lose(self, rank: int) -> None:
+        workers = [r for r in self._transport.living if r >= self._first_worker]
+        moment = self._moment()
+        host = self._transport.host_name(rank)
+        what = f"rank {rank} (host {host}) {self._fate(rank)} at sample {moment['samples']}"
+        if rank < self._first_worker:
+            raise LostError(f"{what}; it kept a part of the model")
+        if self._needed:
+            raise LostError(f"{what}; {self._needed} needs every worker")
+        if not self._transport.survives:
+            raise LostError(f"{what}; without ULFM (mpirun --with-ft ulfm) the others cannot go on")
+        if not workers:
+            raise LostError(f"{what}; no worker is left")
+        excluded = rank in self._transport.excluded
+        console.say(
+            f"aladdin_mpi: {what}; {'it is left out, and ' * excluded}training goes on with "
+            f"{len(workers)} worker{'s' * (len(workers) > 1)}"
+        )
+        fate = "left out" if excluded else "died"
+        record = {"rank": rank, "host": host, "what": fate, **moment}
+        self._open.append(record)
+        self.records.append(record)
+
+    def _fate(self, rank: int) -> str:
+        if rank in self._transport.excluded:
+            return f"has not been heard of for {self._silence:g} s"
+        return "has failed"
+
+    def close(self, taken: list[dict[str, int] | None]) -> None:
+        """A segment is over: count what was lost in it.
+
+        Args:
+            taken: of every rank what :func:`taken_from_failed` says there.
+        """
+        for record in self._open:
+            rank = record["rank"]
+            whole = [facts[str(rank)] for facts in taken if facts and str(rank) in facts]
+            steps = min(whole, default=self._budget.computed(rank))
+            record["samples_lost"] = self._budget.lost(rank, steps)
+        self._open.clear()
+
+    @property
+    def samples(self) -> int:
+        """Samples lost in all."""
+        return sum(record.get("samples_lost", 0) for record in self.records)
+
+
+def taken_from_failed(transport: Transport, role: Role, first_worker: int) -> dict[str, int]:
+    """Of a server: the gradients that it has taken, in this segment, from ranks that failed."""
+    if not isinstance(role, Server):
+        return {}
+    workers = [rank for rank in transport.failed if rank >= first_worker]
+    return {str(rank): role.taken_from(rank - first_worker) for rank in workers}
+
+
+def settle(transport: Transport, role: Role, first_worker: int, failures: Failures | None) -> None:
+    """At the end of a segment, on every rank: settle what was lost in it."""
+    if not transport.survives:
+        return
+    taken = gather(transport, taken_from_failed(transport, role, first_worker))
+    if failures is not None:
+        failures.close(taken)

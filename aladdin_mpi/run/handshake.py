@@ -1,0 +1,78 @@
+"""Before training: ranks that disagree never start."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import aladdin_mpi
+from aladdin_mpi.config.options import RunOptions, agreed, differences
+from aladdin_mpi.control.exchange import agree, broadcast, gather
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.transport.base import Transport
+
+
+def check_agreement(
+    transport: Transport,
+    options: RunOptions,
+    shapes: list[tuple[int, ...]],
+    data: Mapping[str, Any],
+    first_worker: int,
+    optimizer: str,
+) -> None:
+    """Check that every rank has rank 0's options, parameter shapes, optimizer and versions.
+
+    And the same data as the first worker, who says more of them than a server does.
+
+    Raises:
+        UserError: at rank 0, with what differs on which rank.
+        RefusedError: at the others.
+    """
+    mine: dict[str, Any] = {
+        "option": agreed(options),
+        "optimizer": {"groups": optimizer},
+        "parameter": {str(i): list(shape) for i, shape in enumerate(shapes)},
+        "version": {
+            "aladdin_mpi": aladdin_mpi.__version__,
+            "torch": torch.__version__,
+            "python": ".".join(platform.python_version_tuple()[:2]),
+        },
+    }
+    first = broadcast(transport, mine)
+    everyone = gather(transport, dict(data))
+    reference = broadcast(transport, everyone and everyone[first_worker])
+    expected = {name: reference[name] for name in data}
+    agree(transport, lambda: _compare(first, mine, expected, data))
+
+
+def _compare(
+    first: dict[str, Any],
+    mine: dict[str, Any],
+    expected: dict[str, Any],
+    data: Mapping[str, Any],
+) -> None:
+    found = differences(first, _plain(mine))
+    others = differences(expected, data)
+    if others and not any(line.startswith("option.") for line in found):
+        # Of which other shapes of parameters may be the consequence.
+        raise UserError(
+            f"the training data differ from worker 0's (its value first): {'; '.join(others)}; "
+            "give every worker the same data set"
+        )
+    if found:
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        raise UserError(
+            f"differs from rank 0 (rank 0's value first): {'; '.join(found[:5])}{more}; start "
+            "every rank with the same options, code and environment"
+        )
+
+
+def _plain(facts: dict[str, Any]) -> dict[str, Any]:
+    """As JSON would give it back, to compare like with like."""
+    import json
+
+    plain: dict[str, Any] = json.loads(json.dumps(facts))
+    return plain

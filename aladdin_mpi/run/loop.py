@@ -1,0 +1,133 @@
+"""The user's loop and the algorithm's: two plain loops that take turns, as greenlets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from greenlet import getcurrent, greenlet
+from torch import Tensor
+
+from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.data.feeds import Source
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.model.replica import Replica
+from aladdin_mpi.roles.worker import SKIPPED, Loss
+from aladdin_mpi.run.loop_watch import LoopWatch
+from aladdin_mpi.run.rank import Rank
+
+
+class Loop:
+    """A worker's batches for the user's loop, and the gradients for the algorithm's.
+
+    Args:
+        batch_size: of a batch; a step has several where gradients are accumulated.
+        deliver: puts a batch where the loop wants it.
+    """
+
+    def __init__(self, batch_size: int, deliver: Callable[[Any], Any]) -> None:
+        self.skipping = False
+        """The loop has been left: what is granted still is not computed any more."""
+        self.ticket: Ticket | None = None
+        self.batch_size = batch_size
+        self._deliver = deliver
+        self._rank: Rank | None = None
+        self._watch: LoopWatch | None = None
+        self._user_side: greenlet | None = None
+        self._algorithm_side: greenlet | None = None
+        self._losses: list[float | None] = []
+        self._stepped = True
+        self.is_last = True
+        """Whether the present batch completes its ticket."""
+        self._handed_over = True
+
+    # -- the algorithm's side -------------------------------------------------------------
+    def compute(self, ticket: Ticket) -> Loss:
+        """Let the user's loop compute a ticket's batches, to the last one's step()."""
+        assert self._user_side is not None
+        loss: Loss = self._user_side.switch(ticket)
+        return loss
+
+    # -- the user's side ------------------------------------------------------------------
+    @property
+    def is_over(self) -> bool:
+        """Whether the algorithm has come to its end."""
+        return self._algorithm_side is not None and self._algorithm_side.dead
+
+    def batches(self, rank: Rank, source: Source | None, watch: LoopWatch | None) -> Iterator[Any]:
+        """The batches, until the budget is used up; None for each where there is no data."""
+        self._rank, self._watch = rank, watch
+        self._user_side = getcurrent()
+        self._algorithm_side = greenlet(rank.segments.run)
+        self.ticket = self._algorithm_side.switch()
+        while not self._algorithm_side.dead:
+            yield from self._step_of(source)
+
+    def _step_of(self, source: Source | None) -> Iterator[Any]:
+        """The batches of one ticket."""
+        assert self.ticket is not None
+        left = self.ticket.size
+        self._handed_over = False
+        while left and not self.skipping:
+            size = min(left, self.batch_size)
+            left -= size
+            self._begin(is_last=not left)
+            yield None if source is None else self._deliver(source.next_batch(size))
+            if not self._stepped and not self.skipping:
+                self._check_skipped()
+        if not self._handed_over:
+            self._hand_over()
+        self._stepped = True
+
+    def _begin(self, is_last: bool) -> None:
+        assert self._rank is not None
+        self._stepped, self.is_last = False, is_last
+        watch = self._rank.worker.watch
+        if watch is not None:
+            watch.enabled = is_last
+        if self._watch is not None:
+            self._watch.begin()
+
+    def _check_skipped(self) -> None:
+        """A batch that the loop has passed over has no gradient.
+
+        Raises:
+            UserError: it has one.
+        """
+        assert self._rank is not None
+        replica = self._rank.replica
+        if not self._losses and isinstance(replica, Replica) and replica.gradients.has_any():
+            raise UserError(
+                "training loop: expected one call of step() for each batch, got none; call "
+                "run.step(loss) after loss.backward()"
+            )
+
+    def step(self, loss: Tensor | float | None) -> None:
+        """A batch's gradient is there; the last of a ticket lets the algorithm go on."""
+        if self._algorithm_side is None or self._stepped:
+            raise UserError(
+                "training loop: expected step() once for each batch of run.batches(); got a call "
+                "without a batch"
+            )
+        if self._watch is not None:
+            self._watch.end()
+        self._stepped = True
+        self._losses.append(loss.item() if isinstance(loss, Tensor) else loss)
+        if self.is_last:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Until the algorithm wants the next gradient."""
+        assert self._algorithm_side is not None
+        self._handed_over = True
+        value: Loss = SKIPPED if not self._losses else _total(self._losses)
+        self._losses = []
+        self._user_side = getcurrent()
+        self._algorithm_side.parent = self._user_side
+        self.ticket = self._algorithm_side.switch(value)
+
+
+def _total(losses: list[float | None]) -> float | None:
+    """Of the parts of a step's loss, as far as they were told."""
+    told = [loss for loss in losses if loss is not None]
+    return sum(told) if told else None

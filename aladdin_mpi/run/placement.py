@@ -1,0 +1,132 @@
+"""Where the ranks of a run are: told at its start, since a wrong binding only costs speed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from aladdin_mpi.control.exchange import gather
+from aladdin_mpi.process import console, guard
+from aladdin_mpi.transport.base import Transport
+
+LONG = 32
+"""More ranks than these are told host by host, equal hosts in one line."""
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def tell_placement(
+    transport: Transport, device: torch.device, servers: int, quiet: bool = False
+) -> None:
+    """Print at rank 0 where every rank computes, and warn of workers that share a GPU.
+
+    All ranks call it. In virtual time there is nothing to tell.
+
+    Args:
+        transport: over MPI.
+        device: this rank's.
+        servers: number of server ranks, the first ones.
+        quiet: only warn.
+    """
+    if transport.engine != "mpi":
+        return
+    facts = gather(transport, place(transport.rank, device, servers))
+    if facts and not quiet:
+        lines = by_rank(facts) if len(facts) <= LONG else by_host(facts)
+        console.say("\n".join(lines), sys.stdout)
+    guard.warn(shared_gpus(facts))
+
+
+def place(rank: int, device: torch.device, servers: int) -> dict[str, Any]:
+    """What the other ranks are told of this one: its host, role, device and cores."""
+    return {
+        "rank": rank,
+        "host": platform.node(),
+        "role": "server" if rank < servers else "worker",
+        "device": str(device),
+        "gpu": _identity(device) if device.type == "cuda" else None,
+        "cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+    }
+
+
+def _identity(device: torch.device) -> str:
+    """What tells a GPU from the others of its host: two tasks may both call theirs cuda:0."""
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    if uuid is not None:
+        return str(uuid)
+    seen = [os.environ[name] for name in _VISIBLE if name in os.environ]  # torch below 2.4
+    return "/".join([*seen, str(device.index)])
+
+
+def by_rank(facts: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each rank."""
+    table = [
+        [f"rank {f['rank']}", f["host"], f["role"], f["device"], _cores(f["cores"])] for f in facts
+    ]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
+
+
+def by_host(facts: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each kind of host: how many there are, and what one of them holds."""
+    hosts: dict[str, list[dict[str, Any]]] = {}
+    for fact in facts:
+        hosts.setdefault(fact["host"], []).append(fact)
+    kinds: dict[str, list[str]] = {}
+    for host, ranks in hosts.items():
+        kinds.setdefault(_kind(ranks), []).append(host)
+    return [f"{len(facts)} ranks on {len(hosts)} hosts:"] + [
+        f"  {_span(names)}: {kind}" for kind, names in kinds.items()
+    ]
+
+
+def _kind(ranks: Sequence[dict[str, Any]]) -> str:
+    parts = []
+    for role in ("server", "worker"):
+        those = [fact for fact in ranks if fact["role"] == role]
+        if those:
+            devices = ", ".join(dict.fromkeys(fact["device"] for fact in those))
+            counts = sorted({len(fact["cores"]) for fact in those})
+            cores = " or ".join(map(str, counts))
+            plural = "s" * (len(those) > 1)
+            parts.append(f"{len(those)} {role}{plural} on {devices}, {cores} cores each")
+    return "; ".join(parts)
+
+
+def _span(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} hosts, {names[0]} to {names[-1]}"
+
+
+def shared_gpus(facts: Iterable[dict[str, Any]]) -> list[str]:
+    """A warning for each GPU that several workers have."""
+    users: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for fact in facts:
+        if fact["gpu"] is not None:
+            users.setdefault((fact["host"], fact["gpu"]), []).append(fact)
+    return [
+        f"ranks {', '.join(str(f['rank']) for f in those)} share {those[0]['device']} of {host}: "
+        "start fewer workers there, or let each task see all GPUs of its node"
+        for (host, _), those in users.items()
+        if len(those) > 1
+    ]
+
+
+def _cores(cores: Sequence[int]) -> str:
+    """``cores 0-7,16``."""
+    if not cores:
+        return ""
+    runs: list[list[int]] = []
+    for core in cores:
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"{'cores' if len(cores) > 1 else 'core'} {','.join(shown)}"

@@ -1,0 +1,253 @@
+"""What a person sees of a run while it trains: one line that is redrawn, or lines in a file."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, TextIO
+
+from tqdm import tqdm
+
+from aladdin_mpi.process import console
+from aladdin_mpi.process.terminal import Terminal, find_terminal
+from aladdin_mpi.run.state_line import State, in_columns, in_full
+
+REDRAW_SECONDS = 0.25
+LINE_SECONDS = 10.0
+"""Without a terminal, a line of progress is printed this often at least, ..."""
+LINE_SHARE = 0.1
+"""... and whenever this share of the run has passed."""
+RECENT_SECONDS = 10.0
+"""Rate and loss are those of so many seconds, ..."""
+RECENT_SHARE = 0.02
+"""... or of this share of the run, if that is less."""
+PATIENCE = 1.0
+"""Seconds after which the display is given up: whoever draws it is stuck in that."""
+
+Style = Literal["auto", "live", "lines"]
+
+
+class _Moment(NamedTuple):
+    at: float
+    """On this process's clock."""
+    seconds: float
+    """Of training, which in virtual time are others."""
+    samples: int
+    loss: float
+    """Summed over ``measured`` samples since the beginning."""
+    measured: int
+
+
+class Recent:
+    """The rate and the loss of late.
+
+    Args:
+        total: samples of the run.
+        samples: drawn already.
+        seconds: of training already.
+    """
+
+    def __init__(self, total: int, samples: int, seconds: float) -> None:
+        self._total = total
+        self._loss, self._measured = 0.0, 0
+        self._moments = deque([_Moment(time.monotonic(), seconds, samples, 0.0, 0)])
+
+    def add(self, loss: float, samples: int) -> None:
+        """A step with this mean loss over so many samples is done."""
+        self._loss += loss * samples
+        self._measured += samples
+
+    def mark(self, samples: int, seconds: float) -> tuple[float | None, float | None]:
+        """The samples per second and the loss at this moment; None: nothing is known."""
+        now = _Moment(time.monotonic(), seconds, samples, self._loss, self._measured)
+        self._moments.append(now)
+        while len(self._moments) > 2 and self._is_long(self._moments[1], now):
+            self._moments.popleft()
+        then = self._moments[0]
+        elapsed, measured = now.seconds - then.seconds, now.measured - then.measured
+        rate = (now.samples - then.samples) / elapsed if elapsed > 0 else None
+        return rate, (now.loss - then.loss) / measured if measured else None
+
+    def _is_long(self, then: _Moment, now: _Moment) -> bool:
+        return (
+            now.measured > then.measured
+            and now.seconds > then.seconds
+            and (
+                now.at - then.at >= RECENT_SECONDS
+                or now.samples - then.samples >= RECENT_SHARE * self._total
+            )
+        )
+
+
+class Progress:
+    """A line that is redrawn on a terminal; elsewhere, as in a batch job's log, lines.
+
+    Args:
+        total: samples of the run.
+        samples: drawn already.
+        seconds: of training already.
+        look: says where the run is, all but its rate, its loss and the time left.
+        style: which of the two; "auto": as the place asks for.
+        quiet: neither.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        samples: int,
+        seconds: float,
+        look: Callable[[], State],
+        style: Style = "auto",
+        quiet: bool = False,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._total = total
+        self._look = look
+        self._recent = Recent(total, samples, seconds)
+        self._begun: tuple[float, int] | None = None
+        stream = stream or sys.stderr
+        terminal = None if quiet or style == "lines" else find_terminal(stream)
+        if terminal is None and style == "live" and not quiet:
+            terminal = Terminal(stream, None)
+        self._output: Live | Lines | None = None
+        if terminal is not None:
+            self._output = Live(look(), terminal)
+            console.show(self._output)
+        elif not quiet:
+            self._output = Lines(total, samples, stream)
+
+    def report(self, drawn: int, seconds: float, loss: float, samples: int) -> None:
+        """A worker has made a step with this mean loss over so many samples."""
+        if self._output is None:
+            return
+        self._recent.add(loss, samples)
+        if self._begun is None:
+            self._begun = time.monotonic(), drawn
+        if self._output.is_due(drawn):
+            self._draw(drawn, seconds)
+
+    def _draw(self, drawn: int, seconds: float) -> None:
+        assert self._output is not None
+        rate, loss = self._recent.mark(drawn, seconds)
+        self._output.draw(replace(self._look(), rate=rate, loss=loss, left=self._left(drawn)))
+
+    def _left(self, drawn: int) -> float | None:
+        """Seconds on this process's clock: in virtual time those of the run say nothing."""
+        if self._begun is None:
+            return None
+        at, before = self._begun
+        done = drawn - before
+        return (time.monotonic() - at) / done * (self._total - drawn) if done > 0 else None
+
+    def close(self, drawn: int, seconds: float) -> None:
+        """The run is over, or suspended: leave its last state on the screen."""
+        if isinstance(self._output, Live):
+            self._draw(drawn, seconds)
+            console.close()
+
+
+class Lines:
+    """A line now and then.
+
+    Args:
+        total: samples of the run.
+        samples: drawn already.
+        stream: where to.
+    """
+
+    def __init__(self, total: int, samples: int, stream: TextIO) -> None:
+        self._total = total
+        self._stream = stream
+        self._printed, self._printed_at = samples, time.monotonic()
+
+    def is_due(self, samples: int) -> bool:
+        """Whether to print one."""
+        return (
+            (samples - self._printed) / self._total >= LINE_SHARE
+            or time.monotonic() - self._printed_at >= LINE_SECONDS
+            or samples >= self._total > self._printed
+        )
+
+    def draw(self, state: State) -> None:
+        """Print one."""
+        self._printed, self._printed_at = state.samples, time.monotonic()
+        console.say(in_full(state), self._stream)
+
+
+class _Bar(tqdm):
+    """Of tqdm, without its thread and without its lock among processes."""
+
+    monitor_interval = 0
+    _lock = threading.RLock()
+
+
+class Live:
+    """One line on a terminal, redrawn.
+
+    It is as wide as the terminal. So what others print next to it (another rank, a library)
+    begins on a line of its own, and the next drawing is below that. Nothing else is asked of the
+    terminal: when a process is killed it needs no repair.
+
+    Args:
+        state: what is shown first.
+        terminal: where it is seen.
+    """
+
+    def __init__(self, state: State, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._columns = columns = terminal.columns
+        self._drawn_at = time.monotonic()
+        # tqdm draws the bar, clears the line, and keeps threads apart.
+        self._bar: tqdm[Any] = _Bar(
+            total=state.total,
+            initial=state.samples,
+            file=terminal.stream,
+            ncols=columns,
+            ascii=True,
+            bar_format=in_columns(state, columns),
+        )
+
+    def is_due(self, samples: int) -> bool:
+        """Whether to redraw it."""
+        return time.monotonic() - self._drawn_at >= REDRAW_SECONDS
+
+    def draw(self, state: State) -> None:
+        """Redraw it."""
+        self._drawn_at = time.monotonic()
+        columns = self._terminal.columns
+        with self._bar.get_lock():
+            if columns != self._columns:  # tqdm would blank the whole length of the last line
+                self._bar.sp = self._bar.status_printer(self._bar.fp)
+            self._bar.ncols = self._columns = columns
+            self._bar.bar_format = in_columns(state, columns)
+            self._bar.n = state.samples
+            self._bar.refresh()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """For printing: the line is away until it is redrawn.
+
+        Not at once, since what is printed may take a longer way to the terminal than the line.
+        """
+        if not self._bar.get_lock().acquire(timeout=PATIENCE):
+            yield
+            return
+        try:
+            self._bar.clear()
+            yield
+            self._drawn_at = time.monotonic()
+        finally:
+            self._bar.get_lock().release()
+
+    def close(self) -> None:
+        """Leave it on the screen, for good."""
+        if self._bar.get_lock().acquire(timeout=PATIENCE):
+            try:
+                self._bar.close()
+            finally:
+                self._bar.get_lock().release()

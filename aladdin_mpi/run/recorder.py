@@ -1,0 +1,88 @@
+"""What rank 0 writes down while training goes on: metrics.jsonl and TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from aladdin_mpi.process import extras
+from aladdin_mpi.run.rounding import rounded
+
+METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
+
+
+class Metrics:
+    """A run's lines of metrics, in a file that several threads append to.
+
+    They go to TensorBoard's files as well, where it is installed.
+
+    Args:
+        folder: the run's folder.
+        samples: drop what an interrupted run wrote behind this many samples.
+    """
+
+    def __init__(self, folder: Path, samples: int) -> None:
+        self.path = folder / METRICS
+        self._lock = threading.Lock()
+        self._closed = False
+        self.lines = [line for line in read_metrics(folder) if line["samples"] <= samples]
+        self._rewrite()
+        self._board = _open_board(folder / TENSORBOARD, samples)
+
+    def _rewrite(self) -> None:
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+        temporary.replace(self.path)
+
+    def append(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Add a line of ``kind``; ``values`` has ``samples``."""
+        line = rounded({"kind": kind, **values})
+        with self._lock:
+            if self._closed:  # an evaluation that ends after a suspended run
+                return
+            self.lines.append(line)
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            if self._board is None:
+                return
+            for name, value in values.items():
+                if isinstance(value, (int, float)) and name != "samples":
+                    self._board.add_scalar(f"{kind}/{name}", value, values["samples"])
+
+    def has(self, kind: str, samples: int) -> bool:
+        """Whether there is a line of ``kind`` at this place of the run, as after a resume."""
+        return any(line["kind"] == kind and line["samples"] == samples for line in self.lines)
+
+    def close(self) -> None:
+        """Write out what is buffered, and take no more."""
+        with self._lock:
+            self._closed = True
+            if self._board is not None:
+                self._board.close()
+
+
+def _open_board(folder: Path, samples: int) -> Any:
+    """TensorBoard's writer for the run from ``samples`` on; None if it is not installed."""
+    if extras.missing("tensorboard"):
+        return None
+    from torch.utils.tensorboard import SummaryWriter  # slow, and only rank 0 needs it
+
+    return SummaryWriter(str(folder), purge_step=samples)
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics; a last line cut off by a crash is left out."""
+    path = folder / METRICS
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break
+    return lines

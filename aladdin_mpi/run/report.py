@@ -1,0 +1,135 @@
+"""What a run leaves for the eye: curves and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from aladdin_mpi.process import extras, units
+from aladdin_mpi.run.recorder import TENSORBOARD
+
+CURVES = "curves.png"
+WRITTEN_BY = {"tensorboard": f"{TENSORBOARD}/", "matplotlib": CURVES}
+"""What the run folder has only where a library is installed."""
+
+
+def not_written() -> str:
+    """A line that says what the run folder will lack and how to get it; empty if nothing."""
+    libraries = extras.missing(*WRITTEN_BY)
+    if not libraries:
+        return ""
+    files = ", ".join(WRITTEN_BY[name] for name in libraries)
+    return (
+        f"not written: {files}; not installed: {', '.join(libraries)}; {extras.command(libraries)}"
+    )
+
+
+Lines = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A curve of its own: the kind of line, and what of it is shown against what."""
+
+    kind: str
+    x: str
+    y: str
+    y_label: str
+    is_log: bool = False
+
+    def points(self, lines: Lines) -> list[tuple[float, float]]:
+        """Where there is a finite figure; on a logarithmic axis one above 0."""
+        found = [line for line in lines if line["kind"] == self.kind]
+        values = [(line[self.x], line.get(self.y)) for line in found]
+        finite = [(x, y) for x, y in values if y is not None and isfinite(y)]
+        return [(x, y) for x, y in finite if y > 0 or not self.is_log]
+
+
+LOSS = Panel("train", "epoch", "loss", "training loss")
+VARIANCE = Panel("eval", "epoch", "model_variance", "relative variance among models", is_log=True)
+ACCURACIES = tuple(Panel("eval", x, "test_accuracy", "test accuracy") for x in ("epoch", "seconds"))
+LOSSES = tuple(Panel("eval", x, "test_loss", "test loss") for x in ("epoch", "seconds"))
+X_LABELS = {"epoch": "epochs", "seconds": "training time, s"}
+
+
+def draw_curves(lines: Lines, path: Path, title: str) -> None:
+    """Draw loss and accuracy against epochs, and accuracy against time, into a PNG.
+
+    Without accuracy it is the test loss, and where the workers' models differ also the variance
+    among them. What was not measured has no panel; where nothing was, or without matplotlib,
+    there is no picture.
+    """
+    measured = ACCURACIES if ACCURACIES[0].points(lines) else LOSSES
+    panels = (LOSS, *measured, VARIANCE)
+    shown = {panel: points for panel in panels if (points := panel.points(lines))}
+    if not shown or extras.missing("matplotlib"):
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    width = 4.3 * len(shown)
+    figure, axes = pyplot.subplots(
+        1, len(shown), figsize=(width, 3.6), constrained_layout=True, squeeze=False
+    )
+    for axis, (panel, points) in zip(axes[0], shown.items(), strict=True):
+        _draw_panel(axis, panel, points)
+    figure.suptitle(title, fontsize=10)
+    temporary = path.with_name("curves.tmp.png")
+    figure.savefig(temporary, dpi=110)
+    pyplot.close(figure)
+    temporary.replace(path)
+
+
+def _draw_panel(axis: Any, panel: Panel, points: Sequence[tuple[float, float]]) -> None:
+    marker = "o" if len(points) < 60 else None
+    axis.plot([x for x, _ in points], [y for _, y in points], marker=marker, ms=3)
+    axis.set_xlabel(X_LABELS[panel.x])
+    axis.set_ylabel(panel.y_label)
+    axis.xaxis.set_major_formatter("{x:,.10g}")
+    if panel.is_log:
+        axis.set_yscale("log")
+    axis.grid(alpha=0.3)
+
+
+ROWS = (
+    ("algorithm", "algorithm", ""),
+    ("engine", "engine", ""),
+    ("workers", "workers", ""),
+    ("servers", "servers", ""),
+    ("model", "model", ""),
+    ("dataset", "data set", ""),
+    ("samples", "samples", ""),
+    ("seconds", "training time, without evaluations and checkpoints", "s"),
+    ("samples_per_second", "throughput of all workers", "samples/s"),
+    ("test_accuracy", "test accuracy", ""),
+    ("test_loss", "test loss", ""),
+    ("gradients_computed", "gradients computed", ""),
+    ("gradients_applied", "gradients applied", ""),
+    ("images_skipped", "images that could not be read", ""),
+    ("bytes_sent_per_step", "sent by a worker for a step", "bytes"),
+)
+WAITED = "share of their time that workers waited"
+
+
+def table(summary: Mapping[str, Any], figures: Mapping[str, float]) -> str:
+    """The summary as a table of plain text, and below it ``figures`` of the user's own."""
+    rows = [
+        (label, f"{_shown(summary[key])} {unit}".rstrip())
+        for key, label, unit in ROWS
+        if summary.get(key) is not None
+    ]
+    if summary.get("wait_fraction") is not None:
+        rows.append((WAITED, units.percent(summary["wait_fraction"])))
+    shown = {key for key, _, _ in ROWS}
+    rows += [(name, _shown(value)) for name, value in figures.items() if name not in shown]
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"  {label:<{width}}  {value}" for label, value in rows)
+
+
+def _shown(value: object) -> str:
+    return units.number(value) if isinstance(value, (int, float)) else f"{value}"

@@ -1,0 +1,168 @@
+"""A checkpoint read by other numbers of workers and servers than those that wrote it.
+
+Rank 0 reads all parts, one after another, puts them together and gives the others what all need.
+What each worker has of its own besides (random numbers, buffers, the state of the user's loop)
+it reads itself, from the part of the former worker with its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from io import BytesIO
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.algorithms.registry import Algorithm
+from aladdin_mpi.config.algorithm_options import group_of
+from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.control.exchange import broadcast, broadcast_tensor
+from aladdin_mpi.model.layout import Layout
+from aladdin_mpi.model.replica import PhantomReplica, Replica
+from aladdin_mpi.process import console
+from aladdin_mpi.roles.former import COUNTS, Former, join_servers, mean_state, scale_held_back
+from aladdin_mpi.run.checkpoint import CheckpointStore
+from aladdin_mpi.run.origin import Origin
+from aladdin_mpi.run.schedule import LearningRate
+from aladdin_mpi.transport.base import Transport
+
+PIECE = 1 << 26
+"""Bytes that are sent at a time."""
+
+
+class Assembly:
+    """Puts a checkpoint together at rank 0.
+
+    Args:
+        store: where it is.
+        origin: who wrote it.
+        layout: theirs.
+        replica: of the module.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        algorithm: Algorithm,
+        options: RunOptions,
+        origin: Origin,
+        layout: Layout,
+        replica: Replica | PhantomReplica,
+    ) -> None:
+        self._store = store
+        self._algorithm = algorithm
+        self._options = options
+        self._origin = origin
+        self._layout = layout
+        self._replica = replica
+        self._weights = torch.zeros(len(layout.buckets), dtype=torch.float64)
+        like = replica.parameters
+        device = "meta" if like.is_meta else "cpu"
+        self._model = torch.zeros(layout.numel, dtype=like.dtype, device=device)
+
+    def former(self, workers: int) -> Former:
+        """All ranks of the checkpoint as one, for so many workers.
+
+        Raises:
+            UserError: a part is missing or damaged, or there is no mean of the workers' states.
+        """
+        servers = [self._part(rank)["role"] for rank in range(self._origin.servers)]
+        for state in servers:
+            self._take_values(state["server"].pop("values"))
+        mean, counts, count = None, [], 0
+        for number, part in self._workers():
+            counts.append(None if part is None else _counts(part))
+            if part is None:
+                continue
+            state, count = part["role"], count + 1
+            self._take_model(state, state.pop("parameters"))
+            self._spread_own(state, number, mean)
+            mean = mean_state(mean, state, count) if mean is not None else state
+        assert mean is not None
+        own = getattr(self._options, group_of(self._algorithm.name), None)
+        if getattr(own, "normalize", "") == "none":
+            # Gradients are not divided by the number of workers: their sum is to stay.
+            scale_held_back(mean, count / workers)
+        return Former(self._model, mean, join_servers(servers, self._layout), counts)
+
+    def _part(self, rank: int) -> dict[str, Any]:
+        part = self._store.part(rank)
+        assert part is not None, "a server that fails ends the run"
+        return part
+
+    def _workers(self) -> Iterator[tuple[int, dict[str, Any] | None]]:
+        for worker in range(self._origin.workers):
+            yield worker, self._store.part(self._origin.servers + worker)
+
+    # -- the global model -------------------------------------------------------------------
+    def _take_values(self, values: dict[int, Tensor]) -> None:
+        for index, own in values.items():
+            self._model[self._layout.buckets[index].part] = own
+
+    def _take_model(self, state: dict[str, Any], parameters: Tensor) -> None:
+        """A worker's model, as far as it makes up the global one: a weighted mean."""
+        if self._algorithm.holder == "servers":
+            return
+        weights = state.get("alpha", [state.get("w", 1.0)] * len(self._layout.buckets))
+        if self._algorithm.holder == "first" and self._weights.any():
+            return
+        for bucket, weight in zip(self._layout.buckets, weights, strict=True):
+            self._weights[bucket.index] += weight
+            mine, theirs = self._model[bucket.part], parameters[bucket.part]
+            mine.add_(theirs - mine, alpha=weight / self._weights[bucket.index].item())
+
+    def _spread_own(self, state: dict[str, Any], worker: int, mean: dict[str, Any] | None) -> None:
+        """A momentum that is dealt to the workers, in its places of one that is as long as all."""
+        if self._algorithm.own_places is None or state["optimizer"]["velocity"] is None:
+            return
+        places = self._algorithm.own_places(
+            self._replica, self._origin.workers, worker, self._options
+        )
+        whole = torch.zeros_like(self._model) if mean is None else mean["optimizer"]["velocity"]
+        if not whole.is_meta:
+            whole[places] = state["optimizer"]["velocity"]
+        # The mean of it and itself stays what it is.
+        state["optimizer"]["velocity"] = whole.clone() if mean is not None else whole
+
+
+def _counts(part: dict[str, Any]) -> dict[str, float]:
+    role = part["role"]
+    found = {**part, **role["worker"], **role.get("outbox", {})}
+    return {name: found.get(name, 0) for name in COUNTS}
+
+
+def share(transport: Transport, former: Former | None) -> Former:
+    """Rank 0's, at every rank."""
+    data = torch.empty(0, dtype=torch.uint8)
+    if former is not None:
+        file = BytesIO()
+        torch.save(vars(former), file)
+        data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    size = broadcast(transport, data.numel())
+    if former is None:
+        data = torch.empty(size, dtype=torch.uint8)
+    for start in range(0, size, PIECE):
+        broadcast_tensor(transport, data[start : start + PIECE], 0)
+    # Rank 0's own, too: ranks of one process must not share what they change.
+    return Former(**torch.load(BytesIO(data.numpy().tobytes()), weights_only=True))
+
+
+def tell(algorithm: Algorithm, before: Origin, now: Origin, lr: LearningRate) -> None:
+    """Tell the user of a change of the number of ranks."""
+    was = replace(lr, workers=before.workers).scale
+    rate = f"is multiplied by {lr.scale:.4g} instead of {was:.4g}"
+    texts = [
+        f"resumed with {_ranks(now)} instead of {_ranks(before)}",
+        algorithm.on_resize,
+        f"the learning rate {'stays' if lr.scale == was else rate} "
+        f"(--lr-scaling {lr.options.lr_scaling})",
+    ]
+    console.say(f"aladdin_mpi: {'; '.join(filter(None, texts))}")
+
+
+def _ranks(of: Origin) -> str:
+    workers, servers = of.workers, of.servers
+    beside = f" and {servers} server{'s' * (servers > 1)}" if servers else ""
+    return f"{workers} worker{'s' * (workers > 1)}{beside}"

@@ -1,0 +1,98 @@
+"""The folder of a run: made by rank 0, seen by all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from aladdin_mpi.config.options import CONFIG_NAME, LENGTHS, RESIZE_FIELDS, RunOptions, to_toml
+from aladdin_mpi.config.settings import build, read_toml
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.run import run_lock
+from aladdin_mpi.run.checkpoint import FOLDER as CHECKPOINT
+from aladdin_mpi.run.checkpoint import NAMES as CHECKPOINTS
+from aladdin_mpi.run.recorder import METRICS
+from aladdin_mpi.run.report import CURVES
+from aladdin_mpi.run.run_lock import RunLock
+
+SUMMARY = "summary.json"
+MODEL = "model.pt"
+WRITTEN = (CONFIG_NAME, METRICS, SUMMARY, MODEL, CURVES, CHECKPOINT)
+"""What a run writes, and what is therefore not to be found in its folder."""
+
+
+def default_name(options: RunOptions) -> str:
+    """``ALGORITHM-MODEL-DATASET-TIME``, fit for a file system."""
+    parts = (options.algorithm, options.model, options.dataset, time.strftime("%Y%m%d-%H%M%S"))
+    return "-".join(parts).replace("/", "_").replace(":", "_")
+
+
+def prepare(folder: Path, options: RunOptions) -> RunLock:
+    """Make the folder, take it for this run, and write the configuration into it.
+
+    Raises:
+        UserError: it holds a run already, another run is using it, or it cannot be written.
+    """
+    used = [name for name in WRITTEN if (folder / name).exists()]
+    if used and not options.overwrite:
+        resume = f", or go on with it by --resume {folder}" if CONFIG_NAME in used else ""
+        raise UserError(
+            f"--run-dir: expected a new folder, got {str(folder)!r}, which holds a run already, or "
+            f"files of the same names ({', '.join(used)}); give another, or add --overwrite to "
+            f"replace it{resume}"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = run_lock.take(folder)
+        for name in set(used).difference([CHECKPOINT]):
+            (folder / name).unlink()
+        for old in (folder / "tensorboard").glob("events.*"):
+            old.unlink()
+        for old in (folder / CHECKPOINT).glob(CHECKPOINTS):
+            shutil.rmtree(old, ignore_errors=True)
+        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        write_text(folder / CONFIG_NAME, f"# {command}\n{to_toml(options)}")
+    except OSError as error:
+        raise UserError(
+            f"--run-dir: cannot write into {str(folder)!r}: {error.strerror}; give another folder"
+        ) from error
+    return lock
+
+
+def reopen(folder: Path, options: RunOptions) -> None:
+    """A run goes on: it has no summary any more, and the length and ranks asked for now."""
+    (folder / SUMMARY).unlink(missing_ok=True)
+    config = folder / CONFIG_NAME
+    stored = build(type(options), read_toml(type(options), config, "--resume"))
+    names = {*LENGTHS, *(RESIZE_FIELDS if options.allow_resize else ())}
+    now = {name: getattr(options, name) for name in names if name in type(options).model_fields}
+    if any(getattr(stored, name) != value for name, value in now.items()):
+        command = config.read_text().partition("\n")[0]
+        write_text(config, f"{command}\n{to_toml(stored.model_copy(update=now))}")
+
+
+def check_seen(folder: Path) -> None:
+    """Raise UserError if this rank's host does not see the folder that rank 0 made."""
+    if not (folder / CONFIG_NAME).is_file():
+        raise UserError(
+            f"--run-dir: {str(folder)!r} was made by rank 0 and is not seen here; give a folder "
+            "on a file system that all hosts share"
+        )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def write_summary(folder: Path, summary: dict[str, Any]) -> None:
+    """Write ``summary.json``."""
+    write_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")

@@ -1,0 +1,113 @@
+"""A training script of one's own in virtual time: every rank runs it, and DataParallel finds out.
+
+The script is run twice. The first time, alone and only up to its DataParallel, tells which
+algorithm it asks for, and so how many ranks there have to be.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.config.options import SimulateOptions, check_ranks
+from aladdin_mpi.config.settings import Settings
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.virtual import VirtualCluster
+
+SUFFIX = ".py"
+
+
+@dataclass(frozen=True)
+class SimulatedRank:
+    """What a DataParallel on a simulated rank has to know.
+
+    Attributes:
+        typed: settings of the command line, over those of the script.
+        transport: None: the options alone are asked for.
+    """
+
+    typed: Settings
+    transport: Transport | None
+
+
+class OptionsFound(BaseException):
+    """Ends a script at its DataParallel. Not an Exception, which the script might catch."""
+
+    def __init__(self, options: SimulateOptions) -> None:
+        super().__init__("the options of the script")
+        self.options = options
+
+
+_rank: ContextVar[SimulatedRank | None] = ContextVar("rank", default=None)
+
+
+def simulated_rank() -> SimulatedRank | None:
+    """The rank that the caller is, where scripts are simulated."""
+    return _rank.get()
+
+
+def simulate_script(script: Path, arguments: Sequence[str], typed: Settings) -> None:
+    """Run ``script`` on all ranks of a modelled cluster.
+
+    Args:
+        script: a Python file that makes one DataParallel.
+        arguments: its command line.
+        typed: options, which go over those in the script.
+
+    Raises:
+        UserError: it cannot be read, makes no DataParallel, or asks for what cannot be simulated.
+    """
+    main = _program(script, arguments)
+    options = _options(script, main, typed)
+    if options.compute == "timed" or options.resume is not None:
+        raise UserError(
+            "simulate: expected a script whose run begins, with gradients that are calculated, got "
+            "--compute timed or --resume; leave it out"
+        )
+    algorithm = registry.find(options.algorithm)
+    size = options.workers + (options.servers if algorithm.server else 0)
+    check_ranks(options, size)
+    silence = options.worker_timeout or None
+    cluster = VirtualCluster(size, options.cluster, options.seed, silence=silence)
+
+    def rank(transport: Transport) -> None:
+        _rank.set(SimulatedRank(typed, transport))
+        main()
+
+    cluster.run(rank)
+
+
+def _options(script: Path, main: Callable[[], None], typed: Settings) -> SimulateOptions:
+    token = _rank.set(SimulatedRank(typed, None))
+    try:
+        main()
+    except OptionsFound as found:
+        return found.options
+    finally:
+        _rank.reset(token)
+    raise UserError(f"simulate: expected a script that makes a DataParallel, got {script}")
+
+
+def _program(script: Path, arguments: Sequence[str]) -> Callable[[], None]:
+    """Runs the script once, in a namespace of its own."""
+    try:
+        code: CodeType = compile(script.read_text(), str(script), "exec")
+    except OSError as error:
+        raise UserError(
+            f"simulate: expected a Python file, got {script} ({error.strerror}); check the path"
+        ) from None
+    sys.path.insert(0, str(script.resolve().parent))
+    sys.argv = [str(script), *arguments]
+
+    def main() -> None:
+        names: dict[str, Any] = {"__name__": "__main__", "__file__": str(script)}
+        exec(code, names)
+
+    return main

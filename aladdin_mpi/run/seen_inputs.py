@@ -1,0 +1,165 @@
+"""What an own training loop has called its module with, for batch norm's statistics.
+
+No gradient method transmits the statistics of batch norm, so they are estimated anew for each
+model that is measured or handed out. In an own loop nobody else knows how a batch becomes a call
+of the module: the first worker's first calls are kept, and rank 0 repeats them.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from threading import Event
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.hooks import RemovableHandle
+
+from aladdin_mpi.control.exchange import broadcast, gather
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.process import guard
+from aladdin_mpi.run.evaluation import Call, Evaluate, batch_norms, reestimate_batch_norm
+from aladdin_mpi.transport.base import Transport
+
+MOST_BYTES = 128 * 2**20
+"""Of inputs that are kept; a first call is kept whatever its size."""
+CHUNK = 2**20
+HEAD = 8
+"""Before a chunk: how many bytes all of this call has."""
+ARRIVAL = 60.0
+"""Seconds that rank 0 waits at the end for calls that are on their way."""
+FIRST_ARRIVAL = 5.0
+"""Seconds that the first evaluation waits for the first call."""
+
+
+class SeenInputs:
+    """The first worker's first training calls of a module, at rank 0.
+
+    Nothing is kept or sent for a module without batch norm.
+
+    Args:
+        module: whose calls are watched.
+        source: the first worker's rank.
+        count: calls to keep, at most.
+    """
+
+    def __init__(self, transport: Transport, module: nn.Module, source: int, count: int) -> None:
+        self._transport = transport
+        self._module = module
+        self._source = source
+        self._left = count if batch_norms(module) else 0
+        self._bytes = 0
+        self._kept = 0
+        self._calls: list[Call] = []
+        self._first = Event()
+        self._coming = bytearray()
+        self._hook: RemovableHandle | None = None
+        if not self._left:
+            return
+        transport.exclude_from_traffic(Tag.INPUTS)
+        if transport.rank == 0 != source:
+            transport.on_message(Tag.INPUTS, HEAD + CHUNK, self._collect)
+
+    # -- at the first worker ---------------------------------------------------------------
+    def open(self) -> None:
+        """Begin to watch the module. Copies of it that are made before are not watched."""
+        if not self._left or self._transport.rank != self._source:
+            return
+
+        # Not a method: a module that the loop copies copies its hooks too.
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._see(module, args, kwargs)
+
+        self._hook = self._module.register_forward_pre_hook(see, with_kwargs=True)
+
+    def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        size = sum(t.nbytes for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor))
+        if self._kept and self._bytes + size > MOST_BYTES:
+            self.close()
+            return
+        self._keep(tree_map(_copy, (args, kwargs)))
+        self._bytes += size
+        self._left -= 1
+        if not self._left:
+            self.close()
+
+    def _keep(self, call: Call) -> None:
+        self._kept += 1
+        if self._transport.rank == 0:
+            self._add(call)
+            return
+        packed = io.BytesIO()
+        torch.save(call, packed)
+        data = torch.frombuffer(bytearray(packed.getvalue()), dtype=torch.uint8)
+        head = torch.tensor([len(data)]).view(torch.uint8)
+        for start in range(0, len(data), CHUNK):
+            frame = torch.cat([head, data[start : start + CHUNK]])
+            self._transport.isend(frame, 0, Tag.INPUTS)
+
+    def close(self) -> None:
+        """Watch the module no longer."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    # -- at rank 0 ---------------------------------------------------------------------------
+    def _collect(self, source: int, message: Tensor) -> None:
+        whole = int(message[:HEAD].clone().view(torch.int64))
+        self._coming += message[HEAD:].numpy().tobytes()
+        if len(self._coming) == whole:
+            packed, self._coming = io.BytesIO(self._coming), bytearray()
+            self._add(torch.load(packed, weights_only=False))
+
+    def _add(self, call: Call) -> None:
+        self._calls.append(call)
+        self._first.set()
+
+    def reestimate(self, module: nn.Module) -> None:
+        """Estimate the statistics of ``module``, whose calls these need not have been."""
+        if self._left and not self._first.wait(FIRST_ARRIVAL):
+            self._first.set()  # once is enough
+        device = next(iter(module.parameters())).device
+        calls = [tree_map(lambda x: _on(x, device), call) for call in self._calls.copy()]
+        if calls:
+            reestimate_batch_norm(module, calls)
+
+    def complete(self) -> None:
+        """At the end, all ranks: what was seen has come to rank 0, or is not waited for."""
+        self.close()
+        counts = broadcast(self._transport, gather(self._transport, self._kept))
+        if self._transport.rank or not self._left:
+            return
+        until = self._transport.now() + ARRIVAL
+        while len(self._calls) < (counts[self._source] or 0) and self._transport.now() < until:
+            self._transport.sleep(1e-3)
+        if not self._calls:
+            guard.warn(
+                [
+                    "batch norm: no training call of the model was seen, so its statistics are "
+                    "those of one worker's steps; call the model itself, not its parts"
+                ]
+            )
+
+    def measured(self, evaluate: Evaluate) -> Evaluate:
+        """``evaluate`` for a module with the right statistics, in eval mode, under no_grad."""
+
+        def measure(module: nn.Module) -> Mapping[str, float]:
+            self.reestimate(module)
+            module.eval()
+            with torch.no_grad():
+                return evaluate(module)
+
+        return measure
+
+
+def _copy(item: Any) -> Any:
+    """The loop may use a batch's memory again."""
+    return item.detach().cpu().clone() if isinstance(item, Tensor) else item
+
+
+def _on(item: Any, device: torch.device) -> Any:
+    return item.to(device) if isinstance(item, Tensor) else item

@@ -1,0 +1,232 @@
+"""A run as a row of segments, between which nothing is in flight and state can be saved.
+
+The algorithm's code knows nothing of checkpoints: it trains until no more samples
+are granted and leaves nothing in flight. What follows a checkpoint therefore
+depends on the saved state alone, and a resumed run goes on as the uninterrupted one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from aladdin_mpi.control.barrier import barrier
+from aladdin_mpi.control.exchange import agree, broadcast, gather
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.model.vectors import is_finite
+from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.role import Role, TrainingWorker
+from aladdin_mpi.run.checkpoint import CheckpointStore
+from aladdin_mpi.run.coordinator import Coordinator
+from aladdin_mpi.run.local_state import LocalState
+from aladdin_mpi.transport.base import Transport
+
+SETTLE_SECONDS = 1.0
+"""Virtual time for the messages around a checkpoint, and for a resumed run's set-up."""
+STAGGER_SECONDS = 1e-6
+"""Virtual time between two ranks' starts: their order must not be left to chance."""
+
+
+class Segments:
+    """Runs a rank's role from checkpoint to checkpoint.
+
+    Args:
+        coordinator: at rank 0.
+        store: None: no checkpoints.
+        config: the options that a run which resumes a checkpoint must share.
+        total: samples of the run.
+        settle: called at the end of every segment, on every rank.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        role: Role,
+        coordinator: Coordinator | None,
+        local: LocalState,
+        store: CheckpointStore | None,
+        config: dict[str, Any],
+        total: int,
+        settle: Callable[[], None],
+    ) -> None:
+        self._transport = transport
+        self._settle = settle
+        # That of the set-up is not waiting in training.
+        transport.traffic.waiting, transport.traffic.bytes_sent = 0.0, 0
+        self._counted = (0.0, 0)
+        self._role = role
+        self._coordinator = coordinator
+        self._local = local
+        self._store = store
+        self._about = {"ranks": transport.size, "engine": transport.engine, **config}
+        self._drawn = 0
+        self._moment = 0.0
+        self._total = total
+        self._saved: int | None = None
+        self.over = False
+        """Whether the budget is used up."""
+        self.manifest: dict[str, Any] = {}
+        """What checkpoints also say of themselves."""
+        self.suspended = 0
+        """The signal that ended the run before its budget was used up, on every rank."""
+
+    def run(self) -> None:
+        """Train until the budget is used up, or the coordinator ends the run for a signal."""
+        while not (self.over or self.suspended):
+            self._start_together()
+            if self._coordinator is not None:
+                self._coordinator.open()
+            self._role.run()
+            if self._coordinator is not None:
+                self._coordinator.close()
+            with self.uncounted():
+                self._end()
+
+    def _end(self) -> None:
+        """Agree on where the run is, and save it."""
+        barrier(self._transport)
+        self._settle()
+        fact: Any = None
+        if self._coordinator is not None:
+            budget = self._coordinator.budget
+            budget.close()
+            suspended = 0 if budget.used_up else self._coordinator.suspended
+            moment = self._transport.now() + SETTLE_SECONDS
+            fact = (budget.drawn, budget.used_up, suspended, moment)
+        self._drawn, self.over, self.suspended, self._moment = broadcast(self._transport, fact)
+        if self._transport.engine == "virtual":
+            # A worker's last report may come after the barrier: it belongs to the checkpoint.
+            self._transport.sleep_until(self._moment)
+        # A run that was suspended at once is where its last checkpoint is.
+        if self._store is not None and self._drawn != self._saved:
+            self._save(self._store)
+            self._saved = self._drawn
+
+    def _start_together(self) -> None:
+        """Start when all are ready; in virtual time, when a resumed run starts as well."""
+        transport = self._transport
+        if transport.engine != "virtual":
+            with self.uncounted():
+                barrier(transport)
+            return
+        transport.sleep_until(self._moment + SETTLE_SECONDS + STAGGER_SECONDS * transport.rank)
+        if transport.rank == 0:
+            transport.reseed(self._drawn)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """For what is done between segments: its waiting and sending is not that of training."""
+        traffic = self._transport.traffic
+        self._counted = traffic.waiting, traffic.bytes_sent
+        yield
+        traffic.waiting, traffic.bytes_sent = self._counted
+
+    # -- checkpoints ------------------------------------------------------------
+    def _save(self, store: CheckpointStore) -> None:
+        """Write a checkpoint, unless the last one is better.
+
+        Raises UserError, RefusedError if one rank cannot.
+        """
+        transport, drawn, state = self._transport, self._drawn, self._state()
+        doubts = gather(transport, self._role.doubt() or _not_finite(state["role"]))
+        doubt = broadcast(transport, next(filter(None, doubts), ""))
+        if doubt:
+            if self._coordinator is not None:
+                self._coordinator.ledger.excluded(drawn, doubt)
+            return  # the last checkpoint stays: it is sound
+        about = {**self._about, "moment": self._moment, **self.manifest}
+
+        def first(step: Callable[[], None]) -> None:
+            agree(transport, lambda: step() if transport.rank == 0 else None)
+
+        try:
+            first(lambda: store.begin(drawn))
+            entry = agree(transport, lambda: store.write(drawn, transport.rank, state))
+            entries = gather(transport, entry)
+            first(lambda: store.commit(drawn, entries, about))
+        except UserError:  # at rank 0, when every rank has tried
+            store.discard(drawn)
+            raise
+
+    def _state(self) -> dict[str, Any]:
+        waiting, bytes_sent = self._counted
+        return {
+            "role": self._role.state_dict(),
+            "keeper": self._coordinator.state_dict() if self._coordinator else None,
+            "moment": self._moment,
+            "drawn": self._drawn,
+            "waiting": waiting,
+            "bytes_sent": bytes_sent,
+            "local": self._local.state_dict(),
+        }
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Take up the state that a checkpoint holds for this rank.
+
+        A rank that had failed when it was written begins anew; rank 0 never has.
+        """
+        self._go_on_from(state)
+        if state is None:
+            return
+        self._role.load_state_dict(state["role"])
+        if self._coordinator is not None:
+            self._coordinator.load_state_dict(state["keeper"])
+        self._transport.traffic.waiting = state["waiting"]
+        self._transport.traffic.bytes_sent = state["bytes_sent"]
+        self._local.load_state_dict(state["local"])
+
+    def _go_on_from(self, state: dict[str, Any] | None) -> None:
+        """From the moment that rank 0's part of a checkpoint names."""
+        fact = [state["moment"], state["drawn"]] if state is not None else None
+        self._moment, self._drawn = broadcast(self._transport, fact)
+        self.over = self._drawn >= self._total
+        self._saved = self._drawn
+
+    def resize(self, state: dict[str, Any] | None, former: Former) -> None:
+        """Go on from a checkpoint of other numbers of ranks.
+
+        Args:
+            state: of its rank 0, at rank 0.
+            former: its ranks, put together.
+        """
+        self._go_on_from(state)
+        if self._coordinator is not None:
+            assert state is not None
+            self._coordinator.load_state_dict(state["keeper"])
+            self._coordinator.resize(former)
+        agree(self._transport, lambda: self._role.resize(former))
+        if isinstance(self._role, TrainingWorker):
+            traffic, worker = self._transport.traffic, self._role.worker
+            traffic.waiting = former.carried("waiting", worker.index, worker.count)
+            traffic.bytes_sent = int(former.carried("bytes_sent", worker.index, worker.count))
+
+    def load(self, resizes: bool = False) -> dict[str, Any] | None:
+        """Read and check this rank's part of the last checkpoint; None: it has none.
+
+        Args:
+            resizes: the checkpoint may be of other numbers of ranks.
+
+        Raises:
+            UserError: it cannot be resumed by this run.
+        """
+        assert self._store is not None
+        state = self._store.load(self._transport.rank, self._about, resizes)
+        if state is not None and state["drawn"] > self._total:
+            raise UserError(
+                f"--resume: expected a run at least as long as it was, {state['drawn']} samples, "
+                f"got a length of {self._total}; give more --epochs, --samples or --steps, or "
+                "leave them out"
+            )
+        return state
+
+
+def _not_finite(state: Any, name: str = "") -> str:
+    """What in a role's state is not finite, or nothing."""
+    if isinstance(state, Tensor):
+        sound = not state.is_floating_point() or is_finite(state)
+        return "" if sound else f"the state of a rank is not finite:{name}"
+    items = state.items() if isinstance(state, dict) else ()
+    return next(filter(None, (_not_finite(value, f"{name} {key}") for key, value in items)), "")

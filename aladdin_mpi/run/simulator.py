@@ -1,0 +1,28 @@
+"""A whole run in virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.config.options import SimulateOptions, check_ranks
+from aladdin_mpi.run.checkpoint import resumed_moment
+from aladdin_mpi.run.trainer import train
+from aladdin_mpi.transport.virtual import VirtualCluster
+
+
+def simulate(options: SimulateOptions) -> dict[str, Any]:
+    """Train on a modelled cluster; returns the summary.
+
+    Raises:
+        UserError: an unknown algorithm, or a cluster that does not hold the ranks.
+    """
+    algorithm = registry.find(options.algorithm)
+    size = options.workers + (options.servers if algorithm.server else 0)
+    check_ranks(options, size)
+    start = 0.0 if options.resume is None else resumed_moment(Path(options.resume))
+    silence = options.worker_timeout or None
+    cluster = VirtualCluster(size, options.cluster, options.seed, start, silence)
+    summaries = cluster.run(lambda transport: train(options, transport))
+    return summaries[0] or {}

@@ -1,0 +1,151 @@
+"""The built-in training: a model, a data set, and the public interface between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.control.exchange import agree
+from aladdin_mpi.data import loading
+from aladdin_mpi.data.datasets import DatasetPair, load_dataset
+from aladdin_mpi.data.described_sets import describe_set
+from aladdin_mpi.data.image_check import check_images
+from aladdin_mpi.data.imagefolder import Fault
+from aladdin_mpi.data.models import build_model
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.run.data_parallel import DataParallel
+from aladdin_mpi.run.evaluation import Measurement, reestimate_batch_norm
+from aladdin_mpi.run.origin import samples_of
+from aladdin_mpi.transport.base import Transport
+
+EVALUATION_BATCH = 256
+SIZE_PREFIX = "size:"
+"""``--model size:MB`` names a model by the size of its parameters alone, for timed computing."""
+
+
+def train(options: RunOptions, transport: Transport) -> dict[str, Any]:
+    """Train as ``options`` say; every rank calls it. Returns the summary at rank 0."""
+    if options.compute == "timed":
+        return _rehearse(options, transport)
+    faults = check_images(options, transport)
+    data, module = agree(transport, lambda: _prepare(options, faults))
+    run = DataParallel(module, options, transport=transport, evaluate=_evaluation(options, data))
+    for inputs, labels in run.batches(data.train):
+        loss = _loss(module, inputs, labels, options.precision) / options.accumulate
+        loss.backward()
+        run.step(loss)
+    return run.summary
+
+
+def _prepare(
+    options: RunOptions, faults: tuple[Fault, ...] | None
+) -> tuple[DatasetPair, nn.Module]:
+    if options.model.startswith(SIZE_PREFIX):
+        raise UserError(
+            f"--model {options.model}: expected only with --compute timed, got --compute real; "
+            "name a model that can be calculated"
+        )
+    data = load_dataset(
+        options.dataset,
+        options.data_dir,
+        options.download,
+        options.image_size,
+        options.cache,
+        options.augment,
+        options.corrupt_images,
+        faults,
+    )
+    torch.manual_seed(options.seed)
+    module = build_model(options.model, data.num_classes, data.in_channels, data.image_size)
+    return data, module
+
+
+def _loss(module: nn.Module, inputs: Tensor, labels: Tensor, precision: str) -> Tensor:
+    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=precision == "bf16"):
+        outputs = module(inputs)
+    return functional.cross_entropy(outputs.float(), labels)
+
+
+def _evaluation(options: RunOptions, data: DatasetPair) -> Measurement:
+    def evaluate(module: nn.Module) -> Mapping[str, float]:
+        batches = loading.train_batches_for_statistics(
+            data.train, options.batch_size, options.bn_batches, options.seed
+        )
+        reestimate_batch_norm(module, (((inputs,), {}) for inputs, _ in batches))
+        return measure(module, data)
+
+    return Measurement(evaluate)
+
+
+def measure(module: nn.Module, data: DatasetPair) -> dict[str, float]:
+    """Accuracy (0 to 1) and mean cross-entropy of ``module`` on the test data."""
+    right, loss, count = 0, 0.0, 0
+    module.eval()
+    with torch.no_grad():
+        for inputs, labels in loading.test_batches(data.test, EVALUATION_BATCH):
+            outputs = module(inputs)
+            loss += functional.cross_entropy(outputs, labels, reduction="sum").item()
+            right += int((outputs.argmax(1) == labels).sum())
+            count += len(labels)
+    return {"test_accuracy": right / count, "test_loss": loss / count}
+
+
+def _rehearse(options: RunOptions, transport: Transport) -> dict[str, Any]:
+    """Let time pass and bytes move as in training, and calculate nothing."""
+    module, length = agree(transport, lambda: _sizes(options, transport.size))
+    run = DataParallel(module, options, transport=transport)
+    for _ in run.batches(length):
+        run.step()
+    return run.summary
+
+
+@lru_cache(maxsize=1)
+def _sizes_of(model: str, *dataset: Any) -> tuple[nn.Module, int]:
+    """``dataset``: the arguments of :func:`describe_set`."""
+    data = describe_set(*dataset)
+    with torch.device("meta"):
+        module = build_model(model, data.classes, data.channels, data.size)
+    return module, data.samples
+
+
+def _sizes(options: RunOptions, ranks: int) -> tuple[nn.Module, int]:
+    """A module with as many parameters as the model, and the length of an epoch."""
+    if options.model.startswith(SIZE_PREFIX):
+        servers = options.servers if registry.find(options.algorithm).server else 0
+        length = samples_of(options, None, ranks - servers)
+        if length is None:
+            raise UserError(
+                f"--model {options.model}: expected the run's length in samples, as there is no "
+                "data set; add --samples or --steps"
+            )
+        return _module_of_size(options.model), length
+    # All ranks of a simulation share what is only measured.
+    return _sizes_of(
+        options.model,
+        options.dataset,
+        options.data_dir,
+        options.download,
+        options.image_size,
+        options.corrupt_images,
+    )
+
+
+def _module_of_size(name: str) -> nn.Module:
+    text = name.removeprefix(SIZE_PREFIX)
+    try:
+        megabytes = float(text)
+    except ValueError:
+        megabytes = 0.0
+    if not megabytes > 0:
+        raise UserError(
+            f"--model {name}: expected size:MB with MB above 0, got {text!r}; write for example "
+            "size:94"
+        )
+    return nn.Linear(round(megabytes * 250_000), 1, bias=False, device="meta")

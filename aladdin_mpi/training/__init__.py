@@ -1,1 +1,0 @@
-"""The run: data, schedule, evaluation, checkpoints, metrics, report."""

@@ -1,0 +1,62 @@
+"""An operation under way between two ranks, and how it can fail."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+ANY_SOURCE = -1
+"""Receive from whichever rank sends first with the given tag."""
+
+
+class TransportError(RuntimeError):
+    """Communication failed in a way that the program cannot mend."""
+
+
+class PeerFailedError(TransportError):
+    """The rank at the other end of an operation has died.
+
+    ``rank`` is the dead rank; the message names its host.
+    """
+
+    def __init__(self, rank: int, host: str) -> None:
+        super().__init__(f"rank {rank} (host {host}) has failed")
+        self.rank = rank
+
+
+class WaitTimeoutError(TransportError):
+    """A wait lasted longer than the transport's ``timeout``."""
+
+
+class Event(Protocol):
+    """Something that happens outside the transport, such as a CUDA event."""
+
+    def query(self) -> bool:
+        """Return whether it has happened."""
+        ...
+
+
+class Request:
+    """An operation under way.
+
+    ``done`` is set when it has ended; ``source`` and ``nbytes`` then describe a received
+    message, and ``order`` is a counter that grows with every completion on this
+    rank, so that messages can be taken in their order of arrival. ``failed`` is
+    the dead rank at the other end, if that is how the operation ended.
+    """
+
+    __slots__ = ("buffer", "done", "failed", "nbytes", "order", "source", "what")
+
+    def __init__(self, what: str, buffer: Tensor | None = None) -> None:
+        self.what = what
+        self.buffer = buffer
+        self.done = False
+        self.source = ANY_SOURCE
+        self.nbytes = 0
+        self.order = -1
+        self.failed: int | None = None
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else "pending"
+        return f"<{self.what}: {state}>"

@@ -1,0 +1,325 @@
+"""ADSP: the search of the rate, equal commits, no waiting, the accounts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aladdin_mpi.algorithms.adsp import AdspServer, AdspWorker
+from aladdin_mpi.algorithms.adsp_schedule import Schedule
+from aladdin_mpi.algorithms.adsp_search import Curve, RateSearch, fit, reward
+from aladdin_mpi.config.algorithm_options import AdspOptions
+from tests.checks import check_converges, check_resumed
+from tests.commands import simulate, summary, train
+from tests.launch import needs
+from tests.quadratic import network
+from tests.roles import Job, Outcome, any_network, run, single_process
+
+
+# -- the fit ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("curve", [Curve(0.04, 0.5, 0.2), Curve(2.0, 0.1, 1.5), Curve(0.3, 1, 0)])
+@pytest.mark.parametrize("times", [(0, 30, 60), (60.0, 95.5, 121.0), (1, 2, 10)])
+def test_fit_finds_the_curve(curve: Curve, times: tuple[float, float, float]) -> None:
+    found = fit([(t, 1 / (curve.slope * t + curve.offset) + curve.floor) for t in times])
+    assert found == pytest.approx(curve, rel=1e-6, abs=1e-9)
+
+
+def test_losses_that_fall_faster_and_faster_are_fitted_without_a_floor() -> None:
+    found = fit([(0, 1.0), (1, 0.9), (2, 0.5)])  # 1/l: 1, 1.111, 2
+    assert found is not None
+    assert found.floor == 0
+    assert found.slope == pytest.approx(0.5)
+    assert found.offset == pytest.approx((1 + 1 / 0.9 + 2) / 3 - 0.5)
+
+
+@pytest.mark.parametrize(
+    "losses", [(1.0, 1.0, 1.0), (1.0, 0.5, 1.5), (nan, nan, nan), (1.0, 0.5, nan), (inf, 1, inf)]
+)
+def test_losses_that_do_not_fall_have_no_reward(losses: tuple[float, float, float]) -> None:
+    curve = fit(list(zip((0.0, 1.0, 2.0), losses, strict=True)))
+    assert curve is None
+    assert reward(curve, 0.1) == 0
+
+
+def test_reward_is_one_over_the_time_to_the_end() -> None:
+    curve = Curve(slope=0.5, offset=1.0, floor=0.2)
+    assert reward(curve, 0.3) == pytest.approx(1 / 18)  # 1 / (9 + 1) + 0.2 is 0.3
+    assert reward(curve, 0.2) == 0  # never
+    assert reward(curve, 1.3) == inf  # from the start
+
+
+@pytest.mark.parametrize(
+    ("rewards", "most", "best"),
+    [
+        ({1: 1, 2: 2, 3: 5, 4: 9, 5: 8, 6: 99}, 10, 4),
+        ({1: 3, 2: 2, 3: 50}, 10, 1),
+        ({rate: rate for rate in range(1, 20)}, 6, 6),
+        (dict.fromkeys(range(1, 9), 0.0), 6, 1),
+        ({1: 0.0, 2: 1.0, 3: 0.0}, 6, 2),
+        ({1: inf, 2: inf}, 6, 1),
+        ({1: 1.0, 2: 2.0}, 1, 1),
+    ],
+)
+def test_search_stops_at_the_best_rate(rewards: dict[int, float], most: int, best: int) -> None:
+    search = RateSearch()
+    for _ in range(2):  # a second search begins at 1 again
+        search.start()
+        tried = []
+        while search.active:
+            tried.append(search.rate)
+            search.tried(rewards[search.rate], most)
+        assert search.rate == best
+        assert tried == list(range(1, min(best + 1, most) + 1))
+
+
+# -- the schedule ------------------------------------------------------------------------------
+def options(**values: Any) -> AdspOptions:
+    return AdspOptions.model_validate(values)
+
+
+class Drive:
+    """A schedule whose workers' loss is a function of time and of the present rate."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.schedule = Schedule(1, options(period=10, **changes))
+        self.schedule.open(100.0)
+        self.level = 1.0
+        self.speed = {1: 0.01, 2: 0.05, 3: 0.2, 4: 0.1}
+
+    def run(self, seconds: int) -> None:
+        schedule = self.schedule
+        for _ in range(seconds * 2):
+            self.now = getattr(self, "now", 100.0) + 0.5
+            speed = self.speed.get(schedule.search.rate, 0.1)
+            self.level = 1 / (1 / self.level + speed * 0.5)
+            schedule.commit(0, self.now, self.level, 1, 0.5)
+
+
+def test_schedule_finds_the_rate_at_which_the_loss_falls_fastest() -> None:
+    drive = Drive(end_loss=1e-3)
+    found = []
+    for seconds in (9, 10, 10, 10, 10):  # a rate a check period
+        drive.run(seconds)
+        found.append((drive.schedule.search.active, drive.schedule.search.rate))
+    assert found == [(True, 1), (True, 2), (True, 3), (True, 4), (False, 3)]
+    target = drive.schedule.target
+    drive.run(20)
+    assert drive.schedule.target == target + 2 * 3
+
+
+def test_a_new_search_comes_with_the_next_epoch() -> None:
+    drive = Drive(epoch=100, end_loss=1e-3)
+    drive.run(90)
+    assert not drive.schedule.search.active
+    assert drive.schedule.search.rate == 3
+    drive.run(15)
+    assert (drive.schedule.search.active, drive.schedule.search.rate) == (True, 1)
+
+
+def test_a_rise_of_the_loss_starts_a_search() -> None:
+    drive = Drive(epoch=1e6, end_loss=1e-3)
+    drive.run(100)
+    assert not drive.schedule.search.active
+    drive.level *= 1.2
+    drive.speed = {}
+    drive.run(10)
+    assert not drive.schedule.search.active
+    drive.level *= 20
+    drive.run(11)
+    assert drive.schedule.search.active
+
+
+def test_remaining_commits_are_spread_over_the_rest_of_the_period() -> None:
+    schedule = Schedule(2, options(period=12.0, min_interval=2.0))
+    schedule.open(0.0)
+    schedule.commit(0, 1.0, 1.0, 1, 0.1)
+    assert schedule.interval(0, 1.0) == pytest.approx(1.0)  # 10 of its own steps
+    schedule.commit(1, 2.0, 1.0, 1, 0.3)
+    # The period is [2, 14]; C_target is 1 + 1.
+    assert schedule.interval(0, 2.0) == pytest.approx(12.0)
+    assert schedule.interval(1, 5.0) == pytest.approx(9.0)
+    schedule.target = 4
+    assert schedule.interval(0, 5.0) == pytest.approx(3.0)
+    assert schedule.interval(0, 13.0) == 2.0  # not less than the minimum
+    schedule.commits[0] = 4
+    assert schedule.interval(0, 5.0) == pytest.approx(9 + 12)  # in the next period
+    schedule.search.rate = 3
+    assert schedule.interval(0, 5.0) == pytest.approx(9 + 12 / 3)
+
+
+def test_the_papers_proportions_are_the_defaults() -> None:
+    schedule = Schedule(2, options())
+    schedule.open(0.0)
+    schedule.commit(0, 1.0, 1.0, 1, 0.1)
+    schedule.commit(1, 1.0, 1.0, 1, 0.4)
+    assert schedule.period == pytest.approx(1.6)  # 10 harmonic means
+    assert schedule.minimum / schedule.period == pytest.approx(10 / 60)
+    assert schedule.epoch / schedule.period == pytest.approx(1000 / 60)
+
+
+# -- the ranks of a run ------------------------------------------------------------------------
+def plain(**options: Any) -> dict[str, Any]:
+    return {"momentum": 0.0, "weight_decay": 0.0, "adsp": options}
+
+
+def schedule_of(end: Outcome) -> Schedule:
+    role = end.servers[0].role
+    assert isinstance(role, AdspServer) and role.schedule is not None
+    return role.schedule
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, list[int]]]]:
+    """At every check: whether the rate is being searched, and the commits of all workers."""
+    found: list[tuple[bool, list[int]]] = []
+    check = Schedule._check
+
+    def recording(self: Schedule, time: float) -> None:
+        found.append((self.search.active, list(self.commits)))
+        check(self, time)
+
+    monkeypatch.setattr(Schedule, "_check", recording)
+    yield found
+
+
+@pytest.mark.parametrize("period", [12.0, 24.0, 40.0])
+def test_workers_of_unequal_speed_commit_equally_often(
+    checks: list[tuple[bool, list[int]]], period: float
+) -> None:
+    samples = round(250 * period)
+    job = Job("adsp", workers=4, slowdown={0: 5.0, 1: 1.7, 2: 1.3}, samples=samples, jitter=0.1)
+    # At most two commits in a period, which the slowest can do.
+    job.settings = plain(period=period, min_interval=period / 2, epoch=1e9, loss_rise=1e9)
+    end = run(job)
+    differences = [max(counts) - min(counts) for _, counts in checks]
+    assert max(differences) <= 2  # who has just committed does not know of a new rate yet
+    steady = [
+        difference
+        for difference, before, now in zip(differences[1:], checks, checks[1:], strict=False)
+        if not (before[0] or now[0])
+    ]
+    assert len(steady) > 5
+    assert max(steady) <= 1
+    steps = [worker.role.counts()["computed"] for worker in end.workers]
+    assert steps[3] > 4 * steps[0]
+
+
+def test_workers_do_not_wait() -> None:
+    """Answers take three steps; from its second batch on a worker has not waited at all."""
+    waited: dict[int, list[float]] = {0: [], 1: [], 2: []}
+    slow = network(hosts=4, latency_us=1.5e6)
+    job = Job("adsp", workers=3, samples=2000, cluster=slow, slowdown={1: 3.0})
+    job.settings = plain(period=10)
+    job.probe = lambda transport, role, ticket: waited[transport.rank - 1].append(
+        transport.traffic.waiting
+    )
+    end = run(job)
+    end.check_accounts()
+    for own in waited.values():
+        assert len(own) > 50
+        assert own[-1] == own[20]  # the first draws had to be waited for
+    assert min(schedule_of(end).commits) > 10
+
+
+@pytest.mark.parametrize("latency", [0, 1.2e6])
+def test_one_worker_is_plain_sgd(latency: float) -> None:
+    """Whatever it does while an answer is under way is neither lost nor counted twice."""
+    job = Job("adsp", workers=1, cluster=network(hosts=2, latency_us=latency), samples=300)
+    job.settings = plain(period=4)
+    torch.testing.assert_close(run(job).model, single_process(job), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_model_moves_by_the_mean_of_what_workers_have_moved(
+    monkeypatch: pytest.MonkeyPatch, servers: int
+) -> None:
+    moved: list[Tensor] = []
+    push = AdspWorker.push
+
+    def recording(self: AdspWorker, *notes: float) -> None:
+        moved.append(self.x - self.base)
+        push(self, *notes)
+
+    monkeypatch.setattr(AdspWorker, "push", recording)
+    job = Job("adsp", workers=3, servers=servers, bucket=5, slowdown={1: 3.0}, samples=600)
+    job.cluster, job.settings = any_network(5, 6), plain()
+    end = run(job)
+    mean = torch.stack(moved).sum(0) / 3
+    torch.testing.assert_close(end.model - end.first, mean, rtol=1e-4, atol=1e-5)
+    # Who was the last to be answered has the model.
+    assert (end.locals - end.model).norm(dim=1).min() < 1e-5
+
+
+def any_job(seed: int) -> Job:
+    """A run drawn from its seed."""
+    r = random.Random(seed)
+    workers = r.randint(1, 5)
+    servers = r.randint(1, min(3, workers))
+    options: dict[str, Any] = {}
+    if r.random() < 0.5:
+        options = {"period": r.uniform(2, 40), "min_interval": r.uniform(0.1, 5)}
+    return Job(
+        "adsp",
+        workers=workers,
+        servers=servers,
+        numel=r.randint(9, 60),
+        bucket=r.randint(5, 60),
+        samples=r.choice([r.randint(1, 9), r.randint(100, 600)]),
+        batch=r.randint(1, 4),
+        segments=r.randint(1, 3),
+        settings={"adsp": options, "wire": r.choice(["fp32", "fp32", "bf16"])},
+        slowdown={w: r.uniform(1, 8) for w in range(workers) if r.random() < 0.5},
+        jitter=r.choice([0.0, 0.5]),
+        cluster=any_network(seed, workers + servers),
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("group", range(4))
+def test_accounts_balance_under_any_conditions(group: int) -> None:
+    for seed in range(group * 8, group * 8 + 8):
+        job = any_job(seed)
+        try:
+            run(job).check_accounts()
+        except BaseException:
+            print(f"seed {seed}: {job}")
+            raise
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_converges_to_the_minimum(wire: str) -> None:
+    job = Job("adsp", workers=4, servers=2, bucket=5, slowdown={0: 3.0}, samples=6000, noise=0.0)
+    job.settings = {**plain(), "wire": wire}
+    check_converges(job)
+
+
+# -- the commands --------------------------------------------------------------------------
+def test_resumed_run_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    check_resumed(tmp_path, "adsp")
+
+
+def test_timed_computing_has_no_loss_to_search_by(tmp_path: Path) -> None:
+    timed = ["--compute", "timed", "--model", "size:25", "--samples", 6400, "--workers", 4]
+    simulate(tmp_path, "--algorithm", "adsp", *timed, "--servers", 2, "--slowdown", "0=2")
+    found = summary(tmp_path)
+    assert found["gradients_applied"] == 200
+    assert found["adsp"]["rate"] == 1
+    assert max(found["adsp"]["commits"]) - min(found["adsp"]["commits"]) <= 1
+
+
+@pytest.mark.long
+@needs("openmpi")
+def test_over_mpi(tmp_path: Path) -> None:
+    options = ["--epochs", 4, "--servers", 2, "--slowdown", "1=3", "--bucket-mb", 0.005]
+    train(5, tmp_path, "--algorithm", "adsp", *options, "--wire", "bf16")
+    found = summary(tmp_path)
+    assert found["gradients_applied"] == found["gradients_computed"]
+    assert min(found["adsp"]["commits"]) >= 2
+    assert found["test_accuracy"] > 0.5

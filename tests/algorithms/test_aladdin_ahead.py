@@ -1,0 +1,557 @@
+"""aladdin-ahead: its rule written down once more, what it promises, and its accounts."""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import json
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise, product
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aladdin_mpi.algorithms.aladdin_ahead import AheadServer, AheadWorker, levels
+from aladdin_mpi.config.options import RunOptions, SimulateOptions, parse
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.model.replica import PhantomReplica
+from aladdin_mpi.parameter_server.global_track import MOST_PENDING
+from aladdin_mpi.parameter_server.just_in_time import MOMENTS, Timing, fine_layout
+from aladdin_mpi.parameter_server.room import Level, Room
+from aladdin_mpi.roles.worker import FORWARD_SHARE
+from aladdin_mpi.run.simulator import simulate
+from aladdin_mpi.transport.cluster import Cluster
+from tests.quadratic import Quadratic, noise_of
+from tests.roles import Job, Outcome, any_network, flat_start, run
+
+Vector = NDArray[np.float64]
+
+NAME = "aladdin-ahead"
+SPREAD = {0: 1.0, 1: 1.0137, 2: 1.0291, 3: 1.0473}
+"""Slow-downs by which no two workers ever do something at the same time."""
+SEEDS = 500 if int(os.environ.get("ALADDIN_MPI_SCHEDULES", "20")) >= 500 else 200
+BEGIN, SEND, END = 0, 1, 2
+
+
+def job(**changes: Any) -> Job:
+    own = changes.pop("own", {})
+    settings = {"weight_decay": 0.01, "momentum": 0.8, "wire": "fp32", "aladdin_ahead": own}
+    return replace(Job(NAME, bucket=4, slowdown=SPREAD, settings=settings), **changes)
+
+
+# -- the rule, as a plain list of events ------------------------------------------------------
+
+
+class PlainBucket:
+    """The rule for one bucket of one worker: x, V, M and the steps that no model holds."""
+
+    def __init__(self, x: Vector, n: int, m: float, w: float | None, ahead: float) -> None:
+        self.x, self.model, self.velocity = x.copy(), x.copy(), np.zeros_like(x)
+        self.n, self.m, self.w = n, m, w
+        self.v = np.zeros_like(x)
+        self.k = m * (1 - m**ahead) / (1 - m)
+        if ahead == int(ahead):
+            assert np.isclose(self.k, sum(m**i for i in range(1, int(ahead) + 1)))
+        self.count = self.own = 0
+        self.age = 1.0
+        self.steps: list[tuple[int, int, Vector]] = []
+
+    @property
+    def point(self) -> Vector:
+        return self.x - self.k * self.velocity
+
+    @property
+    def weight(self) -> float:
+        return float(np.clip(self.age / 2, 0.5, 1)) if self.w is None else self.w
+
+    def move(self, u: Vector) -> None:
+        self.velocity = self.m * self.velocity + self.weight * u
+        self.x = self.x - self.velocity
+
+    def step(self, number: int, base: int, g: Vector, lr: float) -> Vector:
+        """An own gradient, weight decay included; returns what is sent."""
+        self.v = self.m * self.v + g
+        self.steps.append((number, base, lr * g))
+        self.move(lr * g)
+        return lr * self.v
+
+    def read(self, model: Vector, count: int, own: int, before: int) -> None:
+        for number, base, _ in self.steps:
+            if number == own > self.own:
+                self.age += 0.1 * ((before - base) / self.n - self.age)
+        self.steps = [step for step in self.steps if step[0] > own]
+        self.own = own
+        if count > self.count:
+            self.velocity = (self.model - model) * self.n / (count - self.count)
+        self.model, self.count, self.x = model, count, model
+        for _, _, u in self.steps:
+            self.move(u)
+
+
+class Plain:
+    """All workers and one server, without messages."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.n = job, job.workers
+        options = job.options.aladdin_ahead
+        weight = None if isinstance(options.weight, str) else options.weight
+        self.pi = 1 if isinstance(options.pi, str) else options.pi
+        self.share = None if isinstance(options.send, str) else options.send
+        self.parts = [bucket.part for bucket in job.layout.buckets]
+        first = flat_start(job.numel).double().numpy()
+        problem = Quadratic(job.numel)
+        self.scale, self.optimum = problem.scale.double().numpy(), problem.optimum.double().numpy()
+        self.model = first.copy()
+        self.count = [0] * len(self.parts)
+        m = job.options.momentum
+        self.workers = [
+            [PlainBucket(first[part], self.n, m, weight, options.lookahead) for part in self.parts]
+            for _ in range(self.n)
+        ]
+        self.own = [[0] * len(self.parts) for _ in range(self.n)]
+        self.before = [[0] * len(self.parts) for _ in range(self.n)]
+        self.during = [[0] * len(self.parts) for _ in range(self.n)]
+        self.f = [0.5 if self.share is None else self.share] * self.n
+        self.rise = [0.05] * self.n
+        self.asked = list(self.f)
+        self.inbox: list[list[tuple[float, int, tuple[Any, ...]]]] = [[] for _ in range(self.n)]
+        self.steps = [0] * self.n
+        self.base = [[0] * len(self.parts) for _ in range(self.n)]
+        self.gradient = [first * 0 for _ in range(self.n)]
+
+    def run(self) -> Plain:
+        left = self.job.samples // self.job.batch
+        events = [(1e-6 * (i + 2), BEGIN, i, 0) for i in range(self.n)]
+        heapq.heapify(events)
+        while events:
+            now, kind, i, b = heapq.heappop(events)
+            if kind == BEGIN and left:
+                left -= 1
+                self.begin(i)
+                d = self.job.slowdown[i]
+                for number, part in enumerate(self.parts):
+                    share = FORWARD_SHARE + (1 - FORWARD_SHARE) * part.stop / self.job.numel
+                    heapq.heappush(events, (now + d * share, SEND, i, number))
+                heapq.heappush(events, (now + d, END, i, 0))
+            elif kind == SEND:
+                self.send(i, b, now)
+            elif kind == END:
+                self.read(i, now)
+                heapq.heappush(events, (now, BEGIN, i, 0))
+        for i in range(self.n):
+            self.read(i, float("inf"))
+        return self
+
+    def begin(self, i: int) -> None:
+        self.asked[i] = self.f[i]
+        p = np.concatenate([bucket.point for bucket in self.workers[i]])
+        each = [
+            noise_of(i, self.steps[i] * self.job.batch + s, self.job.numel, self.job.noise)
+            for s in range(self.job.batch)
+        ]
+        noise = torch.stack(each).mean(0).double().numpy()
+        decay = self.job.options.weight_decay
+        self.gradient[i] = self.scale * (p - self.optimum) + noise + decay * p
+        self.base[i] = [bucket.count for bucket in self.workers[i]]
+        self.steps[i] += 1
+
+    def send(self, i: int, b: int, now: float) -> None:
+        part, lr = self.parts[b], self.job.schedule(0)
+        step = self.workers[i][b].step(self.steps[i], self.base[i][b], self.gradient[i][part], lr)
+        self.model[part] -= step / self.n
+        self.before[i][b] = self.count[b]
+        self.count[b] += 1
+        self.own[i][b] += 1
+        due = self.own[i][b] % self.pi == 0
+        if due and b == max(1, ceil(self.asked[i] * len(self.parts))) - 1:
+            for each, place in enumerate(self.parts):
+                self.during[i][each] = self.own[i][b]
+                told = (self.count[each], self.own[i][each], self.before[i][each])
+                self.inbox[i].append((now, each, (self.model[place].copy(), *told)))
+
+    def read(self, i: int, now: float) -> None:
+        here = [message for message in self.inbox[i] if message[0] < now]
+        self.inbox[i] = [message for message in self.inbox[i] if message[0] >= now]
+        newest = {b: told for _, b, told in here}
+        for b, told in newest.items():
+            self.workers[i][b].read(*told)
+        due = self.steps[i] % self.pi == 0
+        if due and self.share is None and now < float("inf"):
+            timely = [b for b in newest if self.during[i][b] == self.steps[i]]
+            late = 1 - len(timely) / len(self.parts)
+            if late:
+                self.rise[i] = 0.01
+            step = self.rise[i] * (1 - late) - 0.2 * late
+            self.f[i] = float(np.clip(self.f[i] + step, 0, 1))
+
+    @property
+    def locals(self) -> Tensor:
+        rows = [np.concatenate([bucket.point for bucket in worker]) for worker in self.workers]
+        return torch.tensor(np.stack(rows)).float()
+
+
+OWN: list[dict[str, Any]] = [
+    {"weight": weight, "lookahead": lookahead, "send": send}
+    for weight, lookahead, send in product((0.5, 1.0), (0.0, 0.5, 2.0), (0.0, 0.7, 1.0))
+]
+
+
+PI = [{"pi": 3}, {"pi": 2, "weight": 1.0, "lookahead": 1.0, "send": 0.5}]
+
+
+@pytest.mark.parametrize("own", [{}, *OWN, *PI], ids=str)
+def test_it_equals_the_rule(own: dict[str, Any]) -> None:
+    it = job(own=own, samples=400)
+    check(it)
+
+
+@pytest.mark.parametrize(
+    ("workers", "bucket", "momentum"), [(1, 17, 0.9), (3, 2, 0.0), (4, 5, 0.5)]
+)
+def test_it_equals_the_rule_in_any_size(workers: int, bucket: int, momentum: float) -> None:
+    settings = {"weight_decay": 0.0, "momentum": momentum, "wire": "fp32"}
+    check(job(workers=workers, bucket=bucket, settings=settings, samples=100 * workers))
+
+
+def check(it: Job) -> None:
+    end, plain = run(it), Plain(it).run()
+    end.check_accounts()
+    torch.testing.assert_close(end.model, torch.tensor(plain.model).float(), rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(end.locals, plain.locals, rtol=2e-4, atol=2e-4)
+
+
+def test_the_readings_differ() -> None:
+    """Otherwise the test above could not tell them apart."""
+    models = [Plain(job(own=own, samples=400)).run().locals for own in OWN]
+    for a, b in pairwise(models):
+        assert not torch.allclose(a, b, rtol=1e-3, atol=1e-3)
+
+
+# -- what follows from it ---------------------------------------------------------------------
+
+
+def worker_of(end: Outcome, index: int = 0) -> AheadWorker:
+    role = end.workers[index].role
+    assert isinstance(role, AheadWorker)
+    return role
+
+
+def track_x(role: AheadWorker) -> Tensor:
+    """``x = p + k V``."""
+    x = role.x.clone()
+    for bucket in role.worker.layout.buckets:
+        part = bucket.part
+        x[part] += role.track.k * role.track.velocity[part]
+    return x
+
+
+def test_one_worker_of_which_every_gradient_is_in_has_the_model() -> None:
+    end = run(job(workers=1, bucket=17, own={"send": 1.0}))
+    role = worker_of(end)
+    assert all(own == 50 for own in role.track.own)
+    torch.testing.assert_close(track_x(role), end.model, rtol=1e-6, atol=1e-6)
+
+
+def test_one_worker_that_stands_for_itself_needs_no_model() -> None:
+    """With n = 1 and w = 1 its recursion is the server's, however late models are."""
+    slow = Cluster.model_validate({"hosts": 2, "latency_us": 4e5})
+    end = run(job(workers=1, own={"pi": 1, "weight": 1.0, "send": 0.0}, cluster=slow))
+    role = worker_of(end)
+    assert min(role.track.own) < 50
+    torch.testing.assert_close(track_x(role), end.model, rtol=1e-5, atol=1e-5)
+
+
+def test_the_velocity_is_that_of_a_linear_drift() -> None:
+    """Gradients that do not change: all workers together move lr g / (1 - m) in a round."""
+    lr, m = 1e-5, 0.8
+    settings = {"weight_decay": 0.0, "momentum": m}
+    it = job(settings=settings, schedule=lambda samples: lr, noise=0.0, samples=1600)
+    end = run(it)
+    problem = Quadratic(it.numel)
+    drift = lr * problem.scale * (end.first - problem.optimum) / (1 - m)
+    for index in range(it.workers):
+        torch.testing.assert_close(
+            worker_of(end, index).track.velocity, drift, rtol=0.15, atol=1e-6
+        )
+
+
+def test_where_pi_1_swings_up_it_comes_down() -> None:
+    """A curvature h with lr h = 0.3 and 16 workers: late models and momentum 0.9."""
+    settings: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.9}
+    it = Job(
+        NAME,
+        workers=16,
+        bucket=4,
+        samples=16 * 4 * 100,
+        schedule=lambda samples: 0.3,
+        noise=0.0,
+        jitter=0.05,
+        settings=settings,
+    )
+    ahead = run(it)
+    today = run(replace(it, algorithm="aladdin", settings={**settings, "aladdin": {"pi": 1}}))
+    optimum = Quadratic(17).optimum
+    before = float((ahead.first - optimum).norm())
+    assert float((ahead.model - optimum).norm()) < 0.02 * before
+    assert not float((today.model - optimum).norm()) < 10 * before
+
+
+@pytest.mark.parametrize("slow", [2.0, 10.0])
+def test_a_straggler_neither_holds_up_nor_unsettles(slow: float) -> None:
+    settings = {"weight_decay": 0.0, "momentum": 0.9}
+    it = Job(
+        NAME,
+        workers=8,
+        bucket=4,
+        samples=8 * 4 * 120,
+        schedule=lambda samples: 0.2,
+        noise=0.0,
+        jitter=0.05,
+        slowdown={0: slow},
+        settings=settings,
+    )
+    end = run(it)
+    end.check_accounts()
+    steps = [len(worker.tickets) for worker in end.workers]
+    assert min(steps[1:]) > (slow - 1) * steps[0] * 0.9
+    assert float((end.model - Quadratic(17).optimum).norm()) < 0.05
+    assert all(worker.traffic.waiting < 2.5 * slow + 0.5 for worker in end.workers)  # at the end
+
+
+# -- just in time -----------------------------------------------------------------------------
+
+
+def test_models_come_as_late_as_they_can() -> None:
+    """On a network without delays up to the last bucket's moment; on a slow one earlier."""
+    shares, ages = [], []
+    for latency in (0.0, 1e5, 3e5):
+        cluster = Cluster.model_validate(
+            {"hosts": 5, "latency_us": latency, "message_overhead_us": 0, "bandwidth_gbit": 1e9}
+        )
+        end = run(job(samples=1600, bucket=1, jitter=0.02, slowdown={}, cluster=cluster))
+        shares.append(worker_of(end).timing.shares[0])
+        ages.append(worker_of(end).track.mean_age)
+        assert worker_of(end).timing.late < 0.2
+    assert shares[0] > shares[1] > shares[2] > 0, shares
+    assert ages[0] < ages[1] < ages[2] < 2
+
+
+@pytest.mark.parametrize("servers", [1, 4, 16])
+def test_each_server_sees_all_of_a_backward_pass(servers: int) -> None:
+    options = RunOptions(servers=servers, bucket_mb=4.0, shard_mb=16.0)
+    layout = fine_layout(PhantomReplica(25_000_000), 8, options)
+    for server in range(servers):
+        own = layout.owned_by(server)
+        assert len(own) >= MOMENTS
+        assert own[0].stop < layout.numel / 6 and own[-1].start > layout.numel * 5 / 6
+    sizes = [sum(b.numel for b in layout.owned_by(server)) for server in range(servers)]
+    assert max(sizes) - min(sizes) <= 2 * len(layout.buckets)
+
+
+def test_f_rises_fast_until_a_model_is_late() -> None:
+    timing = Timing([1])
+    timing.note(0, 0, during=1)
+    timing.end_step(1)
+    assert timing.shares == [pytest.approx(0.55)]
+    timing.end_step(2)  # late
+    timing.note(0, 0, during=3)
+    saved = copy.deepcopy(timing.state_dict())
+    timing.end_step(3)
+    assert timing.shares == [pytest.approx(0.36)]
+    other = Timing([1])
+    other.load_state_dict(saved)
+    other.note(0, 0, during=3)
+    other.end_step(3)
+    assert other.shares == timing.shares
+
+
+def test_late_models_make_f_fall_and_timely_ones_rise() -> None:
+    timing = Timing([4, 2])
+    for bucket in range(4):
+        timing.note(0, bucket, during=1)
+    timing.note(1, 0, during=0)
+    assert timing.end_step(1) == pytest.approx(2 / 6)
+    assert timing.shares[0] > 0.5 > timing.shares[1]
+    for number in range(2, 20):
+        timing.end_step(number)
+    assert timing.shares == [0.0, 0.0]
+
+
+def test_steps_that_no_model_holds_take_bounded_memory() -> None:
+    """Models many steps late: no more vectors than said, and no gradient lost."""
+    slow = Cluster.model_validate({"hosts": 5, "latency_us": 6.7e6})
+    end = run(job(samples=800, cluster=slow))
+    end.check_accounts()
+    for index in range(4):
+        track = worker_of(end, index).track
+        assert len(track.pending) <= MOST_PENDING
+        assert len(track.pending) + len(track._free) <= MOST_PENDING + 1
+        assert track.mean_age > 3
+
+
+def test_a_rate_of_zero_is_no_error_where_steps_are_added_up() -> None:
+    slow = Cluster.model_validate({"hosts": 5, "latency_us": 6.7e6})
+    end = run(job(samples=400, cluster=slow, schedule=lambda samples: 0.1 * (samples < 200)))
+    end.check_accounts()
+    assert torch.isfinite(end.model).all()
+
+
+# -- accounts ---------------------------------------------------------------------------------
+
+
+def any_job(seed: int) -> Job:
+    """Delays, narrow links, pauses, deaths and segments drawn from a seed."""
+    r = random.Random(f"{NAME} {seed}")
+    workers, servers = r.randint(1, 5), r.randint(1, 2)
+    servers = min(servers, workers)
+    steps = r.choice([1, 3, 6])
+    network = any_network(seed, servers + workers).model_dump()
+    dying = r.sample(range(servers, servers + workers), r.randint(0, workers - 1))
+    dying = dying if seed % 2 else []
+    deaths = {rank: r.uniform(0.0, 1.3 * steps) for rank in dying}
+    return Job(
+        NAME,
+        workers=workers,
+        servers=servers,
+        samples=4 * workers * steps + r.randint(0, 3),
+        segments=r.randint(1, 3),
+        bucket=r.choice([2, 5, 17]),
+        settings={"weight_decay": 0.0, "momentum": r.choice([0.0, 0.9])},
+        slowdown={r.randrange(workers): r.choice([1.0, 3.0])},
+        jitter=0.3,
+        cluster=Cluster(**{**network, "deaths": deaths}),
+        seed=seed,
+    )
+
+
+def test_books_are_exact_whatever_happens() -> None:
+    died = 0
+    for seed in range(SEEDS):
+        it = any_job(seed)
+        end = run(it)
+        if len(end.workers) == it.workers:
+            end.check_accounts()
+            continue
+        died += 1
+        computed = sum(worker.role.counts()["computed"] for worker in end.workers)
+        for server in end.servers:
+            counts = server.role.counts()
+            assert counts["applied"] - counts.get("from_failed", 0) == computed, seed
+    assert died > SEEDS / 10
+
+
+def test_the_server_adds_steps_and_nothing_else() -> None:
+    """x~ is the first model less the mean of all steps: no gradient weighs twice."""
+    it = job(schedule=lambda samples: 0.0, samples=64)
+    end = run(it)
+    assert torch.equal(end.model, end.first)
+    role = end.servers[0].role
+    assert isinstance(role, AheadServer)
+    assert set(role.applied.values()) == {16}
+
+
+# -- room -------------------------------------------------------------------------------------
+
+LEVELS = (Level(8, 1), Level(4, 1), Level(4, 2))
+
+
+def steps(room: Room, measure: Callable[[Level], float], count: int) -> list[Level]:
+    """With gradients that are the younger the larger the measure is."""
+    found = []
+    for _ in range(count):
+        now = measure(room.level)
+        found.append(room.end_step(now, 1 - now))
+    return found
+
+
+def test_a_level_that_helps_is_kept_and_given_back_when_there_is_room() -> None:
+    room = Room(LEVELS)
+    assert steps(room, lambda level: 0.2 if level.bits == 8 else 0.6, 500)[-1] == Level(4, 1)
+    assert steps(room, lambda level: 0.9, 500)[-1] == Level(8, 1)
+
+
+def test_a_level_that_does_not_help_is_left_and_tried_less_and_less() -> None:
+    """As where a latency is the reason, and not the bytes."""
+    room = Room(LEVELS)
+    seen = steps(room, lambda level: 0.1, 9000)
+    tried = [i for i, (a, b) in enumerate(pairwise(seen)) if (a, b) == LEVELS[:2]]
+    pauses = [b - a for a, b in pairwise(tried)]
+    assert pauses == sorted(pauses)
+    assert len(tried) > 3
+    assert pauses[-1] > 5 * pauses[0]
+    assert seen.count(LEVELS[0]) > 0.85 * len(seen)
+    assert LEVELS[2] not in seen
+
+
+def test_where_one_level_shows_nothing_the_next_may() -> None:
+    """As on links that are overfull still."""
+    room = Room(LEVELS)
+    assert steps(room, lambda level: 0.5 if level.pi > 1 else -0.9, 300)[-1] == Level(4, 2)
+    hopeless = steps(Room(LEVELS), lambda level: -0.9, 9000)
+    assert LEVELS[2] in hopeless
+    assert hopeless.count(LEVELS[0]) > 0.8 * len(hopeless)
+
+
+def test_levels() -> None:
+    assert levels((8, 4), "auto")[:3] == LEVELS
+    assert levels((8, 4), 3) == (Level(8, 3), Level(4, 3))
+    assert levels((32,), "auto")[:2] == (Level(32, 1), Level(32, 2))
+
+
+def timed(folder: Path, *words: object) -> dict[str, Any]:
+    """Eight workers on four hosts, whose steps take 0.1 s for a model of 1 MB."""
+    plan = ["--algorithm", NAME, "--compute", "timed", "--compute-time", 0.1, "--model", "size:1"]
+    plan += ["--workers", 8, "--servers", 4, "--hosts", 4, "--samples", 8 * 32 * 160, "--quiet"]
+    plan += ["--bucket-mb", 0.1, "--run-dir", folder, *words]
+    return simulate(parse(SimulateOptions, list(map(str, plan)), "simulate", ""))
+
+
+def test_full_links_get_fewer_bits_and_models(tmp_path: Path) -> None:
+    wide = timed(tmp_path / "wide", "--bandwidth-gbit", 10)
+    tight = timed(tmp_path / "tight", "--bandwidth-gbit", 0.07)
+    full = timed(tmp_path / "full", "--bandwidth-gbit", 0.03)
+    assert (wide["wire_bits"], wide["pi"]) == (8, 1)
+    assert tight["wire_bits"] < 7
+    assert full["pi"] > 1
+    assert wide["age_rounds"] < tight["age_rounds"] < 1.5 < full["age_rounds"]
+    assert wide["bytes_sent_per_step"] < 0.27 * 1e6
+
+
+def test_what_is_fixed_stays(tmp_path: Path) -> None:
+    words = ["--bandwidth-gbit", 0.06, "--wire", "int8", "--aladdin-ahead-pi", 1]
+    end = timed(tmp_path / "run", *words)
+    assert (end["wire_bits"], end["pi"]) == (8, 1)
+    last = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()][-1]
+    assert {"models_sent_at", "wire_bits", "pi", "age_rounds"} <= last.keys()
+
+
+def test_bf16_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--wire bf16: .* use --wire int8"):
+        timed(tmp_path / "run", "--wire", "bf16")
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_few_bits_come_to_the_same_minimum(wire: str) -> None:
+    settings = {"weight_decay": 0.0, "momentum": 0.9, "wire": wire}
+    it = Job(
+        NAME,
+        numel=300,
+        bucket=60,
+        samples=4 * 4 * 200,
+        schedule=lambda samples: 0.1,
+        noise=0.0,
+        jitter=0.05,
+        settings=settings,
+    )
+    end = run(it)
+    optimum = Quadratic(it.numel).optimum
+    assert float((end.model - optimum).norm()) < 1e-3 * float((end.first - optimum).norm())

@@ -1,0 +1,144 @@
+"""What every algorithm has to do as a user runs it: train, resume, be timed, at any size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.config.options import SimulateOptions, parse
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.run.simulator import simulate
+from tests.commands import checkpoint_part, metrics, summary, train
+from tests.failing import Failure, Net
+
+NAMES = sorted(registry.ALGORITHMS)
+COMPRESSING = sorted(name for name in NAMES if registry.find(name).compresses)
+# One of each kind; tests/mpi has all of them over MPI.
+EVERYDAY = ("ar-sgd", "bsp")
+OVER_MPI = ["ad-psgd", "adsp", "ar-sgd", "bsp"]
+GOSSIPS = ("sgp", "osgp", "gosgd", "ad-psgd")
+DGC = ["--compression", "dgc", "--dgc-ratio", 0.05, "--dgc-warmup-epochs", 1]
+VARIANTS: dict[str, list[object]] = {
+    # Gossips are resumed in tests/gossip/test_gossip_runs.py.
+    **{name: ["--algorithm", name] for name in NAMES if name not in GOSSIPS},
+    **{f"{name} dgc": ["--algorithm", name, *DGC] for name in ("aladdin", "ar-sgd", "bsp")},
+    "ssp on-bound": ["--algorithm", "ssp", "--ssp-pull", "on-bound"],
+    "aladdin int8": ["--algorithm", "aladdin", "--wire", "int8", "--servers", 2],
+    "easgd int4": ["--algorithm", "easgd", "--wire", "int4"],
+    "ashl int8": ["--algorithm", "ashl", "--wire", "int8", "--ashl-coarse-rate", 0.1],
+    "adsp int4": ["--algorithm", "adsp", "--wire", "int4"],
+    "asp server": ["--algorithm", "asp", "--asp-momentum", "server"],
+    "bsp host-first": ["--algorithm", "bsp", "--bsp-host-first"],
+    "asp by layers": ["--algorithm", "asp", "--sharding", "layer", "--servers", 2],
+    "aladdin late": ["--algorithm", "aladdin", "--no-wait-free", "--servers", 2],
+}
+each = pytest.mark.parametrize("variant", VARIANTS.values(), ids=list(VARIANTS))
+
+
+def start(*words: object) -> dict[str, Any]:
+    return simulate(parse(SimulateOptions, list(map(str, words)), "simulate", ""))
+
+
+@each
+def test_a_resumed_run_is_the_same_to_the_bit(
+    tmp_path: Path, variant: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ["--model", "tests.failing:build", "--workers", 5, "--hosts", 2, "--epochs", 2]
+    plan += ["--seed", 5, "--jitter", 0.3, "--slowdown", "1=2", "--delay-us", 500, "--quiet"]
+    plan += ["--log-every", 300, "--eval-every", 1, "--checkpoint-every", 700, "--shard-mb", 0.01]
+    whole, failed = tmp_path / "whole", tmp_path / "failed"
+    start(*plan, *variant, "--run-dir", whole)
+    monkeypatch.setattr(Net, "steps", 0)
+    monkeypatch.setattr(Net, "last", 75)  # of 90
+    with pytest.raises(Failure):
+        start(*plan, *variant, "--run-dir", failed)
+    assert checkpoint_part(failed, 0)["drawn"] > 0
+    start("--resume", failed)
+    for name in ("metrics.jsonl", "model.pt", "summary.json"):
+        assert (whole / name).read_bytes() == (failed / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_number_of_workers(tmp_path: Path, name: str) -> None:
+    """Odd ones too, from the fewest on; fewer are refused with the number needed."""
+    least = registry.find(name).least_workers
+    plan = ["--compute", "timed", "--model", "size:0.02", "--samples", 300, "--batch-size", 8]
+    plan += ["--algorithm", name, "--hosts", 3, "--slowdown", "0=4", "--jitter", 0.2, "--quiet"]
+    for workers in [least, 3, 5, 8]:
+        done = start(
+            *plan, "--workers", workers, "--run-dir", tmp_path / f"{workers}", "--overwrite"
+        )
+        assert done["samples"] == 300
+        assert done["gradients_applied"] == done["gradients_computed"] > 0
+    if least > 1:
+        with pytest.raises(UserError, match=f"--workers {least}"):
+            start(*plan, "--workers", least - 1, "--run-dir", tmp_path / "few")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",  # every one of them runs over MPI in tests/mpi/test_algorithms.py
+    [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.long) for name in OVER_MPI],
+)
+def test_trains_over_mpi(tmp_path: Path, name: str) -> None:
+    plan = ["--algorithm", name, "--epochs", 2, "--lr-scaling", "none", "--lr", 0.05]
+    train(3, tmp_path / "run", *plan)
+    end = summary(tmp_path / "run")
+    assert end["samples"] == 2 * 1437
+    assert end["gradients_applied"] == end["gradients_computed"]
+    assert end["test_accuracy"] > 0.75
+    losses = [line["loss"] for line in metrics(tmp_path / "run", "train")]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["easgd"], "sends gradients"),
+        (["asp", "--asp-momentum", "server"], "--asp-momentum worker"),
+        (["aladdin", "--aladdin-momentum", "split"], "--aladdin-momentum worker"),
+        (["bsp", "--bsp-host-first"], "--bsp-host-first"),
+    ],
+)
+def test_compression_is_refused_where_it_does_not_fit(
+    tmp_path: Path, words: list[str], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        start("--compression", "dgc", "--algorithm", *words, "--run-dir", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ar-sgd"], r"--wire int8: .* \(adsp, aladdin, .*\), got ar-sgd; use --wire bf16"),
+        (["local-sgd"], "got local-sgd"),
+        (["gosgd"], "got gosgd"),
+        (["multistep"], "got multistep"),
+        (["bsp", "--bsp-host-first"], "--wire int8: expected without --bsp-host-first"),
+        (["asp", "--compression", "dgc"], "--wire int8: expected without --compression dgc"),
+    ],
+)
+def test_few_bits_are_refused_where_they_do_not_fit(
+    tmp_path: Path, words: list[str], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        start("--wire", "int8", "--algorithm", *words, "--run-dir", tmp_path / "run")
+
+
+def test_looking_ahead_without_a_momentum_is_refused(tmp_path: Path) -> None:
+    words = ["--algorithm", "aladdin", "--aladdin-lookahead", 0.5, "--momentum", 0]
+    with pytest.raises(UserError, match="--aladdin-lookahead: expected 0 with --momentum 0"):
+        start(*words, "--run-dir", tmp_path / "run")
+
+
+def test_compression_sends_fewer_bytes(tmp_path: Path) -> None:
+    for name in COMPRESSING:
+        sent = {}
+        for how in ("none", "dgc"):
+            plan = ["--algorithm", name, "--workers", 3, "--samples", 960, "--quiet"]
+            plan += ["--compression", how, "--dgc-ratio", 0.01, "--dgc-warmup-epochs", 0]
+            sent[how] = start(*plan, "--run-dir", tmp_path / name / how)["bytes_sent_per_step"]
+        assert sent["dgc"] < 0.25 * sent["none"], name

@@ -1,0 +1,248 @@
+"""Local SGD: what it is equal to, when models are averaged, its accounts and its bytes."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aladdin_mpi.config.options import SimulateOptions
+from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.roles.role import Role
+from aladdin_mpi.run.simulator import simulate
+from aladdin_mpi.transport.base import Transport
+from tests.quadratic import Quadratic, network
+from tests.roles import Job, any_network, flat, flat_start, noise_of_samples, run, single_process
+
+MOMENTUM = {"momentum": 0.9, "weight_decay": 0.01}
+PLAIN = {"momentum": 0.0, "weight_decay": 0.0}
+
+
+class Plain:
+    """Algorithm 1 once more, in float64, with models averaged as they are.
+
+    ``models`` are the workers', ``trace`` worker 0's after each of its changes.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.problem = Quadratic(job.numel)
+        self.models = [flat_start(job.numel).double() for _ in range(job.workers)]
+        self.velocities = [torch.zeros_like(model) for model in self.models]
+        self.used: list[list[Ticket]] = [[] for _ in self.models]
+        self.trace = [self.models[0]]
+        drawn = 0
+        for segment in range(job.segments):
+            end = job.samples * (segment + 1) // job.segments
+            steps = 0
+            while drawn < end:
+                whole = min(job.batch * job.workers, end - drawn)
+                self.step(Ticket(drawn, 0, whole))
+                steps += 1
+                if drawn < job.options.local_sgd.post or steps == job.options.local_sgd.steps:
+                    self.average()
+                    steps = 0
+                drawn += whole
+            self.average()
+
+    def step(self, whole: Ticket) -> None:
+        options, n = self.job.options, self.job.workers
+        for i, x in enumerate(self.models):
+            ticket = whole._replace(size=whole.size_of(i, n))
+            gradient = torch.zeros_like(x)
+            if ticket.size:
+                noise = noise_of_samples(self.job, i, self.used[i], ticket)
+                gradient = self.problem.scale * (x - self.problem.optimum) + noise
+                gradient *= ticket.size * n / ticket.whole
+                self.used[i].append(ticket)
+            gradient = gradient + options.weight_decay * x
+            velocity = self.velocities[i] = options.momentum * self.velocities[i] + gradient
+            direction = gradient + options.momentum * velocity if options.nesterov else velocity
+            self.models[i] = x - self.job.schedule(ticket.start) * direction
+        self.trace.append(self.models[0])
+
+    def average(self) -> None:
+        mean = torch.stack(self.models).mean(0)
+        self.models = [mean for _ in self.models]
+        self.trace.append(mean)
+
+
+def assert_all_equal(locals_: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(locals_[0], expected.float(), rtol=1e-4, atol=1e-5)
+    for mine in locals_:
+        assert torch.equal(mine, locals_[0])
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("settings", [PLAIN, MOMENTUM, {**MOMENTUM, "nesterov": True}], ids=str)
+def test_average_in_every_step_is_a_single_process(workers: int, settings: dict[str, Any]) -> None:
+    job = Job(
+        "local-sgd",
+        workers=workers,
+        numel=50,
+        bucket=11,
+        samples=20 * workers + 3,  # the last round is uneven, or too small for some worker
+        settings={**settings, "local_sgd": {"steps": 1}},
+        schedule=lambda samples: 0.05 if samples < 40 else 0.01,
+        slowdown={0: 2.0},
+        cluster=any_network(workers, workers),
+    )
+    end = run(job)
+    end.check_accounts()
+    assert_all_equal(end.locals, single_process(job))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("local", "segments"),
+    [({"steps": 3}, 1), ({}, 1), ({"steps": 3}, 3), ({"steps": 4, "post": 70}, 2)],
+    ids=str,
+)
+@pytest.mark.parametrize("settings", [MOMENTUM, {**MOMENTUM, "nesterov": True}], ids=str)
+def test_is_the_algorithm_as_printed(
+    workers: int, local: dict[str, int], segments: int, settings: dict[str, Any]
+) -> None:
+    job = Job(
+        "local-sgd",
+        workers=workers,
+        numel=50,
+        bucket=11,
+        samples=60 * workers + 3,
+        segments=segments,
+        settings={**settings, "local_sgd": local},
+        schedule=lambda samples: 0.05 if samples < 100 else 0.02,
+        slowdown={0: 2.0},
+        jitter=0.3,
+        cluster=any_network(workers + 10, workers),
+        seed=workers,
+    )
+    end = run(job)
+    end.check_accounts()
+    assert_all_equal(end.locals, Plain(job).models[0])
+
+
+def test_models_are_averaged_when_it_is_due() -> None:
+    """Before each step the workers' models are the same or not; post-local SGD switches."""
+    seen: dict[int, list[Tensor]] = defaultdict(list)
+
+    def probe(transport: Transport, role: Role, ticket: Ticket) -> None:
+        seen[ticket.start].append(flat(role, job.layout))
+
+    job = Job("local-sgd", workers=3, batch=2, samples=6 * 12, probe=probe)
+    job.settings = {**MOMENTUM, "local_sgd": {"steps": 4, "post": 6 * 3}}
+    run(job)
+    same = [all(torch.equal(x, models[0]) for x in models) for _, models in sorted(seen.items())]
+    averaged = [0, 1, 2, 3, 7, 11]
+    assert same == [step in averaged for step in range(12)]
+
+
+@pytest.mark.parametrize("group", range(4))
+def test_accounts_balance_under_any_conditions(group: int) -> None:
+    for seed in range(group * 8, group * 8 + 8):
+        r = random.Random(seed)
+        workers = r.randint(1, 9)
+        settings = {
+            "momentum": r.choice([0.0, 0.9]),
+            "wait_free": r.random() < 0.7,
+            "wire": r.choice(["fp32", "bf16"]),
+            "local_sgd": {"steps": r.randint(1, 9), "post": r.choice([0, r.randint(1, 100)])},
+        }
+        job = Job(
+            "local-sgd",
+            workers=workers,
+            numel=r.randint(20, 60),
+            bucket=r.randint(5, 30),
+            samples=r.choice([r.randint(1, 9), r.randint(30, 160)]),
+            batch=r.randint(1, 5),
+            segments=r.randint(1, 3),
+            settings=settings,
+            slowdown={0: r.choice([1.0, 8.0])},
+            jitter=r.choice([0.0, 0.3]),
+            cluster=any_network(seed, workers),
+            seed=seed,
+        )
+        end = run(job)
+        end.check_accounts()
+        assert_all_equal(end.locals, end.model)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_converges_to_the_known_minimum(wire: str) -> None:
+    """As closely in bf16, in which a parameter near 1 has steps of 0.008."""
+    job = Job("local-sgd", workers=4, samples=8000, noise=0.0, schedule=lambda samples: 0.2)
+    job.settings = {"momentum": 0.5, "weight_decay": 0.0, "wire": wire}
+    assert (run(job).model - Quadratic(job.numel).optimum).abs().max() < 1e-4
+
+
+def test_what_has_not_moved_is_not_rounded() -> None:
+    job = Job("local-sgd", segments=2, schedule=lambda samples: 0.0)
+    job.settings = {**PLAIN, "wire": "bf16", "local_sgd": {"steps": 3}}
+    for mine in run(job).locals:
+        assert torch.equal(mine, flat_start(job.numel))
+
+
+ASKED = 500
+
+
+def test_a_copy_of_a_model_is_that_of_one_step() -> None:
+    """Asked for at any moment, also while the models are being summed."""
+    shots: list[Tensor] = []
+
+    def probe(transport: Transport, role: Role, ticket: Ticket) -> None:
+        if transport.rank == 1:
+            # In the middle of a step, and while rank 0 waits for this, slower, worker.
+            for delay in (0.5, 1.0, 1.0):
+                transport.sleep(delay)
+                transport.isend(torch.zeros(1, dtype=torch.uint8), 0, ASKED)
+        elif transport.rank == 0 and ticket.start == 0:
+            transport.on_message(ASKED, 1, lambda *message: shots.append(flat(role, job.layout)))
+
+    slow = network(bandwidth_gbit=3e-7, local_bandwidth_gbit=3e-7, hosts=3)
+    job = Job("local-sgd", workers=3, bucket=5, samples=3 * 4 * 8, cluster=slow, probe=probe)
+    job.settings = {**MOMENTUM, "local_sgd": {"steps": 2}}
+    run(job)
+    trace = torch.stack(Plain(job).trace).float()
+    assert len(shots) == 3 * 8
+    for shot in shots:
+        assert (trace - shot).abs().amax(1).min() < 1e-5
+
+
+@pytest.mark.parametrize(("wire", "width"), [("fp32", 4), ("bf16", 2)])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_sends_two_models_every_h_steps(workers: int, wire: str, width: int) -> None:
+    job = Job("local-sgd", workers=workers, numel=40_000, samples=workers * 4 * 12)
+    job.bucket = 10_000
+    job.settings = {**PLAIN, "wire": wire, "local_sgd": {"steps": 3}}
+    sent = [worker.traffic.bytes_sent / 12 for worker in run(job).workers]
+    mean = sum(sent) / workers  # a tree loads some ranks more than others
+    expected = 2 * (workers - 1) / workers * 40_000 * width / 3
+    assert mean == pytest.approx(expected, abs=100)  # draws of batches: 72 bytes a step
+
+
+def test_timed_computing_sends_as_much(tmp_path: Path) -> None:
+    sent = {}
+    for name, steps in (("ar-sgd", 1), ("local-sgd", 4)):
+        for wire in ("fp32", "bf16"):
+            options = SimulateOptions.model_validate(
+                {
+                    "algorithm": name,
+                    "local_sgd": {"steps": steps},
+                    "compute": "timed",
+                    "model": "size:0.5",
+                    "samples": 4 * 8 * 200,
+                    "batch_size": 8,
+                    "workers": 4,
+                    "wire": wire,
+                    "run_dir": tmp_path / name / wire,
+                    "quiet": True,
+                }
+            )
+            sent[name, wire] = simulate(options)["bytes_sent_per_step"]
+    for wire in ("fp32", "bf16"):
+        assert sent["local-sgd", wire] == pytest.approx(sent["ar-sgd", wire] / 4, rel=0.02)
+    assert sent["local-sgd", "bf16"] == pytest.approx(sent["local-sgd", "fp32"] / 2, rel=0.02)

@@ -1,0 +1,283 @@
+"""Comparisons in parts: what is read, calculated, drawn and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.comparison import baseline
+from aladdin_mpi.comparison.children import last_error
+from aladdin_mpi.comparison.figures import make_rows, read_figures, spread
+from aladdin_mpi.comparison.options import read_request
+from aladdin_mpi.comparison.plan import plan
+from aladdin_mpi.config.options import SimulateOptions, TrainOptions, to_toml
+from aladdin_mpi.errors import UserError
+from tests.commands import compare
+
+
+def result(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "comparison.json").read_text())
+    return found
+
+
+def test_servers_come_on_top_of_equal_workers(tmp_path: Path) -> None:
+    words = ["--engine", "mpi", "--algorithms", "all", "--workers", "3", "--", "--servers", "2"]
+    runs = plan(read_request(words), tmp_path)
+    assert [run.entry.algorithm for run in runs] == list(registry.ALGORITHMS)
+    for run in runs:
+        algorithm = registry.ALGORITHMS[run.entry.algorithm]
+        assert run.ranks == (5 if algorithm.server else 3)
+
+
+def test_baseline_algorithm_runs_on_one_worker() -> None:
+    name = baseline._algorithm(TrainOptions())
+    without = [each for each in registry.ALGORITHMS.values() if each.server is None]
+    assert (registry.ALGORITHMS[name].server is None) == bool(without)
+
+
+# -- runs that are there already ----------------------------------------------------------------
+def make_run(folder: Path, accuracy: float | None, seconds: float, **options: Any) -> Path:
+    """A run folder whose accuracy rises by steps of 0.1 each second."""
+    folder.mkdir(parents=True)
+    settings = SimulateOptions(**{"workers": 2, "epochs": 4.0, **options})
+    (folder / "config.toml").write_text(to_toml(settings))
+    found = {
+        "algorithm": settings.algorithm,
+        "engine": "virtual",
+        "workers": settings.workers,
+        "model": "digits",
+        "dataset": "digits",
+        "seed": settings.seed,
+        "samples": 1000,
+        "seconds": seconds,
+        "samples_per_second": 1000 / seconds,
+        "test_accuracy": accuracy,
+        "wait_fraction": 0.25,
+        "bytes_sent_per_step": 5000.0,
+    }
+    (folder / "summary.json").write_text(json.dumps(found))
+    lines = []
+    for second in range(1, round(seconds) + 1):
+        measured = min(0.1 * second, accuracy or 0.0)
+        line = {"kind": "eval", "samples": 100 * second, "seconds": float(second)}
+        lines.append(line | {"test_accuracy": round(measured, 3)})
+    if accuracy is not None:
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_means_and_spreads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [
+        make_run(tmp_path / "a0", 0.9, 10, seed=0),
+        make_run(tmp_path / "a1", 0.6, 8, seed=1),
+        make_run(tmp_path / "a2", 0.3, 6, seed=2),
+        make_run(tmp_path / "b0", 0.8, 20, seed=0, aladdin={"pi": 1}),
+    ]
+    out = tmp_path / "out"
+    words = ["--read", *map(str, folders), "--target-accuracy", "0.55", "--out", str(out)]
+    assert compare(words) == 0
+    first, second = result(out)["rows"]
+    assert (first["label"], second["label"]) == ("aladdin, pi 1", "aladdin, pi 4")
+    assert first["figures"]["test_accuracy"] == {
+        "mean": 0.8, "std": None, "low": 0.8, "high": 0.8, "n": 1,
+    }  # fmt: skip
+    figures = second["figures"]
+    assert figures["test_accuracy"]["mean"] == pytest.approx(0.6)
+    assert figures["test_accuracy"]["std"] == pytest.approx(0.3)  # of 0.9, 0.6 and 0.3
+    assert (figures["test_accuracy"]["low"], figures["test_accuracy"]["high"]) == (0.3, 0.9)
+    assert (figures["seconds"]["mean"], figures["seconds"]["std"]) == (8.0, 2.0)
+    # 0.55 lies between the fifth second and the sixth: the sixth counts, nothing in between.
+    assert figures["seconds_to_target"]["mean"] == 6.0
+    assert figures["seconds_to_target"]["n"] == 2
+    # One worker: 32 samples in 0.1 s.
+    assert figures["speed_up"]["low"] == pytest.approx(100 / 320)
+    printed = capsys.readouterr().out
+    assert re.search(r"2  aladdin, pi 4 +3  0\.6000 \+- 0\.3000", printed)
+    assert "6.000 +- 0.000 (2 of 3)" in printed
+    assert "Not all have the same seeds" in printed
+    assert "25.0" in printed
+
+
+def test_reading_writes_nothing_without_out(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", 0.9, 5)
+    before = sorted(tmp_path.rglob("*"))
+    assert compare(["--read", str(folder)]) == 0
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_target_that_is_never_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [make_run(tmp_path / "a", 0.9, 9), make_run(tmp_path / "b", 0.2, 9, lr=0.5)]
+    assert compare(["--read", *map(str, folders), "--target-accuracy", "0.5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.count("never") for line in lines if "aladdin, lr" in line] == [0, 1]
+
+
+def test_equal_accuracies_stand_in_the_order_of_time(tmp_path: Path) -> None:
+    slow = read_figures(make_run(tmp_path / "a", 0.5, 9), "slow")
+    fast = read_figures(make_run(tmp_path / "b", 0.5, 7), "fast")
+    none = read_figures(make_run(tmp_path / "c", None, 1), "none")
+    rows = make_rows([slow, none, fast], None, None)
+    assert [row.label for row in rows] == ["fast", "slow", "none"]
+    assert rows[0].figures["speed_up"] is None
+
+
+def test_spread_of_nothing_and_of_one() -> None:
+    assert spread([None, None]) is None
+    one = spread([None, 2.0])
+    assert one is not None
+    assert (one.mean, one.std, one.n) == (2.0, None, 1)
+
+
+def test_baseline_of_a_jittering_worker() -> None:
+    # The mean of a log-normal factor exp(N(0, s^2)) is exp(s^2 / 2).
+    found = baseline.from_options(SimulateOptions(jitter=0.5, batch_size=10, compute_time=0.2))
+    assert found is not None
+    assert found.samples_per_second == pytest.approx(50 / 1.1331484530668263)
+    assert baseline.from_options(TrainOptions()) is None
+
+
+def test_coalesced_gradients_and_the_ideal_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [
+        make_run(tmp_path / "a0", 0.9, 10, seed=0, slowdown={0: 10.0}),
+        make_run(tmp_path / "b0", 0.8, 20, seed=0, algorithm="bsp", slowdown={0: 10.0}),
+    ]
+    words = ["--read", *map(str, folders)]
+    counted(folders[0], computed=300, coalesced=0)
+    assert compare(words) == 0
+    assert "coalesced" not in capsys.readouterr().out
+
+    counted(folders[0], computed=300, coalesced=25)
+    counted(folders[1], computed=300, coalesced=0)
+    out = tmp_path / "out"
+    assert compare([*words, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    lines = [line.split() for line in printed if re.match(r"( |\d)", line)]
+    assert [line[-1] for line in lines] == ["%", "8.33", "0"]
+    aladdin, bsp = result(out)["rows"]
+    assert aladdin["figures"]["coalesced_fraction"]["mean"] == 0.0833333333
+    assert bsp["figures"]["coalesced_fraction"]["mean"] == 0.0
+    assert "coalesced_fraction_mean" in (out / "table.csv").read_text()
+    # One worker takes 320 samples/s, the other a tenth of that.
+    assert result(out)["ideal_samples_per_second"] == {"aladdin": 352.0, "bsp": 352.0}
+    report = (out / "report.md").read_text()
+    assert "own speeds, slow-downs counted: 352 samples/s" in report
+    assert "- coalesced: share of the gradients" in report
+
+
+def counted(folder: Path, computed: int, coalesced: int) -> None:
+    """Put these accounts into a run's summary."""
+    found = json.loads((folder / "summary.json").read_text())
+    found |= {"gradients_computed": computed, "gradients_coalesced": coalesced}
+    (folder / "summary.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("x\naladdin_mpi: error: --lr: bad\nmore\n", "aladdin_mpi: error: --lr: bad"),
+        ("Traceback\n  File\nValueError: no\nraised by rank 1\n\n", "ValueError: no"),
+        ("[rank 1] KeyError: 'a'\n----\nprterun has exited\n", "[rank 1] KeyError: 'a'"),
+        ("something\n-----\n\n", "something"),
+        ("", ""),
+    ],
+)
+def test_the_line_that_says_why(text: str, line: str) -> None:
+    assert last_error(text) == line
+
+
+# -- refusals -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--algorithms aladin", "--algorithms: expected one of .*got 'aladin'; did you mean aladd"),
+        ("--algorithm aladdin", "--algorithm: the comparison sets this.* give --algorithms"),
+        ("--epochs 3", "--epochs: expected behind the separating --"),
+        ("-- --target-accuracy 0.9", "--target-accuracy: expected in front of the separating --"),
+        ("-- --seed 3", "--seed: the comparison sets this.* give --seeds"),
+        ("-- --workers 3", "--workers: the comparison sets this.* give --workers"),
+        ("-- --resume x", "--resume: the comparison sets this.* the same command goes on"),
+        ("-- --epcohs 3", "--epcohs: no such option; did you mean --epochs"),
+        ("-- --lr fast", "--lr: expected a number of more than 0, got 'fast'"),
+        ("--engine mpi -- --hosts 2", "--hosts: no such option.*aladdin_mpi.train --help"),
+        ("--engine mpi --jobs 2", "--jobs: expected 1 with --engine mpi.* got 2"),
+        ("--seeds 1 2 1", "--seeds: expected different ones, got 1,2,1"),
+        ("--mpirun mpirun", r"--mpirun: expected a command with \{ranks\}.*got 'mpirun'"),
+        ("--engine mpi --mpirun nosuch-{ranks}", "there is no nosuch-5"),
+        ("--target-accuracy 90", "--target-accuracy: expected .* at most 1, got '90'"),
+        ("--variants pi1", "--variants: expected LABEL=ALGORITHM OPTIONS in quotes.*got 'pi1'"),
+        ("--variants a/b=aladdin", "--variants: expected LABEL=.* got 'a/b=aladdin'"),
+        ("--variants a=nosuch", "--variants a: expected one of .*got 'nosuch'"),
+        ("--variants a=aladdin,--lr,x", "--variants a: --lr: expected a number"),
+        ("--variants a=aladdin,--seed,1", "--variants a: --seed: the comparison sets this"),
+        ("--variants a=aladdin a=aladdin", "got 'a' twice; choose another"),
+        ("--variants a=bsp,--aladdin-pi,2", "--variants a: --aladdin-pi: has no effect with"),
+        ("--algorithms bsp asp -- --aladdin-pi 2", "behind --: --aladdin-pi: has no effect with"),
+        ("--algorithms bsp -- --dgc-ratio 0.1", "--dgc-ratio: has no effect without --compression"),
+        ("-- --servers 5", "--servers: expected at most as many servers as workers"),
+        ("-- --slowdown 9=2", "--slowdown: expected workers from 0 to 3, got worker 9"),
+        ("--read x --workers 3", "--workers: cannot be given together with --read"),
+        ("--read x -- --lr 1", "--: cannot be given together with --read"),
+        ("--read nosuch", "--read: expected the folder of a finished run, got 'nosuch'"),
+    ],
+)
+def test_refusals(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Within a word, commas stand for spaces.
+    spaced = [w.replace(",", " ") if re.search("=[a-z]+,", w) else w for w in words.split()]
+    with pytest.raises(UserError, match=re.compile(message, re.DOTALL)):
+        compare(spaced)
+    assert not list(tmp_path.iterdir()), "nothing is written before all is checked"
+
+
+def test_folders_of_something_else_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(UserError, match=r"--out: expected a new or empty folder.*thesis\.tex"):
+        compare(["--out", str(tmp_path)])
+    with pytest.raises(UserError, match="--out: expected a folder, got the file"):
+        compare(["--out", str(tmp_path / "thesis.tex")])
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_inside_mpirun_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    with pytest.raises(UserError, match="leave mpirun out"):
+        compare(["--out", str(tmp_path / "out")])
+
+
+def test_help_is_that_of_the_comparison_or_of_its_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, expected in ((["--help"], "--target-accuracy"), (["--", "--help"], "--bandwidth-g")):
+        with pytest.raises(SystemExit) as left:
+            compare(words)
+        assert left.value.code == 0
+        assert expected in capsys.readouterr().out
+
+
+def test_options_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "compare.toml"
+    variants = "variants = ['a=aladdin --lr-schedule step --lr-steps 1,2', 'b=nosuch']"
+    file.write_text(f"seeds = [0, 1]\n{variants}\n")
+    # The first variant, commas and all, is understood; the second is told.
+    with pytest.raises(UserError, match="--variants b: expected one of"):
+        compare(["--config", str(file), "--out", str(tmp_path / "out")])
+
+
+def test_options_of_runs_from_the_file_of_a_run(tmp_path: Path) -> None:
+    """What the comparison sets itself goes over such a file."""
+    stored = make_run(tmp_path / "stored", 0.5, 3, seed=7, lr=0.5)
+    out = tmp_path / "out"
+    make_run(out / "runs" / "aladdin" / "seed-0", 0.5, 3, seed=0, lr=0.5)
+    (out / "comparison.toml").write_text("workers = 2\n")
+    words = ["--algorithms", "aladdin", "--workers", "2", "--out", str(out)]
+    assert compare([*words, "--", "--config", str(stored / "config.toml")]) == 0
+    assert [row["label"] for row in result(out)["rows"]] == ["aladdin"]
+    assert os.listdir(out / "runs" / "aladdin") == ["seed-0"]

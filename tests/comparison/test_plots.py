@@ -1,0 +1,165 @@
+"""What plots show: nothing empty, nothing hidden, and what the workers could do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+
+from aladdin_mpi.comparison import baseline, plots
+from aladdin_mpi.comparison.baseline import Baseline
+from aladdin_mpi.comparison.coinciding import DASH, Part, parts
+from aladdin_mpi.comparison.figures import Evaluation, RunFigures, make_rows
+from aladdin_mpi.config.options import SimulateOptions, TrainOptions
+from aladdin_mpi.run.report import draw_curves
+
+ONE = Baseline(100.0, "measured")
+
+
+# -- a run's curves ---------------------------------------------------------------------------
+def panels(path: Path) -> int:
+    """How many there are in a picture of curves, each 4.3 inches wide."""
+    return round(imread(path).shape[1] / (4.3 * 110))
+
+
+def line(kind: str, **values: Any) -> dict[str, Any]:
+    return {"kind": kind, "epoch": 1.0, "seconds": 2.0, **values}
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([line("train", loss=2.0)], 1),
+        ([line("train", loss=None), line("eval", test_accuracy=0.5)], 2),
+        ([line("train", loss=2.0), line("eval", test_loss=2.0, model_variance=0.0)], 3),
+        ([line("train", loss=2.0), line("eval", test_accuracy=0.5, test_loss=2.0)], 3),
+        ([line("train", loss=math.nan), line("eval", test_accuracy=0.5, model_variance=0.1)], 3),
+        ([line("train", loss=2.0), line("eval", test_accuracy=None, model_variance=0.1)], 2),
+    ],
+)
+def test_what_was_not_measured_has_no_panel(
+    tmp_path: Path, lines: list[dict[str, Any]], expected: int
+) -> None:
+    draw_curves(lines, tmp_path / "curves.png", "title")
+    assert panels(tmp_path / "curves.png") == expected
+
+
+def test_without_any_figure_there_is_no_picture(tmp_path: Path) -> None:
+    draw_curves([line("train", loss=None)], tmp_path / "curves.png", "title")
+    assert not list(tmp_path.iterdir())
+
+
+# -- a comparison's -----------------------------------------------------------------------------
+def run(
+    label: str, values: Sequence[tuple[float, float | None]], rate: float = 100.0
+) -> RunFigures:
+    """A run with these accuracies and variances, a second apart."""
+    found = [Evaluation(64 * n, float(n), a, v) for n, (a, v) in enumerate(values, start=1)]
+    summary = {"algorithm": label, "seed": 0, "samples_per_second": rate}
+    return RunFigures(label, Path(label), summary, found)
+
+
+def draw(runs: list[RunFigures], out: Path, **ideals: float) -> list[str]:
+    return plots.draw(runs, make_rows(runs, None, None), out, "title", None, ideals)
+
+
+RISING = [(1 - 0.8**n, 0.0) for n in range(12)]
+
+
+def test_a_plot_without_figures_is_left_out(tmp_path: Path) -> None:
+    accuracies = [plots.ACCURACY_TIME, plots.ACCURACY_SAMPLES]
+    cases: list[tuple[list[tuple[float, float | None]], list[str]]] = [
+        ([(math.nan, None)], []),
+        ([(0.5, 0.0), (0.6, None)], accuracies),
+        ([(0.5, 0.1)], [*accuracies, plots.VARIANCE_SAMPLES]),
+    ]
+    for number, (values, expected) in enumerate(cases):
+        out = tmp_path / str(number)
+        out.mkdir()
+        names = draw([run("a", values), run("b", values)], out)
+        assert names == [*expected, plots.THROUGHPUT]
+        assert sorted(path.name for path in out.iterdir()) == sorted(names)
+
+
+def seen(path: Path, colour: str) -> int:
+    """Pixels of a colour, in the plot beside the legend."""
+    picture = imread(path)[:, :, :3]
+    picture = picture[:, : int(0.78 * picture.shape[1])]
+    return int((np.abs(picture - to_rgb(colour)).max(axis=2) < 0.02).sum())
+
+
+def test_of_curves_that_coincide_each_is_seen(tmp_path: Path) -> None:
+    draw([run(str(place), RISING) for place in range(len(plots.COLOURS))], tmp_path)
+    found = [seen(tmp_path / plots.ACCURACY_SAMPLES, colour) for colour in plots.COLOURS]
+    # Of a curve that is drawn over by another one a few pixels at markers are left.
+    assert min(found) > 60, found
+
+
+def test_only_what_coincides_shares_its_way() -> None:
+    x = np.linspace(0, 400, 30)
+    low, high = np.stack([x, 0.1 * x], axis=1), np.stack([x, 300 - 0.1 * x], axis=1)
+    half = high + np.where(np.arange(30)[:, None] < 10, [0.0, 30.0], 0.0)
+    near, gap = low + np.array([0.0, 1.0]), np.where(x[:, None] < 50, np.nan, high)
+    found = parts([low, high, near, half, gap])
+    assert found == [Part(0, 2), Part(0, 3), Part(1, 2), Part(1, 3), Part(2, 3)]
+
+
+@pytest.mark.parametrize("count", [2, 3, 16])
+def test_dashes_take_turns(count: int) -> None:
+    """In each place of the way one of the curves has its dash, and no other."""
+    way = np.arange(0.5, count * DASH)
+    shown = []
+    for place in range(count):
+        part = Part(place, count)
+        start, (on, off) = part.line("-")["ls"]
+        moved = (way / part.width + start) % (on + off)
+        shown.append(moved < on)
+    assert (np.sum(shown, axis=0) == 1).all()
+    widths = {Part(place, count).width for place in range(count)}
+    assert len(widths) == 2
+
+
+@pytest.mark.parametrize(("count", "points"), [(2, 7), (16, 7), (16, 40), (1, 1), (1, 1000)])
+def test_markers_differ_in_place_or_size(count: int, points: int) -> None:
+    taken = []
+    for place in range(count):
+        look = Part(place, count).markers(points)
+        marked = range(points)[look["markevery"]]
+        assert marked, "each has a marker"
+        taken += [(point, look["ms"]) for point in marked]
+    assert len(set(taken)) == len(taken)
+
+
+def test_styles_differ_without_colour() -> None:
+    looks = [plots.style(place) for place in range(32)]
+    assert len({(look["linestyle"], look["marker"]) for look in looks}) == 32
+
+
+# -- what the workers could do --------------------------------------------------------------------
+def test_ideal_is_the_sum_of_the_workers_own_speeds() -> None:
+    slow = TrainOptions(slowdown={0: 10.0, 2: 2.0})
+    runs = [("equal", TrainOptions(), 4), ("slow", slow, 4)]
+    assert baseline.ideals(runs, ONE) == pytest.approx({"equal": 400.0, "slow": 260.0})
+    assert baseline.ideals(runs, None) == {}
+    # In virtual time the options say what a worker does, unless the user has said it.
+    modelled = SimulateOptions(batch_size=8, compute_time=0.1, slowdown={1: 4.0})
+    assert baseline.ideals([("a", modelled, 2)], ONE) == pytest.approx({"a": 100.0})
+    assert baseline.ideals([("a", modelled, 2)], baseline.given(20.0)) == pytest.approx({"a": 25.0})
+
+
+def test_each_bar_has_its_ideal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.update({path.name: figure}))
+    runs = [run("fast", RISING, 300.0), run("slow", RISING, 40.0), run("none", RISING, 20.0)]
+    draw(runs, tmp_path, fast=400.0, slow=260.0)
+    (axis,) = drawn[plots.THROUGHPUT].axes
+    marks = [line.get_segments()[0].tolist() for line in axis.collections]
+    assert marks == [[[260.0, 0.5], [260.0, 1.5]], [[400.0, 1.5], [400.0, 2.5]]]
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["none", "slow", "fast"]
+    assert axis.get_xlim()[1] > 400

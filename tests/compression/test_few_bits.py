@@ -1,0 +1,365 @@
+"""Gradients and models in 8 or 4 bits: what is rounded, and that nothing of it is lost."""
+
+from __future__ import annotations
+
+from math import inf, nan
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aladdin_mpi.compression.few_bits import FewBitsCodec, FewBitsDecoder, FewBitsEncoder
+from aladdin_mpi.compression.quantise import (
+    BITS,
+    SMALLEST,
+    WIDTH,
+    Scratch,
+    add_dequantised,
+    bits_of,
+    message_length,
+    quantise,
+    quantise_difference,
+    scales_of,
+    steps_of,
+)
+from aladdin_mpi.compression.wires import FEW_BITS, make_codec
+from aladdin_mpi.model.layout import Bucket, Layout, cut
+from aladdin_mpi.model.vectors import BLOCK
+from aladdin_mpi.transport.sealed import is_void, void
+
+CPU = torch.device("cpu")
+SIZES = [5, 7, 127, 255, 256, 257, 511, 11597, BLOCK, BLOCK + 1, 2 * BLOCK + 300]
+FEW = [1, 2, 3, 4]
+both = pytest.mark.parametrize("bits", BITS)
+sizes = pytest.mark.parametrize("numel", SIZES)
+
+
+def drawn(numel: int, seed: int = 0) -> Tensor:
+    """Values whose magnitudes differ widely from block to block, and some zero blocks."""
+    random = torch.Generator().manual_seed(seed)
+    blocks = -(-numel // WIDTH)
+    magnitudes = 10 ** (8 * torch.rand(blocks, generator=random) - 6)
+    magnitudes[3::7] = 0
+    return torch.randn(numel, generator=random) * magnitudes.repeat_interleave(WIDTH)[:numel]
+
+
+def step_of(message: Tensor, numel: int) -> Tensor:
+    """The step of every value."""
+    return scales_of(message, numel).repeat_interleave(WIDTH)[:numel]
+
+
+def sent(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The message about ``values``, and what is left."""
+    message = torch.full((message_length(values.numel(), bits),), nan)
+    left = torch.zeros_like(values)
+    quantise(values, left, message, bits, Scratch())
+    return message, left
+
+
+def read(message: Tensor, numel: int, alpha: float = 1.0) -> Tensor:
+    values = torch.zeros(numel)
+    add_dequantised(message, values, alpha, Scratch())
+    return values
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def layout_of(numel: int) -> Layout:
+    return cut(numel, 1, 64.0, 64.0)
+
+
+def codec_of(numel: int, bits: int = 8) -> FewBitsCodec:
+    wire = {bits: name for name, bits in FEW_BITS.items()}[bits]
+    codec = make_codec(wire, layout_of(numel), CPU)
+    assert isinstance(codec, FewBitsCodec)
+    return codec
+
+
+# -- the format ---------------------------------------------------------------
+def test_a_length_says_its_form() -> None:
+    for numel in range(1, 3 * WIDTH + 2):
+        lengths = [message_length(numel, bits) for bits in BITS]
+        if numel < SMALLEST:
+            assert lengths == [numel] * len(BITS)
+        else:
+            assert len({numel, *lengths}) == 3
+            assert max(lengths) < numel
+            assert [bits_of(numel, length) for length in lengths] == list(BITS)
+        assert bits_of(numel, numel) is None
+
+
+def test_other_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected one of"):
+        bits_of(1000, 500)
+
+
+@pytest.mark.parametrize(("bits", "share"), [(8, 0.25), (4, 0.125)])
+def test_a_message_is_a_quarter_or_an_eighth(bits: int, share: float) -> None:
+    assert message_length(1_000_000, bits) == pytest.approx((share + 1 / 256) * 1e6, abs=2)
+
+
+@both
+@sizes
+def test_values_are_rounded_to_the_nearest_step(bits: int, numel: int) -> None:
+    values = drawn(numel)
+    message, left = sent(values, bits)
+    found = read(message, numel)
+    step = step_of(message, numel)
+    for block, scale in zip(values.split(WIDTH), scales_of(message, numel), strict=True):
+        assert float(scale) == pytest.approx(float(block.abs().max()) / steps_of(bits), rel=1e-6)
+    assert ((values - found).abs() <= 0.50001 * step).all()
+    assert ((values - found - left).abs() <= 1e-5 * step).all()
+    whole = found / step.clamp_min(1e-30)
+    assert (whole - whole.round()).abs().max() < 1e-4
+    assert float(whole.abs().max()) == pytest.approx(steps_of(bits))
+
+
+@both
+def test_zeros_stay_zeros(bits: int) -> None:
+    message, left = sent(torch.zeros(600), bits)
+    assert not read(message, 600).any()
+    assert not left.any()
+    assert not scales_of(message, 600).any()
+
+
+@both
+@pytest.mark.parametrize("size", [1e-45, 1e-39, 1e-37, 3e38])
+def test_the_smallest_and_largest_values(bits: int, size: float) -> None:
+    values = drawn(600).sign() * size
+    message, left = sent(values, bits)
+    found = read(message, 600)
+    assert found.isfinite().all()
+    assert ((found - values).abs() <= size).all()
+    assert ((found + left - values).abs() <= 1e-5 * size).all()
+
+
+@both
+@pytest.mark.parametrize("bad", [nan, inf, -inf])
+@pytest.mark.parametrize("place", [0, 300, 599])
+def test_what_is_not_finite_shows_in_the_scales_and_is_not_kept(
+    bits: int, bad: float, place: int
+) -> None:
+    values = torch.ones(600)
+    values[place] = bad
+    message, left = sent(values, bits)
+    finite = scales_of(message, 600).isfinite()
+    assert finite.tolist() == [block != place // WIDTH for block in range(3)]
+    assert left.isfinite().all()
+
+
+@both
+def test_alpha_scales_what_is_added(bits: int) -> None:
+    values = drawn(700)
+    message, _ = sent(values, bits)
+    torch.testing.assert_close(read(message, 700, -0.3), -0.3 * read(message, 700))
+
+
+# -- gradients ----------------------------------------------------------------
+@both
+@pytest.mark.parametrize("numel", FEW + SIZES)
+def test_all_that_is_sent_is_all_gradients_within_half_a_step(bits: int, numel: int) -> None:
+    codec, reader = codec_of(numel, bits), codec_of(numel)
+    bucket = layout_of(numel).buckets[0]
+    room = codec.buffer_for(torch.zeros(numel))
+    whole, arrived = torch.zeros(2, numel, dtype=torch.float64)
+    largest = torch.zeros(numel)
+    for seed in range(20):
+        values = drawn(numel, seed)
+        kept = values.clone()
+        message, event = codec.compress(bucket, values, seed, room)
+        assert event is None
+        assert same_bits(values, kept)
+        assert message.numel() == message_length(numel, bits)
+        reader.add(bucket, message.clone(), arrived)
+        whole += values
+        if numel < SMALLEST:
+            assert torch.equal(message, values)
+            continue
+        step = step_of(message, numel)
+        largest = largest.maximum(step * steps_of(bits))  # of all sums, as they are in fp32
+        assert ((whole - arrived).abs() <= 0.5 * step + 1e-6 * largest).all()
+
+
+def test_bits_may_change_from_message_to_message() -> None:
+    codec, bucket = codec_of(1000), layout_of(1000).buckets[0]
+    whole, arrived = torch.zeros(1000), torch.zeros(1000)
+    lengths = []
+    for seed in range(6):
+        codec.bits = BITS[seed % 2]
+        values = torch.randn(1000, generator=torch.Generator().manual_seed(seed))
+        message, _ = codec.compress(bucket, values, seed, codec.buffer(1000))
+        codec_of(1000, 4).add(bucket, message, arrived)
+        lengths.append(message.numel())
+        whole += values
+    assert lengths == [message_length(1000, 8), message_length(1000, 4)] * 3
+    assert codec.left is not None
+    torch.testing.assert_close(arrived + codec.left, whole)
+
+
+def test_a_gradient_that_is_not_finite_does_not_spoil_the_next_one() -> None:
+    codec, bucket = codec_of(1000), layout_of(1000).buckets[0]
+    bad = torch.ones(1000)
+    bad[700] = nan
+    message, _ = codec.compress(bucket, bad, 0, codec.buffer(1000))
+    assert not codec.numbers(bucket, message).isfinite().all()
+    message, _ = codec.compress(bucket, torch.ones(1000), 1, codec.buffer(1000))
+    assert codec.numbers(bucket, message).isfinite().all()
+    torch.testing.assert_close(read(message, 1000), torch.ones(1000))
+
+
+def test_numbers_are_the_scales() -> None:
+    codec, bucket = codec_of(1000), layout_of(1000).buckets[0]
+    message, _ = codec.compress(bucket, drawn(1000), 0, codec.buffer(1000))
+    assert codec.numbers(bucket, message).numel() == 4
+    dense = torch.ones(1000)
+    assert codec.numbers(bucket, dense) is dense
+
+
+def test_what_is_left_is_restored_to_the_bit() -> None:
+    codec, other, bucket = codec_of(1000), codec_of(1000), layout_of(1000).buckets[0]
+    other.load_state_dict(codec.state_dict())
+    assert other.left is None
+    codec.compress(bucket, drawn(1000), 0, codec.buffer(1000))
+    other.load_state_dict(codec.state_dict())
+    mine, _ = codec.compress(bucket, drawn(1000, 1), 1, codec.buffer(1000))
+    theirs, _ = other.compress(bucket, drawn(1000, 1), 1, other.buffer(1000))
+    assert same_bits(mine, theirs)
+    assert other.left is not codec.left
+
+
+@both
+def test_a_void_message_is_seen(bits: int) -> None:
+    message, _ = sent(drawn(1000), bits)
+    assert not is_void(message)
+    void(message)
+    assert is_void(message)
+
+
+# -- models -------------------------------------------------------------------
+class Line:
+    """A server's bucket and one worker's copy of it."""
+
+    def __init__(self, numel: int, bits: int) -> None:
+        self.codec = codec_of(numel, bits)
+        self.bucket = layout_of(numel).buckets[0]
+        self.encoder = self.codec.model_encoder()
+        self.decoder = self.codec.model_decoder()
+        self.values = drawn(numel)
+        self.values[::5] = -0.0
+
+    def encode(self, rank: int = 1) -> Tensor:
+        room = torch.full((self.bucket.numel + 3,), nan)
+        return self.encoder.encode(rank, self.bucket, self.values, room).clone()
+
+    def send(self, rank: int = 1) -> tuple[int, Tensor]:
+        """The message's length and what the worker has then."""
+        message = self.encode(rank)
+        decoded = self.decoder.decode(self.bucket, message)
+        assert decoded is not None
+        return message.numel(), decoded
+
+    def shadow(self, rank: int = 1) -> Tensor:
+        return self.encoder._shadows[rank, 0]
+
+
+@both
+@pytest.mark.parametrize("numel", FEW + SIZES)
+def test_the_shadow_is_the_workers_copy_to_the_bit(bits: int, numel: int) -> None:
+    line = Line(numel, bits)
+    assert line.send()[0] == numel
+    for seed in range(12):
+        line.values += drawn(numel, seed) * 0.5**seed
+        line.encoder.use(1, BITS[seed % 2])
+        length, copy = line.send()
+        assert length == message_length(numel, BITS[seed % 2])
+        assert same_bits(copy, line.shadow())
+    for _ in range(5):  # the rounding is made up for, until no bit of fp32 is left of it
+        _, copy = line.send()
+    torch.testing.assert_close(copy, line.values, rtol=1e-5, atol=1e-7)
+
+
+@both
+def test_a_small_change_of_a_large_model_arrives(bits: int) -> None:
+    line = Line(1000, bits)
+    line.values.fill_(1000.0)
+    line.send()
+    line.values += torch.linspace(-1e-2, 1e-2, 1000)
+    _, copy = line.send()
+    assert (copy - line.values).abs().max() < 1e-2 / steps_of(bits)
+
+
+def test_every_worker_has_a_shadow_and_bits_of_its_own() -> None:
+    line = Line(1000, 8)
+    decoders = {1: FewBitsDecoder(CPU), 2: FewBitsDecoder(CPU)}
+    line.encoder.use(2, 4)
+    lengths = []
+    for rank in (1, 2, 1, 1, 2):
+        line.values += 1
+        line.decoder = decoders[rank]
+        length, copy = line.send(rank)
+        assert same_bits(copy, line.shadow(rank))
+        lengths.append(length)
+    eight, four = message_length(1000, 8), message_length(1000, 4)
+    assert lengths == [1000, 1000, eight, eight, four]
+
+
+def test_after_forgetting_the_next_is_whole() -> None:
+    line = Line(1000, 8)
+    line.send()
+    line.encoder.forget()
+    line.decoder.forget()
+    assert line.send()[0] == 1000
+    assert line.send()[0] < 1000
+
+
+def test_after_a_loss_nothing_is_taken_until_the_bucket_comes_whole() -> None:
+    line = Line(1000, 8)
+    line.send()
+    line.values += 1
+    line.encode()  # never arrives
+    line.decoder.lost(line.bucket)
+    assert line.decoder.decode(line.bucket, line.encode()) is None
+    line.encoder.lost(1, line.bucket.index)
+    length, copy = line.send()
+    assert length == 1000
+    assert torch.equal(copy, line.values)
+    assert line.send()[0] < 1000
+
+
+@pytest.mark.parametrize("wire", FEW_BITS)
+@pytest.mark.parametrize("moves_bytes", [False, True])
+def test_with_timed_computing_lengths_are_right(wire: str, moves_bytes: bool) -> None:
+    bits, meta = FEW_BITS[wire], torch.device("meta")
+    codec = make_codec(wire, layout_of(1000), meta, moves_bytes)
+    bucket, values = Bucket(0, 0, 1000, 0), torch.zeros(1000, device=meta)
+    room = codec.buffer_for(values)
+    assert room.device.type == ("cpu" if moves_bytes else "meta")
+    message, _ = codec.compress(bucket, values, 0, room)
+    assert message.numel() == message_length(1000, bits)
+    assert not is_void(message)
+    codec.add(bucket, message, values)
+    encoder: Any = codec.model_encoder()
+    assert isinstance(encoder, FewBitsEncoder)
+    lengths = [encoder.encode(1, bucket, values, codec.buffer(1000)).numel() for _ in range(2)]
+    encoder.lost(1, 0)
+    lengths.append(encoder.encode(1, bucket, values, codec.buffer(1000)).numel())
+    assert lengths == [1000, message_length(1000, bits), 1000]
+    assert codec.state_dict() == {"left": None}
+
+
+def test_pieces_do_not_depend_on_each_other() -> None:
+    """As on a device that takes all at once: a bucket is its parts, one after the other."""
+    numel = 2 * BLOCK + 300
+    values, shadow = drawn(numel), drawn(numel, 1)
+    whole = torch.empty(message_length(numel, 8))
+    moved = shadow.clone()
+    quantise_difference(values, moved, whole, 8, Scratch())
+    for start in range(0, numel, BLOCK):
+        part = slice(start, start + BLOCK)
+        piece = torch.empty(message_length(values[part].numel(), 8))
+        alone = shadow[part].clone()
+        quantise_difference(values[part], alone, piece, 8, Scratch())
+        assert same_bits(alone, moved[part])

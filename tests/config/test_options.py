@@ -1,0 +1,428 @@
+"""The options: types, ranges, help, TOML files, and what is said of bad input."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field, ValidationError
+
+from aladdin_mpi.config.cli import HELP_WIDTH, make_parser
+from aladdin_mpi.config.fields import extra, leaves, nested, submodel
+from aladdin_mpi.config.options import (
+    CheckpointInterval,
+    RunOptions,
+    SimulateOptions,
+    TrainOptions,
+    agreed,
+    check_ranks,
+    check_workers,
+    differences,
+    fingerprint,
+    parse,
+    to_toml,
+)
+from aladdin_mpi.errors import UserError
+
+MODELS = [RunOptions, TrainOptions, SimulateOptions]
+
+
+def read(line: str = "", model: type[RunOptions] = TrainOptions) -> RunOptions:
+    return parse(model, line.split(), "prog", "What it does.")
+
+
+def simulated(line: str = "") -> SimulateOptions:
+    return parse(SimulateOptions, line.split(), "prog", "What it does.")
+
+
+def complaint(line: str, model: type[RunOptions] = TrainOptions) -> str:
+    with pytest.raises(UserError) as caught:
+        read(line, model)
+    return str(caught.value)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return tmp_path / "run.toml"
+
+
+# -- what every field has -------------------------------------------------------
+@pytest.mark.parametrize("model", MODELS)
+def test_every_field_is_described_and_has_a_default(model: type[BaseModel]) -> None:
+    for leaf in leaves(model).values():
+        assert leaf.info.description, leaf.flag
+        assert not leaf.info.is_required(), leaf.flag
+    for info in model.model_fields.values():
+        inner = submodel(info)
+        assert inner is None or inner.__doc__
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_options_without_a_value_in_toml_default_to_none(model: type[BaseModel]) -> None:
+    # None is left out of a TOML file, so it has to be what comes back without it.
+    for leaf in leaves(model).values():
+        if leaf.optional:
+            assert leaf.info.get_default() is None, leaf.flag
+
+
+def test_run_options_have_units() -> None:
+    without = {
+        leaf.path[-1]
+        for leaf in leaves(RunOptions).values()
+        if leaf.plain_type in (int, float) and "unit" not in extra(leaf.info)
+    }
+    assert without == {"seed"}
+
+
+# -- help -----------------------------------------------------------------------
+def shown_help(model: type[BaseModel]) -> str:
+    return make_parser(model, "prog", "What it does.").format_help()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_help_shows_every_option_with_its_default(model: type[BaseModel]) -> None:
+    text = shown_help(model)
+    for leaf in leaves(model).values():
+        entry = re.search(rf"^ +{leaf.flag}[ ,].*?\(default:\s(.*?)\)\n", text, re.M | re.S)
+        assert entry, leaf.flag
+        assert " ".join(entry[1].split()) == leaf.default_text
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_help_fits_the_page(model: type[BaseModel]) -> None:
+    assert max(len(line) for line in shown_help(model).splitlines()) <= HELP_WIDTH
+
+
+def test_help_is_grouped_and_says_units_and_choices() -> None:
+    text = shown_help(SimulateOptions)
+    for title in ("run", "data", "optimisation", "communication", "computing", "output"):
+        assert f"\n{title}:\n" in text
+    for title in ("aladdin", "cluster"):
+        assert text.count(f"\n{title}:\n") == 1
+    assert "--timeout SECONDS" in text
+    assert "--wire {auto,fp32,bf16,int8,int4}" in text
+    assert "--nesterov, --no-nesterov" in text
+    assert "--cluster FILE" in text
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_end_the_command(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read(option)
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(("usage: prog", "prog "))
+
+
+# -- the command line -----------------------------------------------------------
+def test_defaults() -> None:
+    options = read()
+    assert (options.epochs, options.samples) == (30.0, None)
+    assert options == TrainOptions()
+
+
+def test_values_get_their_types() -> None:
+    options = read(
+        "--samples 500 --lr 0.1 --nesterov --no-download --data-dir d --wire bf16 "
+        "--aladdin-pi 2 --aladdin-alpha 0.5 --checkpoint-every 10min"
+    )
+    assert (options.samples, options.epochs, options.lr) == (500, None, 0.1)
+    assert (options.nesterov, options.download) == (True, False)
+    assert options.data_dir == Path("d")
+    assert (options.aladdin.pi, options.aladdin.alpha) == (2, 0.5)
+    assert options.checkpoint_every == CheckpointInterval(seconds=600)
+
+
+@pytest.mark.parametrize("given", ["10,20,25", "10 20 25", "10,20 --lr-steps 25"])
+def test_lists_by_commas_words_or_repetition(given: str) -> None:
+    assert read(f"--lr-schedule step --lr-steps {given}").lr_steps == (10, 20, 25)
+
+
+@pytest.mark.parametrize("given", ["0=2,3=1.5", "0=2 3=1.5", "0=2 --slowdown 3=1.5"])
+def test_pairs_by_commas_words_or_repetition(given: str) -> None:
+    assert read(f"--slowdown {given}").slowdown == {0: 2.0, 3: 1.5}
+
+
+def test_options_are_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        read().lr = 1.0
+
+
+# -- TOML files -----------------------------------------------------------------
+def test_config_lies_between_defaults_and_command_line(config: Path) -> None:
+    config.write_text(
+        "batch-size = 8\nlr_decay = 0.5\nlr = 1\n[aladdin]\npi = 7\nring = 3\n[slowdown]\n1 = 2\n"
+    )
+    options = read(f"--config {config} --lr 2 --aladdin-ring 4")
+    assert (options.batch_size, options.lr_decay, options.lr) == (8, 0.5, 2.0)
+    assert (options.aladdin.pi, options.aladdin.ring) == (7, 4)
+    assert options.slowdown == {1: 2.0}
+    assert options.momentum == TrainOptions().momentum
+
+
+def test_samples_typed_replace_epochs_of_the_file(config: Path) -> None:
+    config.write_text("epochs = 3")
+    options = read(f"--config {config} --samples 10")
+    assert (options.epochs, options.samples) == (None, 10)
+    config.write_text("samples = 7")
+    assert read(f"--config {config} --epochs none").samples == 7
+
+
+def test_none_takes_back_what_the_file_says(config: Path) -> None:
+    config.write_text('checkpoint-every = "1epoch"\n[slowdown]\n0 = 2')
+    options = read(f"--config {config} --checkpoint-every none --slowdown none")
+    assert options.checkpoint_every is None
+    assert options.slowdown == {}
+
+
+def test_cluster_by_table_file_and_option(config: Path, tmp_path: Path) -> None:
+    config.write_text("workers = 4\n[cluster]\nhosts = 3\nlatency-us = 7.0\nbandwidth-gbit = 3.0")
+    nodes = tmp_path / "nodes.toml"
+    nodes.write_text("latency_us = 8.0\nbandwidth-gbit = 4.0")
+    cluster = simulated(f"--config {config} --cluster {nodes} --bandwidth-gbit 5").cluster
+    assert (cluster.hosts, cluster.latency_us, cluster.bandwidth_gbit) == (3, 8.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "--samples 100 --lr 1e-7 --lr-schedule step --lr-steps 1.5,2 --slowdown 0=2,1=3.25 "
+        "--data-dir a/b --aladdin-alpha since-last --checkpoint-every 0.1epochs",
+        "--aladdin-alpha 0.25 --checkpoint-every 90s --run-dir runs/é --eval-every 0",
+    ],
+)
+@pytest.mark.parametrize("model", MODELS)
+def test_toml_reads_back_equal(line: str, model: type[RunOptions], config: Path) -> None:
+    options = read(line, model)
+    config.write_text(to_toml(options), encoding="utf-8")
+    assert read(f"--config {config}", model) == options
+
+
+def test_toml_of_a_cluster_reads_back_equal(config: Path) -> None:
+    options = simulated("--hosts 3 --ranks-per-host 5 --deaths 1=2.5 --pauses 3:10:2.5,0:1:1")
+    assert options.cluster.pauses == ((3, 10.0, 2.5), (0, 1.0, 1.0))
+    config.write_text(to_toml(options))
+    assert simulated(f"--config {config}") == options
+
+
+def test_toml_is_complete() -> None:
+    text = to_toml(simulated())
+    for leaf in leaves(SimulateOptions).values():
+        table = f"[{leaf.key}]" if leaf.is_mapping else f"{leaf.key.split('.')[-1]} = "
+        assert leaf.optional or f"\n{table}" in f"\n{text}", leaf.key
+
+
+def test_an_algorithm_brings_its_options_in_one_line(config: Path) -> None:
+    class OtherOptions(BaseModel):
+        """For another algorithm."""
+
+        max_lag: int = Field(3, ge=0, description="steps that a worker may be ahead")
+
+    class WithOther(TrainOptions):
+        other: OtherOptions = nested(OtherOptions)
+
+    config.write_text("[other]\nmax-lag = 5")
+    assert parse(WithOther, ["--other-max-lag", "4"], "prog", "").other.max_lag == 4
+    assert parse(WithOther, ["--config", str(config)], "prog", "").other.max_lag == 5
+    assert "--other-max-lag: expected" in complaint("--other-max-lag -1", WithOther)
+    assert "--other-max-lag N" in shown_help(WithOther)
+
+
+# -- bad input ------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("--batch-size 0", ["--batch-size: expected a whole number of 1 or more, got '0'", "32"]),
+        ("--batch-size two", ["--batch-size: expected a whole number", "got 'two'"]),
+        ("--lr nan", ["--lr: expected a number of more than 0, got 'nan'", "default: 0.01"]),
+        ("--momentum 1", ["--momentum: expected a number of 0 or more and below 1, got '1'"]),
+        (
+            "--wire fp23",
+            [
+                "--wire: expected auto or fp32 or bf16 or int8 or int4, got 'fp23'",
+                "did you mean fp32?",
+            ],
+        ),
+        ("--aladdin-alpha theorie", ["--aladdin-alpha: expected a number", "mean theory?"]),
+        ("--aladdin-pi 0", ["--aladdin-pi: expected a whole number of 1 or more, got '0'"]),
+        ("--batchsize 64", ["--batchsize: no such option; did you mean --batch-size?"]),
+        ("--batch 64", ["--batch: no such option; did you mean --batch-size?", "prog --help"]),
+        ("--epochs", ["--epochs: expected a number of more than 0, got nothing", "=EPOCHS"]),
+        ("--nesterov=yes", ["--nesterov: expected no value", "--nesterov or --no-nesterov"]),
+        ("resnet50", ["'resnet50': expected an option"]),
+        ("--slowdown 3", ["--slowdown: expected WORKER=FACTOR, got '3'; write", "0=2"]),
+        ("--slowdown 3=0.5", ["--slowdown: expected WORKER=FACTOR", "got '0.5' for 3"]),
+        ("--slowdown first=2", ["--slowdown: expected WORKER=FACTOR", "got 'first'"]),
+        ("--lr-steps 1,b", ["--lr-steps: expected a list, each item a number", "got 'b'"]),
+        ("--checkpoint-every 5x", ["--checkpoint-every: expected N, Nsamples", "got '5x'"]),
+        ("--epochs 1 --samples 9", ["--epochs and --samples exclude each other; give one"]),
+        (
+            "--epochs 1 --samples 9 --steps 2",
+            ["--epochs and --samples and --steps exclude each other"],
+        ),
+        ("--allow-resize", ["--allow-resize: expected with --resume"]),
+        ("--lr-schedule step", ["--lr-schedule step: expected", "add for example --lr-steps"]),
+        ("--lr-steps 3", ["--lr-steps: expected only with", "add --lr-schedule step"]),
+        ("--lr-schedule step --lr-steps 3,2", ["--lr-steps: expected epochs in rising", "3,2"]),
+        ("--nesterov --momentum 0", ["--nesterov: expected a momentum above 0"]),
+        ("--compute timed", ["--compute timed: expected the time of a step", "--compute-time"]),
+        ("--compute-time 1", ["--compute-time: expected only with timed", "--compute timed"]),
+        ("--check-images", ["--check-images: expected only with the data set imagefolder"]),
+        ("--corrupt-images skip", ["skip: expected only", "got digits; leave it out"]),
+        ("--config no.toml", ["--config: expected a TOML file, got 'no.toml'", "check the path"]),
+    ],
+)
+def test_bad_options_are_explained(line: str, parts: list[str]) -> None:
+    text = complaint(line)
+    assert all(part in text for part in parts), text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("toml", "parts"),
+    [
+        ("batch-size = 0", ["batch-size in FILE: expected a whole number of 1 or more, got 0"]),
+        ("batchsize = 3", ["batchsize in FILE: no such key; did you mean batch-size?"]),
+        ("[aladdin]\nphi = 3", ["aladdin.phi in FILE: no such key; did you mean pi?"]),
+        ("aladdin = 3", ["aladdin in FILE: expected a table, got 3; write [aladdin]"]),
+        ("lr-steps = 3", ["lr-steps in FILE: expected a list", "got 3"]),
+        ("epochs = true", ["epochs in FILE: expected a number of more than 0, got true"]),
+        ("download = 1", ["download in FILE: expected true or false, got 1"]),
+        ("batch-size = 3\nbatch_size = 3", ["batch-size in FILE: given twice"]),
+        ("epochs = 1\nsamples = 3", ["epochs in FILE and samples in FILE exclude each other"]),
+        ("nesterov = true\nmomentum = 0", ["nesterov in FILE: expected", "add --momentum 0.9"]),
+        ("[slowdown]\n3 = 0.5", ["slowdown in FILE: expected WORKER=FACTOR", "got 0.5 for 3"]),
+        ("epochs = ", ["--config: FILE is not valid TOML"]),
+    ],
+)
+def test_bad_toml_is_explained(toml: str, parts: list[str], config: Path) -> None:
+    config.write_text(toml)
+    text = complaint(f"--config {config}").replace(str(config), "FILE")
+    assert all(part in text for part in parts), text
+
+
+def test_all_faults_are_told_at_once() -> None:
+    lines = complaint("--batch-size 0 --lr 0 --aladdin-ring 0").splitlines()
+    assert [line.split(":")[0] for line in lines] == ["--batch-size", "--lr", "--aladdin-ring"]
+
+
+def test_slowdown_of_a_worker_that_is_not_there() -> None:
+    options = read("--slowdown 3=2")
+    check_workers(options, 4)
+    with pytest.raises(UserError, match="--slowdown: expected workers from 0 to 2, got worker 3"):
+        check_workers(options, 3)
+    assert "got worker 3" in complaint("--slowdown 3=2 --workers 3", SimulateOptions)
+
+
+def test_ranks_must_fit_the_hosts() -> None:
+    options = simulated("--workers 8 --hosts 2 --ranks-per-host 4")
+    assert options.cluster.placement == "block"
+    check_ranks(options, 8)
+    with pytest.raises(UserError) as caught:
+        check_ranks(options, 9)
+    assert "expected room for 9 ranks, got 2 hosts for 4 each" in str(caught.value)
+    assert "--ranks-per-host 5 or --hosts 3" in str(caught.value)
+    text = complaint("--ranks-per-host 4 --placement cyclic", SimulateOptions)
+    assert "--ranks-per-host: expected with --placement block, got cyclic" in text
+
+
+@pytest.mark.parametrize("option", ["--deaths 2=9.5,9=3", "--pauses 2:1:1 9:10:2.5"])
+def test_what_befalls_a_rank_that_is_not_there(option: str) -> None:
+    options = simulated(option)
+    check_ranks(options, 10)
+    with pytest.raises(UserError, match="expected ranks from 0 to 8, got rank 9"):
+        check_ranks(options, 9)
+
+
+def test_bad_pause_is_explained() -> None:
+    text = complaint("--pauses 3:x:1", SimulateOptions)
+    assert text.startswith("--pauses: expected a list, each item a whole number of 0 or more, then")
+    assert "got 'x'" in text
+
+
+# -- intervals ------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "interval"),
+    [
+        ("50000", CheckpointInterval(samples=50000)),
+        ("50000samples", CheckpointInterval(samples=50000)),
+        ("0.5epochs", CheckpointInterval(epochs=0.5)),
+        ("1epoch", CheckpointInterval(epochs=1)),
+        ("1.5 min", CheckpointInterval(seconds=90)),
+        ("20s", CheckpointInterval(seconds=20)),
+        (7, CheckpointInterval(samples=7)),
+    ],
+)
+def test_interval_forms(text: object, interval: CheckpointInterval) -> None:
+    assert CheckpointInterval.parse(text) == interval
+
+
+@pytest.mark.parametrize("text", ["", "0", "0epochs", "-5", "1.5", "1.5samples", "5 hours", "min"])
+def test_interval_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match="expected N, Nsamples, Nepochs, Nmin or Ns"):
+        CheckpointInterval.parse(text)
+
+
+@given(st.floats(1e-9, 1e30) | st.integers(1, 10**12))
+def test_interval_text_reads_back(amount: float) -> None:
+    in_epochs = CheckpointInterval(epochs=float(amount))
+    in_seconds = CheckpointInterval(seconds=float(amount))
+    for interval in (in_epochs, in_seconds):
+        assert CheckpointInterval.parse(str(interval)) == interval
+
+
+# -- resume ---------------------------------------------------------------------
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    options = read("--lr 0.3 --epochs 5 --timeout 9 --run-dir elsewhere --overwrite")
+    (tmp_path / "config.toml").write_text(to_toml(options))
+    return tmp_path
+
+
+def test_resume_takes_the_stored_configuration(run_dir: Path) -> None:
+    options = read(f"--resume {run_dir} --timeout 60 --samples 1000 --checkpoint-every 5min")
+    assert (options.lr, options.timeout, options.overwrite) == (0.3, 60.0, False)
+    assert (options.epochs, options.samples) == (None, 1000)
+    assert options.checkpoint_every == CheckpointInterval(seconds=300)
+    assert options.run_dir == options.resume == run_dir
+
+
+def test_resume_refuses_other_options_by_name(run_dir: Path, config: Path) -> None:
+    text = complaint(f"--resume {run_dir} --lr 0.5 --aladdin-pi 2 --quiet")
+    assert text.startswith("--lr, --aladdin-pi: cannot be given together with --resume")
+    assert "--timeout" in text
+    config.write_text("seed = 3")
+    assert complaint(f"--resume {run_dir} --config {config}").startswith(f"seed in {config}:")
+
+
+def test_resume_needs_a_run_folder(tmp_path: Path) -> None:
+    text = complaint(f"--resume {tmp_path}")
+    assert text.startswith("--resume: expected the folder of a run") and "config.toml" in text
+
+
+# -- agreement between ranks ------------------------------------------------------
+def test_fingerprint_covers_what_ranks_must_share() -> None:
+    base = fingerprint(read())
+    assert re.fullmatch("[0-9a-f]{64}", base)
+    local = "--device cpu --run-dir x --data-dir y --loader-workers 3 --timeout 5 --quiet"
+    assert fingerprint(read(local)) == base
+    for other in ("--seed 1", "--lr 0.0100001", "--aladdin-pi 5", "--slowdown 0=2", "--samples 3"):
+        assert fingerprint(read(other)) != base, other
+
+
+def test_fingerprint_does_not_depend_on_spelling(config: Path) -> None:
+    config.write_text("[slowdown]\n1 = 3\n0 = 2")
+    assert fingerprint(read(f"--config {config}")) == fingerprint(read("--slowdown 0=2.0,1=3"))
+
+
+def test_differences_name_the_options() -> None:
+    a, b = agreed(read("--lr 1 --aladdin-pi 2")), agreed(read("--lr 2 --slowdown 1=3"))
+    assert differences(a, b) == [
+        "aladdin.pi: 2 and 4",
+        "lr: 1.0 and 2.0",
+        "slowdown.1: absent and 3.0",
+    ]
+    assert differences(a, a) == []

@@ -1,0 +1,45 @@
+"""The sizes of data sets that timed computing knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from aladdin_mpi.config.options import SimulateOptions, parse
+from aladdin_mpi.data.described_sets import KNOWN
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.run.simulator import simulate
+
+
+@pytest.mark.parametrize(
+    ("dataset", "parameters", "epoch"),
+    [
+        ("imagenet", 25_557_032, 1_281_167),
+        ("cifar100", 23_712_932, 50_000),
+        ("synthetic:3x64x64:7:70000", 23_522_375, 70_000),
+    ],
+)
+def test_a_timed_model_has_the_classes_of_its_data(
+    tmp_path: Path, dataset: str, parameters: int, epoch: int
+) -> None:
+    """ResNet-50 as torchvision counts its parameters; no data are there."""
+    words = ["--compute", "timed", "--model", "resnet50", "--dataset", dataset, "--samples", "64"]
+    words += ["--workers", "2", "--run-dir", str(tmp_path / "run"), "--quiet"]
+    found = simulate(parse(SimulateOptions, words, "simulate", ""))
+    assert found["parameters"] == parameters
+    assert found["epochs"] == pytest.approx(64 / epoch)
+
+
+def test_imagenet_is_known_by_its_sizes_alone(tmp_path: Path) -> None:
+    words = ["--model", "resnet50", "--dataset", "imagenet", "--run-dir", str(tmp_path / "run")]
+    with pytest.raises(UserError, match=r"expected only with --compute timed.*imagefolder"):
+        simulate(parse(SimulateOptions, words, "simulate", ""))
+
+
+def test_every_set_that_can_be_downloaded_is_known() -> None:
+    from aladdin_mpi.data.builtin_sets import VISION_SETS
+
+    assert {name: KNOWN[name].classes for name in VISION_SETS} == {
+        name: known.num_classes for name, known in VISION_SETS.items()
+    }

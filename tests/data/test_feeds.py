@@ -1,0 +1,177 @@
+"""What ``run.batches()`` may be given, dealt to the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
+
+from aladdin_mpi.data.feeds import Feed, Share, feed_of
+from aladdin_mpi.errors import UserError
+
+LENGTH, WORKERS, BATCH = 23, 3, 2
+
+
+class Words(Dataset[Any]):
+    """Samples of unequal lengths."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"number": index, "word": torch.arange(index % 4 + 1)}
+
+
+class Stream(IterableDataset[Any]):
+    """The same, that can only be read in order."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(LENGTH))
+
+
+class OfOneLength(BatchSampler):
+    """Batches of words of one length, in a drawn order."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = [list(range(n, LENGTH, 4)) for n in range(4)]
+        yield from (batches[n] for n in torch.randperm(4).tolist())
+
+    def __len__(self) -> int:
+        return 4
+
+
+def ragged(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "numbers": [sample["number"] for sample in samples],
+        "words": [sample["word"] for sample in samples],
+    }
+
+
+def numbers(batch: Any) -> list[int]:
+    return batch["numbers"] if isinstance(batch, dict) else batch.tolist()
+
+
+def taken(feed: Feed, worker: int, batches: int, done: int = 0, count: int = BATCH) -> list[Any]:
+    source = feed.source(Share(worker, WORKERS, 7, BATCH, done))
+    return [numbers(source.next_batch(count)) for _ in range(batches)]
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [number for batch in batches for number in batch]
+
+
+def loader(**arguments: Any) -> Feed:
+    return feed_of(DataLoader(Words(), collate_fn=ragged, **arguments), False, BATCH)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_loaders_samples_are_dealt_once_an_epoch(shuffle: bool) -> None:
+    feed = loader(batch_size=BATCH, shuffle=shuffle)
+    assert (feed.batch_size, feed.length(BATCH)) == (BATCH, LENGTH)
+    shards = [flat(taken(feed, worker, 4))[: 8 - (worker == 2)] for worker in range(WORKERS)]
+    assert sorted(flat(shards)) == list(range(LENGTH))
+    assert shards == [flat(taken(feed, worker, 4))[: 8 - (worker == 2)] for worker in range(3)]
+    in_order = [list(range(LENGTH))[worker::WORKERS] for worker in range(WORKERS)]
+    assert (shards == in_order) is not shuffle
+
+
+def test_a_run_that_goes_on_finds_its_place() -> None:
+    for feed in (
+        loader(batch_size=BATCH, shuffle=True),
+        loader(batch_size=BATCH, sampler=WeightedRandomSampler([1.0] * LENGTH, 40)),
+        loader(batch_sampler=OfOneLength(range(LENGTH), 6, False)),
+    ):
+        straight = taken(feed, 1, 9)
+        assert taken(feed, 1, 4, done=5 * BATCH) == straight[5:]
+
+
+def test_the_last_batch_of_a_round_may_be_shorter() -> None:
+    feed = loader(batch_size=BATCH, shuffle=True)
+    source = feed.source(Share(0, WORKERS, 7, BATCH))
+    parts = [numbers(source.next_batch(count)) for count in (2, 1, 2, 2)]
+    assert [len(part) for part in parts] == [2, 1, 2, 2]
+    assert flat(parts) == flat(taken(feed, 0, 4))[:7]
+
+
+def test_a_samplers_draws_are_the_same_for_all_workers() -> None:
+    """They take parts of one epoch, though each has a sampler of its own, and draw differently."""
+    weights = [1.0] * 5 + [0.0] * (LENGTH - 5)
+
+    def part(worker: int) -> list[int]:
+        torch.manual_seed(worker)
+        before = torch.get_rng_state()
+        feed = loader(batch_size=1, sampler=WeightedRandomSampler(weights, 30))
+        found = flat(taken(feed, worker, 10, count=BATCH))[:10]
+        assert torch.equal(torch.get_rng_state(), before)
+        return found
+
+    parts = [part(worker) for worker in range(WORKERS)]
+    assert set(flat(parts)) <= set(range(5))
+    torch.manual_seed(99)
+    feed = loader(batch_size=1, sampler=WeightedRandomSampler(weights, 30))
+    whole = [numbers(feed.source(Share(0, 1, 7, 1)).next_batch(30))]
+    assert [whole[0][worker::WORKERS] for worker in range(WORKERS)] == parts
+
+
+def test_batches_of_a_batch_sampler_stay_whole() -> None:
+    feed = loader(batch_sampler=OfOneLength(range(LENGTH), 6, False))
+    assert feed.length(6) == 24  # each counts as so many
+    dealt = [taken(feed, worker, 1) for worker in range(WORKERS)]
+    for (batch,) in dealt:
+        assert len({number % 4 for number in batch}) == 1
+    assert len(set(flat([flat(each) for each in dealt]))) == sum(len(b) for (b,) in dealt)
+
+
+def test_an_iterable_is_dealt_by_batches_and_begins_anew() -> None:
+    feed = feed_of(DataLoader(Stream(), batch_size=BATCH), False, BATCH)
+    assert "begin anew" in feed.caveat
+    assert taken(feed, 0, 5) == [[0, 1], [6, 7], [12, 13], [18, 19], [0, 1]]
+    assert taken(feed, 2, 2) == [[4, 5], [10, 11]]
+    assert flat(taken(feed_of(Stream(), False, BATCH), 1, 2)) == [2, 3, 8, 9]
+    own = feed_of(DataLoader(Stream(), batch_size=BATCH), True, BATCH)
+    assert taken(own, 2, 2) == [[0, 1], [2, 3]]
+
+
+def test_too_few_batches_are_refused() -> None:
+    feed = feed_of(DataLoader(Stream(), batch_size=20), False, 20)
+    assert taken(feed, 1, 1) == [[20, 21, 22]]
+    with pytest.raises(UserError, match=r"at least 3 batches in an epoch.*got 2"):
+        taken(feed, 2, 1)
+
+
+def test_lengths_are_known_or_not() -> None:
+    class Endless:
+        def __iter__(self) -> Iterator[int]:
+            return iter(int, 1)
+
+    assert feed_of(Endless(), False, BATCH).length(BATCH) is None
+    assert feed_of(Stream(), False, BATCH).length(BATCH) is None
+    assert loader(batch_size=3, sampler=RandomSampler(Words(), True, 31)).length(3) == 31
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (iter([1]), "got list_iterator, which cannot begin anew"),
+        ({"a": 1}, "expected a data set, a DataLoader, or an iterable of batches, got dict"),
+        (64, "got int"),
+        (
+            DataLoader(Words(), sampler=DistributedSampler(Words(), 2, 0)),
+            "got one with a DistributedSampler",
+        ),
+    ],
+)
+def test_others_are_refused(data: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        feed_of(data, False, BATCH)

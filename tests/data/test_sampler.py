@@ -1,0 +1,139 @@
+"""The order of samples: shards, epochs, seeking."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aladdin_mpi.data.randomness import SHUFFLING, bounded, sample_keys
+from aladdin_mpi.data.sampler import Period, Rest, ShardedStream
+from aladdin_mpi.errors import UserError
+
+
+@settings(max_examples=40, deadline=None)
+@given(length=st.integers(1, 60), workers=st.integers(1, 9), epoch=st.integers(0, 5))
+def test_the_shards_of_an_epoch_are_disjoint_and_complete(
+    length: int, workers: int, epoch: int
+) -> None:
+    workers = min(workers, length)
+    shards = []
+    for worker in range(workers):
+        stream = ShardedStream(length, worker, workers, seed=3)
+        stream.position = epoch * stream.shard_size
+        epochs, indices = stream.take(stream.shard_size)
+        assert (epochs == epoch).all()
+        shards.append(indices)
+    assert sorted(np.concatenate(shards)) == list(range(length))
+    sizes = [len(shard) for shard in shards]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(start=st.integers(0, 100), counts=st.lists(st.integers(0, 30), max_size=6))
+def test_a_seek_gives_what_reading_on_gives(start: int, counts: list[int]) -> None:
+    whole = ShardedStream(23, 1, 3, seed=5)
+    epochs, indices = whole.take(start + sum(counts))
+    sought = ShardedStream(23, 1, 3, seed=5)
+    sought.position = start
+    for count in counts:
+        got_epochs, got = sought.take(count)
+        assert got.tolist() == indices[start : start + count].tolist()
+        assert got_epochs.tolist() == epochs[start : start + count].tolist()
+        start += count
+    assert sought.position == start
+
+
+def test_epochs_and_seeds_give_different_orders() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        stream = ShardedStream(100, 0, 1, seed)
+        stream.position = 100 * epoch
+        return stream.take(100)[1].tolist()
+
+    orders = [order(seed, epoch) for seed in (0, 1, -1) for epoch in (0, 1)]
+    assert len({tuple(each) for each in orders}) == 6
+    assert order(0, 0) == orders[0]
+
+
+def test_the_order_does_not_depend_on_library_versions() -> None:
+    """These numbers must never change, or resumed runs would see other samples."""
+    assert ShardedStream(10, 0, 1, seed=7).take(10)[1].tolist() == GOLDEN_ORDER
+
+
+GOLDEN_ORDER = [1, 7, 5, 3, 9, 8, 2, 0, 4, 6]
+
+
+def test_positions_are_shuffled_evenly() -> None:
+    """Over many epochs each sample stands first about equally often."""
+    first = [ShardedStream(8, 0, 1, seed).take(1)[1][0] for seed in range(4000)]
+    counts = np.bincount(first, minlength=8)
+    assert counts.min() > 400 and counts.max() < 600  # 500 expected, deviation 21
+
+
+def test_state_goes_on_where_it_was_taken() -> None:
+    stream = ShardedStream(17, 0, 2, seed=1)
+    stream.take(12)
+    other = ShardedStream(17, 0, 2, seed=1)
+    other.load_state_dict(stream.state_dict())
+    assert other.position == 12 and other.epoch == 1
+    assert other.take(9)[1].tolist() == stream.take(9)[1].tolist()
+
+
+def test_a_copy_is_independent() -> None:
+    stream = ShardedStream(17, 0, 2, seed=1)
+    stream.take(5)
+    copy = stream.copy()
+    copy.take(3)
+    assert (stream.position, copy.position) == (5, 8)
+
+
+def test_state_of_another_run_is_refused() -> None:
+    state = ShardedStream(17, 0, 2, seed=1).state_dict()
+    with pytest.raises(UserError, match="has workers 2, this run has 4"):
+        ShardedStream(17, 0, 4, seed=1).load_state_dict(state)
+    with pytest.raises(UserError, match="has seed 1, this run has 2"):
+        ShardedStream(17, 0, 2, seed=2).load_state_dict(state)
+
+
+def test_fewer_samples_than_workers_is_refused() -> None:
+    with pytest.raises(UserError, match="3 samples for 4 workers"):
+        ShardedStream(3, 0, 4, seed=0)
+
+
+def test_bounded_covers_its_range_evenly() -> None:
+    keys = sample_keys(0, SHUFFLING, 0, np.arange(90_000))
+    for field in range(4):
+        counts = np.bincount(bounded(keys, field, 9), minlength=9)
+        assert len(counts) == 9
+        assert counts.min() > 9_500 and counts.max() < 10_500  # 10,000 expected, deviation 94
+
+
+def test_every_sample_once_whatever_the_numbers_of_workers() -> None:
+    """Workers of unequal speed, and their number changes several times."""
+    draw = random.Random(4)
+    for _ in range(40):
+        length = draw.randint(5, 23)
+        past: list[Period] = []
+        seen: Counter[tuple[int, int]] = Counter()
+        for workers in [draw.randint(1, 5) for _ in range(4)]:
+            taken = [draw.choice([0, 1, 3, 9, 40]) for _ in range(workers)]
+            for worker, count in enumerate(taken):
+                stream = ShardedStream(length, worker, workers, 3, past=past)
+                for part in (count // 2, count - count // 2):
+                    seen.update(zip(*(each.tolist() for each in stream.take(part)), strict=True))
+                assert stream.copy().take(7)[0][0] == stream.epoch
+            past.append(Period(tuple(taken)))
+        assert set(seen.values()) <= {1}
+        rest = Rest.behind(length, past)
+        left = set(zip(rest.epochs.tolist(), rest.places.tolist(), strict=True))
+        assert len(seen) + len(left) == rest.first_epoch * length
+
+
+def test_nobody_gets_what_a_failed_worker_had_before_it() -> None:
+    rest = Rest.behind(12, [Period((5, None, 2))])
+    assert rest.first_epoch == 2
+    assert {place % 3 for place in rest.places.tolist()} == {0, 2}

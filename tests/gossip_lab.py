@@ -1,0 +1,105 @@
+"""What the tests of algorithms without servers share: spied transports, drawn jobs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.transport.base import Handler
+from aladdin_mpi.transport.endpoint import Endpoint
+from aladdin_mpi.transport.request import Event, Request
+from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport
+from tests.roles import Job, Outcome, any_network, flat_start, noise_of_samples, run_rank
+
+
+class Spy(VirtualTransport):
+    """A transport that tells what passes through it, to be overridden."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        super().__init__(endpoint)
+
+    def sent(self, buffer: Tensor, dest: int, tag: int) -> None:
+        """A message has left."""
+
+    def handled(self, source: int, message: Tensor, tag: int) -> None:
+        """A handler has had a message."""
+
+    def switched(self) -> None:
+        """Other ranks run now, or have run."""
+
+    def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
+        request = super().isend(buffer, dest, tag, after)
+        self.sent(buffer, dest, tag)
+        return request
+
+    def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
+        def spied(source: int, message: Tensor) -> None:
+            kept = message.clone()
+            handler(source, message)
+            self.handled(source, kept, tag)
+            self.switched()
+
+        super().on_message(tag, nbytes, spied)
+
+    def sleep(self, seconds: float) -> None:
+        self.switched()
+        super().sleep(seconds)
+        self.switched()
+
+    def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
+        self.switched()
+        first = super().wait_any(requests, timeout)
+        self.switched()
+        return first
+
+
+def run_spied(job: Job, spy: Callable[[Endpoint], Spy]) -> Outcome:
+    """As ``tests.roles.run``, on transports made by ``spy``."""
+    cluster = VirtualCluster(job.workers, job.cluster, job.seed)
+    results: list[Any] = cluster.run(lambda transport: run_rank(job, spy(transport._endpoint)))
+    return Outcome(job, flat_start(job.numel), results)
+
+
+def any_job(algorithm: str, seed: int, **settings: Any) -> Job:
+    """A run drawn from its seed: any number of workers, cut, speeds, network."""
+    r = random.Random(seed)
+    workers = r.randint(2, 16)
+    numel = r.randint(6, 60)
+    return Job(
+        algorithm,
+        workers=workers,
+        numel=numel,
+        bucket=max(r.randint(1, numel), numel // 6),
+        samples=r.choice([r.randint(1, 2 * workers), r.randint(20, 30 * workers)]),
+        batch=r.randint(1, 4),
+        segments=r.randint(1, 3),
+        settings={"wire": r.choice(["fp32", "fp32", "bf16"]), **settings},
+        slowdown={r.randrange(workers): r.choice([2.0, 10.0])} if r.random() < 0.5 else {},
+        jitter=r.choice([0.0, 0.3, 1.0]),
+        cluster=any_network(seed, workers),
+        seed=seed,
+    )
+
+
+def large(job: Job) -> Job:
+    """The same with two buckets too large for the network to take at once (64 KiB)."""
+    return replace(job, numel=33_000, bucket=16_500, samples=min(job.samples, 6 * job.workers))
+
+
+def starts(rank: int, numel: int) -> Tensor:
+    """Every worker's own first model."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 + rank))
+
+
+def noises(job: Job, outcome: Outcome, worker: int) -> list[Tensor]:
+    """The gradient noise of each of a worker's steps."""
+    tickets = outcome.workers[worker].tickets
+    return [
+        noise_of_samples(job, worker, tickets[:k], ticket).double()
+        for k, ticket in enumerate(tickets)
+    ]

@@ -1,0 +1,416 @@
+"""Any torch optimizer on parts of a flat vector: as on the module's parameters."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aladdin_mpi.algorithms.registry import ALGORITHMS, check_optimizer
+from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.model.replica import Replica
+from aladdin_mpi.optimizers.from_torch import TorchOptimizer
+from aladdin_mpi.optimizers.named import arguments, default_decay, find, groups, known
+from aladdin_mpi.optimizers.probe import Granularity, granularity
+
+Make = Callable[[Any], torch.optim.Optimizer]
+STEPS = 4
+
+
+class Lion(torch.optim.Optimizer):
+    """As others write it: Chen et al., 2023, Symbolic Discovery of Optimization Algorithms."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "steps": 0})
+        self.bias = 0.0  # an attribute of its own
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["average"] = torch.zeros_like(p)
+                average, (first, second) = state["average"], group["betas"]
+                p.sub_((average * first + p.grad * (1 - first)).sign(), alpha=group["lr"])
+                average.mul_(second).add_(p.grad, alpha=1 - second).add_(self.bias)
+
+
+class Normalised(torch.optim.Optimizer):
+    """Steps of one length, over all parameters."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        every = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in every]).norm()
+        for p in every:
+            p.sub_(p.grad / norm, alpha=0.1)
+
+
+BY_VALUE: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1),
+    "adamw, fused": lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1, fused=True),
+    "adamw, foreach": lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1, foreach=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, 0.01),
+    "radam": lambda p: torch.optim.RAdam(p, 0.01),
+    "adadelta": lambda p: torch.optim.Adadelta(p, 0.5),
+    "lion": lambda p: Lion(p, 0.01),
+}
+WHOLE: dict[str, Make] = {
+    "adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
+    "normalised": lambda p: Normalised(p, 0.01),
+}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4), nn.Linear(4, 3))
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Weights; and biases at another rate. One parameter is in none."""
+    own = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in own if p.dim() > 1]},
+        {"params": [p for p in own if p.dim() == 1][:-1], "lr": 0.003},
+    ]
+
+
+def gradients(model: nn.Module, step: int) -> None:
+    torch.manual_seed(100 + step)
+    model.zero_grad()
+    nn.functional.mse_loss(model(torch.randn(5, 6)), torch.randn(5, 3)).backward()
+
+
+def cuts(numel: int) -> list[slice]:
+    edges = [0, 7, 20, 21, 60, numel]
+    return [slice(a, b) for a, b in pairwise(edges)]
+
+
+class Pair:
+    """A model trained by torch, and one by parts of its flat vector."""
+
+    def __init__(self, make: Make, parts: bool = True) -> None:
+        self.plain, self.flat = network(), network()
+        self.reference = make(two_groups(self.plain))
+        self.given = make(two_groups(self.flat))
+        self.replica = Replica(self.flat)
+        self.x = self.replica.parameters
+        self.optimizer = TorchOptimizer(self.given, self.flat, self.x)
+        self.parts = cuts(len(self.x)) if parts else [slice(0, len(self.x))]
+
+    def step(self, number: int, how: str = "descend") -> None:
+        gradients(self.plain, number)
+        self.reference.step()
+        g = self.gradient(number)
+        for part in self.parts:
+            if how == "descend":
+                self.optimizer.descend(part, g[part], self.x[part], 1.0)
+            elif how == "halved and doubled":
+                self.optimizer.descend(part, g[part] * 2, self.x[part], 1.0, factor=0.5)
+            else:
+                self.optimizer.correct(part, g[part], self.x[part])
+                self.x[part] -= g[part]
+
+    def gradient(self, number: int) -> Tensor:
+        self.flat.zero_grad()
+        gradients(self.flat, number)
+        every = [p for p in self.flat.parameters() if p.requires_grad][::-1]
+        return torch.cat([p.grad.flatten() for p in every if p.grad is not None])
+
+    def check(self) -> None:
+        for a, b in zip(self.plain.parameters(), self.flat.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["descend", "halved and doubled", "correct"])
+@pytest.mark.parametrize("name", BY_VALUE)
+def test_steps_of_parts_are_those_of_the_parameters(name: str, how: str) -> None:
+    pair = Pair(BY_VALUE[name])
+    assert pair.optimizer.takes_parts
+    before = pair.x.clone()
+    for number in range(STEPS):
+        pair.step(number, how)
+    pair.check()
+    assert not torch.equal(before, pair.x)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_others_step_the_whole_vector_in_the_parameters_shapes(name: str) -> None:
+    pair = Pair(WHOLE[name], parts=False)
+    assert not pair.optimizer.takes_parts
+    for number in range(STEPS):
+        pair.step(number)
+    pair.check()
+    with pytest.raises(AssertionError, match="takes the whole vector"):
+        pair.optimizer.descend(slice(0, 7), pair.gradient(0)[:7], pair.x[:7], 1.0)
+
+
+@pytest.mark.parametrize("lr", [0.0, 0.5])
+def test_the_schedules_factor_scales_the_step(lr: float) -> None:
+    one, other = Pair(BY_VALUE["adamw"]), Pair(BY_VALUE["adamw"])
+    before, part = one.x.clone(), slice(0, len(one.x))
+    one.optimizer.descend(part, one.gradient(0), one.x, lr)
+    g = other.gradient(0)
+    other.optimizer.correct_and_descend(part, g, other.x, lr)
+    torch.testing.assert_close(one.x, other.x)
+    torch.testing.assert_close(before - lr * g, one.x)
+    assert g.abs().max() > 0.001  # the direction holds the groups' rates, not the factor
+
+
+def test_a_direction_less_its_momentum() -> None:
+    """``d - m d'``, d' the direction before: with momentum SGD the gradient."""
+    pair = Pair(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), parts=False)
+    part, raw = pair.parts[0], torch.empty_like(pair.x)
+    rates = torch.full_like(pair.x, 0.1)
+    for number in range(3):
+        g = pair.gradient(number)
+        mine = g.clone()
+        pair.optimizer.correct(part, mine, pair.x, raw)
+        owned = raw != 0
+        torch.testing.assert_close(
+            raw[owned] / g[owned], _rates(pair, rates)[owned], rtol=2e-2, atol=1e-4
+        )
+    assert pair.optimizer.momentum == 0.9
+
+
+def _rates(pair: Pair, rates: Tensor) -> Tensor:
+    at, rates = 0, rates.clone()
+    for p in [p for p in pair.flat.parameters() if p.requires_grad][::-1]:
+        if any(p is each for each in pair.given.param_groups[1]["params"]):
+            rates[at : at + p.numel()] = 0.003
+        at += p.numel()
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        *((make, Granularity.VALUE) for make in BY_VALUE.values()),
+        (WHOLE["adafactor"], Granularity.PARAMETER),
+        (WHOLE["normalised"], Granularity.MODEL),
+    ],
+)
+def test_what_an_optimizer_has_to_see_is_found_out(make: Make, expected: Granularity) -> None:
+    model = network()
+    given = make(two_groups(model))
+    for group in given.param_groups:  # as a scheduler's warm-up may begin
+        group["lr"] = 0.0
+    before = copy.deepcopy(model.state_dict())
+    assert granularity(given) is expected
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(state["step"] == 0 for state in given.state.values())  # Adagrad has one
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name", "settings", "words"),
+    [
+        ("aladdin", "adafactor", {}, "one that treats every value alike for aladdin"),
+        ("bsp", "normalised", {}, "or one of ad-psgd, adsp, ar-sgd"),
+        ("multistep", "adamw", {}, "expected momentum SGD for multistep"),
+        ("bsp", "adamw", {"compression": "dgc"}, "momentum SGD for --compression dgc"),
+        ("asp", "adamw", {"asp": {"momentum": "server"}}, "--asp-momentum: expected worker"),
+        ("aladdin", "sgd", {"aladdin": {"lookahead": 0.5}}, "--aladdin-lookahead: expected 0 with"),
+        ("aladdin", "adamw", {}, ""),
+        ("easgd", "adafactor", {}, ""),
+    ],
+)
+def test_an_optimizer_suits_an_algorithm_or_not(
+    algorithm: str, name: str, settings: dict[str, Any], words: str
+) -> None:
+    optimizer = Pair({**BY_VALUE, **WHOLE}[name]).optimizer
+    options = RunOptions.model_validate({"algorithm": algorithm, **settings})
+    expected = pytest.raises(UserError, match=words) if words else nullcontext()
+    with expected:
+        check_optimizer(ALGORITHMS[algorithm], options, optimizer)
+
+
+def test_muon_takes_whole_matrices() -> None:
+    model = nn.Linear(6, 9, bias=False)
+    assert granularity(torch.optim.Muon(model.parameters())) is Granularity.PARAMETER
+
+
+def test_an_optimizer_that_wants_a_closure_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"expected one whose step\(\) needs no more than grad.*LBF"
+    ):
+        granularity(torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
+
+
+def test_changed_hyperparameters_are_followed_and_those_of_its_own_are_kept() -> None:
+    pair = Pair(BY_VALUE["lion"])
+    for number in range(STEPS):
+        for each in (pair.reference, pair.given):
+            each.param_groups[0]["lr"] = 0.01 / (number + 1)
+            each.param_groups[1]["betas"] = (0.8, 0.9)
+        pair.step(number)
+    pair.check()
+    inner = pair.optimizer.state_dict()["parts"][0]["state"]["inner"]["param_groups"][0]
+    assert inner["steps"] == STEPS  # which ``given``, that makes no steps, does not count
+
+
+def test_a_scheduler_goes_on_with_every_step_and_is_not_to_be_stepped_twice() -> None:
+    pair = Pair(BY_VALUE["adamw"])
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(pair.given, 0.1, total_steps=20)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(pair.reference, 0.1, total_steps=20)
+    optimizer = pair.optimizer = TorchOptimizer(pair.given, pair.flat, pair.x, scheduler)
+    for number in range(STEPS):
+        pair.step(number)
+        optimizer.advance(number + 1)
+        theirs.step()
+        assert optimizer.rate == theirs.get_last_lr()[0]
+    pair.check()
+    scheduler.step()
+    with pytest.raises(UserError, match=r"scheduler.step\(\) was called"):
+        optimizer.advance(STEPS + 1)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw, fused", "lion", "rmsprop"])
+def test_a_state_goes_on_to_the_bit(name: str) -> None:
+    """Through a file that holds nothing but tensors and plain values."""
+    straight, resumed = (Pair(BY_VALUE[name]) for _ in range(2))
+    raw = torch.empty_like(straight.x)
+
+    def steps(pair: Pair, numbers: range) -> None:
+        for number in numbers:
+            g = pair.gradient(number)
+            for part in pair.parts:
+                pair.optimizer.correct(part, g[part], pair.x[part], raw[part])
+            pair.x.sub_(g)
+            # As a scheduler does: before a checkpoint that may follow.
+            pair.given.param_groups[0]["lr"] = 0.01 / (number + 2)
+
+    steps(straight, range(4))
+    steps(resumed, range(2))
+    stored = io.BytesIO()
+    torch.save(resumed.optimizer.state_dict(), stored)
+    stored.seek(0)
+    again = Pair(BY_VALUE[name])
+    again.x.copy_(resumed.x)
+    again.optimizer.load_state_dict(torch.load(stored, weights_only=True))
+    steps(again, range(2, 4))
+    assert torch.equal(straight.x, again.x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+        lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 5]),
+        lambda o: torch.optim.lr_scheduler.SequentialLR(
+            o,
+            [
+                torch.optim.lr_scheduler.LinearLR(o, total_iters=3),
+                torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+            ],
+            [3],
+        ),
+    ],
+    ids=["one cycle", "cosine", "lambda", "steps", "sequential"],
+)
+def test_a_schedulers_state_goes_on(make: Any) -> None:
+    def fresh() -> TorchOptimizer:
+        model = network()
+        given = torch.optim.SGD(model.parameters(), 0.1)
+        return TorchOptimizer(given, model, Replica(model).parameters, make(given))
+
+    straight, before, after = fresh(), fresh(), fresh()
+    straight.advance(8)
+    before.advance(3)
+    stored = io.BytesIO()
+    torch.save(before.state_dict(), stored)
+    stored.seek(0)
+    after.load_state_dict(torch.load(stored, weights_only=True))
+    after.advance(3)  # as fast workers do: the others have not come as far
+    after.advance(8)
+    assert after.rate == straight.rate
+
+
+@pytest.mark.parametrize("name", ["adagrad", "adamw", "sgd"])
+def test_a_state_from_before_the_run_is_cut_too(name: str) -> None:
+    """As one that a program has loaded; one parameter has made more steps than the others."""
+    pair = Pair(BY_VALUE[name])
+    for model, optimizer in ((pair.plain, pair.reference), (pair.flat, pair.given)):
+        kept = copy.deepcopy(model.state_dict())
+        for number in range(3):
+            gradients(model, number)
+            if number:
+                model[0].weight.grad = None
+            optimizer.step()
+        model.load_state_dict(kept)
+    for number in range(STEPS):
+        pair.step(number)
+    pair.check()
+
+
+def test_settings_travel() -> None:
+    one, other = Pair(BY_VALUE["adamw"]), Pair(BY_VALUE["adamw"])
+    one.given.param_groups[0]["lr"] = 0.5
+    one.given.param_groups[1]["betas"] = (0.5, 0.75)
+    other.optimizer.adopt(one.optimizer.settings())
+    assert other.given.param_groups[0]["lr"] == 0.5
+    assert other.given.param_groups[1]["betas"] == (0.5, 0.75)
+    assert other.given.param_groups[1]["amsgrad"] is False
+    assert other.optimizer.settings() == one.optimizer.settings()
+
+
+# -- by name ----------------------------------------------------------------------------------
+def test_torchs_optimizers_are_known_by_name() -> None:
+    assert {"sgd", "adam", "adamw", "rmsprop", "adagrad", "nadam", "muon"} <= set(known())
+    assert "lbfgs" not in known()
+    with pytest.raises(UserError, match="did you mean adam"):
+        find("adamv")
+
+
+def test_their_own_decay_is_the_default() -> None:
+    assert (default_decay("adamw"), default_decay("adam")) == (0.01, 0.0)
+    assert default_decay("package.module:Lion") == 0.0
+
+
+def test_options_are_turned_into_arguments() -> None:
+    adamw = find("adamw")
+    assert arguments(adamw, {"beta2": 0.95, "eps": 1e-6, "amsgrad": 1.0}) == {
+        "betas": (0.9, 0.95),
+        "eps": 1e-6,
+        "amsgrad": True,
+    }
+    with pytest.raises(UserError, match=r"expected one of .*beta1, beta2.*, got 'momentum'"):
+        arguments(adamw, {"momentum": 0.9})
+
+
+def test_groups_by_pattern() -> None:
+    model = network()
+    found = groups(model, 0.1, 0.01, {"3.*": 10.0, "*.weight": 0.5}, {"*.bias": 0.0})
+    rates = {
+        id(p): (group["lr"], group["weight_decay"]) for group in found for p in group["params"]
+    }
+    by_name = {name: rates[id(p)] for name, p in model.named_parameters() if p.requires_grad}
+    assert by_name == {
+        "0.weight": (0.05, 0.01),
+        "0.bias": (0.1, 0.0),
+        "2.weight": (0.05, 0.01),
+        "3.weight": (0.5, 0.01),
+        "3.bias": (1.0, 0.0),
+    }
+    with pytest.raises(UserError, match=r"--lr-factors: .*got 'head.\*', which matches none"):
+        groups(model, 0.1, 0.01, {"head.*": 1.0}, {})

@@ -1,0 +1,74 @@
+"""A server's models leave as soon as they can, whatever else comes or does not come."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aladdin_mpi.compression.codec import DenseWire
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.model.layout import cut
+from aladdin_mpi.parameter_server.frames import Header, Kind, new_header
+from aladdin_mpi.parameter_server.server import ParameterServer
+from aladdin_mpi.transport.base import Transport
+from tests import virtual_lab
+
+NUMEL = 1_000_000
+
+
+def serve(transport: Transport, models: int, exact: bool) -> None:
+    """Answer each gradient by so many models, of which the first holds up the others."""
+    wire = DenseWire(torch.float32, torch.device("cpu"))
+    layout = cut(NUMEL, 1, 8.0, 8.0)
+    server = ParameterServer(transport, layout, torch.zeros(NUMEL), wire, lambda samples: 1.0)
+    for arrival in server.gradients():
+        for _ in range(models):
+            server.values[0] += 1
+            server.send_model(arrival.worker, arrival.bucket, exact=exact)
+
+
+def train(transport: Transport, awaited: int) -> list[float]:
+    """Send a gradient, and say that this was all only when ``awaited`` models have come."""
+    found = []
+    header = Header(Kind.BUCKETS, gradients=1, samples=1).pack()
+    transport.isend(header, 0, Tag.GRADIENT)
+    transport.isend(torch.ones(NUMEL), 0, Tag.GRADIENT)
+    for _ in range(awaited):
+        model = torch.empty(NUMEL)
+        transport.wait(transport.irecv(new_header(), 0, Tag.MODEL))
+        transport.wait(transport.irecv(model, 0, Tag.MODEL))
+        found.append(float(model[0]))
+    transport.isend(Header(Kind.END).pack(), 0, Tag.GRADIENT)
+    end = transport.irecv(new_header(), 0, Tag.MODEL)
+    transport.wait(end)
+    assert Header.received(end).kind == Kind.END
+    return found
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_model_does_not_wait_for_a_gradient(workers: int, exact: bool) -> None:
+    """All workers wait for the second model, so no gradient comes before it has left."""
+
+    def main(transport: Transport) -> list[float] | None:
+        if transport.rank == 0:
+            serve(transport, 2, exact)
+            return None
+        return train(transport, 2)
+
+    _, *models = virtual_lab.run(1 + workers, main, virtual_lab.lab(1 + workers))
+    for first, last in models:
+        assert 1 <= first < last <= 2 * workers
+
+
+def test_the_newest_model_replaces_those_that_wait() -> None:
+    """Of five, the first leaves at once and the last follows it."""
+
+    def main(transport: Transport) -> list[float] | None:
+        if transport.rank == 0:
+            serve(transport, 5, exact=True)
+            return None
+        return train(transport, 2)
+
+    _, models = virtual_lab.run(2, main, virtual_lab.lab(2))
+    assert models == [1, 5]

@@ -1,0 +1,57 @@
+"""Where ranks are is told, shortly where there are many, and shared GPUs are warned of."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+from aladdin_mpi.run.placement import by_host, by_rank, shared_gpus
+from tests.commands import train
+
+
+def fact(rank: int, host: str, gpu: str | None, index: int = 0, cores: int = 4) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "host": host,
+        "role": "server" if gpu is None else "worker",
+        "device": "cpu" if gpu is None else f"cuda:{index}",
+        "gpu": gpu,
+        "cores": [*range(cores), 40],
+    }
+
+
+def test_a_line_for_each_rank() -> None:
+    told = by_rank([fact(0, "n1", None), fact(1, "n12", "GPU-a", 3)])
+    assert told == [
+        "rank 0  n1   server  cpu     cores 0-3,40",
+        "rank 1  n12  worker  cuda:3  cores 0-3,40",
+    ]
+
+
+def test_many_ranks_in_few_lines() -> None:
+    facts = [fact(0, "n0", None)]
+    facts += [fact(1 + i, f"n{i // 8}", f"GPU-{i}", i % 8, cores=6) for i in range(800)]
+    gpus = ", ".join(f"cuda:{i}" for i in range(8))
+    assert by_host(facts) == [
+        "801 ranks on 100 hosts:",
+        f"  n0: 1 server on cpu, 5 cores each; 8 workers on {gpus}, 7 cores each",
+        f"  99 hosts, n1 to n99: 8 workers on {gpus}, 7 cores each",
+    ]
+
+
+def test_a_shared_gpu_is_warned_of_and_the_same_number_on_two_hosts_is_not() -> None:
+    facts = [fact(0, "n1", None), fact(1, "n1", "GPU-a"), fact(2, "n1", "GPU-b")]
+    facts += [fact(3, "n2", "GPU-c"), fact(4, "n2", "GPU-c")]
+    (warning,) = shared_gpus(facts)
+    assert warning.startswith("ranks 3, 4 share cuda:0 of n2: ")
+
+
+def test_the_training_tells_it(tmp_path: Path) -> None:
+    timed = ["--compute", "timed", "--compute-time", "0.001", "--model", "size:1"]
+    told = train(2, tmp_path / "run", "--samples", 64, "--device", "cpu", *timed).stdout
+    host = platform.node()
+    assert [line.split()[:5] for line in told.splitlines() if line.startswith("rank ")] == [
+        ["rank", "0", host, "server", "cpu"],
+        ["rank", "1", host, "worker", "cpu"],
+    ]

@@ -1,0 +1,244 @@
+"""What a person sees of a run: on terminals of several widths, under mpirun or not; in a file."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from aladdin_mpi.process import console, units
+from aladdin_mpi.process.terminal import Terminal, find_terminal
+from aladdin_mpi.run.own_figures import OwnFigures
+from aladdin_mpi.run.progress import Live, Recent
+from aladdin_mpi.run.state_line import State, in_columns, in_full
+from tests.commands import metrics, summary
+from tests.launch import ROOT, environment, launcher, needs, turn
+from tests.terminal import CTRL_C, run_on_terminal
+
+STATE = State(
+    samples=4_828,
+    total=17_244,
+    epoch=3.36,
+    workers=4,
+    alive=4,
+    rate=9_410.2,
+    loss=0.31234,
+    figures={"test_accuracy": 0.96123, "test_loss": 0.2},
+    lr=0.04,
+    waiting=0.28,
+    staleness=2.134,
+    left=200.0,
+)
+
+
+# -- the line -----------------------------------------------------------------------------
+def test_numbers_have_one_format() -> None:
+    assert units.throughput(9410.2) == "9,410 samples/s"
+    assert units.throughput(12345.6) == "12,346 samples/s"
+    assert [units.percent(x) for x in (0, 0.0028, 0.028, 0.28, 0.9961, 1)] == [
+        *("0 %", "0.28 %", "2.8 %", "28 %", "100 %", "100 %")
+    ]
+    assert [units.duration(x) for x in (45, 59.7, 200, 7500)] == [
+        *("45 s", "1:00 min", "3:20 min", "2:05:00 h")
+    ]
+    assert [units.number(x) for x in (1437, 0.03125, 1.2e-6)] == ["1,437", "0.03125", "1.2e-06"]
+
+
+def test_lines_in_a_file_have_everything() -> None:
+    assert in_full(STATE) == (
+        " 27 %  4,828 of 17,244 samples  9,410 samples/s  loss 0.3123  accuracy 0.9612  "
+        "test loss 0.2  learning rate 0.04  waiting 28 %  staleness 2.134  epoch 3.36  "
+        "4 workers  3:20 min left"
+    )
+
+
+def test_a_terminal_of_80_columns_has_what_matters() -> None:
+    """And one of 200 has everything, with a bar."""
+    narrow = in_columns(STATE, 80)
+    assert narrow.strip() == (
+        "27 % 9,410 samples/s loss 0.312 acc 0.961 lr 0.04 wait 28 % 4 workers 3:20 left"
+    )
+    wide = in_columns(STATE, 200)
+    assert wide.count("{bar}") == 1
+    assert re.sub(r" *\{bar\} *", "  ", wide) == in_full(STATE).replace(
+        "4,828 of 17,244 samples  ", ""
+    )
+    own = in_columns(replace(STATE, figures={"validation": 12.5, "{odd}": 1.0}), 200)
+    assert "validation 12.5  {{odd}} 1 " in own
+
+
+@pytest.mark.parametrize("figures", [{}, {"test_accuracy": 0.5}, {"a_rather_long_name" * 3: 1e-9}])
+def test_nothing_is_cut_or_wider_than_the_terminal(figures: dict[str, float]) -> None:
+    state = replace(STATE, figures=figures, alive=3, rate=1_234_567.0, left=360_000.0)
+    words = set(f"{in_full(state)} {in_columns(state, 1000)}".split())
+    words |= {"acc", "lr", "wait", "stale", "3/4", "0.312", "2.13", "1e-09", "100:00:00"}
+    for columns in range(5, 260):
+        text = in_columns(state, columns)
+        assert set(text.replace("{bar}", " ").split()) <= words
+        if "{bar}" in text:
+            assert len(text) - len("{bar}") <= columns - 10
+        else:
+            assert len(text) == columns
+        assert text.startswith(" 27 %")
+    assert "3/4 workers" in in_columns(state, 80)
+
+
+def test_rate_and_loss_are_those_of_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(float(x) for x in range(100))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    recent = Recent(total=1000, samples=0, seconds=0.0)
+    assert recent.mark(0, 0.0) == (None, None)
+    recent.add(8.0, 10)
+    assert recent.mark(10, 1.0) == (10.0, 8.0)
+    for step in range(1, 5):
+        recent.add(1.0 / step, 20)
+        found = recent.mark(10 + 20 * step, 1.0 + step)
+    assert found == (20.0, 0.25)
+
+
+def test_who_prints_takes_the_line_away_and_whoever_ends_leaves_it() -> None:
+    stream = io.StringIO()
+    live = Live(STATE, Terminal(stream, None))
+    console.show(live)
+    console.say("a warning", stream)
+    assert stream.getvalue().endswith("\r" + " " * 80 + "\ra warning\n")
+    live.draw(replace(STATE, samples=17_244))
+    console.close()
+    assert re.search(r"\r100 %[^\r\n]{75}\n$", stream.getvalue())
+    console.say("the end", stream)
+    assert stream.getvalue().endswith("\nthe end\n")
+
+
+def test_figures_behind_the_training_are_no_messages() -> None:
+    """Nobody would wait for those: they are gathered."""
+    over = False
+    transport = Mock()
+    figures = OwnFigures(transport, None, lambda: over)
+    figures.tell({"validation": 1.0})
+    over = True
+    figures.tell({"validation": 2.0})
+    assert transport.isend.call_count == 1
+    assert figures.late == [{"validation": 2.0}]
+
+
+# -- which terminal -----------------------------------------------------------------------
+ASK = """
+import os, sys
+sys.path.insert(0, {root!r})
+from aladdin_mpi.process.terminal import find_terminal
+if "0" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
+    found = find_terminal(sys.stderr)
+    with open("found", "a") as file:
+        print(found and found.columns, file=file)
+"""
+REDIRECTED = ("{0}", "{0} > out", "{0} 2> out", "{0} > out 2>&1", "{0} 2>&1 | cat > out", "{1}")
+
+
+@pytest.mark.parametrize(
+    "mpi", [pytest.param(each, marks=needs(each)) for each in ("openmpi", "mpich")]
+)
+def test_a_rank_finds_the_terminal_of_its_launcher(tmp_path: Path, mpi: str) -> None:
+    """But only where what it prints gets there."""
+    (tmp_path / "ask.py").write_text(ASK.format(root=str(ROOT)))
+    start = f"{launcher(mpi)} -n 2"
+    ask = f"{sys.executable} ask.py"
+    plain, piped = f"{start} {ask}", f"{start} sh -c '{ask} 2>&1 | cat'"
+    script = "\n".join(line.format(plain, piped) for line in REDIRECTED)
+    with turn():
+        run_on_terminal(["sh", "-ec", script], 123, environment(mpi, {}), tmp_path)
+    assert (tmp_path / "found").read_text().split() == ["123", *["None"] * 5]
+
+
+def test_what_is_no_terminal_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w") as file:
+        assert find_terminal(file) is None
+    assert find_terminal(io.StringIO()) is None
+    monkeypatch.setenv("COLUMNS", "90")
+    assert Terminal(io.StringIO(), None).columns == 90
+    monkeypatch.setenv("COLUMNS", "wide")
+    assert Terminal(io.StringIO(), None).columns == 80
+
+
+# -- whole runs ---------------------------------------------------------------------------
+OWN_LOOP = """
+import time, warnings
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from aladdin_mpi import DataParallel
+
+data = TensorDataset(torch.randn(64, 8), torch.zeros(64, dtype=torch.int64))
+run = DataParallel(
+    nn.Linear(8, 3), algorithm="aladdin", epochs=3, batch_size=8, lr=0.01, run_dir="run"
+)
+for epoch in run.epochs(data):
+    for inputs, labels in epoch:
+        loss = nn.functional.cross_entropy(run.module(inputs), labels)
+        loss.backward()
+        run.step(loss)
+        time.sleep(0.06)
+    run.print(f"epoch {epoch} is over")
+    run.log(validation=100.0 + int(epoch))
+"""
+
+
+@needs("openmpi")
+def test_a_loop_of_ones_own_under_mpirun_in_80_columns(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(OWN_LOOP)
+    command = [str(launcher("openmpi")), "-n", "2", sys.executable, "script.py"]
+    here = environment("openmpi", {"PYTHONPATH": str(ROOT)})
+    with turn():
+        seen = run_on_terminal(command, 80, here, tmp_path)
+    assert seen.status == 0, seen.text
+    redraws = seen.redrawn(80)
+    shape = r" *\d+ % [\d,.]+ samples/s loss [\d.]+ validation 10[012] .*1 worker( 0:0\d left)? *"
+    logged = [each for each in redraws if "validation" in each]
+    assert logged and all(re.fullmatch(shape, each) for each in logged), logged
+    # It is live: it was redrawn before and after what the loop has printed, which is whole.
+    first = seen.text.index("epoch 0 is over")
+    assert re.search(r"\r +\d+ % [\d,.]+ samples/s", seen.text[:first])
+    assert re.search(r"\r +\d+ % [\d,.]+ samples/s", seen.text[first:])
+    assert len(re.findall(r"epoch \d is over\r*\n", seen.text)) == 3
+    assert "rank 1  " in seen.text.partition("%")[0]
+    # What was logged behind the last step is in the table, the summary and the metrics.
+    assert re.search(r"\n *validation +102\r*\n", seen.text)
+    assert summary(tmp_path / "run")["own"] == {"validation": 102.0}
+    assert metrics(tmp_path / "run", "own")[-1]["validation"] == 102.0
+
+
+def test_in_one_process_in_200_columns_until_ctrl_c(tmp_path: Path) -> None:
+    """A worker dies, which is told and seen; then the terminal is left as it was."""
+    command = [sys.executable, "-m", "aladdin_mpi.simulate", "--epochs", "500", "--workers", "4"]
+    command += ["--eval-every", "0.5", "--deaths", "2=4", "--run-dir", str(tmp_path / "run")]
+
+    def type_when(text: str) -> bytes | None:
+        return CTRL_C if "3 of 4 workers alive" in text and "accuracy" in text else None
+
+    with turn():
+        seen = run_on_terminal(command, 200, environment("openmpi", {}), ROOT, 100, type_when)
+    assert seen.lines[0] == "aladdin_mpi: starting, in virtual time"
+    last = re.split(r" {2,}", seen.redrawn(200)[-1].strip())
+    shape = (
+        r"\d+ %( [#\d]+)?",
+        r"[\d,.]+ samples/s",
+        *(rf"{name} [\d.e-]+" for name in ("loss", "accuracy", "test loss", "learning rate")),
+        r"waiting [\d.]+ %",
+        *(rf"{name} [\d.e-]+" for name in ("staleness", "epoch")),
+        "3 of 4 workers alive",
+        r"[\d:]+ (s|min|h) left",
+    )
+    assert len(last) == len(shape), last
+    assert all(map(re.fullmatch, shape, last)), last
+    told = [line for line in seen.lines if "has failed" in line]
+    assert len(told) == 1
+    assert told[0].startswith("aladdin_mpi: rank 2 (host ")
+    # The line stays, and what is said in the end is below it.
+    assert re.search(r"alive {2}[^\r\n]* left\r*\n.*aladdin_mpi: stopped by ", seen.text, re.S)
+    assert seen.status == 130
+    assert "Traceback" not in seen.text

