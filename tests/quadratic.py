@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aladdin_mpi.algorithms.aladdin import AladdinServer, AladdinWorker
+from aladdin_mpi.algorithms.aladdin import AladdinOptions, AladdinServer, AladdinWorker
 from aladdin_mpi.compression.codec import DenseWire
-from aladdin_mpi.config.algorithm_options import AladdinOptions
 from aladdin_mpi.control.budget import Budget, Report, Ticket
 from aladdin_mpi.model.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
 from aladdin_mpi.model.replica import Replica

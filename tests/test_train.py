@@ -10,8 +10,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from aladdin_mpi.algorithms.aladdin import AladdinOptions
 from aladdin_mpi.config.options import TrainOptions, parse
 from aladdin_mpi.data.models import build_model
+from aladdin_mpi.roles.settings import own
 from tests.commands import EPOCH, checkpoint_part, leftovers, metrics, rises, summary, train
 from tests.launch import Completed, needs
 
@@ -141,7 +143,7 @@ def test_options_from_a_file(tmp_path: Path) -> None:
     options = ["--config", file, "--batch-size", 10, "--quiet"]
     done = train(2, tmp_path / "run", *options)
     config = read_back(tmp_path / "run")
-    assert (config.batch_size, config.model, config.aladdin.pi) == (10, "mlp", 2)
+    assert (config.batch_size, config.model, own(config, AladdinOptions).pi) == (10, "mlp", 2)
     found = summary(tmp_path / "run")
     # 100 batches of 10, and the rest.
     assert (found["samples"], found["gradients_computed"], found["workers"]) == (1001, 101, 1)

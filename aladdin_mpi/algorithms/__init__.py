@@ -1,1 +1,7 @@
-"""The training algorithms, one file each, and what they share."""
+"""The algorithms, a file each: importing this folder registers all of them."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in iter_modules(__path__, f"{__name__}."):
+    import_module(_module.name)

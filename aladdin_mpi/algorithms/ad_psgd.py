@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
-from aladdin_mpi.config.algorithm_options import AdPsgdOptions
 from aladdin_mpi.control.barrier import barrier
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.gossip.peers import ModelOutbox, PeerWorker
@@ -30,9 +31,22 @@ from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import add, copy, host_vector
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.settings import own
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.request import PeerFailedError, Request
 from aladdin_mpi.transport.sealed import is_void, void
+
+
+class AdPsgdOptions(BaseModel):
+    """For --algorithm ad-psgd (Lian et al., ICML 2018)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    graph: Literal["random", "exponential"] = Field(
+        "random",
+        description="whom an active worker averages with: a passive one drawn by chance, or those "
+        "0, 1, 2, 4, ... further, in turn",
+    )
 
 
 def passive_workers(n: int) -> list[int]:
@@ -254,3 +268,17 @@ class AdPsgdWorker(PeerWorker):
         """See :meth:`TrainingWorker.resize`."""
         super().resize(former)
         copy(self.master, self.x)
+
+
+register(
+    Algorithm(
+        "ad-psgd",
+        lambda worker, optimizer, wire, run: AdPsgdWorker(
+            worker, optimizer, wire, own(run, AdPsgdOptions), run.seed
+        ),
+        options=AdPsgdOptions,
+        holder="all",
+        least_workers=2,
+        on_resize="they begin from the mean of all models",
+    )
+)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import sqrt
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
-from aladdin_mpi.config.algorithm_options import AladdinOptions
+from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import add, clear, copy
 from aladdin_mpi.optimizers.base import Optimizer
@@ -26,7 +28,70 @@ from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
+from aladdin_mpi.roles.settings import RunSettings, own
 from aladdin_mpi.roles.worker import Worker
+
+AlphaRule = Literal["theory", "since-last", "literal"]
+"""How ALADDIN's server chooses the weight that a worker gives to the global model."""
+
+
+class AladdinOptions(BaseModel):
+    """For --algorithm aladdin (Ko et al., CIKM 2021)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    pi: int = Field(
+        4,
+        ge=1,
+        description="gradients that a worker sends between two models sent back to it",
+        json_schema_extra={"unit": "GRADIENTS"},
+    )
+    alpha: Annotated[float, Field(ge=0, le=1)] | AlphaRule = Field(
+        "theory",
+        description="weight of the global model when a worker blends it into its own: a number "
+        "from 0 to 1, or a rule; with n workers, theory: 1-1/sqrt(n*pi); since-last: 1-1/sqrt(c), "
+        "c the gradients at the server since its last model for this worker; literal: the same, c "
+        "since its last model for any worker, as printed",
+        json_schema_extra={"unit": "WEIGHT"},
+    )
+    normalize: Literal["count", "workers", "none"] = Field(
+        "workers",
+        description="what accumulated gradients are divided by: their count, the number of "
+        "workers, or nothing",
+    )
+    trigger: Literal["accumulate", "drop"] = Field(
+        "accumulate",
+        description="whether the gradient that triggers an update is added to it, or dropped as "
+        "the paper prints it",
+    )
+    momentum: Literal["worker", "split"] = Field(
+        "worker",
+        description="worker: workers send steps that contain their momentum, and the server adds "
+        "them plainly; split: workers send raw gradients, and both keep a momentum of their own",
+    )
+    lookahead: float = Field(
+        0.0,
+        ge=0,
+        description="steps of its own momentum by which a worker moves the global model on before "
+        "it blends it in, for what other workers are about to add to it; 0: not, as in the paper",
+        json_schema_extra={"unit": "STEPS"},
+    )
+    self_update: bool = Field(
+        True,
+        description="a worker applies its gradient to its own model at once; otherwise its model "
+        "stays as it is until the global one comes",
+    )
+    lazy: bool = Field(
+        True,
+        description="the global model is updated when a worker is sent it; otherwise by every "
+        "gradient",
+    )
+    ring: int = Field(
+        2,
+        ge=1,
+        description="gradients of a worker on the wire at once; more are summed until one is free",
+        json_schema_extra={"unit": "GRADIENTS"},
+    )
 
 
 class AladdinWorker(TrainingWorker):
@@ -283,3 +348,40 @@ class AladdinServer(Server):
             for saved in former.server["pending"]:
                 _take_over(shard, saved)
             shard.applied = shard.total - shard.dropped - shard.sum.count
+
+
+def _check(run: RunSettings) -> None:
+    """A worker that looks ahead needs a momentum to do so with."""
+    steps = own(run, AladdinOptions).lookahead
+    if steps and not run.momentum:
+        raise UserError(
+            f"--aladdin-lookahead: expected 0 with --momentum 0, got {steps:g}: a worker looks "
+            "ahead along its momentum; leave the option out, or set --momentum"
+        )
+
+
+def _check_optimizer(optimizer: Optimizer, run: RunSettings) -> None:
+    """It is the momentum of the built-in SGD."""
+    steps = own(run, AladdinOptions).lookahead
+    if steps:
+        raise UserError(
+            f"--aladdin-lookahead: expected 0 with the optimizer {optimizer.name}, got {steps:g}: "
+            "a worker looks ahead along the momentum of the built-in SGD; leave the option out"
+        )
+
+
+register(
+    Algorithm(
+        "aladdin",
+        lambda worker, optimizer, wire, run: AladdinWorker(
+            worker, optimizer, wire, own(run, AladdinOptions)
+        ),
+        lambda server, optimizer, run: AladdinServer(server, optimizer, own(run, AladdinOptions)),
+        options=AladdinOptions,
+        compresses=True,
+        few_bits=True,
+        optimizers="by-value",
+        check=_check,
+        check_optimizer=_check_optimizer,
+    )
+)

@@ -12,24 +12,67 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import mean
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
-from aladdin_mpi.config.algorithm_options import AladdinAheadOptions
+from aladdin_mpi.compression.wires import bits_of
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.parameter_server.answering import AnsweringServer
 from aladdin_mpi.parameter_server.global_track import GlobalTrack
 from aladdin_mpi.parameter_server.inbox import Model, ModelInbox
-from aladdin_mpi.parameter_server.just_in_time import Timing, due_bucket
+from aladdin_mpi.parameter_server.just_in_time import Timing, due_bucket, fine_layout
 from aladdin_mpi.parameter_server.outbox import Outbox
 from aladdin_mpi.parameter_server.room import Level, Room
 from aladdin_mpi.parameter_server.server import Arrival, Notes, ParameterServer
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
+from aladdin_mpi.roles.settings import own
 from aladdin_mpi.roles.worker import Worker
+
+
+class AladdinAheadOptions(BaseModel):
+    """For --algorithm aladdin-ahead."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    pi: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        description="gradients that a worker sends between two models sent back to it; auto: one, "
+        "and more where the links have no room",
+        json_schema_extra={"unit": "GRADIENTS"},
+    )
+
+    weight: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = Field(
+        "auto",
+        description="what a worker's own gradient stands for of everybody's, until a model holds "
+        "it; auto: half its age in rounds, between 1/2 and 1",
+        json_schema_extra={"unit": "WEIGHT"},
+    )
+    lookahead: float = Field(
+        1.0,
+        ge=0,
+        description="rounds of the workers by which a gradient is computed ahead of the model, "
+        "along the momentum of all",
+        json_schema_extra={"unit": "ROUNDS"},
+    )
+    send: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = Field(
+        "auto",
+        description="share of a worker's next gradient that has reached a server when it sends "
+        "this worker its models; auto: as late as they still arrive in time",
+        json_schema_extra={"unit": "SHARE"},
+    )
+    ring: int = Field(
+        2,
+        ge=1,
+        description="gradients of a worker on the wire at once; more are summed until one is free",
+        json_schema_extra={"unit": "GRADIENTS"},
+    )
+
 
 RARER = (2, 4, 8)
 """Values of pi where there is no room for a model after each gradient."""
@@ -234,3 +277,22 @@ def levels(bits: Sequence[int], pi: int | str) -> tuple[Level, ...]:
 def _number(value: float | str) -> float | None:
     """None for "auto"."""
     return None if isinstance(value, str) else value
+
+
+register(
+    Algorithm(
+        "aladdin-ahead",
+        lambda worker, optimizer, wire, run: AheadWorker(
+            worker, optimizer, wire, own(run, AladdinAheadOptions), bits_of(run.wire)
+        ),
+        lambda server, optimizer, run: AheadServer(server),
+        options=AladdinAheadOptions,
+        layout=fine_layout,
+        few_bits=True,
+        whole_models=False,
+        auto_wire="int8",
+        clips="parts",
+        optimizers="by-value",
+        on_resize="the workers' tracks begin anew",
+    )
+)

@@ -7,22 +7,37 @@ is what Horovod's tensor fusion makes: many layers' gradients in one message.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.algorithms.summing import SummingWorker
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.allreduce.base import AllReduce, Pending
 from aladdin_mpi.allreduce.compressed import CompressedAllReduce
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.compression.dgc import DeepGradientCompression
-from aladdin_mpi.config.algorithm_options import ArSgdOptions
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import add, clip_norm, copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.settings import own
 from aladdin_mpi.roles.worker import Worker
+
+
+class ArSgdOptions(BaseModel):
+    """For --algorithm ar-sgd."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    allreduce: Literal["auto", "mpi", "horovod", "torch"] = Field(
+        "auto",
+        description="what sums the gradients: MPI, Horovod (installed by make horovod), or "
+        "torch.distributed (gloo, or NCCL on GPUs); auto: NCCL where each rank has a GPU to "
+        "itself, else MPI",
+    )
 
 
 class ArSgdWorker(SummingWorker):
@@ -101,3 +116,20 @@ class ArSgdWorker(SummingWorker):
         parts = [b.part for b in worker.layout.buckets] if self.optimizer.takes_parts else [whole]
         for part in parts:
             self.optimizer.descend(part, g[part], self.x[part], worker.lr)
+
+
+register(
+    Algorithm(
+        "ar-sgd",
+        lambda worker, optimizer, wire, run: ArSgdWorker(
+            worker, optimizer, wire, own(run, ArSgdOptions)
+        ),
+        options=ArSgdOptions,
+        lockstep=True,
+        holder="first",
+        compresses=True,
+        needs_all=lambda run: True,
+        collective=True,
+        clips="mean",
+    )
+)

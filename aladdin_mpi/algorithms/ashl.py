@@ -18,14 +18,16 @@ from __future__ import annotations
 import logging
 from enum import IntEnum
 from statistics import median
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from aladdin_mpi.algorithms.ashl_plan import Share, Stage, Times, make_plan
 from aladdin_mpi.algorithms.ashl_top_k import SAMPLE, TopK
 from aladdin_mpi.algorithms.global_loss import GlobalLoss
+from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.compression.select import select
-from aladdin_mpi.config.algorithm_options import AshlOptions
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.parameter_server.answering import AnsweringServer
@@ -33,7 +35,70 @@ from aladdin_mpi.parameter_server.local_difference import DifferenceWorker
 from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
 from aladdin_mpi.parameter_server.staleness import StalenessBound
 from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.settings import own
 from aladdin_mpi.roles.worker import Worker
+
+
+class AshlOptions(BaseModel):
+    """For --algorithm ashl (IEEE Transactions on Computers, 2024)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    profile: int = Field(
+        5,
+        ge=2,
+        description="first iterations of each worker, in which it measures its times",
+        json_schema_extra={"unit": "STEPS"},
+    )
+    coarse_steps: int = Field(
+        8,
+        ge=1,
+        description="local steps of the slowest worker between two exchanges in the coarse stage; "
+        "faster ones take more",
+        json_schema_extra={"unit": "STEPS"},
+    )
+    fine_steps: int = Field(
+        2,
+        ge=1,
+        description="the same in the fine stage",
+        json_schema_extra={"unit": "STEPS"},
+    )
+    coarse_rate: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="share of its values that the slowest worker pushes in the coarse stage; "
+        "others push more where that costs them no time",
+        json_schema_extra={"unit": "SHARE"},
+    )
+    fine_rate: float = Field(
+        0.1,
+        gt=0,
+        le=1,
+        description="the same in the fine stage",
+        json_schema_extra={"unit": "SHARE"},
+    )
+    bound: int = Field(
+        3,
+        ge=0,
+        description="exchanges that a worker may be ahead of the slowest in the fine stage",
+        json_schema_extra={"unit": "EXCHANGES"},
+    )
+    loss: float = Field(
+        0.3,
+        ge=0,
+        description="training loss of all workers at which the fine stage begins",
+        json_schema_extra={"unit": "LOSS"},
+    )
+    stage: Literal["auto", "coarse", "fine"] = Field(
+        "auto",
+        description="auto: coarse, then fine when --ashl-loss is reached; or one of them "
+        "throughout. Timed computing has no loss: with auto it stays coarse",
+    )
+    error_feedback: bool = Field(
+        False, description="add values that were not pushed to the next push, not drop them"
+    )
+
 
 _log = logging.getLogger(__name__)
 
@@ -308,3 +373,17 @@ def _pack(share: Share) -> list[float]:
 def _unpack(numbers: list[float]) -> Share:
     coarse, fine = numbers[:3], numbers[3:]
     return Share(*(Stage(share, int(steps), rate) for share, steps, rate in (coarse, fine)))
+
+
+register(
+    Algorithm(
+        "ashl",
+        lambda worker, optimizer, wire, run: AshlWorker(
+            worker, optimizer, wire, own(run, AshlOptions)
+        ),
+        lambda server, optimizer, run: AshlServer(server, own(run, AshlOptions)),
+        options=AshlOptions,
+        few_bits=True,
+        on_resize="the workers are measured for a new plan",
+    )
+)

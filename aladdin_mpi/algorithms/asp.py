@@ -6,13 +6,35 @@ every gradient and answers with its model; a worker waits for its own answer onl
 
 from __future__ import annotations
 
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
-from aladdin_mpi.config.algorithm_options import AspOptions
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.parameter_server.answering import AnsweringServer
 from aladdin_mpi.parameter_server.push_pull import PushPullWorker
 from aladdin_mpi.parameter_server.server import ParameterServer
+from aladdin_mpi.roles.settings import own
 from aladdin_mpi.roles.worker import Worker
+
+
+class AspOptions(BaseModel):
+    """For --algorithm asp (Dean et al., NIPS 2012)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    momentum: Literal["server", "worker"] = Field(
+        "worker",
+        description="where momentum and weight decay are added: to the gradients as they arrive "
+        "at the server, or at each worker before it sends",
+    )
+    normalize: Literal["workers", "none"] = Field(
+        "workers",
+        description="what a gradient is divided by at the server: the number of workers, or "
+        "nothing",
+    )
 
 
 class AspWorker(PushPullWorker):
@@ -31,3 +53,18 @@ class AspServer(AnsweringServer):
         own = optimizer if options.momentum == "server" else None
         divisor = server.worker_count if options.normalize == "workers" else 1
         super().__init__(server, own, divisor)
+
+
+register(
+    Algorithm(
+        "asp",
+        lambda worker, optimizer, wire, run: AspWorker(
+            worker, optimizer, wire, own(run, AspOptions)
+        ),
+        lambda server, optimizer, run: AspServer(server, optimizer, own(run, AspOptions)),
+        options=AspOptions,
+        compresses=True,
+        few_bits=True,
+        optimizers="by-value",
+    )
+)

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from aladdin_mpi.algorithms.host_first import FollowingWorker, LeadingWorker, host_groups
+from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
-from aladdin_mpi.config.algorithm_options import BspOptions
+from aladdin_mpi.compression.wires import FEW_BITS
+from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import scale
 from aladdin_mpi.optimizers.base import Optimizer
@@ -17,7 +21,27 @@ from aladdin_mpi.parameter_server.answering import AnsweringServer
 from aladdin_mpi.parameter_server.gradient_sum import GradientSum
 from aladdin_mpi.parameter_server.push_pull import PushPullWorker
 from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
+from aladdin_mpi.roles.settings import RunSettings, own
 from aladdin_mpi.roles.worker import Worker
+
+
+class BspOptions(BaseModel):
+    """For --algorithm bsp."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    host_first: bool = Field(
+        False,
+        description="add up the gradients of a host's workers on the host; one worker of each "
+        "host talks to the servers",
+    )
+    group: int | None = Field(
+        None,
+        ge=1,
+        description="with --bsp-host-first: most workers that are added up together, where a host "
+        "is several machines in one, such as containers or sockets",
+        json_schema_extra={"unit": "WORKERS", "default_text": "all of a host"},
+    )
 
 
 def bsp_worker(
@@ -98,3 +122,39 @@ class BspServer(AnsweringServer):
         """Everything that the next segment depends on: no round is half done then."""
         assert not any(self.arrived.values())
         return super().state_dict()
+
+
+def _check(run: RunSettings) -> None:
+    """The workers of a host add up whole gradients."""
+    if not own(run, BspOptions).host_first:
+        return
+    if run.compression != "none":
+        raise UserError(
+            f"--compression {run.compression}: expected without --bsp-host-first, which adds up "
+            "whole gradients; leave one of the two out"
+        )
+    if run.wire in FEW_BITS:
+        raise UserError(
+            f"--wire {run.wire}: expected without --bsp-host-first, which adds up whole "
+            "gradients; use --wire bf16, or leave one of the two out"
+        )
+
+
+register(
+    Algorithm(
+        "bsp",
+        lambda worker, optimizer, wire, run: bsp_worker(
+            worker, optimizer, wire, own(run, BspOptions), momentum=run.compression != "none"
+        ),
+        lambda server, optimizer, run: BspServer(
+            server, optimizer, own(run, BspOptions), momentum=run.compression == "none"
+        ),
+        options=BspOptions,
+        lockstep=True,
+        compresses=True,
+        few_bits=True,
+        needs_all=lambda run: own(run, BspOptions).host_first,
+        optimizers="by-value",
+        check=_check,
+    )
+)

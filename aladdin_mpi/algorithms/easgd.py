@@ -6,14 +6,15 @@ Every ``tau`` steps a worker and the centre draw each other together, Algorithm 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.compression.models import ModelEncoder
-from aladdin_mpi.config.algorithm_options import EasgdOptions
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import add, copy, lerp, scale
@@ -24,8 +25,29 @@ from aladdin_mpi.parameter_server.inbox import ModelInbox
 from aladdin_mpi.parameter_server.local_steps import LocalStepWorker
 from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
 from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.settings import own
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.request import Event
+
+
+class EasgdOptions(BaseModel):
+    """For --algorithm easgd and eamsgd (Zhang, Choromanska, LeCun; NeurIPS 2015)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    tau: int = Field(
+        2,
+        ge=1,
+        description="steps of a worker between two exchanges with the centre",
+        json_schema_extra={"unit": "STEPS"},
+    )
+    alpha: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = Field(
+        "auto",
+        description="how far a worker and the centre move towards each other; auto: 0.9 divided "
+        "by the number of workers",
+        json_schema_extra={"unit": "WEIGHT"},
+    )
+
 
 WHOLE_BYTES = 8
 """Of a message that says that a difference was lost."""
@@ -175,3 +197,39 @@ class EasgdServer(AnsweringServer):
 
     def answer(self, arrival: Arrival) -> None:
         """It has gone already."""
+
+
+register(
+    Algorithm(
+        "easgd",
+        lambda worker, optimizer, wire, run: EasgdWorker(
+            worker, optimizer, wire, own(run, EasgdOptions)
+        ),
+        lambda server, optimizer, run: EasgdServer(server, own(run, EasgdOptions)),
+        options=EasgdOptions,
+        few_bits=True,
+        on_resize="what the workers' own models were ahead of the centre is dropped",
+    )
+)
+
+
+def _momentum_sgd(optimizer: Optimizer) -> MomentumSGD:
+    """EAMSGD's optimizer, which takes no other."""
+    assert isinstance(optimizer, MomentumSGD)
+    return optimizer
+
+
+register(
+    Algorithm(
+        "eamsgd",
+        lambda worker, optimizer, wire, run: EamsgdWorker(
+            worker, _momentum_sgd(optimizer), wire, own(run, EasgdOptions)
+        ),
+        lambda server, optimizer, run: EasgdServer(server, own(run, EasgdOptions)),
+        options=EasgdOptions,
+        options_of="easgd",
+        few_bits=True,
+        optimizers="sgd",
+        on_resize="what the workers' own models were ahead of the centre is dropped",
+    )
+)

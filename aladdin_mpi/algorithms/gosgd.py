@@ -11,16 +11,33 @@ import random
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 
+from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
-from aladdin_mpi.config.algorithm_options import GoSgdOptions
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.gossip.gossip_inbox import GossipInbox
 from aladdin_mpi.gossip.peers import ModelOutbox, PeerWorker
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import add
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.roles.settings import own
 from aladdin_mpi.roles.worker import Worker
+
+
+class GoSgdOptions(BaseModel):
+    """For --algorithm gosgd (Blot et al., 2016)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    p: float = Field(
+        0.01,
+        gt=0,
+        le=1,
+        description="probability that a worker sends its model to another one after a step",
+        json_schema_extra={"unit": "PROBABILITY"},
+    )
+
 
 LEAST_ALPHA = 2.0**-1000
 """Below it a worker keeps what it has: halved often enough a weight would become 0."""
@@ -85,3 +102,17 @@ class GoSgdWorker(PeerWorker):
         super().load_state_dict(state)
         self.alpha = state["alpha"]
         self.random.setstate(state["random"])
+
+
+register(
+    Algorithm(
+        "gosgd",
+        lambda worker, optimizer, wire, run: GoSgdWorker(
+            worker, optimizer, wire, own(run, GoSgdOptions), run.seed
+        ),
+        options=GoSgdOptions,
+        holder="all",
+        least_workers=2,
+        on_resize="they begin from the weighted mean of all models, with equal weights",
+    )
+)

@@ -11,14 +11,42 @@ that is smaller than the last digit of a parameter.
 
 from __future__ import annotations
 
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.algorithms.summing import SummingWorker
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.compression.codec import GradientCodec
-from aladdin_mpi.config.algorithm_options import LocalSgdOptions
 from aladdin_mpi.gossip.peers import PeerWorker
 from aladdin_mpi.model.vectors import add, copy
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.roles.settings import own
 from aladdin_mpi.roles.worker import Worker
+
+
+class LocalSgdOptions(BaseModel):
+    """For --algorithm local-sgd (Stich, ICLR 2019; Lin et al., ICLR 2020)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    steps: int = Field(
+        8,
+        ge=1,
+        description="local steps of a worker between two averages of all models",
+        json_schema_extra={"unit": "STEPS"},
+    )
+    post: int = Field(
+        0,
+        ge=0,
+        description="first samples of the run, all workers together, in which models are averaged "
+        "after every step (post-local SGD); 0: none",
+        json_schema_extra={"unit": "SAMPLES"},
+    )
+    allreduce: Literal["auto", "mpi", "horovod", "torch"] = Field(
+        "auto", description="what sums the models, as --ar-sgd-allreduce"
+    )
 
 
 class LocalSgdWorker(SummingWorker, PeerWorker):
@@ -62,3 +90,18 @@ class LocalSgdWorker(SummingWorker, PeerWorker):
         for bucket, pending in zip(buckets, sums, strict=True):
             add(self.base[bucket.part], pending.wait(), alpha=1 / self.n)
         copy(self.x, self.base)
+
+
+register(
+    Algorithm(
+        "local-sgd",
+        lambda worker, optimizer, wire, run: LocalSgdWorker(
+            worker, optimizer, wire, own(run, LocalSgdOptions)
+        ),
+        options=LocalSgdOptions,
+        lockstep=True,
+        holder="all",
+        needs_all=lambda run: True,
+        collective=True,
+    )
+)

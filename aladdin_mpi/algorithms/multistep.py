@@ -12,15 +12,17 @@ the authors' code batch norm's parameters are synchronised as all others are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 
 from aladdin_mpi.algorithms.dense_pieces import DenseBias, DenseWeight
 from aladdin_mpi.algorithms.in_order import InOrder
 from aladdin_mpi.algorithms.layer_cut import choose, cut_at_layers, describe
 from aladdin_mpi.algorithms.layer_hooks import LayerHooks
 from aladdin_mpi.algorithms.layer_pieces import GradientPiece, Ground, Piece
+from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.layout import Bucket, Layout
@@ -30,10 +32,21 @@ from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.process import console
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
+from aladdin_mpi.roles.settings import RunSettings, own
 from aladdin_mpi.roles.worker import Worker
 
-if TYPE_CHECKING:
-    from aladdin_mpi.config.options import RunOptions
+
+class MultistepOptions(BaseModel):
+    """For --algorithm multistep (Lee et al., MLHPC 2018)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    exchange: Literal["auto", "gradients", "activations"] = Field(
+        "auto",
+        description="how the gradients of fully connected layers come together: as gradients, as "
+        "activations and errors, or as activations and errors where those are fewer values",
+    )
+
 
 FITS, UNFIT, UNKNOWN = 1, 0, 2
 """What a rank says of a dense layer after the first step."""
@@ -222,7 +235,7 @@ class MultistepWorker(TrainingWorker):
 
 
 def own_places(
-    replica: Replica | PhantomReplica, workers: int, worker: int, options: RunOptions
+    replica: Replica | PhantomReplica, workers: int, worker: int, options: RunSettings
 ) -> torch.Tensor:
     """Where the values that a worker updates lie in the flat vector, in the order of its pieces."""
     exchanged = _exchanged(replica, workers, options)
@@ -266,7 +279,7 @@ def _like(optimizer: MomentumSGD, parts: torch.Tensor) -> MomentumSGD:
 
 
 def multistep_layout(
-    replica: Replica | PhantomReplica, workers: int, options: RunOptions
+    replica: Replica | PhantomReplica, workers: int, options: RunSettings
 ) -> Layout:
     """Buckets along the layers."""
     return cut_at_layers(
@@ -275,13 +288,15 @@ def multistep_layout(
 
 
 def _exchanged(
-    replica: Replica | PhantomReplica, workers: int, options: RunOptions
+    replica: Replica | PhantomReplica, workers: int, options: RunSettings
 ) -> list[DenseLayer]:
-    return choose(replica.dense, options.multistep.exchange, workers, options.step_size)
+    return choose(
+        replica.dense, own(options, MultistepOptions).exchange, workers, options.step_size
+    )
 
 
 def multistep_worker(
-    worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: RunOptions
+    worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: RunSettings
 ) -> MultistepWorker:
     """A worker; rank 0's says which layers exchange activations and errors."""
     exchanged = _exchanged(worker.replica, worker.count, options)
@@ -302,3 +317,19 @@ def multistep_worker(
         tell,
         lambda: own_places(worker.replica, worker.count, worker.index, options),
     )
+
+
+register(
+    Algorithm(
+        "multistep",
+        multistep_worker,
+        options=MultistepOptions,
+        lockstep=True,
+        holder="first",
+        layout=multistep_layout,
+        needs_all=lambda run: True,
+        collective=True,
+        optimizers="sgd",
+        own_places=own_places,
+    )
+)

@@ -1,53 +1,37 @@
-"""The algorithms by name."""
+"""The algorithms by name, what a run has to know of each, and whether one suits its options.
+
+Every file of this folder registers what it has; so may files outside the package.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from pydantic import BaseModel
 from torch import Tensor
 
-from aladdin_mpi.algorithms.ad_psgd import AdPsgdWorker
-from aladdin_mpi.algorithms.adsp import AdspServer, AdspWorker
-from aladdin_mpi.algorithms.aladdin import AladdinServer, AladdinWorker
-from aladdin_mpi.algorithms.aladdin_ahead import AheadServer, AheadWorker
-from aladdin_mpi.algorithms.ar_sgd import ArSgdWorker
-from aladdin_mpi.algorithms.ashl import AshlServer, AshlWorker
-from aladdin_mpi.algorithms.asp import AspServer, AspWorker
-from aladdin_mpi.algorithms.bsp import BspServer, bsp_worker
-from aladdin_mpi.algorithms.easgd import EamsgdWorker, EasgdServer, EasgdWorker
-from aladdin_mpi.algorithms.gosgd import GoSgdWorker
-from aladdin_mpi.algorithms.local_sgd import LocalSgdWorker
-from aladdin_mpi.algorithms.multistep import multistep_layout, multistep_worker, own_places
-from aladdin_mpi.algorithms.sgp import SgpWorker
-from aladdin_mpi.algorithms.shat import ShatServer, ShatWorker
-from aladdin_mpi.algorithms.ssp import SspServer, SspWorker
 from aladdin_mpi.compression.codec import GradientCodec
-from aladdin_mpi.compression.wires import FEW_BITS, bits_of
-from aladdin_mpi.config.algorithm_options import group_of
+from aladdin_mpi.compression.wires import FEW_BITS
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.model.replica import PhantomReplica, Replica
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.parameter_server.just_in_time import fine_layout
 from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.role import TrainingWorker
+from aladdin_mpi.roles.settings import RunSettings
 from aladdin_mpi.roles.worker import Clips, Worker
 
-if TYPE_CHECKING:
-    from aladdin_mpi.config.options import RunOptions
-
-MakeWorker = Callable[[Worker, Optimizer, GradientCodec, "RunOptions"], TrainingWorker]
-MakeServer = Callable[[ParameterServer, Optimizer, "RunOptions"], Server]
-OwnPlaces = Callable[[Replica | PhantomReplica, int, int, "RunOptions"], Tensor]
+MakeWorker = Callable[[Worker, Optimizer, GradientCodec, RunSettings], TrainingWorker]
+MakeServer = Callable[[ParameterServer, Optimizer, RunSettings], Server]
+OwnPlaces = Callable[["Replica | PhantomReplica", int, int, RunSettings], "Tensor"]
 """Of the replica, the number of workers, and one of them."""
-MakeLayout = Callable[[Replica | PhantomReplica, int, "RunOptions"], Layout]
+MakeLayout = Callable[["Replica | PhantomReplica", int, RunSettings], Layout]
 """Called with the number of workers too."""
-
 
 Holder = Literal["servers", "first", "all"]
 Optimizers = Literal["any", "by-value", "sgd"]
@@ -60,6 +44,8 @@ class Algorithm:
 
     Attributes:
         server: None where there is none.
+        options: its own, a field of the run's that is named as the algorithm.
+        options_of: the algorithm after which that field is named, if that is another.
         lockstep: all workers take the same number of steps, in rounds.
         holder: who holds the global model: the servers, each its buckets; every worker
             the same, of which the first is asked; or all workers, whose weighted mean
@@ -75,12 +61,16 @@ class Algorithm:
         optimizers: those that it can do with.
         clips: see :class:`Worker`.
         own_places: where the values lie that a worker's optimizer is of, where not of all.
+        check: raises :class:`UserError` for options that do not go together.
+        check_optimizer: the same for an optimizer other than the built-in SGD.
         on_resize: what the user is told where the number of workers changes.
     """
 
     name: str
     worker: MakeWorker
     server: MakeServer | None = None
+    options: type[BaseModel] | None = None
+    options_of: str = ""
     lockstep: bool = False
     holder: Holder = "servers"
     least_workers: int = 1
@@ -89,14 +79,21 @@ class Algorithm:
     few_bits: bool = False
     whole_models: bool = True
     auto_wire: str = "fp32"
-    needs_all: Callable[[RunOptions], bool] = lambda options: False
+    needs_all: Callable[[RunSettings], bool] = lambda run: False
     collective: bool = False
     optimizers: Optimizers = "any"
     clips: Clips = "own"
     own_places: OwnPlaces | None = None
+    check: Callable[[RunSettings], None] = lambda run: None
+    check_optimizer: Callable[[Optimizer, RunSettings], None] = lambda optimizer, run: None
     on_resize: str = ""
 
-    def wire(self, options: RunOptions) -> str:
+    @property
+    def group(self) -> str:
+        """The field of the run's options that holds the algorithm's own."""
+        return (self.options_of or self.name).replace("-", "_")
+
+    def wire(self, options: RunSettings) -> str:
         """The format of what is sent."""
         return self.auto_wire if options.wire == "auto" else options.wire
 
@@ -107,182 +104,20 @@ class Algorithm:
         return range(1 if self.holder == "first" else ranks)
 
 
-def _momentum_sgd(optimizer: Optimizer) -> MomentumSGD:
-    """The optimizer of an algorithm that takes no other."""
-    assert isinstance(optimizer, MomentumSGD)
-    return optimizer
+ALGORITHMS: dict[str, Algorithm] = {}
+"""Every algorithm that has been registered."""
 
 
-def _always(options: RunOptions) -> bool:
-    return True
+def register(algorithm: Algorithm) -> Algorithm:
+    """Make an algorithm known: from then on its name can be given for ``--algorithm``.
 
-
-ALGORITHMS = {
-    algorithm.name: algorithm
-    for algorithm in (
-        Algorithm(
-            "aladdin",
-            lambda worker, opt, wire, options: AladdinWorker(worker, opt, wire, options.aladdin),
-            lambda server, opt, options: AladdinServer(server, opt, options.aladdin),
-            compresses=True,
-            few_bits=True,
-            optimizers="by-value",
-        ),
-        Algorithm(
-            "aladdin-ahead",
-            lambda worker, opt, wire, options: AheadWorker(
-                worker, opt, wire, options.aladdin_ahead, bits_of(options.wire)
-            ),
-            lambda server, opt, options: AheadServer(server),
-            layout=fine_layout,
-            few_bits=True,
-            whole_models=False,
-            auto_wire="int8",
-            clips="parts",
-            optimizers="by-value",
-            on_resize="the workers' tracks begin anew",
-        ),
-        Algorithm(
-            "bsp",
-            lambda worker, opt, wire, options: bsp_worker(
-                worker, opt, wire, options.bsp, momentum=options.compression != "none"
-            ),
-            lambda server, opt, options: BspServer(
-                server, opt, options.bsp, momentum=options.compression == "none"
-            ),
-            lockstep=True,
-            compresses=True,
-            few_bits=True,
-            needs_all=lambda options: options.bsp.host_first,
-            optimizers="by-value",
-        ),
-        Algorithm(
-            "asp",
-            lambda worker, opt, wire, options: AspWorker(worker, opt, wire, options.asp),
-            lambda server, opt, options: AspServer(server, opt, options.asp),
-            compresses=True,
-            few_bits=True,
-            optimizers="by-value",
-        ),
-        Algorithm(
-            "shat",
-            lambda worker, opt, wire, options: ShatWorker(worker, opt, wire, options.shat),
-            lambda server, opt, options: ShatServer(server, opt, options.shat),
-            compresses=True,
-            few_bits=True,
-            optimizers="by-value",
-        ),
-        Algorithm(
-            "ssp",
-            lambda worker, opt, wire, options: SspWorker(worker, opt, wire, options.ssp),
-            lambda server, opt, options: SspServer(server, opt, options.ssp),
-            compresses=True,
-            few_bits=True,
-            optimizers="by-value",
-        ),
-        Algorithm(
-            "easgd",
-            lambda worker, opt, wire, options: EasgdWorker(worker, opt, wire, options.easgd),
-            lambda server, opt, options: EasgdServer(server, options.easgd),
-            few_bits=True,
-            on_resize="what the workers' own models were ahead of the centre is dropped",
-        ),
-        Algorithm(
-            "eamsgd",
-            lambda worker, opt, wire, options: EamsgdWorker(
-                worker, _momentum_sgd(opt), wire, options.easgd
-            ),
-            lambda server, opt, options: EasgdServer(server, options.easgd),
-            few_bits=True,
-            optimizers="sgd",
-            on_resize="what the workers' own models were ahead of the centre is dropped",
-        ),
-        Algorithm(
-            "ashl",
-            lambda worker, opt, wire, options: AshlWorker(worker, opt, wire, options.ashl),
-            lambda server, opt, options: AshlServer(server, options.ashl),
-            few_bits=True,
-            on_resize="the workers are measured for a new plan",
-        ),
-        Algorithm(
-            "adsp",
-            lambda worker, opt, wire, options: AdspWorker(worker, opt, wire),
-            lambda server, opt, options: AdspServer(server, options.adsp),
-            few_bits=True,
-            on_resize="the rate of commits is searched anew",
-        ),
-        Algorithm(
-            "ar-sgd",
-            lambda worker, opt, wire, options: ArSgdWorker(worker, opt, wire, options.ar_sgd),
-            lockstep=True,
-            holder="first",
-            compresses=True,
-            needs_all=_always,
-            collective=True,
-            clips="mean",
-        ),
-        Algorithm(
-            "local-sgd",
-            lambda worker, opt, wire, options: LocalSgdWorker(worker, opt, wire, options.local_sgd),
-            lockstep=True,
-            holder="all",
-            needs_all=_always,
-            collective=True,
-        ),
-        Algorithm(
-            "sgp",
-            lambda worker, opt, wire, options: SgpWorker(worker, opt, wire, options.sgp),
-            lockstep=True,
-            holder="all",
-            least_workers=2,
-            on_resize="they begin from the weighted mean of all models, with equal weights",
-        ),
-        Algorithm(
-            "osgp",
-            lambda worker, opt, wire, options: SgpWorker(
-                worker,
-                opt,
-                wire,
-                options.osgp,
-                options.osgp.tau,
-                add_first=options.osgp.order == "add-first",
-            ),
-            lockstep=True,
-            holder="all",
-            least_workers=2,
-            on_resize="they begin from the weighted mean of all models, with equal weights",
-        ),
-        Algorithm(
-            "gosgd",
-            lambda worker, opt, wire, options: GoSgdWorker(
-                worker, opt, wire, options.gosgd, options.seed
-            ),
-            holder="all",
-            least_workers=2,
-            on_resize="they begin from the weighted mean of all models, with equal weights",
-        ),
-        Algorithm(
-            "ad-psgd",
-            lambda worker, opt, wire, options: AdPsgdWorker(
-                worker, opt, wire, options.ad_psgd, options.seed
-            ),
-            holder="all",
-            least_workers=2,
-            on_resize="they begin from the mean of all models",
-        ),
-        Algorithm(
-            "multistep",
-            multistep_worker,
-            lockstep=True,
-            holder="first",
-            layout=multistep_layout,
-            needs_all=_always,
-            collective=True,
-            optimizers="sgd",
-            own_places=own_places,
-        ),
-    )
-}
+    Raises:
+        ValueError: there is another of this name.
+    """
+    if algorithm.name in ALGORITHMS:
+        raise ValueError(f"algorithm {algorithm.name}: expected a new name, got one that is taken")
+    ALGORITHMS[algorithm.name] = algorithm
+    return algorithm
 
 
 def find(name: str) -> Algorithm:
@@ -300,12 +135,12 @@ def find(name: str) -> Algorithm:
     return ALGORITHMS[name]
 
 
-def _place_of_momentum(algorithm: Algorithm, options: RunOptions) -> str:
+def _place_of_momentum(algorithm: Algorithm, options: RunSettings) -> str:
     """Where the algorithm's options have momentum added; the worker if they do not say."""
-    return str(getattr(getattr(options, group_of(algorithm.name), None), "momentum", "worker"))
+    return str(getattr(getattr(options, algorithm.group, None), "momentum", "worker"))
 
 
-def check_compression(algorithm: Algorithm, options: RunOptions) -> None:
+def check_compression(algorithm: Algorithm, options: RunSettings) -> None:
     """Check that ``--compression`` suits the algorithm and its options.
 
     Raises:
@@ -326,14 +161,9 @@ def check_compression(algorithm: Algorithm, options: RunOptions) -> None:
             f"--compression {options.compression}: expected --{algorithm.name}-momentum worker, "
             f"got {place}; leave one of the two out"
         )
-    if algorithm.name == "bsp" and options.bsp.host_first:
-        raise UserError(
-            f"--compression {options.compression}: expected without --bsp-host-first, which adds "
-            "up whole gradients; leave one of the two out"
-        )
 
 
-def check_wire(algorithm: Algorithm, options: RunOptions) -> None:
+def check_wire(algorithm: Algorithm, options: RunSettings) -> None:
     """Check that ``--wire`` suits the algorithm and its options.
 
     Raises:
@@ -358,14 +188,9 @@ def check_wire(algorithm: Algorithm, options: RunOptions) -> None:
             f"--wire {options.wire}: expected without --compression {options.compression}, whose "
             "values are few; use --wire bf16, or leave one of the two out"
         )
-    if algorithm.name == "bsp" and options.bsp.host_first:
-        raise UserError(
-            f"--wire {options.wire}: expected without --bsp-host-first, which adds up whole "
-            "gradients; use --wire bf16, or leave one of the two out"
-        )
 
 
-def check_checksum(algorithm: Algorithm, options: RunOptions) -> None:
+def check_checksum(algorithm: Algorithm, options: RunSettings) -> None:
     """Check that ``--checksum`` suits the algorithm.
 
     Raises:
@@ -379,7 +204,7 @@ def check_checksum(algorithm: Algorithm, options: RunOptions) -> None:
         )
 
 
-def check_optimizer(algorithm: Algorithm, options: RunOptions, optimizer: Optimizer) -> None:
+def check_optimizer(algorithm: Algorithm, options: RunSettings, optimizer: Optimizer) -> None:
     """Check that an optimizer other than the built-in momentum SGD suits the algorithm.
 
     Raises:
@@ -408,26 +233,7 @@ def check_optimizer(algorithm: Algorithm, options: RunOptions, optimizer: Optimi
             f"--{algorithm.name}-momentum: expected worker with the optimizer {name}, got {place}; "
             "leave the option out"
         )
-    steps = options.aladdin.lookahead if algorithm.name == "aladdin" else 0.0
-    if steps:
-        raise UserError(
-            f"--aladdin-lookahead: expected 0 with the optimizer {name}, got {steps:g}: a worker "
-            "looks ahead along the momentum of the built-in SGD; leave the option out"
-        )
-
-
-def check_lookahead(algorithm: Algorithm, options: RunOptions) -> None:
-    """Check that a worker of ALADDIN that looks ahead has a momentum to do so with.
-
-    Raises:
-        UserError: it has none.
-    """
-    steps = options.aladdin.lookahead if algorithm.name == "aladdin" else 0.0
-    if steps and not options.momentum:
-        raise UserError(
-            f"--aladdin-lookahead: expected 0 with --momentum 0, got {steps:g}: a worker looks "
-            "ahead along its momentum; leave the option out, or set --momentum"
-        )
+    algorithm.check_optimizer(optimizer, options)
 
 
 def check_ranks(algorithm: Algorithm, size: int, servers: int) -> None:

@@ -22,22 +22,53 @@ only afterwards, so that the order costs no time.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
-from aladdin_mpi.config.algorithm_options import SgpOptions
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.gossip.peers import ModelOutbox, PeerWorker
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import add, copy, lerp
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.settings import RunSettings, own
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.request import PeerFailedError, Request
 from aladdin_mpi.transport.sealed import intact, is_void
+
+
+class SgpOptions(BaseModel):
+    """For --algorithm sgp (Assran et al., ICML 2019)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    graph: Literal["exponential", "ring"] = Field(
+        "exponential",
+        description="whom a worker sends to: 1, 2, 4, ... workers further, in turn, or always the "
+        "next",
+    )
+
+
+class OsgpOptions(SgpOptions):
+    """For --algorithm osgp (Assran et al., ICML 2019)."""
+
+    tau: int = Field(
+        1,
+        ge=1,
+        description="steps that a message may take before it is waited for",
+        json_schema_extra={"unit": "STEPS"},
+    )
+    order: Literal["add-first", "push-first"] = Field(
+        "add-first",
+        description="what a worker does after a step: add the messages of earlier steps that have "
+        "come, then send; or send, then add",
+    )
+
 
 P = 1 / 2
 """What a worker keeps, and sends to its only out-peer."""
@@ -188,3 +219,41 @@ class SgpWorker(PeerWorker):
     def join(self, common: dict[str, Any]) -> None:
         """Take up the others' number of steps."""
         self.steps = common["steps"]
+
+
+_ON_RESIZE = "they begin from the weighted mean of all models, with equal weights"
+
+register(
+    Algorithm(
+        "sgp",
+        lambda worker, optimizer, wire, run: SgpWorker(
+            worker, optimizer, wire, own(run, SgpOptions)
+        ),
+        options=SgpOptions,
+        lockstep=True,
+        holder="all",
+        least_workers=2,
+        on_resize=_ON_RESIZE,
+    )
+)
+
+
+def _osgp_worker(
+    worker: Worker, optimizer: Optimizer, wire: GradientCodec, run: RunSettings
+) -> SgpWorker:
+    options = own(run, OsgpOptions)
+    is_add_first = options.order == "add-first"
+    return SgpWorker(worker, optimizer, wire, options, options.tau, add_first=is_add_first)
+
+
+register(
+    Algorithm(
+        "osgp",
+        _osgp_worker,
+        options=OsgpOptions,
+        lockstep=True,
+        holder="all",
+        least_workers=2,
+        on_resize=_ON_RESIZE,
+    )
+)

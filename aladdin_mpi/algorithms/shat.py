@@ -8,17 +8,31 @@ as it is behind: ``x_i <- (1 - alpha_i) x_i + alpha_i x~``.
 from __future__ import annotations
 
 from math import log, log2
-from typing import Any
+from typing import Any, Literal
 
-from aladdin_mpi.algorithms.asp import AspServer, AspWorker
+from pydantic import Field
+
+from aladdin_mpi.algorithms.asp import AspOptions, AspServer, AspWorker
+from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
-from aladdin_mpi.config.algorithm_options import ShatOptions
 from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.parameter_server.push_pull import self_update
 from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
 from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.settings import own
 from aladdin_mpi.roles.worker import Worker
+
+
+class ShatOptions(AspOptions):
+    """For --algorithm shat (Ko et al., Applied Sciences 12, 292, 2022)."""
+
+    log: Literal["e", "2"] = Field(
+        "e", description="base of the logarithm in alpha = 1 - n/(c log n)"
+    )
+    self_update: bool = Field(
+        True, description="a worker applies its gradient to its own model before it blends"
+    )
 
 
 def staleness_weight(others: int, workers: int, base: str) -> float:
@@ -82,3 +96,18 @@ class ShatServer(AspServer):
         """See :meth:`AnsweringServer.resize`."""
         super().resize(former)
         self.at_last = {index: [total] * self.n for index, total in self.applied.items()}
+
+
+register(
+    Algorithm(
+        "shat",
+        lambda worker, optimizer, wire, run: ShatWorker(
+            worker, optimizer, wire, own(run, ShatOptions)
+        ),
+        lambda server, optimizer, run: ShatServer(server, optimizer, own(run, ShatOptions)),
+        options=ShatOptions,
+        compresses=True,
+        few_bits=True,
+        optimizers="by-value",
+    )
+)

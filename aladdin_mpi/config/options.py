@@ -4,31 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
 
+from aladdin_mpi.algorithms.registry import ALGORITHMS
+from aladdin_mpi.compression.options import DgcOptions
 from aladdin_mpi.config import cli
 from aladdin_mpi.config.agreement import agreed, differences, fingerprint
-from aladdin_mpi.config.algorithm_options import (
-    AdPsgdOptions,
-    AdspOptions,
-    AladdinAheadOptions,
-    AladdinOptions,
-    ArSgdOptions,
-    AshlOptions,
-    AspOptions,
-    BspOptions,
-    EasgdOptions,
-    GoSgdOptions,
-    LocalSgdOptions,
-    MultistepOptions,
-    OsgpOptions,
-    SgpOptions,
-    ShatOptions,
-    SspOptions,
-)
-from aladdin_mpi.config.dgc import DgcOptions
 from aladdin_mpi.config.fields import nested, option, shown
 from aladdin_mpi.config.intervals import CheckpointInterval, Interval
 from aladdin_mpi.config.resume import (
@@ -84,8 +67,8 @@ Worker = Annotated[int, Field(ge=0)]
 Factor = Annotated[float, Field(ge=1)]
 
 
-class RunOptions(BaseModel):
-    """What training and simulating have in common."""
+class GeneralOptions(BaseModel):
+    """What training and simulating have in common, but for options of single algorithms."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     ALTERNATIVES: ClassVar = (LENGTHS,)
@@ -412,24 +395,7 @@ class RunOptions(BaseModel):
     )
     quiet: bool = option(False, "print no progress", group="output")
 
-    # -- algorithms with options of their own: one line each
-    ad_psgd: AdPsgdOptions = nested(AdPsgdOptions)
-    adsp: AdspOptions = nested(AdspOptions)
-    aladdin: AladdinOptions = nested(AladdinOptions)
-    aladdin_ahead: AladdinAheadOptions = nested(AladdinAheadOptions)
-    ar_sgd: ArSgdOptions = nested(ArSgdOptions)
-    ashl: AshlOptions = nested(AshlOptions)
-    asp: AspOptions = nested(AspOptions)
-    bsp: BspOptions = nested(BspOptions)
     dgc: DgcOptions = nested(DgcOptions)
-    easgd: EasgdOptions = nested(EasgdOptions)
-    gosgd: GoSgdOptions = nested(GoSgdOptions)
-    local_sgd: LocalSgdOptions = nested(LocalSgdOptions)
-    multistep: MultistepOptions = nested(MultistepOptions)
-    osgp: OsgpOptions = nested(OsgpOptions)
-    sgp: SgpOptions = nested(SgpOptions)
-    shat: ShatOptions = nested(ShatOptions)
-    ssp: SspOptions = nested(SspOptions)
 
     @field_validator("data_dir", "run_dir", "resume", mode="before")
     @classmethod
@@ -467,7 +433,7 @@ class RunOptions(BaseModel):
         return self.batch_size * self.accumulate
 
     @model_validator(mode="after")
-    def _check_together(self) -> RunOptions:
+    def _check_together(self) -> GeneralOptions:
         for wrong, message in (
             (
                 len(self._lengths) > 1,
@@ -520,6 +486,19 @@ class RunOptions(BaseModel):
             if wrong:
                 raise ValueError(message)
         return self
+
+
+if TYPE_CHECKING:
+    RunOptions = GeneralOptions
+else:
+    # A field for each algorithm that has options of its own.
+    _own = {each.group: each.options for each in ALGORITHMS.values() if each.options}
+    RunOptions = create_model(
+        "RunOptions",
+        __base__=GeneralOptions,
+        __module__=__name__,
+        **{group: (_own[group], nested(_own[group])) for group in sorted(_own)},
+    )
 
 
 class TrainOptions(RunOptions):

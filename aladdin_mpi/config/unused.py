@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aladdin_mpi.config.algorithm_options import group_of
+from aladdin_mpi.algorithms import registry
 from aladdin_mpi.config.fields import submodel
 from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.config.settings import Settings
@@ -22,7 +22,7 @@ def unused(options: RunOptions, given: Settings) -> dict[str, str]:
         options: of the run.
         given: the user's settings.
     """
-    used = {group_of(options.algorithm)}
+    used = {registry.find(options.algorithm).group}
     if options.compression == DGC:
         used.add(DGC)
     return {

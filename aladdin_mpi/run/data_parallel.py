@@ -203,7 +203,7 @@ class DataParallel:
         registry.check_compression(algorithm, self.options)
         registry.check_wire(algorithm, self.options)
         registry.check_checksum(algorithm, self.options)
-        registry.check_lookahead(algorithm, self.options)
+        algorithm.check(self.options)
         return algorithm
 
     @property

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms.registry import Algorithm
-from aladdin_mpi.config.algorithm_options import group_of
 from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.exchange import broadcast, broadcast_tensor
 from aladdin_mpi.model.layout import Layout
@@ -81,7 +80,7 @@ class Assembly:
             self._spread_own(state, number, mean)
             mean = mean_state(mean, state, count) if mean is not None else state
         assert mean is not None
-        own = getattr(self._options, group_of(self._algorithm.name), None)
+        own = getattr(self._options, self._algorithm.group, None)
         if getattr(own, "normalize", "") == "none":
             # Gradients are not divided by the number of workers: their sum is to stay.
             scale_held_back(mean, count / workers)

@@ -20,9 +20,8 @@ from mpi4py import MPI
 import torch
 from torch import Tensor
 
-from aladdin_mpi.algorithms.aladdin import AladdinServer
+from aladdin_mpi.algorithms.aladdin import AladdinOptions, AladdinServer
 from aladdin_mpi.compression.codec import DenseWire
-from aladdin_mpi.config.algorithm_options import AladdinOptions
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Layout, cut
 from aladdin_mpi.optimizers.sgd import MomentumSGD

@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.algorithms.adsp import AdspServer, AdspWorker
-from aladdin_mpi.algorithms.adsp_schedule import Schedule
+from aladdin_mpi.algorithms.adsp import AdspOptions, AdspServer, AdspWorker, Schedule
 from aladdin_mpi.algorithms.adsp_search import Curve, RateSearch, fit, reward
-from aladdin_mpi.config.algorithm_options import AdspOptions
 from tests.checks import check_converges, check_resumed
 from tests.commands import simulate, summary, train
 from tests.launch import needs

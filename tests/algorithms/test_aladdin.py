@@ -20,9 +20,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from aladdin_mpi.algorithms.aladdin import AladdinServer
+from aladdin_mpi.algorithms.aladdin import AladdinOptions, AladdinServer
 from aladdin_mpi.compression.codec import DenseWire
-from aladdin_mpi.config.algorithm_options import AladdinOptions
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.parameter_server.server import Arrival, NotesThen, ParameterServer

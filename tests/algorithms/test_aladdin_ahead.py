@@ -20,13 +20,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aladdin_mpi.algorithms.aladdin_ahead import AheadServer, AheadWorker, levels
+from aladdin_mpi.algorithms.aladdin_ahead import (
+    AheadServer,
+    AheadWorker,
+    AladdinAheadOptions,
+    levels,
+)
 from aladdin_mpi.config.options import RunOptions, SimulateOptions, parse
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.replica import PhantomReplica
 from aladdin_mpi.parameter_server.global_track import MOST_PENDING
 from aladdin_mpi.parameter_server.just_in_time import MOMENTS, Timing, fine_layout
 from aladdin_mpi.parameter_server.room import Level, Room
+from aladdin_mpi.roles.settings import own
 from aladdin_mpi.roles.worker import FORWARD_SHARE
 from aladdin_mpi.run.simulator import simulate
 from aladdin_mpi.transport.cluster import Cluster
@@ -102,7 +108,7 @@ class Plain:
 
     def __init__(self, job: Job) -> None:
         self.job, self.n = job, job.workers
-        options = job.options.aladdin_ahead
+        options = own(job.options, AladdinAheadOptions)
         weight = None if isinstance(options.weight, str) else options.weight
         self.pi = 1 if isinstance(options.pi, str) else options.pi
         self.share = None if isinstance(options.send, str) else options.send

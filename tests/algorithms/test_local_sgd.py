@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from aladdin_mpi.algorithms.local_sgd import LocalSgdOptions
 from aladdin_mpi.config.options import SimulateOptions
 from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.roles.role import Role
+from aladdin_mpi.roles.settings import own
 from aladdin_mpi.run.simulator import simulate
 from aladdin_mpi.transport.base import Transport
 from tests.quadratic import Quadratic, network
@@ -44,7 +46,10 @@ class Plain:
                 whole = min(job.batch * job.workers, end - drawn)
                 self.step(Ticket(drawn, 0, whole))
                 steps += 1
-                if drawn < job.options.local_sgd.post or steps == job.options.local_sgd.steps:
+                if (
+                    drawn < own(job.options, LocalSgdOptions).post
+                    or steps == own(job.options, LocalSgdOptions).steps
+                ):
                     self.average()
                     steps = 0
                 drawn += whole

@@ -16,8 +16,8 @@ from torch import Tensor
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.compression.dgc import DeepGradientCompression
 from aladdin_mpi.compression.equal_length import add_packed, pack, packed_length
+from aladdin_mpi.compression.options import DgcOptions
 from aladdin_mpi.compression.select import select
-from aladdin_mpi.config.dgc import DgcOptions
 from aladdin_mpi.model.layout import Bucket, Layout, cut
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 

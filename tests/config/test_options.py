@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, ValidationError
 
+from aladdin_mpi.algorithms.aladdin import AladdinOptions
 from aladdin_mpi.config.cli import HELP_WIDTH, make_parser
 from aladdin_mpi.config.fields import extra, leaves, nested, submodel
 from aladdin_mpi.config.options import (
@@ -26,6 +27,7 @@ from aladdin_mpi.config.options import (
     to_toml,
 )
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.roles.settings import own
 
 MODELS = [RunOptions, TrainOptions, SimulateOptions]
 
@@ -131,7 +133,7 @@ def test_values_get_their_types() -> None:
     assert (options.samples, options.epochs, options.lr) == (500, None, 0.1)
     assert (options.nesterov, options.download) == (True, False)
     assert options.data_dir == Path("d")
-    assert (options.aladdin.pi, options.aladdin.alpha) == (2, 0.5)
+    assert (own(options, AladdinOptions).pi, own(options, AladdinOptions).alpha) == (2, 0.5)
     assert options.checkpoint_every == CheckpointInterval(seconds=600)
 
 
@@ -157,7 +159,7 @@ def test_config_lies_between_defaults_and_command_line(config: Path) -> None:
     )
     options = read(f"--config {config} --lr 2 --aladdin-ring 4")
     assert (options.batch_size, options.lr_decay, options.lr) == (8, 0.5, 2.0)
-    assert (options.aladdin.pi, options.aladdin.ring) == (7, 4)
+    assert (own(options, AladdinOptions).pi, own(options, AladdinOptions).ring) == (7, 4)
     assert options.slowdown == {1: 2.0}
     assert options.momentum == TrainOptions().momentum
 

@@ -11,10 +11,11 @@ import pytest
 
 from aladdin_mpi.algorithms.registry import ALGORITHMS, Algorithm
 from aladdin_mpi.config import cli
-from aladdin_mpi.config.algorithm_options import group_of
 from aladdin_mpi.config.options import TrainOptions, followed
-from aladdin_mpi.config.unused import GROUPS, unused, warnings
+from aladdin_mpi.config.unused import unused, warnings
 from tests.commands import simulate, train
+
+OWN = [each.options for each in ALGORITHMS.values() if each.options]
 
 
 def found(words: str) -> dict[str, str]:
@@ -33,8 +34,9 @@ def names(make: Callable[..., Any]) -> set[str]:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda each: each.name)
 def test_the_group_is_what_the_algorithm_reads(algorithm: Algorithm) -> None:
-    read = names(algorithm.worker) | (names(algorithm.server) if algorithm.server else set())
-    assert read & GROUPS == {group_of(algorithm.name)}
+    makers = [make for make in (algorithm.worker, algorithm.server) if make]
+    read = {make.__globals__.get(name) for make in makers for name in names(make)}
+    assert {each for each in read if each in OWN} == {algorithm.options}
 
 
 def test_own_options_are_used() -> None:

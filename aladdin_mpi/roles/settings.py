@@ -1,0 +1,36 @@
+"""What algorithms read of a run's options."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, TypeVar
+
+from pydantic import BaseModel
+
+
+class RunSettings(Protocol):
+    """The run's options as far as algorithms read them; their own stand beside these."""
+
+    algorithm: str
+    seed: int
+    servers: int
+    momentum: float
+    bucket_mb: float
+    shard_mb: float
+    sharding: Literal["memory", "layer"]
+    compression: Literal["none", "dgc"]
+    wire: Literal["auto", "fp32", "bf16", "int8", "int4"]
+    checksum: bool
+    quiet: bool
+
+    @property
+    def step_size(self) -> int:
+        """Samples of a worker's step."""
+        ...
+
+
+Own = TypeVar("Own", bound=BaseModel)
+
+
+def own(run: RunSettings, kind: type[Own]) -> Own:
+    """An algorithm's own options, among those of the run."""
+    return next(value for value in vars(run).values() if type(value) is kind)
