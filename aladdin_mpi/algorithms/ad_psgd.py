@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
@@ -35,6 +34,9 @@ from aladdin_mpi.roles.settings import own
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.request import PeerFailedError, Request
 from aladdin_mpi.transport.sealed import is_void, void
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class AdPsgdOptions(BaseModel):

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import sqrt
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
@@ -30,6 +29,9 @@ from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import RunSettings, own
 from aladdin_mpi.roles.worker import Worker
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 AlphaRule = Literal["theory", "since-last", "literal"]
 """How ALADDIN's server chooses the weight that a worker gives to the global model."""

@@ -7,10 +7,9 @@ is what Horovod's tensor fusion makes: many layers' gradients in one message.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.algorithms.summing import SummingWorker
@@ -25,6 +24,9 @@ from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.settings import own
 from aladdin_mpi.roles.worker import Worker
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class ArSgdOptions(BaseModel):

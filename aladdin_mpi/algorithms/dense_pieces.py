@@ -8,9 +8,9 @@ rank in full.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from aladdin_mpi.algorithms.in_order import Queued
 from aladdin_mpi.algorithms.layer_pieces import Ground, Piece
@@ -18,6 +18,9 @@ from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.replica import DenseLayer
 from aladdin_mpi.model.vectors import copy, scale
 from aladdin_mpi.transport.request import Event
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Capture:
@@ -119,7 +122,7 @@ class DenseWeight(Piece):
         else:
             values = stacked(self.capture.activations, rows, self.layer.inputs, self.ground.x)
             self.ground.check.look(values, self.bucket.index)
-            values = functional.pad(values, (0, n * width - self.layer.inputs))
+            values = torch.nn.functional.pad(values, (0, n * width - self.layer.inputs))
             message, filled = self._stage(values.view(rows, n, width).transpose(0, 1))
         self._activations = self.ground.to_all(message, received, filled)
         self._sent.append(message)
@@ -149,7 +152,7 @@ class DenseWeight(Piece):
 
     def _send_gradient(self, g: Tensor, share: float) -> None:
         n, outputs, width = self.ground.n, self.layer.outputs, self._width
-        padded = functional.pad(g.view(outputs, -1), (0, n * width - self.layer.inputs))
+        padded = torch.nn.functional.pad(g.view(outputs, -1), (0, n * width - self.layer.inputs))
         scale(padded, share)
         message, filled = self._stage(padded.view(outputs, n, width).transpose(0, 1))
         self._blocks = torch.empty_like(message)

@@ -6,11 +6,10 @@ Every ``tau`` steps a worker and the centre draw each other together, Algorithm 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
@@ -28,6 +27,9 @@ from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.settings import own
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.request import Event
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class EasgdOptions(BaseModel):

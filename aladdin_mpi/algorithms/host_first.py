@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.budget import Ticket
@@ -18,6 +17,9 @@ from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Request
 from aladdin_mpi.transport.sealed import SealedTransport, is_void
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def host_groups(transport: Transport, servers: int, largest: int | None = None) -> list[list[int]]:

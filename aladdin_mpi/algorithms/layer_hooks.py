@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from aladdin_mpi.algorithms.dense_pieces import DenseWeight
 from aladdin_mpi.algorithms.layer_pieces import Piece
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.bucket_watch import BucketWatch
 from aladdin_mpi.model.replica import places
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class LayerHooks:
@@ -132,7 +134,10 @@ class LayerHooks:
                 return None
             self._require(part, True)
             hear = self._hear(part, first)
-            listened: Tensor = _Listen.apply(output, self._token, hear)
+            # Torch is loaded only to make the class: see process/deferred.py.
+            from aladdin_mpi.model.listen import Listen
+
+            listened: Tensor = Listen.apply(output, self._token, hear)
             return listened
 
         return after
@@ -152,21 +157,6 @@ class LayerHooks:
                 raise _misused(self._dense[part])
 
         return refuse
-
-
-class _Listen(torch.autograd.Function):
-    """The identity; backward hands over what comes by."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, token: Tensor, hear: Callable[[Tensor], None]) -> Tensor:
-        ctx.mark_dirty(output)  # in place, so that what follows may be in place as well
-        ctx.hear = hear
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, errors: Tensor) -> tuple[Tensor, None, None]:
-        ctx.hear(errors)
-        return errors, None, None
 
 
 def _needs(module: nn.Module, pieces: Sequence[Piece]) -> dict[nn.Module, list[Piece]]:

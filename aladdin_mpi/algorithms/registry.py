@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel
-from torch import Tensor
 
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.compression.wires import FEW_BITS
@@ -25,6 +24,9 @@ from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import RunSettings
 from aladdin_mpi.roles.worker import Clips, Worker
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MakeWorker = Callable[[Worker, Optimizer, GradientCodec, RunSettings], TrainingWorker]
 MakeServer = Callable[[ParameterServer, Optimizer, RunSettings], Server]

@@ -22,11 +22,10 @@ only afterwards, so that the order costs no time.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
@@ -40,6 +39,9 @@ from aladdin_mpi.roles.settings import RunSettings, own
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.request import PeerFailedError, Request
 from aladdin_mpi.transport.sealed import intact, is_void
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class SgpOptions(BaseModel):

@@ -19,7 +19,7 @@ def make(
     name: str,
     transport: Transport,
     device: torch.device,
-    wire_dtype: torch.dtype = torch.float32,
+    wire_dtype: torch.dtype | None = None,
 ) -> AllReduce:
     """The all-reduce called ``name``; to be called by every rank, with the same arguments.
 
@@ -32,11 +32,12 @@ def make(
         name: one of ``NAMES``.
         transport: among whose ranks is summed.
         device: where the gradients live; "meta" with timed computing.
-        wire_dtype: torch.float32 or torch.bfloat16.
+        wire_dtype: torch.float32, as without, or torch.bfloat16.
 
     Raises:
         UserError: an unknown name, or what it stands for cannot be used on some rank.
     """
+    wire_dtype = wire_dtype or torch.float32
     if name not in NAMES:
         raise UserError(f"all-reduce: expected one of {', '.join(NAMES)}, got {name!r}")
     if name == "auto":

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from aladdin_mpi.allreduce.base import AllReduce, Pending
 from aladdin_mpi.compression.dgc import DeepGradientCompression
@@ -13,6 +12,9 @@ from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.model.vectors import clear
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class CompressedAllReduce(AllReduce):

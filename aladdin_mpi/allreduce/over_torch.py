@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import socket
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
 
 from aladdin_mpi.allreduce.base import AllReduce, Pending, timeout_of, wait_until
 from aladdin_mpi.allreduce.buffers import Buffers
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.volume import allreduce_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch import distributed as dist
 
 MARGIN = 30.0
 """Seconds by which torch's own limit exceeds the transport's, whose error says more."""
@@ -31,12 +33,16 @@ REMEDY = (
 
 def obstacle(device: torch.device) -> str | None:
     """Why torch.distributed cannot be used here, and what to do; None if it can."""
-    if not dist.is_available():
+    if not torch.distributed.is_available():
         return "this torch is built without torch.distributed; use the backend mpi"
     backend = _backend(device)
-    if not (dist.is_nccl_available() if backend == "nccl" else dist.is_gloo_available()):
+    if not (
+        torch.distributed.is_nccl_available()
+        if backend == "nccl"
+        else torch.distributed.is_gloo_available()
+    ):
         return f"this torch is built without {backend}; use the backend mpi"
-    if dist.is_initialized():
+    if torch.distributed.is_initialized():
         return (
             "this program has a torch.distributed process group of its own; end it first "
             "(destroy_process_group), or use the backend mpi"
@@ -53,8 +59,8 @@ def end_group() -> None:
     One of gloo's own threads may still hold it for a moment. Were that the last reference, the
     group would be destroyed in a thread that it has to join: "Resource deadlock avoided".
     """
-    group = dist.group.WORLD
-    dist.destroy_process_group()
+    group = torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
     _ended[:] = [group]
 
 
@@ -78,7 +84,7 @@ class TorchAllReduce(AllReduce):
         backend = _backend(device)
         self._backend_name = backend
         limit = timeout_of(transport)
-        dist.init_process_group(
+        torch.distributed.init_process_group(
             backend,
             store=_meet(transport),
             rank=transport.rank,
@@ -92,7 +98,7 @@ class TorchAllReduce(AllReduce):
         """See :meth:`AllReduce.start`."""
         buffer, _ = self._buffers.load(values, key)
         self._transport.traffic.bytes_sent += allreduce_bytes(buffer.nbytes, self._transport.size)
-        work = dist.all_reduce(buffer, async_op=True)
+        work = torch.distributed.all_reduce(buffer, async_op=True)
         assert work is not None
         return _Work(self._transport, work, values, buffer, key)
 
@@ -158,7 +164,7 @@ def _meet(transport: Transport) -> Any:
 
 
 def _store(address: str, port: int, transport: Transport, wait_for_workers: bool = True) -> Any:
-    return dist.TCPStore(  # type: ignore[attr-defined]  # a compiled one, without type hints
+    return torch.distributed.TCPStore(  # type: ignore[attr-defined]  # a compiled one, without type hints
         address,
         port,
         transport.size,

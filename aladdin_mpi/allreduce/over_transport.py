@@ -9,15 +9,18 @@ ranks, and the moment at which a part is summed differs from rank to rank.
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from aladdin_mpi.allreduce.base import AllReduce, Pending
 from aladdin_mpi.allreduce.buffers import Buffers
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Event, Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EVENT_POLL = 0.0001
 """Seconds between two looks at a copy from the GPU."""

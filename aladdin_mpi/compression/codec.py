@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from aladdin_mpi.compression.models import ModelDecoder, ModelEncoder
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import add
 from aladdin_mpi.transport.request import Event
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class GradientCodec(ABC):

@@ -18,16 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import ceil, prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.compression.difference import DifferenceDecoder, DifferenceEncoder
 from aladdin_mpi.compression.select import select
 from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.transport.request import Event
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEX_BYTES = 4
 """Positions in a bucket are int32."""

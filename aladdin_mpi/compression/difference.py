@@ -8,15 +8,18 @@ differences of values, so that the worker's copy equals the server's exactly.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from aladdin_mpi.compression.codec import DenseWire
 from aladdin_mpi.compression.models import ModelDecoder, ModelEncoder
 from aladdin_mpi.model.layout import Bucket
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 INDEX_BYTES = 4
-_BITS = {4: torch.int32, 2: torch.int16}
 
 
 def _entry(dtype: torch.dtype) -> int:
@@ -62,7 +65,7 @@ class DifferenceEncoder(ModelEncoder):
         if last is None:
             self._last[key] = new.clone()
             return _whole(new, room)
-        bits = _BITS[self._dtype.itemsize]
+        bits = torch.int32 if self._dtype.itemsize == 4 else torch.int16
         changed = (new.view(bits) != last.view(bits)).nonzero().view(-1)
         if changed.numel() * _entry(self._dtype) >= bucket.numel:
             last.copy_(new)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from aladdin_mpi.compression.dgc import INDEX_BYTES, DeepGradientCompression
 from aladdin_mpi.model.layout import Bucket
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def packed_length(codec: DeepGradientCompression, bucket: Bucket, samples: int) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from aladdin_mpi.model.layout import Bucket
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class ModelEncoder(ABC):

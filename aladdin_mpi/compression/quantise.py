@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
 
 from aladdin_mpi.model.vectors import BLOCK, is_finite
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WIDTH = 256
 """Values of a block."""
@@ -30,8 +32,8 @@ WORD = 4
 """Bytes of a word of a message."""
 HIGH = 16
 """What the second of two values in a byte is multiplied by."""
-TINY = torch.finfo(torch.float32).tiny
-"""Its reciprocal is finite."""
+TINY = 2.0**-126
+"""The smallest normal number of fp32: its reciprocal is finite."""
 
 
 def steps_of(bits: int) -> int:

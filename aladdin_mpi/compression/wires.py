@@ -8,7 +8,6 @@ from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.compression.few_bits import FewBitsCodec
 from aladdin_mpi.model.layout import Layout
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FEW_BITS = {"int8": 8, "int4": 4}
 """Those that round to so many bits, and send later what that has lost."""
 
@@ -17,7 +16,11 @@ def bits_of(name: str) -> tuple[int, ...]:
     """Of a value, from generous to thrifty, between which a ``--wire`` leaves the choice."""
     if name == "auto":
         return tuple(sorted(FEW_BITS.values(), reverse=True))
-    return (FEW_BITS.get(name, 8 * DTYPES.get(name, torch.float32).itemsize),)
+    return (FEW_BITS.get(name, 8 * _dtype(name).itemsize),)
+
+
+def _dtype(name: str) -> torch.dtype:
+    return torch.bfloat16 if name == "bf16" else torch.float32
 
 
 def make_codec(
@@ -26,10 +29,10 @@ def make_codec(
     """The codec of a ``--wire``.
 
     Args:
-        name: one of ``DTYPES`` or ``FEW_BITS``.
+        name: fp32, bf16 or one of ``FEW_BITS``.
         layout: of the flat vector.
         device: where the vectors live.
         moves_bytes: see :class:`DenseWire`.
     """
-    wire = DenseWire(DTYPES.get(name, torch.float32), device, moves_bytes)
+    wire = DenseWire(_dtype(name), device, moves_bytes)
     return FewBitsCodec(wire, layout, FEW_BITS[name]) if name in FEW_BITS else wire

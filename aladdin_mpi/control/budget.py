@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
 
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_AHEAD = 32
 """Largest number of tickets that a worker asks for ahead."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import RefusedError, UserError
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import PeerFailedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 

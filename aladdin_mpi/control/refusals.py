@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from enum import IntEnum
 from math import isfinite
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
 
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.vectors import is_finite, total
 from aladdin_mpi.transport.base import Transport
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KEEPER = 0
 """The rank that writes refusals down."""

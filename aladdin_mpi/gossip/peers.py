@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.control.tags import Tag
@@ -12,6 +13,9 @@ from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.request import PeerFailedError, Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class PeerWorker(TrainingWorker):

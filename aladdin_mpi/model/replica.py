@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.bound_gradients import BoundGradients
 from aladdin_mpi.model.bucket_watch import BucketWatch, OnBucket
 from aladdin_mpi.model.layout import Layout
 from aladdin_mpi.model.other_dtypes import OtherDtypes, common_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def _dense_layers(module: nn.Module) -> tuple[DenseLayer, ...]:
     found = []
     for name, part in module.named_modules():
         own = list(part.parameters(recurse=False))
-        if type(part) is not nn.Linear or not isinstance(part.weight, nn.Parameter):
+        if type(part) is not torch.nn.Linear or not isinstance(part.weight, torch.nn.Parameter):
             continue
         if part.weight not in at or not part.weight.is_contiguous():
             continue

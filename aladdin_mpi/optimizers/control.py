@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 Hyperparameters = dict[str, Any]
 """Of one group, by name, less its parameters."""
@@ -17,7 +16,7 @@ Hyperparameters = dict[str, Any]
 def hyperparameters(group: dict[str, Any]) -> Hyperparameters:
     """Those of ``group``, with tensors of one value as numbers."""
     return {
-        name: value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+        name: value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
         for name, value in group.items()
         if name not in ("params", "param_names")
     }

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.replica import places
@@ -19,6 +17,10 @@ from aladdin_mpi.optimizers.inherited import Inherited
 from aladdin_mpi.optimizers.initial import Segment, alike, initial_state
 from aladdin_mpi.optimizers.part import OptimizerPart, Piece
 from aladdin_mpi.optimizers.probe import Granularity, granularity
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim.lr_scheduler import LRScheduler
 
 
 class TorchOptimizer(Optimizer):

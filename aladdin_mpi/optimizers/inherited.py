@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from aladdin_mpi.errors import UserError
 
@@ -26,7 +25,7 @@ class Inherited:
             UserError: it holds what is neither one number nor a value for each of them.
         """
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape != (stop - start,):
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape != (stop - start,):
                 raise UserError(
                     f"--allow-resize: the optimizer's {name!r} has the shape {tuple(value.shape)} "
                     f"for {stop - start} values and cannot be cut anew; resume with the numbers "
@@ -68,7 +67,9 @@ class Inherited:
 
 def _part(state: State, start: int, stop: int) -> State:
     return {
-        name: value[start:stop].clone() if isinstance(value, Tensor) and value.dim() else value
+        name: value[start:stop].clone()
+        if isinstance(value, torch.Tensor) and value.dim()
+        else value
         for name, value in state.items()
     }
 
@@ -77,7 +78,7 @@ def _joined(start: int, stop: int, found: list[tuple[int, int, State]]) -> State
     joined: State = {}
     for a, b, state in found:
         for name, value in state.items():
-            if not isinstance(value, Tensor):
+            if not isinstance(value, torch.Tensor):
                 joined.setdefault(name, value)
             elif not value.dim():
                 known = joined.get(name)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ def initial_state(given: torch.optim.Optimizer, segments: list[Segment]) -> dict
             pairs = zip(states, segments, strict=True)
             found[name] = torch.cat([_in_memory(state[name], segment) for state, segment in pairs])
         else:
-            found[name] = value.clone() if isinstance(value, Tensor) else value
+            found[name] = value.clone() if isinstance(value, torch.Tensor) else value
     return found
 
 
@@ -41,14 +43,14 @@ def alike(given: torch.optim.Optimizer, one: nn.Parameter, other: nn.Parameter) 
 
 def _rest(given: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
     return {
-        name: value.tolist() if isinstance(value, Tensor) else value
+        name: value.tolist() if isinstance(value, torch.Tensor) else value
         for name, value in given.state.get(parameter, {}).items()
         if not _is_by_value(value, parameter)
     }
 
 
 def _is_by_value(value: object, parameter: nn.Parameter) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
 
 
 def _in_memory(values: Tensor, segment: Segment) -> Tensor:

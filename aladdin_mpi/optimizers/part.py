@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from aladdin_mpi.optimizers.control import Hyperparameters, hyperparameters, portable
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class OptimizerPart:
     ) -> None:
         self.pieces = pieces
         self._given = given
-        self._leaves = [nn.Parameter(like.new_empty(0)) for _ in pieces]
+        self._leaves = [torch.nn.Parameter(like.new_empty(0)) for _ in pieces]
         self._groups = sorted({piece.group for piece in pieces})
         self._seen = [hyperparameters(given.param_groups[number]) for number in self._groups]
         self._inner = same_kind(given, [self._new_group(number) for number in self._groups])

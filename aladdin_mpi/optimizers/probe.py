@@ -6,14 +6,16 @@ It is tried out, on tensors of a few values: nobody has to keep a list of all op
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.optimizers.control import portable
 from aladdin_mpi.optimizers.part import same_kind
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STEPS = 3
 LARGEST = 5
@@ -66,7 +68,7 @@ def _shapes(given: torch.optim.Optimizer) -> list[tuple[int, tuple[int, ...]]]:
     """A few small shapes, each with a group, of as many dimensions as those of the parameters."""
     found: set[tuple[int, tuple[int, ...]]] = set()
     for number, group in enumerate(given.param_groups):
-        for parameter in filter(Tensor.numel, group["params"]):
+        for parameter in filter(torch.Tensor.numel, group["params"]):
             found.add((number, tuple(min(size, LARGEST) for size in parameter.shape)))
     return sorted(found)
 
@@ -82,7 +84,7 @@ def _steps(
     starts: list[Tensor],
 ) -> list[Tensor]:
     """Where some steps lead, all tensors in one optimizer."""
-    leaves = [nn.Parameter(start.clone()) for start in starts]
+    leaves = [torch.nn.Parameter(start.clone()) for start in starts]
     groups: dict[int, dict[str, Any]] = {}
     for leaf, (number, _) in zip(leaves, shapes, strict=True):
         fresh = {**portable(given.param_groups[number]), "lr": RATE, "params": []}

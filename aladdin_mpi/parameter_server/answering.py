@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import add
@@ -12,6 +10,9 @@ from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.former import Former
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class AnsweringServer(Server):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import struct
 from enum import IntEnum
 from math import isnan
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
 
 from aladdin_mpi.transport.request import Request
 from aladdin_mpi.transport.sealed import intact
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_NOTES = 8
 """The largest number of notes in a header, unless a server expects more."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from aladdin_mpi.model.vectors import add_if_finite
 from aladdin_mpi.parameter_server.server import Arrival
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class GradientSum:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
 
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.tags import Tag
@@ -16,6 +15,9 @@ from aladdin_mpi.parameter_server.frames import Header, Kind, new_header
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Request
 from aladdin_mpi.transport.sealed import is_void
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Model(NamedTuple):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from math import isfinite, nan
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.model.vectors import copy
@@ -14,6 +12,9 @@ from aladdin_mpi.parameter_server.inbox import Model, ModelInbox
 from aladdin_mpi.parameter_server.local_steps import LocalStepWorker
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.worker import Worker
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class DifferenceInbox(ModelInbox):

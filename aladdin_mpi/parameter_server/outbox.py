@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.tags import Tag
@@ -16,6 +14,9 @@ from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Notes = tuple[float, ...]
 NotesFor = Notes | Callable[[int], Notes]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.budget import Ticket
@@ -17,6 +15,9 @@ from aladdin_mpi.parameter_server.outbox import Outbox
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.worker import Worker
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class PushPullWorker(TrainingWorker):

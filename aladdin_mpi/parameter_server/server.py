@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.refusals import Reason, Refusal, report
@@ -26,6 +26,9 @@ from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Event, PeerFailedError, Request
 from aladdin_mpi.transport.sealed import is_void
 from aladdin_mpi.transport.wait_set import WaitSet
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Notes = tuple[float, ...]
 NotesThen = Notes | Callable[[], Notes]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import Role
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Server(Role):

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.layout import Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 COUNTS = ("samples", "computed", "refused", "coalesced", "waiting", "bytes_sent")
 """What is counted for each worker."""
@@ -64,7 +66,7 @@ def mean_state(mean: Any, new: Any, count: int, name: str = "") -> Any:
         return [mean_state(m, n, count, name) for m, n in zip(mean, new, strict=True)]
     if isinstance(mean, list) and isinstance(new, list):
         return max(mean, new, key=len)
-    if isinstance(mean, Tensor) or isinstance(new, Tensor):
+    if isinstance(mean, torch.Tensor) or isinstance(new, torch.Tensor):
         return _mean_tensor(mean, new, count, name)
     return new if mean is None else mean
 
@@ -93,7 +95,7 @@ def _mean_tensor(mean: Tensor | None, new: Tensor | None, count: int, name: str)
 def scale_held_back(state: Any, factor: float) -> None:
     """Scale what compression has held back, wherever it is in a worker's state."""
     for name, value in state.items() if isinstance(state, dict) else ():
-        if name == "left" and isinstance(value, Tensor):
+        if name == "left" and isinstance(value, torch.Tensor):
             value.mul_(factor)
         else:
             scale_held_back(value, factor)

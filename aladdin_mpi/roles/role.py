@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import copy
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.worker import Worker
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Role(ABC):

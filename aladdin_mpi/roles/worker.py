@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from math import isfinite, nan, sqrt
-from typing import Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from aladdin_mpi.control.budget import Draws, Report, Ticket
 from aladdin_mpi.control.refusals import GradientCheck, Reason, Refusal, report
@@ -20,6 +18,9 @@ from aladdin_mpi.model.replica import PhantomReplica, Replica
 from aladdin_mpi.model.vectors import clear, clip_norm
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.transport.base import Transport
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORWARD_SHARE = 1 / 3
 """Share of a step's computing that is the forward pass, in modelled time."""

@@ -11,13 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from aladdin_mpi.transport.request import Event, PeerFailedError, Request
 from aladdin_mpi.transport.wait_set import WaitSet
 
-Handler = Callable[[int, Tensor], None]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Handler = Callable[[int, "Tensor"], None]
 """Called as ``handler(source, message)`` when a registered message arrives."""
 
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
 
 from aladdin_mpi.transport.matching import as_bytes
 from aladdin_mpi.transport.message import Operation
 from aladdin_mpi.transport.request import Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SMALL = 64 * 1024
 """Up to so many bytes an all-reduce uses a tree and an all-gather Bruck's algorithm,
@@ -27,7 +29,7 @@ the other, cost more than their bytes; halving and doubling takes 2 log2(n) for 
 (Thakur, Rabenseifner, Gropp, Int. J. High Performance Computing Applications 19, 2005)."""
 
 Steps = Iterator[Sequence[Operation]]
-Part = tuple[Tensor | None, int]
+Part = tuple["Tensor | None", int]
 """A piece of a buffer, None if the buffer holds no data, and its bytes."""
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from aladdin_mpi.transport.base import Handler, Traffic
 from aladdin_mpi.transport.clock import LATE, Clock
@@ -17,6 +17,9 @@ from aladdin_mpi.transport.matching import Mailbox, as_bytes, fill, too_long
 from aladdin_mpi.transport.message import Message, Operation
 from aladdin_mpi.transport.network import Network
 from aladdin_mpi.transport.request import ANY_SOURCE, Event, Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EAGER = 64 * 1024
 """Messages up to so many bytes are copied at once and their send is done; a longer one

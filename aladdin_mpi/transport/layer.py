@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from aladdin_mpi.transport.base import Handler, Transport
 from aladdin_mpi.transport.request import Event, Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Layer(Transport):

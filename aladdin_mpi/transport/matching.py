@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from aladdin_mpi.transport.message import Message, Operation
 from aladdin_mpi.transport.request import ANY_SOURCE, TransportError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Mailbox:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from aladdin_mpi.transport.request import ANY_SOURCE, Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 QUANTUM = 256 * 2**10
 """Bytes of one flow that a link serves before it turns to the next. TCP shares a link packet by

@@ -12,13 +12,16 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from aladdin_mpi.transport.base import Handler, Transport
 from aladdin_mpi.transport.layer import Layer
 from aladdin_mpi.transport.request import ANY_SOURCE, Event, Request, TransportError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SEAL = 16384
 """Added to a tag for the seals of its messages."""
@@ -179,7 +182,7 @@ class _Sealing:
         return True
 
 
-Judge = Callable[[int, int, Tensor, Tensor], None]
+Judge = Callable[[int, int, "Tensor", "Tensor"], None]
 
 
 class _Checked(Request):

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import Tensor
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.transport import collectives
@@ -33,9 +32,10 @@ from aladdin_mpi.transport.request import (
 from aladdin_mpi.transport.virtual_wait import VirtualWaitSet
 from aladdin_mpi.transport.wait_set import WaitSet
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from torch import Tensor
 
-REDUCIBLE = (torch.float32, torch.float64, torch.int64)
+T = TypeVar("T")
 
 
 class DeadlockError(TransportError):
@@ -283,9 +283,10 @@ class VirtualTransport(Transport):
     def iallreduce(self, buffer: Tensor, total: Tensor | None = None) -> Request:
         """Sum ``buffer`` over all ranks: tree when small, ring otherwise."""
         _nbytes(buffer)
-        if buffer.dtype not in REDUCIBLE:
+        reducible = (torch.float32, torch.float64, torch.int64)
+        if buffer.dtype not in reducible:
             raise TypeError(
-                f"iallreduce adds {', '.join(map(str, REDUCIBLE))}, not {buffer.dtype}, "
+                f"iallreduce adds {', '.join(map(str, reducible))}, not {buffer.dtype}, "
                 "which MPI does not add rightly: convert it first"
             )
         if total is None:
