@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.process.deferred import defer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,12 +20,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _servers(argv: Sequence[str] | None) -> int:
+    defer("torch")  # which the options' files import too
     from aladdin_mpi.config.options import TrainOptions, parse
 
     about = "Say how many ranks of a run with these options of aladdin_mpi.train are servers."
     options = parse(TrainOptions, argv, "aladdin_mpi.servers", about)
 
-    from aladdin_mpi.algorithms import registry  # slow, and --help does without
+    from aladdin_mpi.algorithms import registry
 
     return options.servers if registry.find(options.algorithm).server else 0
 

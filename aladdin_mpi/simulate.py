@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from aladdin_mpi.process import guard
+from aladdin_mpi.process.deferred import defer
 from aladdin_mpi.run.greeting import Greeting
 
 DESCRIPTION = (
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
+    defer("torch")  # which the options' files import too
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0].endswith(".py"):
         return _simulate_script(words)

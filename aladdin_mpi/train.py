@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process import guard, stop_signal
+from aladdin_mpi.process.deferred import defer
 from aladdin_mpi.run.greeting import Greeting
 
 AGREEMENT_SECONDS = 60.0
@@ -27,6 +28,7 @@ def _main(argv: Sequence[str] | None) -> int:
         text = f"starting {size} rank{'s' * (size > 1)}"
         greeting = Greeting(text, sys.argv[1:] if argv is None else argv)
 
+    defer("torch")  # which the options' files import too
     from aladdin_mpi.config.cli import read
     from aladdin_mpi.config.options import TrainOptions, completed
     from aladdin_mpi.config.settings import build

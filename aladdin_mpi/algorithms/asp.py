@@ -50,9 +50,9 @@ class AspServer(AnsweringServer):
     """``x~ <- x~ - lr g_i``, answered at once."""
 
     def __init__(self, server: ParameterServer, optimizer: Optimizer, options: AspOptions) -> None:
-        own = optimizer if options.momentum == "server" else None
+        steps_with = optimizer if options.momentum == "server" else None
         divisor = server.worker_count if options.normalize == "workers" else 1
-        super().__init__(server, own, divisor)
+        super().__init__(server, steps_with, divisor)
 
 
 register(

@@ -16,11 +16,13 @@ class Listen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, token: Tensor, hear: Callable[[Tensor], None]) -> Tensor:
+        """``hear`` is called with the errors of ``output``; see torch.autograd.Function."""
         ctx.mark_dirty(output)  # in place, so that what follows may be in place as well
         ctx.hear = hear
         return output
 
     @staticmethod
     def backward(ctx: Any, errors: Tensor) -> tuple[Tensor, None, None]:
+        """Pass them on."""
         ctx.hear(errors)
         return errors, None, None
