@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aladdin_mpi.algorithms import registry
+from aladdin_mpi.algorithms.registry import ALGORITHMS
 from aladdin_mpi.config.fields import submodel
 from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.config.settings import Settings
@@ -22,7 +22,8 @@ def unused(options: RunOptions, given: Settings) -> dict[str, str]:
         options: of the run.
         given: the user's settings.
     """
-    used = {registry.find(options.algorithm).group}
+    # One that does not exist is refused later, on all ranks at once.
+    used = {each.group for name, each in ALGORITHMS.items() if name == options.algorithm}
     if options.compression == DGC:
         used.add(DGC)
     return {
