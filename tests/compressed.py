@@ -165,7 +165,7 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
     replica = PhantomReplica(sum(sizes.layers), sizes) if job.timed else Replica(module)
     x, options, layout = replica.parameters, job.options, layout_of(job)
     sgd = MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov)
-    codec = _codec(job, replica, sgd, moves_bytes=transport.engine == "mpi")
+    codec = _codec(job, replica, sgd, moves_bytes=transport.needs_memory)
     algorithm = registry.find(job.algorithm)
     role: Role
     if transport.rank < job.servers:
@@ -216,7 +216,7 @@ def _worker(
         loss.backward()
         return loss.item()
 
-    seconds = job.seconds if transport.engine == "virtual" or job.timed else None
+    seconds = job.seconds if transport.models_time or job.timed else None
     slowdown = job.slowdown[index] if job.slowdown else 1.0
     pace = Pace(seconds, slowdown, job.jitter, seed=index)
     schedule: Callable[[int], float] = lambda samples: job.lr  # noqa: E731

@@ -216,7 +216,7 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
     if isinstance(role, Server):
         role.finish()
     role.close()
-    if transport.engine == "virtual":
+    if transport.models_time:
         transport.sleep(100.0)  # the last reports arrive
     return RankResult(role, transport.traffic, tickets, reports, budget, refusals)
 
@@ -242,7 +242,7 @@ def _worker(
 
     if job.start is not None:
         replica.parameters.copy_(job.start(index))
-    virtual = transport.engine == "virtual"
+    virtual = transport.models_time
     slow = job.slowdown.get(index, 1.0)
     pace = Pace(job.seconds if virtual else None, slow, job.jitter, job.seed * 100 + index)
     return Worker(

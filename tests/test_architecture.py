@@ -113,3 +113,13 @@ def test_algorithms_know_neither_engine() -> None:
         if f"{module}.".startswith(tuple(f"{engine}." for engine in engines))
     }
     assert knowing == {"process", "transport", "run", "train"}
+
+
+def test_only_reports_ask_which_engine_it_is() -> None:
+    """Everybody else asks the transport what it can do."""
+    asking = {
+        place
+        for place, path in files()
+        if not place.startswith("transport/") and "transport.engine" in path.read_text()
+    }
+    assert asking == {"run/segments.py", "run/summary.py"}

@@ -75,7 +75,7 @@ class MultistepWorker(TrainingWorker):
         places: Callable[[], torch.Tensor],
     ) -> None:
         x, transport = worker.parameters, worker.transport
-        weights = DenseWire(x.dtype, x.device, moves_bytes=transport.engine == "mpi")
+        weights = DenseWire(x.dtype, x.device, moves_bytes=transport.needs_memory)
         self.order = InOrder(transport)
         ground = Ground(transport, self.order, x, wire.plain, weights, worker.check)
         self.pieces = _pieces(ground, worker.layout, exchanged, batch)

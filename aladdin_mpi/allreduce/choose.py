@@ -42,7 +42,7 @@ def make(
         raise UserError(f"all-reduce: expected one of {', '.join(NAMES)}, got {name!r}")
     if name == "auto":
         name = _best(transport, device)
-    elif transport.engine == "virtual" and name != "mpi":
+    elif transport.models_time and name != "mpi":
         raise UserError(
             f"all-reduce: expected mpi or auto in virtual time, got {name}; {name} needs real "
             "ranks: start them with mpirun"
@@ -59,7 +59,7 @@ def make(
 
 
 def _best(transport: Transport, device: torch.device) -> str:
-    if transport.engine == "virtual":
+    if transport.models_time:
         return "mpi"
     alone = transport.hosts.count(transport.host) <= torch.cuda.device_count()
     nccl = device.type == "cuda" and alone and over_torch.obstacle(device) is None

@@ -33,7 +33,7 @@ class SingleAllReduce(AllReduce):
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self._transport = transport
-        self._moves_bytes = transport.engine == "mpi"
+        self._moves_bytes = transport.needs_memory
         self._buffers = Buffers(torch.float32, device, self._moves_bytes)
         self._held: deque[_Single] = deque()
 
@@ -103,7 +103,7 @@ class DirectAllReduce(AllReduce):
 
     def __init__(self, transport: Transport, device: torch.device, wire_dtype: torch.dtype) -> None:
         self._transport = transport
-        self._buffers = Buffers(wire_dtype, device, transport.engine == "mpi")
+        self._buffers = Buffers(wire_dtype, device, transport.needs_memory)
         self._spaces: dict[int, _Space] = {}
         self._scattering: deque[_Direct] = deque()
 
@@ -234,4 +234,4 @@ def _happened(event: Event | None) -> bool:
 
 
 def _describe(transport: Transport, how: str) -> str:
-    return f"{'MPI' if transport.engine == 'mpi' else 'virtual network'}: {how}"
+    return f"{'virtual network' if transport.models_time else 'MPI'}: {how}"

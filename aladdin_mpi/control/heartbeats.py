@@ -50,7 +50,7 @@ class Heartbeats:
         self._heard = dict.fromkeys(others, transport.now())
         self._last_look = transport.now()
         # Without a thread of its own a rank that computes would seem to hang.
-        self._on = timeout > 0 and transport.engine == "mpi" and transport.progresses
+        self._on = timeout > 0 and not transport.models_time and transport.progresses
         if self._on:
             transport.exclude_from_traffic(Tag.ALIVE, Tag.LEFT_OUT)
             transport.on_message(Tag.ALIVE, 8, self._hear)

@@ -34,7 +34,7 @@ def choose_device(wanted: str, transport: Transport, servers: int) -> torch.devi
                 "--device cpu, or check CUDA_VISIBLE_DEVICES and the driver"
             )
         return torch.device("cpu")
-    if transport.engine == "virtual":
+    if transport.shares_process:
         return torch.device("cuda", 0)
     place = list(transport.hosts[servers : transport.rank]).count(transport.host)
     return torch.device("cuda", place % gpus)

@@ -32,7 +32,7 @@ def tell_placement(
         servers: number of server ranks, the first ones.
         quiet: only warn.
     """
-    if transport.engine != "mpi":
+    if transport.shares_process:
         return
     facts = gather(transport, place(transport.rank, device, servers))
     if facts and not quiet:

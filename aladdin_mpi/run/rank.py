@@ -120,12 +120,12 @@ class Rank:
         check_agreement(transport, options, self.replica.shapes, data, servers, self._described)
         self.worker_count = transport.size - servers
         self.origin = origin or Origin(self.worker_count, servers)
-        self.plan = _plan(options, epoch, self.origin, transport.engine == "mpi")
+        self.plan = _plan(options, epoch, self.origin, not transport.models_time)
         base = options.lr if optimizer is None else 1.0
         self.lr = LearningRate(options, self.worker_count, epoch, self.plan.total, base, schedule)
         self.run_dir = self._folder()
         self._share_model()
-        self.local = LocalState(self.replica, transport.engine == "virtual", state)
+        self.local = LocalState(self.replica, transport.shares_process, state)
         self.optimizer = agree(transport, lambda: self._optimizer(optimizer))
         self.role = agree(transport, lambda: self._role(compute, may_clip))
         self.coordinator = self._coordinator() if transport.rank == 0 else None
@@ -296,7 +296,7 @@ class Rank:
     def _codec(self, optimizer: Optimizer) -> GradientCodec:
         """How gradients are written for the wire."""
         options, x = self.options, self.replica.parameters
-        moves_bytes = self.transport.engine == "mpi"
+        moves_bytes = self.transport.needs_memory
         wire = make_codec(self.algorithm.wire(options), self.layout, x.device, moves_bytes)
         if options.compression == "none":
             return wire
@@ -314,7 +314,7 @@ class Rank:
     def _pace(self) -> Pace:
         options = self.options
         index = self.transport.rank - self.layout.servers
-        modelled = options.compute == "timed" or self.transport.engine == "virtual"
+        modelled = options.compute == "timed" or self.transport.models_time
         return Pace(
             options.compute_time if modelled else None,
             options.slowdown.get(index, 1.0),
@@ -410,7 +410,7 @@ class Rank:
 
     def _prospects(self) -> str:
         """What becomes of the run if a worker dies, where something can be done."""
-        if self.transport.engine != "mpi" or not self.transport.survives:
+        if self.transport.models_time or not self.transport.survives:
             return ""
         if self.algorithm.needs_all(self.options):
             return f"ULFM: is there, but {self.options.algorithm} needs every worker"
@@ -449,7 +449,7 @@ class Rank:
         coordinator.make_up_for_evaluation()
         if self.evaluate is not None:
             coordinator.evaluator = Evaluator(
-                self.module, self._measured, coordinator.evaluated, self.transport.engine == "mpi"
+                self.module, self._measured, coordinator.evaluated, not self.transport.models_time
             )
 
     def _measured(self, module: nn.Module) -> Mapping[str, float]:

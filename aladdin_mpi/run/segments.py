@@ -97,7 +97,7 @@ class Segments:
             moment = self._transport.now() + SETTLE_SECONDS
             fact = (budget.drawn, budget.used_up, suspended, moment)
         self._drawn, self.over, self.suspended, self._moment = broadcast(self._transport, fact)
-        if self._transport.engine == "virtual":
+        if self._transport.models_time:
             # A worker's last report may come after the barrier: it belongs to the checkpoint.
             self._transport.sleep_until(self._moment)
         # A run that was suspended at once is where its last checkpoint is.
@@ -108,7 +108,7 @@ class Segments:
     def _start_together(self) -> None:
         """Start when all are ready; in virtual time, when a resumed run starts as well."""
         transport = self._transport
-        if transport.engine != "virtual":
+        if not transport.models_time:
             with self.uncounted():
                 barrier(transport)
             return

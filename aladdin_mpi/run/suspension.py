@@ -25,7 +25,7 @@ class Suspension:
         self._transport = transport
         self._coordinator = coordinator
         self._told = False
-        if transport.engine != "mpi":
+        if transport.shares_process:
             return
         stop_signal.install()
         if coordinator is not None:

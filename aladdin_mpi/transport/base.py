@@ -54,7 +54,13 @@ class Transport(ABC):
     hosts: Sequence[int]
     """For every rank the number of its host, counted from 0."""
     engine: str
-    """``"mpi"`` or ``"virtual"``."""
+    """``"mpi"`` or ``"virtual"``: to be reported; what it can do is said below."""
+    models_time: bool
+    """Whether time is modelled: it passes by messages and ``sleep``, and computing takes none."""
+    shares_process: bool
+    """Whether all ranks are in one process, with one set of signals, random states and devices."""
+    needs_memory: bool
+    """Whether what is sent must lie in memory; otherwise tensors without any will do."""
     survives: bool
     """Whether the living are told of a rank's death and can go on."""
     progresses: bool

@@ -20,6 +20,8 @@ class Layer(Transport):
         self.inner = inner
         self.rank, self.size = inner.rank, inner.size
         self.traffic, self.hosts, self.engine = inner.traffic, inner.hosts, inner.engine
+        self.models_time, self.needs_memory = inner.models_time, inner.needs_memory
+        self.shares_process = inner.shares_process
         self.survives, self.progresses = inner.survives, inner.progresses
 
     def __getattr__(self, name: str) -> Any:

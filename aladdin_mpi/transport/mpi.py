@@ -95,6 +95,8 @@ class MpiTransport(Transport):
     """
 
     engine = "mpi"
+    models_time = shares_process = False
+    needs_memory = True
 
     def __init__(self, timeout: float | None = None, progress: bool = True) -> None:
         self.rank = MPI.COMM_WORLD.Get_rank()

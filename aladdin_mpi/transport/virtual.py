@@ -162,6 +162,8 @@ class VirtualTransport(Transport):
     """
 
     engine = "virtual"
+    models_time = shares_process = True
+    needs_memory = False
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.rank = endpoint.rank
