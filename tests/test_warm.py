@@ -15,7 +15,8 @@ SCRIPT = """
 import os, sys
 from beside import VALUE
 print(__name__, __file__, sys.argv[1:], os.environ.get("GIVEN"), VALUE, os.getcwd())
-print("torch" in sys.modules, "mpi4py" in sys.modules, "aladdin_mpi" in sys.modules)
+print(*(name in sys.modules for name in ("torch", "mpi4py", "aladdin_mpi.train")))
+assert "aladdin_mpi.transport.ulfm" not in sys.modules  # reads the environment
 import pickle
 class Here: pass
 assert isinstance(pickle.loads(pickle.dumps(Here())), Here)

@@ -1,14 +1,15 @@
 """Python processes that have imported torch already, for the programs that tests start.
 
-That import takes a rank two seconds of a core. A server (``warm_server.py``), one for each process
-of the tests, imports what is slow and no more, and waits; for each program it forks a process,
-which then runs as ``python ARGS`` would: in ``__main__``, with the arguments, environment, folder,
-standard streams and exit status of whoever asked for it (``warm_client.py``, which mpirun starts
-in the place of Python). Neither MPI nor anything of this project is imported before the fork.
+That import takes a rank two seconds of a core, those of this project and of what it draws with
+another half. A server (``warm_server.py``), one for each process of the tests, imports what is
+slow and no more, and waits; for each program it forks a process, which then runs as ``python ARGS``
+would: in ``__main__``, with the arguments, environment, folder, standard streams and exit status of
+whoever asked for it (``warm_client.py``, which mpirun starts in the place of Python). Neither MPI
+nor a command is imported before the fork, nor anything that reads the environment while it is.
 
 What such a process has in common with its server is no test's: its parent, ``/proc/PID/environ``
-and what is read when a process begins, as by the C library and for hashes. Tests of these, and of
-processes that are hurt, start Python itself.
+and what is read when a process begins, as by the C library and for hashes. Tests of these, of the
+order of imports, and of processes that are hurt, start Python itself.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import io
 import json
 import os
@@ -16,6 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+IMPORTED = (
+    "numpy",
+    "torch.utils.data",
+    "torch.utils.tensorboard",
+    "matplotlib.pyplot",
+    "aladdin_mpi.config.cli",
+    "aladdin_mpi.run.trainer",
+    "aladdin_mpi.run.simulator",
+    "aladdin_mpi.run.auto_resume",
+)
+"""What is slow to import, of this project too; neither MPI nor a command."""
 LONGEST_SILENCE = 5.0
 """Seconds after which it looks whether the tests are still there."""
 
@@ -134,11 +147,10 @@ def run(args: list[str], main: dict[str, Any]) -> None:
 
 def serve() -> None:
     """Returns in a process that has run its program, and where the tests have ended."""
-    import numpy
-    import torch.utils.data
-
-    assert numpy
-    assert torch.utils.data
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or collections in the processes would copy all of it
     listening, parent = map(int, sys.argv[1:])
     task = Server(socket.socket(fileno=listening)).wait_for_task(parent)
     if task is not None:
