@@ -35,18 +35,11 @@ LAYERS = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 
 
-def imports(path: Path, typing: bool = True) -> Iterator[str]:
-    """The modules that a file imports, with the names that it takes from them.
-
-    Args:
-        path: of the file.
-        typing: also those that it imports for type checking only.
-    """
+def imports(path: Path) -> Iterator[str]:
+    """The modules that a file imports, with the names that it takes from them."""
     nodes: list[ast.AST] = [ast.parse(path.read_text())]
     while nodes:
         node = nodes.pop()
-        if not typing and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
@@ -82,7 +75,7 @@ def test_layers_use_only_those_below() -> None:
     assert upwards == []
 
 
-def uses(typing: bool) -> dict[str, set[str]]:
+def uses() -> dict[str, set[str]]:
     """The files of the package that each file imports, by their places."""
     places = {
         f"{PACKAGE}.{place.removesuffix('.py').replace('/', '.')}": place for place, _ in files()
@@ -90,7 +83,7 @@ def uses(typing: bool) -> dict[str, set[str]]:
     return {
         place: {
             places[name]
-            for module in imports(path, typing)
+            for module in imports(path)
             for name in (module, module.rpartition(".")[0])
             if name in places
         }
@@ -99,7 +92,8 @@ def uses(typing: bool) -> dict[str, set[str]]:
 
 
 def test_no_circle_of_imports() -> None:
-    order = TopologicalSorter(uses(typing=False))
+    """Not for type checking either."""
+    order = TopologicalSorter(uses())
     order.prepare()  # raises CycleError, which names the files
 
 

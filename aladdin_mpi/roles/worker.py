@@ -67,6 +67,14 @@ class Pace:
         return self.seconds * self.slowdown * factor
 
 
+def _unknown(lr: float) -> None:
+    """Rank 0 knows the learning rate by itself."""
+
+
+def _nothing(ticket: Ticket) -> None:
+    """Nothing follows a step."""
+
+
 class Worker:
     """One worker's replica and its supply of batches and gradients.
 
@@ -96,6 +104,9 @@ class Worker:
         may_clip: whether each step's gradient is clipped is said while it is computed
             (:meth:`clip_step`): nothing is told early in the first one, nor in later ones if
             that one is.
+        rate: of the schedule's learning rate makes the one of the present step, where rank 0
+            does not know it.
+        after_step: called with a batch when the algorithm has done all that it asks for.
     """
 
     def __init__(
@@ -113,6 +124,8 @@ class Worker:
         clip: float | None = None,
         clips: Clips = "own",
         may_clip: bool = False,
+        rate: Callable[[float], float | None] = _unknown,
+        after_step: Callable[[Ticket], None] = _nothing,
     ) -> None:
         self.transport = transport
         self.layout = layout
@@ -143,10 +156,8 @@ class Worker:
         self._always_clip = self.clip = clip
         self._max_loss = max_loss
         self._lockstep = lockstep
-        self.rate: Callable[[], float | None] = _nothing
-        """The learning rate, where rank 0 does not know it."""
-        self.after_step: Callable[[], None] = _nothing
-        """Called when the algorithm has done all that a batch asks for."""
+        self._rate = rate
+        self._after_step = after_step
         self._vector = replica.parameters
         self._completed: list[Bucket] = []
         self._on_bucket: OnBucket = _ignore
@@ -199,7 +210,7 @@ class Worker:
                 draws.request(self._batch_size, self._take_report())
             self._reach(self.ticket.start, is_stepping=True)
             yield self.ticket
-            self.after_step()
+            self._after_step(self.ticket)
             end = self.ticket.start + self.ticket.whole
         self._reach(end, is_stepping=False)
         draws.report(self._take_report())
@@ -232,7 +243,7 @@ class Worker:
             waiting=traffic.waiting,
             sent=traffic.bytes_sent,
             steps=self.computed,
-            rate=self.rate(),
+            rate=self._rate(self.lr),
         )
         self._report = Report()
         return report
@@ -407,7 +418,3 @@ class Worker:
 
 def _ignore(bucket: Bucket) -> None:
     """There is nobody to tell."""
-
-
-def _nothing() -> None:
-    """Nothing follows a step."""

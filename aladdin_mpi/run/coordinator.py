@@ -1,63 +1,74 @@
-"""Rank 0's other duty: the budget, the metrics and the evaluations of the run."""
+"""Rank 0's other duty: it grants samples, counts time, and keeps the books of the run."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
-
-from torch import Tensor
 
 from aladdin_mpi.control.budget import Budget, Report
 from aladdin_mpi.control.ledger import Ledger
 from aladdin_mpi.data.skipped import SkipRecord
 from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.roles.former import Former
-from aladdin_mpi.run.evaluation import Evaluator, Snapshots
 from aladdin_mpi.run.failures import Failures
 from aladdin_mpi.run.own_figures import Means
-from aladdin_mpi.run.progress import Progress
-from aladdin_mpi.run.recorder import Metrics
+from aladdin_mpi.run.plan import Plan
 from aladdin_mpi.run.state_line import State
-from aladdin_mpi.run.variance import ModelVariance
 from aladdin_mpi.transport.base import Transport
 
 SHOWN = ("wire_bits", "pi")
 """Of a server's own figures, those in the progress."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The run in samples: its length, an epoch, and how often something happens."""
+@dataclass
+class Losses:
+    """Of the steps since the last line of metrics."""
 
-    total: int
-    epoch: int
-    step: int
-    """Of all workers that the run began with."""
-    schedule_step: int
-    """After which a scheduler goes on."""
-    log_every: int
-    eval_every: int
-    """0: only at the end."""
-    checkpoint_every: int
-    """0: only at the end, or by time."""
-    checkpoint_seconds: float
-    """0: not by time."""
+    total: float = 0.0
+    """Summed over ``samples``, those with a finite loss."""
+    samples: int = 0
+    unlogged: int = 0
+    """Samples in all."""
+
+    @property
+    def mean(self) -> float | None:
+        """None: none is finite."""
+        return self.total / self.samples if self.samples else None
+
+
+@dataclass
+class Marks:
+    """How far the metrics have come, kept by those who write them.
+
+    Attributes:
+        last_log: samples and seconds at the last line.
+        next_log: samples at which a line is due; ``next_eval`` likewise.
+        measuring: samples of the evaluation under way.
+        measured: figures of the last evaluation; not in checkpoints.
+    """
+
+    next_log: int
+    next_eval: int
+    last_log: tuple[int, float] = (0, 0.0)
+    measuring: int | None = None
+    measured: Mapping[str, float] = field(default_factory=dict)
 
 
 class Coordinator:
-    """Grants samples, counts time, and writes down what workers report.
+    """Grants samples, counts time, and adds up what workers report.
 
     It acts only when a message of a worker arrives, so that it works beside whatever
-    rank 0 does for the algorithm.
+    rank 0 does for the algorithm. Who shows or writes what it knows listens to it.
 
     Args:
         lr: learning rate as a function of samples.
         workers: their number.
         server: rank 0's server, whose gradients and staleness are shown, if it has one.
+        skips: rank 0's record of images that were skipped.
         lockstep: see :class:`Budget`.
+        needed: see :class:`Failures`; ``silence`` likewise.
     """
 
     def __init__(
@@ -67,21 +78,28 @@ class Coordinator:
         lr: Callable[[int], float],
         workers: int,
         server: ParameterServer | None,
+        skips: SkipRecord,
         lockstep: int = 0,
+        needed: str | None = None,
+        silence: float = 0.0,
     ) -> None:
         self._transport = transport
         self.plan = plan
         self._lr = lr
         self._workers = workers
-        self._server = server
+        self._first_worker = transport.size - workers
+        self.server = server
         self.budget = Budget(transport, plan.total, self._report, lockstep)
-        self.ledger = Ledger(transport, transport.size - workers)
-        self.metrics: Metrics | None = None
-        self.progress: Progress | None = None
-        self.evaluator: Evaluator | None = None
-        self.snapshots: Snapshots | None = None
-        self.variance: ModelVariance | None = None
-        self.failures: Failures | None = None
+        self.ledger = Ledger(transport, self._first_worker)
+        self.failures = Failures(
+            transport, self.budget, self._first_worker, needed, self.moment, silence
+        )
+        self.own_figures = Means()
+        self.skips = skips
+        self.marks = Marks(plan.log_every, plan.eval_every)
+        self.losses = Losses()
+        self._on_report: list[Callable[[Report], None]] = []
+        self._on_close: list[Callable[[], None]] = []
         self._seconds = 0.0
         self._other_workers = 0.0
         """In periods with other numbers of workers: what theirs was more than that of as many."""
@@ -89,23 +107,17 @@ class Coordinator:
         self._waiting: dict[int, float] = {}
         self._sent: dict[int, int] = {}
         self._steps: dict[int, int] = {}
-        self._loss_sum = 0.0
-        self._loss_samples = 0
-        self.own_figures = Means()
-        self.skips = SkipRecord()
-        self.measured: Mapping[str, float] = {}
-        """Of the last evaluation."""
         self._rate: float | None = None
-        self._unlogged = 0
-        self._last_log = (0, 0.0)
-        self._next_log = plan.log_every
-        self._next_eval = plan.eval_every
-        self._moment: dict[str, Any] = {}
-        self._lines: dict[int, dict[str, Any]] = {}
-        self._lines_lock = threading.Lock()
-        self._measuring: int | None = None
         self.suspended = 0
         """The signal after which the run is to end before its budget is used up."""
+
+    def on_report(self, action: Callable[[Report], None]) -> None:
+        """Have ``action`` called with every report, when it is counted."""
+        self._on_report.append(action)
+
+    def on_close(self, action: Callable[[], None]) -> None:
+        """Have ``action`` called at the end of every segment, when time stands still."""
+        self._on_close.append(action)
 
     @property
     def seconds(self) -> float:
@@ -147,77 +159,46 @@ class Coordinator:
             self.budget.stop()
 
     def close(self) -> None:
-        """End a segment: time stands still. Log what came behind the last line of metrics."""
+        """End a segment: time stands still."""
         self._seconds, self._opened = self.seconds, None
-        drawn = self.budget.drawn
-        if self.budget.used_up and self._last_log[0] < drawn and self._unlogged:
-            self._log(drawn)
+        for action in self._on_close:
+            action()
 
     # -- reports ----------------------------------------------------------------
     def _report(self, rank: int, report: Report) -> None:
         self._waiting[rank] = report.waiting
         self._sent[rank] = report.sent
         self._steps[rank] = report.steps
-        self._unlogged += report.samples
+        self.losses.unlogged += report.samples
         if report.samples and isfinite(report.loss):
-            self._loss_sum += report.loss * report.samples
-            self._loss_samples += report.samples
+            self.losses.total += report.loss * report.samples
+            self.losses.samples += report.samples
             self._rate = report.rate
         self._stop_in_time()
-        drawn = self.budget.drawn
-        if self.progress is not None:
-            counts = report.samples if isfinite(report.loss) else 0
-            self.progress.report(drawn, self.seconds, report.loss if counts else 0.0, counts)
-        if self._next_log <= drawn and self._unlogged:
-            self._next_log = (drawn // self.plan.log_every + 1) * self.plan.log_every
-            self._log(drawn)
-        if self.plan.eval_every and self._next_eval <= drawn < self.plan.total:
-            self._next_eval = self._evaluation_behind(drawn)
-            self._evaluate()
+        for action in self._on_report:
+            action(report)
 
     def _stop_in_time(self) -> None:
         limit, opened = self.plan.checkpoint_seconds, self._opened
         if limit and opened is not None and self._transport.now() - opened >= limit:
             self.budget.stop()
 
-    def _log(self, drawn: int) -> None:
-        if self.metrics is None:
-            return
-        seconds = self.seconds
-        samples_before, seconds_before = self._last_log
-        values = {
-            **self.moment(),
-            "loss": self._loss_sum / self._loss_samples if self._loss_samples else None,
-            "lr": self._present_lr(drawn),
-            "samples_per_second": (drawn - samples_before) / max(seconds - seconds_before, 1e-9),
-            "wait_fraction": self.wait_fraction,
-            "bytes_sent_per_step": self.bytes_sent_per_step,
-            "gradients_refused": self.ledger.count("gradient refused"),
-            **self.own_figures.take(),
-        }
-        if self._server is not None:
-            values["staleness"] = self._server.staleness
-            values["gradients"] = self._server.received
-            values |= self._server.measures()
-        self._last_log = (drawn, seconds)
-        self._loss_sum, self._loss_samples, self._unlogged = 0.0, 0, 0
-        self.metrics.append("train", values)
-
-    def _present_lr(self, drawn: int) -> float:
-        return self._lr(drawn) if self._rate is None else self._rate
+    @property
+    def lr(self) -> float:
+        """The learning rate that a worker reported last, or that of this moment."""
+        return self._lr(self.budget.drawn) if self._rate is None else self._rate
 
     def state(self) -> State:
         """Where the run is, for the progress."""
-        drawn, server = self.budget.drawn, self._server
-        first_worker = self._transport.size - self._workers
+        drawn, server = self.budget.drawn, self.server
         return State(
             samples=drawn,
             total=self.plan.total,
             epoch=drawn / self.plan.epoch,
             workers=self._workers,
-            alive=sum(rank >= first_worker for rank in self._transport.living),
-            figures={**self.own_figures.so_far(), **self.measured},
-            lr=self._present_lr(drawn),
+            alive=sum(rank >= self._first_worker for rank in self._transport.living),
+            figures={**self.own_figures.so_far(), **self.marks.measured},
+            lr=self.lr,
             waiting=self.wait_fraction if self._waiting else None,
             staleness=None if server is None else server.staleness,
             others={} if server is None else self._server_figures(server),
@@ -233,83 +214,10 @@ class Coordinator:
         drawn = self.budget.drawn
         return {"samples": drawn, "epoch": drawn / self.plan.epoch, "seconds": self.seconds}
 
-    # -- evaluation ---------------------------------------------------------------
-    def _evaluate(self) -> None:
-        if self.evaluator is None or self.snapshots is None or self.variance is None:
-            return
-        if not (self.evaluator.busy or self.snapshots.busy):
-            self._moment = self.moment()
-            self._moment["gradients"] = self._server.received if self._server else 0
-            self._measuring = self._moment["samples"]
-            self.variance.take(self._moment["samples"])
-            self.snapshots.take()
-
-    def evaluate_copy(self, vector: Tensor) -> None:
-        """A copy of the model, asked for when an evaluation was due, has come."""
-        assert self.evaluator is not None
-        self.evaluator.submit(vector, self._moment)
-
-    def evaluated(self, moment: dict[str, Any], measured: Mapping[str, float]) -> None:
-        """An evaluation of the model at ``moment`` is done."""
-        self.measured = measured
-        gradients = self._server.received if self._server else 0
-        before = moment.pop("gradients", gradients)
-        figures = {**measured, "gradients_meanwhile": gradients - before}
-        self._complete(moment["samples"], {**moment, **figures})
-
-    def take_variance(self, samples: int, value: float | None) -> None:
-        """The variance among the workers' models is there; see :class:`ModelVariance`."""
-        self._complete(samples, {"model_variance": value})
-
-    def _complete(self, samples: int, figures: dict[str, Any]) -> None:
-        """Write a line when both its parts are there, which come from two threads over MPI."""
-        assert self.metrics is not None
-        with self._lines_lock:
-            line = self._lines.setdefault(samples, {})
-            line |= figures
-            if not {"model_variance", "gradients_meanwhile"} <= line.keys():
-                return
-            del self._lines[samples]
-            variance = line.pop("model_variance")
-            self.metrics.append("eval", {**line, "model_variance": variance})
-            if self._measuring == samples:
-                self._measuring = None
-
-    def log_rest(self) -> None:
-        """Log the user's figures that came behind the last line of metrics, as of an epoch's end.
-
-        In a line of their own kind: nothing else is known for it.
-        """
-        assert self.metrics is not None
-        if own := self.own_figures.take():
-            self.metrics.append("own", {**self.moment(), **own})
-
-    def end_evaluations(self) -> None:
-        """Wait for the evaluation that is under way, and for no worker's answer any more."""
-        assert self.evaluator is not None and self.variance is not None
-        self.evaluator.wait()
-        with self._transport.atomic():
-            self.variance.give_up()
-
-    def make_up_for_evaluation(self) -> None:
-        """Evaluate soon, if the resumed run ended before its last evaluation did.
-
-        But not where it was evaluated at its end already, and is longer now.
-        """
-        assert self.metrics is not None
-        due, drawn = self._measuring, self.budget.drawn
-        if due is not None and not self.metrics.has("eval", due):
-            self._next_eval = due
-        elif self.plan.eval_every and self.metrics.has("eval", drawn):
-            self._next_eval = max(self._next_eval, self._evaluation_behind(drawn))
-        self._measuring = None
-
-    def _evaluation_behind(self, drawn: int) -> int:
-        return (drawn // self.plan.eval_every + 1) * self.plan.eval_every
-
     # -- checkpoint ---------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """The state between two segments."""
+        marks = self.marks
         return {
             "drawn": self.budget.drawn,
             "passed_over": self.budget.passed_over,
@@ -317,12 +225,12 @@ class Coordinator:
             "waiting": self._waiting,
             "sent": self._sent,
             "steps": self._steps,
-            "loss": (self._loss_sum, self._loss_samples, self._unlogged),
+            "loss": (self.losses.total, self.losses.samples, self.losses.unlogged),
             "ledger": self.ledger.state_dict(),
-            "last_log": self._last_log,
-            "next": (self._next_log, self._next_eval),
-            "failures": self.failures.records if self.failures else [],
-            "measuring": self._measuring,
+            "last_log": marks.last_log,
+            "next": (marks.next_log, marks.next_eval),
+            "failures": self.failures.records,
+            "measuring": marks.measuring,
             "rate": self._rate,
             "skipped": self.skips.state_dict(),
             "own": self.own_figures.state_dict(),
@@ -336,13 +244,11 @@ class Coordinator:
         self._seconds = state["seconds"]
         self._waiting, self._sent = state["waiting"], state["sent"]
         self._steps = state["steps"]
-        self._loss_sum, self._loss_samples, self._unlogged = state["loss"]
+        self.losses = Losses(*state["loss"])
         self.ledger.load_state_dict(state["ledger"])
-        self._last_log = state["last_log"]
-        self._next_log, self._next_eval = state["next"]
-        if self.failures is not None:
-            self.failures.records = state["failures"]
-        self._measuring = state["measuring"]
+        next_log, next_eval = state["next"]
+        self.marks = Marks(next_log, next_eval, state["last_log"], state["measuring"])
+        self.failures.records = state["failures"]
         self._rate = state.get("rate")
         self.skips.load_state_dict(state.get("skipped", {}))
         if "own" in state:  # not in those of older runs
@@ -352,7 +258,7 @@ class Coordinator:
     def resize(self, former: Former) -> None:
         """Go on with the books of another number of workers; after :meth:`load_state_dict`."""
         n = self._workers
-        ranks = enumerate(range(self._transport.size - n, self._transport.size))
+        ranks = enumerate(range(self._first_worker, self._transport.size))
         self._waiting, self._sent, self._steps = {}, {}, {}
         for worker, rank in ranks:
             self._waiting[rank] = former.carried("waiting", worker, n)

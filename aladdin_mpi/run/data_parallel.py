@@ -35,7 +35,7 @@ from aladdin_mpi.run.origin import find_origin
 from aladdin_mpi.run.own_optimizer import Asked, resolve, settings_for
 from aladdin_mpi.run.own_words import check_effect, in_own_words
 from aladdin_mpi.run.placement import tell_placement
-from aladdin_mpi.run.rank import Rank
+from aladdin_mpi.run.rank import Rank, Task, assemble
 from aladdin_mpi.run.script import OptionsFound, SimulatedRank, simulated_rank
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.sealed import SealedTransport
@@ -302,9 +302,8 @@ class DataParallel:
 
     def _drawn(self) -> int:
         """Where in the run the present batch is; its end where there is none."""
-        assert self._rank is not None
         ticket = self._loop.ticket
-        return self._rank.plan.total if ticket is None else ticket.start
+        return self._ready().plan.total if ticket is None else ticket.start
 
     def _in_words(self, data: Any, sharded: bool) -> Iterator[Any]:
         with self._words():
@@ -318,11 +317,7 @@ class DataParallel:
         )
         facts = agree(self.transport, lambda: dealt.facts(self.is_server))
         self.options, self._loop.batch_size = dealt.options, dealt.options.batch_size
-        self._rank = rank = Rank(
-            self.transport,
-            self.options,
-            self.algorithm,
-            self.module,
+        task = Task(
             dealt.length,
             facts,
             self._loop.compute,
@@ -334,7 +329,10 @@ class DataParallel:
             skipped=dealt.feed.skipped if dealt.feed is not None else None,
             origin=origin,
         )
-        self.run_dir = rank.run_dir
+        self._rank = rank = assemble(
+            self.transport, self.options, self.algorithm, self.module, task
+        )
+        self.run_dir = rank.folder.path
         if self.options.resume is not None and dealt.caveat and self.transport.rank == 0:
             guard.warn([dealt.caveat])
         if self.is_server:

@@ -22,6 +22,10 @@ Evaluate = Callable[[nn.Module], Mapping[str, float]]
 """Measures a model; what it returns goes into the metrics, such as ``test_accuracy``."""
 
 
+Record = Callable[[dict[str, Any], Mapping[str, float]], None]
+"""Takes what is known of the moment of a copy, and what was measured."""
+
+
 @dataclass(frozen=True)
 class Measurement:
     """An evaluation that estimates batch norm's statistics by itself."""
@@ -79,7 +83,6 @@ class Snapshots:
     Args:
         role: this rank's.
         holders: the ranks whose weighted mean is the model's bucket.
-        done: at rank 0, called with every complete copy (flat, fp32, CPU).
     """
 
     def __init__(
@@ -88,13 +91,12 @@ class Snapshots:
         layout: Layout,
         role: Role,
         holders: Callable[[Bucket], range],
-        done: Callable[[Tensor], None],
     ) -> None:
         self._transport = transport
         self._layout = layout
         self._role = role
         self._holders = {bucket: holders(bucket) for bucket in layout.buckets}
-        self._done = done
+        self._done: Callable[[Tensor], None] = _nobody
         self._vector = torch.empty(0)
         self._weights: list[float] = []
         self._missing: set[tuple[int, int]] = set()
@@ -111,8 +113,9 @@ class Snapshots:
         """Whether a copy is being collected."""
         return bool(self._missing)
 
-    def take(self) -> None:
-        """At rank 0: start to collect a copy."""
+    def take(self, done: Callable[[Tensor], None]) -> None:
+        """At rank 0: start to collect a copy; ``done`` is called with it (flat, fp32, CPU)."""
+        self._done = done
         self._vector = torch.zeros(self._layout.numel)
         self._weights = [0.0] * len(self._layout.buckets)
         failed = self._transport.failed
@@ -179,20 +182,17 @@ class Evaluator:
     Args:
         module: as at the start; it is copied.
         evaluate: the measurement.
-        record: called with what is known of the moment and what was measured.
     """
 
     def __init__(
         self,
         module: nn.Module,
         evaluate: Evaluate,
-        record: Callable[[dict[str, Any], Mapping[str, float]], None],
         threaded: bool,
     ) -> None:
         self.module = copy.deepcopy(module).cpu()
         self._replica = Replica(self.module)
         self._evaluate = evaluate
-        self._record = record
         self._threaded = threaded
         self._thread: threading.Thread | None = None
 
@@ -201,18 +201,18 @@ class Evaluator:
         """Whether an evaluation is under way."""
         return self._thread is not None and self._thread.is_alive()
 
-    def submit(self, vector: Tensor, moment: dict[str, Any]) -> None:
-        """Evaluate a copy of the model taken at ``moment``."""
+    def submit(self, vector: Tensor, moment: dict[str, Any], record: Record) -> None:
+        """Evaluate a copy of the model taken at ``moment``; ``record`` is called with both."""
         if not self._threaded:
-            self._run(vector, moment)
+            self._run(vector, moment, record)
             return
         self._thread = threading.Thread(
-            target=self._run, args=(vector, moment), name="evaluation", daemon=True
+            target=self._run, args=(vector, moment, record), name="evaluation", daemon=True
         )
         self._thread.start()
 
-    def _run(self, vector: Tensor, moment: dict[str, Any]) -> None:
-        self._record(moment, self.measure(vector))
+    def _run(self, vector: Tensor, moment: dict[str, Any], record: Record) -> None:
+        record(moment, self.measure(vector))
 
     def measure(self, vector: Tensor) -> Mapping[str, float]:
         """Measure the model with the parameters ``vector`` now."""
@@ -227,3 +227,7 @@ class Evaluator:
         """Wait for the evaluation under way."""
         if self._thread is not None:
             self._thread.join()
+
+
+def _nobody(vector: Tensor) -> None:
+    """No copy has been asked for."""

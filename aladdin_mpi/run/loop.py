@@ -95,7 +95,7 @@ class Loop:
             UserError: it has one.
         """
         assert self._rank is not None
-        replica = self._rank.replica
+        replica = self._rank.context.replica
         if not self._losses and isinstance(replica, Replica) and replica.gradients.has_any():
             raise UserError(
                 "training loop: expected one call of step() for each batch, got none; call "

@@ -76,7 +76,12 @@ class OwnFigures:
         """Told behind the training, as at the end of the last epoch; to be gathered."""
         transport.exclude_from_traffic(Tag.FIGURES)
         if means is not None:
-            transport.on_message(Tag.FIGURES, MOST_BYTES, self._collect)
+            add = means.add
+            transport.on_message(
+                Tag.FIGURES,
+                MOST_BYTES,
+                lambda _, message: add(json.loads(message.numpy().tobytes())),
+            )
 
     def tell(self, figures: Mapping[str, float]) -> None:
         """Send them.
@@ -111,7 +116,3 @@ class OwnFigures:
             )
         message = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         self._transport.isend(message, 0, Tag.FIGURES)
-
-    def _collect(self, source: int, message: Tensor) -> None:
-        assert self._means is not None
-        self._means.add(json.loads(message.numpy().tobytes()))

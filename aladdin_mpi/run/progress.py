@@ -129,12 +129,11 @@ class Progress:
         if self._begun is None:
             self._begun = time.monotonic(), drawn
         if self._output.is_due(drawn):
-            self._draw(drawn, seconds)
+            self._draw(self._output, drawn, seconds)
 
-    def _draw(self, drawn: int, seconds: float) -> None:
-        assert self._output is not None
+    def _draw(self, output: Live | Lines, drawn: int, seconds: float) -> None:
         rate, loss = self._recent.mark(drawn, seconds)
-        self._output.draw(replace(self._look(), rate=rate, loss=loss, left=self._left(drawn)))
+        output.draw(replace(self._look(), rate=rate, loss=loss, left=self._left(drawn)))
 
     def _left(self, drawn: int) -> float | None:
         """Seconds on this process's clock: in virtual time those of the run say nothing."""
@@ -147,7 +146,7 @@ class Progress:
     def close(self, drawn: int, seconds: float) -> None:
         """The run is over, or suspended: leave its last state on the screen."""
         if isinstance(self._output, Live):
-            self._draw(drawn, seconds)
+            self._draw(self._output, drawn, seconds)
             console.close()
 
 

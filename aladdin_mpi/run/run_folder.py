@@ -8,11 +8,13 @@ import shlex
 import shutil
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.config.options import CONFIG_NAME, LENGTHS, RESIZE_FIELDS, RunOptions, to_toml
 from aladdin_mpi.config.settings import build, read_toml
+from aladdin_mpi.control.exchange import agree, broadcast
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.run import run_lock
 from aladdin_mpi.run.checkpoint import FOLDER as CHECKPOINT
@@ -20,6 +22,7 @@ from aladdin_mpi.run.checkpoint import NAMES as CHECKPOINTS
 from aladdin_mpi.run.recorder import METRICS
 from aladdin_mpi.run.report import CURVES
 from aladdin_mpi.run.run_lock import RunLock
+from aladdin_mpi.transport.base import Transport
 
 SUMMARY = "summary.json"
 MODEL = "model.pt"
@@ -31,6 +34,40 @@ def default_name(options: RunOptions) -> str:
     """``ALGORITHM-MODEL-DATASET-TIME``, fit for a file system."""
     parts = (options.algorithm, options.model, options.dataset, time.strftime("%Y%m%d-%H%M%S"))
     return "-".join(parts).replace("/", "_").replace(":", "_")
+
+
+@dataclass(frozen=True)
+class OpenFolder:
+    """The folder of a run, which no other run may use.
+
+    Attributes:
+        lock: at rank 0.
+    """
+
+    path: Path
+    lock: RunLock | None
+
+    def release(self) -> None:
+        """Another run may use it."""
+        if self.lock is not None:
+            self.lock.release()
+
+
+def open_for(transport: Transport, options: RunOptions) -> OpenFolder:
+    """Make or find the folder of a run, and take it. Every rank calls it.
+
+    Raises:
+        UserError, RefusedError: it cannot be used, or not every rank sees it.
+    """
+    given = options.resume or options.run_dir
+    folder = Path(broadcast(transport, str(given or Path("runs") / default_name(options))))
+    lock = agree(transport, lambda: _take(folder, options) if transport.rank == 0 else None)
+    agree(transport, lambda: check_seen(folder))
+    return OpenFolder(folder, lock)
+
+
+def _take(folder: Path, options: RunOptions) -> RunLock:
+    return prepare(folder, options) if options.resume is None else run_lock.take(folder)
 
 
 def prepare(folder: Path, options: RunOptions) -> RunLock:

@@ -35,7 +35,7 @@ class Segments:
 
     Args:
         coordinator: at rank 0.
-        store: None: no checkpoints.
+        store: of checkpoints.
         config: the options that a run which resumes a checkpoint must share.
         total: samples of the run.
         settle: called at the end of every segment, on every rank.
@@ -47,7 +47,7 @@ class Segments:
         role: Role,
         coordinator: Coordinator | None,
         local: LocalState,
-        store: CheckpointStore | None,
+        store: CheckpointStore,
         config: dict[str, Any],
         total: int,
         settle: Callable[[], None],
@@ -101,7 +101,7 @@ class Segments:
             # A worker's last report may come after the barrier: it belongs to the checkpoint.
             self._transport.sleep_until(self._moment)
         # A run that was suspended at once is where its last checkpoint is.
-        if self._store is not None and self._drawn != self._saved:
+        if self._drawn != self._saved:
             self._save(self._store)
             self._saved = self._drawn
 
@@ -193,8 +193,7 @@ class Segments:
             former: its ranks, put together.
         """
         self._go_on_from(state)
-        if self._coordinator is not None:
-            assert state is not None
+        if self._coordinator is not None and state is not None:
             self._coordinator.load_state_dict(state["keeper"])
             self._coordinator.resize(former)
         agree(self._transport, lambda: self._role.resize(former))
@@ -212,7 +211,6 @@ class Segments:
         Raises:
             UserError: it cannot be resumed by this run.
         """
-        assert self._store is not None
         state = self._store.load(self._transport.rank, self._about, resizes)
         if state is not None and state["drawn"] > self._total:
             raise UserError(

@@ -3,116 +3,131 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import aladdin_mpi
 from aladdin_mpi.control.exchange import gather
 from aladdin_mpi.process import console
+from aladdin_mpi.roles.role import Role
+from aladdin_mpi.run.books import Books
+from aladdin_mpi.run.context import Context
+from aladdin_mpi.run.coordinator import Coordinator
 from aladdin_mpi.run.report import CURVES, draw_curves, table
 from aladdin_mpi.run.rounding import rounded
 from aladdin_mpi.run.run_folder import MODEL, write_summary
-
-if TYPE_CHECKING:
-    from aladdin_mpi.run.rank import Rank
+from aladdin_mpi.run.seen_inputs import SeenInputs
 
 
 class AccountsError(RuntimeError):
     """Gradients computed and gradients applied do not agree."""
 
 
-def summarise(
-    rank: Rank, model: Tensor | None, waiting: float, variance: float | None
-) -> dict[str, Any]:
-    """Gather the accounts; at rank 0 evaluate, write and print. Returns the summary there.
+@dataclass(frozen=True)
+class Trained:
+    """What a rank knows when training is over.
 
-    ``waiting`` are the seconds that this rank waited in training, ``variance`` is that among the
-    workers' models at its end.
+    Attributes:
+        model: the global one, flat; None with timed computing.
+        variance: among the workers' models.
+        waiting: seconds that this rank waited in training.
+        late: figures of the user's loop that came too late for a message.
+        seen: calls of the module, for batch norm; None: nobody needs them.
+        may_skip: whether images may have been skipped.
     """
-    mine = {**rank.role.counts(), "waiting": waiting, "figures": rank.figures.late}
-    totals = [total or {} for total in gather(rank.transport, mine)]
-    if rank.coordinator is None:
+
+    model: Tensor | None
+    variance: float | None
+    waiting: float
+    late: Sequence[dict[str, float]]
+    seen: SeenInputs | None
+    may_skip: bool
+
+
+def summarise(
+    context: Context, role: Role, books: Books | None, folder: Path, trained: Trained
+) -> dict[str, Any]:
+    """Gather the accounts; at rank 0 evaluate, write into ``folder`` and print.
+
+    Returns the summary there, where the ``books`` are.
+    """
+    mine = {**role.counts(), "waiting": trained.waiting, "figures": trained.late}
+    totals = [total or {} for total in gather(context.transport, mine)]
+    if books is None:
         return {}
-    coordinator = rank.coordinator
-    assert coordinator.metrics is not None and coordinator.progress is not None
+    coordinator, servers = books.coordinator, context.servers
     for figures in (each for total in totals for each in total.get("figures", ())):
         coordinator.own_figures.add(figures)
-    coordinator.log_rest()
-    coordinator.progress.close(coordinator.budget.drawn, coordinator.seconds)
-    servers = rank.layout.servers
-    summary = {**_about(rank), **_accounts(totals, servers), **rank.role.facts()}
+    books.log.log_rest()
+    books.log.close()
+    summary = {**_about(context, coordinator), **_accounts(totals, servers), **role.facts()}
     if own := coordinator.own_figures.last:
         summary["own"] = own
     # What workers reported ends with their last draw; this has their last wait too.
     all_waiting = sum(total.get("waiting", 0.0) for total in totals[servers:])
     whole = coordinator.worker_seconds
     summary["wait_fraction"] = all_waiting / whole if whole else 0.0
-    measured: dict[str, float] = {}
-    if coordinator.evaluator is not None and model is not None:
-        coordinator.end_evaluations()
-        measured = dict(coordinator.evaluator.measure(model))
-        if not coordinator.metrics.has("eval", coordinator.budget.drawn):
-            coordinator.take_variance(coordinator.budget.drawn, variance)
-            coordinator.evaluated(coordinator.moment(), measured)
-        summary |= measured
-        _take_buffers(rank.module, coordinator.evaluator.module)
-    elif rank.seen is not None:
-        rank.seen.reestimate(rank.module)
-    if rank.skips.are_possible:
-        summary |= {
-            "images_skipped": len(coordinator.skips.paths),
-            "skipped": coordinator.skips.paths,
-        }
-    if model is not None:
-        state = {name: each.cpu() for name, each in rank.module.state_dict().items()}
-        torch.save(state, rank.run_dir / MODEL)
-    coordinator.metrics.close()
+    measured = _measure(context, books, trained)
+    summary |= measured
+    if trained.may_skip:
+        paths = coordinator.skips.paths
+        summary |= {"images_skipped": len(paths), "skipped": paths}
+    if trained.model is not None:
+        state = {name: each.cpu() for name, each in context.module.state_dict().items()}
+        torch.save(state, folder / MODEL)
+    books.metrics.close()
     summary = rounded(summary)
-    write_summary(rank.run_dir, summary)
+    write_summary(folder, summary)
     title = "{algorithm}, {model} on {dataset}, {workers} workers".format(**summary)
-    draw_curves(coordinator.metrics.lines, rank.run_dir / CURVES, title)
-    if not rank.options.quiet:
+    draw_curves(books.metrics.lines, folder / CURVES, title)
+    if not context.options.quiet:
         shown = table(summary, {**measured, **coordinator.own_figures.last})
-        console.say(f"{shown}\n  results in {rank.run_dir}", sys.stdout)
+        console.say(f"{shown}\n  results in {folder}", sys.stdout)
     return summary
 
 
-def _take_buffers(module: nn.Module, other: nn.Module) -> None:
-    """Make the buffers of ``module`` those of its copy."""
-    for buffer, theirs in zip(module.buffers(), other.buffers(), strict=True):
-        buffer.copy_(theirs)
+def _measure(context: Context, books: Books, trained: Trained) -> dict[str, float]:
+    """The trained model's figures; its module gets the buffers that belong to it."""
+    measured = None
+    if trained.model is not None:
+        measured = books.evaluations.at_end(trained.model, trained.variance)
+    if measured is not None:
+        buffers = context.module.buffers()
+        for buffer, theirs in zip(buffers, books.evaluations.buffers(), strict=True):
+            buffer.copy_(theirs)
+    elif trained.seen is not None:
+        trained.seen.reestimate(context.module)
+    return measured or {}
 
 
-def _about(rank: Rank) -> dict[str, Any]:
-    options, coordinator = rank.options, rank.coordinator
-    assert coordinator is not None
-    seconds, samples = (
-        coordinator.seconds,
-        coordinator.budget.drawn - coordinator.budget.passed_over,
-    )
+def _about(context: Context, coordinator: Coordinator) -> dict[str, Any]:
+    options, plan, seconds = context.options, coordinator.plan, coordinator.seconds
+    samples = coordinator.budget.drawn - coordinator.budget.passed_over
     return {
         "algorithm": options.algorithm,
-        "engine": rank.transport.engine,
-        "workers": rank.worker_count,
-        "servers": rank.layout.servers,
+        "engine": context.transport.engine,
+        "workers": context.workers,
+        "servers": context.servers,
         "model": options.model,
         "dataset": options.dataset,
         "seed": options.seed,
-        "parameters": rank.replica.numel,
+        "parameters": context.replica.numel,
         "samples": samples,
-        "epochs": samples / rank.plan.epoch,
-        "steps": samples / rank.plan.step,
+        "epochs": samples / plan.epoch,
+        "steps": samples / plan.step,
         "seconds": seconds,
         "samples_per_second": samples / seconds if seconds else 0.0,
         "test_accuracy": None,
         "test_loss": None,
         "bytes_sent_per_step": coordinator.bytes_sent_per_step,
         "messages_refused": coordinator.ledger.count("message refused"),
-        "failures": (coordinator.failures.records if coordinator.failures else [])
-        + coordinator.ledger.failures(),
-        "samples_lost": coordinator.failures.samples if coordinator.failures else 0,
+        "failures": coordinator.failures.records + coordinator.ledger.failures(),
+        "samples_lost": coordinator.failures.samples,
         "version": aladdin_mpi.__version__,
     }
 

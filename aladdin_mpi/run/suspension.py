@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from aladdin_mpi.control.budget import KEEPER
 from aladdin_mpi.control.tags import Tag
@@ -29,7 +28,10 @@ class Suspension:
             return
         stop_signal.install()
         if coordinator is not None:
-            transport.on_message(Tag.SUSPEND, 8, self._heard)
+            suspend = coordinator.suspend
+            transport.on_message(
+                Tag.SUSPEND, 8, lambda _, message: suspend(int(message.view(torch.int64)))
+            )
         transport.watch(self._look)
 
     def close(self) -> None:
@@ -45,7 +47,3 @@ class Suspension:
             self._coordinator.suspend(number)
         else:
             self._transport.isend(torch.tensor([int(number)]), KEEPER, Tag.SUSPEND)
-
-    def _heard(self, source: int, message: Tensor) -> None:
-        assert self._coordinator is not None
-        self._coordinator.suspend(int(message.view(torch.int64)))

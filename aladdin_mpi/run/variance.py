@@ -22,6 +22,9 @@ FRAME_BYTES = 16
 """Before the values: the evaluation that they are for, and where the worker is."""
 
 
+Done = Callable[[int, float | None], None]
+
+
 class Places(NamedTuple):
     """A sample of the flat vector's places, and how many values each stands for."""
 
@@ -82,8 +85,6 @@ class ModelVariance:
         role: this rank's.
         places: of the sample; the same on all ranks.
         lockstep: whether workers go in rounds.
-        done: at rank 0, called with the samples of :meth:`take` and the value; None: the workers
-            were not at one place, one did not answer in time, or it is not finite.
     """
 
     def __init__(
@@ -93,7 +94,6 @@ class ModelVariance:
         role: Role,
         places: Places,
         lockstep: bool,
-        done: Callable[[int, float | None], None],
     ) -> None:
         self._transport = transport
         self._role = role
@@ -105,7 +105,6 @@ class ModelVariance:
             for i, bucket in enumerate(layout.buckets)
         ]
         self._lockstep = lockstep
-        self._done = done
         self._workers = range(layout.servers, transport.size)
         self._open: dict[int, _Answers] = {}
         transport.exclude_from_traffic(Tag.SAMPLE, Tag.SAMPLED)
@@ -117,8 +116,11 @@ class ModelVariance:
             transport.on_message(Tag.SAMPLE, 8, self._answer)
 
     # -- at an evaluation, by messages -----------------------------------------------
-    def take(self, samples: int) -> None:
+    def take(self, samples: int, done: Done) -> None:
         """At rank 0: start to collect, for the models that have had the first ``samples``.
+
+        ``done`` is called with ``samples`` and the value; None: the workers were not at one
+        place, one did not answer in time, or it is not finite.
 
         Where workers do not go in rounds, an earlier value that is not complete is given up:
         one that hangs is not waited for. In rounds all would wait for it.
@@ -127,7 +129,7 @@ class ModelVariance:
             self.give_up()
         failed = self._transport.failed
         missing = {rank for rank in self._workers if rank not in failed}
-        self._open[samples] = _Answers(missing, self._weight)
+        self._open[samples] = _Answers(missing, self._weight, done)
         for rank in sorted(missing - {0}):
             self._transport.isend(torch.tensor([samples]), rank, Tag.SAMPLE)
         if 0 in missing:
@@ -136,8 +138,7 @@ class ModelVariance:
     def give_up(self) -> None:
         """Wait for no more answers."""
         for samples in list(self._open):
-            del self._open[samples]
-            self._done(samples, None)
+            self._open.pop(samples).done(samples, None)
 
     def _answer(self, source: int, message: Tensor) -> None:
         samples = int(message.clone().view(torch.int64))
@@ -189,7 +190,8 @@ class ModelVariance:
 
     def _finish(self, samples: int) -> None:
         if not self._open[samples].missing:
-            self._done(samples, self._open.pop(samples).variance())
+            answers = self._open.pop(samples)
+            answers.done(samples, answers.variance())
 
     # -- at the end of the run, all ranks together --------------------------------------
     def at_end(self) -> float | None:
@@ -216,10 +218,12 @@ class _Answers:
     Args:
         missing: the ranks that are to answer.
         weight: of the values.
+        done: to be called when nobody is missing any more.
     """
 
-    def __init__(self, missing: set[int], weight: Tensor) -> None:
+    def __init__(self, missing: set[int], weight: Tensor, done: Done) -> None:
         self.missing = missing
+        self.done = done
         self._weight = weight
         self._places: set[int] = set()
         self._count = 0

@@ -249,8 +249,8 @@ def train(task: Task, pi: int, bucket_mb: float) -> dict[str, Any]:
     found = {
         "rank": transport.rank,
         "gradients": role_counts["applied" if run.is_server else "computed"],
-        "gradient bytes": 4 * rank.replica.numel,
-        "buckets": len(rank.layout.buckets),
+        "gradient bytes": 4 * rank.context.replica.numel,
+        "buckets": len(rank.context.layout.buckets),
         "counts": dict(transport.in_training),
         "stages": {
             stage: {

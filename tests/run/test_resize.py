@@ -15,8 +15,10 @@ from aladdin_mpi.config.options import SimulateOptions, parse
 from aladdin_mpi.data.sampler import ShardedStream
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.roles.former import mean_state
+from aladdin_mpi.run import resumption
 from aladdin_mpi.run import summary as run_summary
-from aladdin_mpi.run.rank import Rank
+from aladdin_mpi.run.origin import Origin
+from aladdin_mpi.run.resumption import Resumption
 from aladdin_mpi.run.simulator import simulate
 from tests.commands import checkpoint, checkpoint_part, summary
 from tests.launch import needs
@@ -52,10 +54,9 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.dealt: Counter[tuple[int, int]] = Counter()
-        self.ranks: list[Rank] = []
         self.models: list[Tensor] = []
         self.states: list[dict[str, Any]] = []
-        take, resize = ShardedStream.take, Rank._resize
+        take, resize = ShardedStream.take, resumption.resize
 
         def noted_take(stream: ShardedStream, count: int) -> Any:
             epochs, indices = take(stream, count)
@@ -64,22 +65,22 @@ class Watched:
                 self.dealt.update(zip(epochs.tolist(), indices.tolist(), strict=True))
             return epochs, indices
 
-        def noted_resize(rank: Rank) -> None:
-            resize(rank)
-            self.ranks.append(rank)
-            parts = rank.layout.owned_by(rank.transport.rank)
-            is_server = rank.transport.rank < rank.layout.servers
-            mine = torch.full((rank.layout.numel,), torch.nan)
-            for bucket in parts if is_server else rank.layout.buckets:
-                mine[bucket.part] = rank.role.part(bucket)
+        def noted_resize(of: Resumption) -> Origin:
+            origin = resize(of)
+            layout = of.context.layout
+            parts = layout.owned_by(of.context.transport.rank)
+            mine = torch.full((layout.numel,), torch.nan)
+            for bucket in parts if of.context.is_server else layout.buckets:
+                mine[bucket.part] = of.role.part(bucket)
             self.models.append(mine)
-            self.states.append(json_free(rank.role.state_dict()))
+            self.states.append(json_free(of.role.state_dict()))
+            return origin
 
         monkeypatch.setattr(ShardedStream, "take", noted_take)
-        monkeypatch.setattr(Rank, "_resize", noted_resize)
+        monkeypatch.setattr(resumption, "resize", noted_resize)
 
     def forget(self) -> None:
-        self.ranks, self.models, self.states = [], [], []
+        self.models, self.states = [], []
 
 
 def json_free(state: dict[str, Any]) -> dict[str, Any]:
@@ -96,8 +97,8 @@ def parts_of(run_dir: Path) -> list[dict[str, Any]]:
     return [checkpoint_part(run_dir, rank)["role"] for rank in range(count)]
 
 
-def global_model(name: str, parts: list[dict[str, Any]], rank: Rank) -> Tensor:
-    """Of a checkpoint, from its files alone; ``rank`` knows how its servers cut the model."""
+def global_model(name: str, parts: list[dict[str, Any]]) -> Tensor:
+    """Of a checkpoint, from its files alone."""
     workers = [part for part in parts if "parameters" in part]
     holder = registry.find(name).holder
     if holder == "servers":
@@ -152,7 +153,7 @@ def test_every_algorithm(
         watched.forget()
         words = ["--resume", run_dir, "--allow-resize", "--workers", workers, "--samples", length]
         done = start(*words, "--servers", servers)
-        expected = global_model(name, before, watched.ranks[0])
+        expected = global_model(name, before)
         for model in watched.models:
             here = ~model.isnan()
             assert here.any()

@@ -15,7 +15,7 @@ from aladdin_mpi.model.layout import Bucket, Layout, cut
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import Role
 from aladdin_mpi.run.simulator import simulate
-from aladdin_mpi.run.variance import ModelVariance, Places, draw_places
+from aladdin_mpi.run.variance import Done, ModelVariance, Places, draw_places
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport
 from tests.commands import checkpoint_part, metrics, train
@@ -94,22 +94,23 @@ def measured(
     servers: int,
     places: Places,
     cluster: Cluster,
-    also: Callable[[ModelVariance, VirtualTransport], None] = lambda variance, transport: None,
+    also: Callable[[ModelVariance, VirtualTransport, Done], None] = lambda *_: None,
 ) -> tuple[list[float | None], list[float | None]]:
     """What rank 0 is told, and what every rank that lives has at the end."""
     layout: Layout = cut(NUMEL, servers, 0.002, 0.01)
     told: list[float | None] = []
 
+    def tell(samples: int, value: float | None) -> None:
+        told.append(value)
+
     def main(transport: VirtualTransport) -> float | None:
         role = Still(models[transport.rank])
-        variance = ModelVariance(
-            transport, layout, role, places, False, lambda samples, value: told.append(value)
-        )
+        variance = ModelVariance(transport, layout, role, places, False)
         transport.sleep(1.0)
         if transport.rank == 0:
-            variance.take(100)
+            variance.take(100, tell)
             assert len(told) == (len(models) == 1)
-        also(variance, transport)
+        also(variance, transport, tell)
         transport.sleep(10.0)
         assert transport.traffic.bytes_sent == 0
         return variance.at_end()
@@ -176,10 +177,10 @@ def test_an_answer_to_an_earlier_question_is_left_out() -> None:
     ranks = models(3)
     slow = network(latency_us=1e6, local_latency_us=1e6)
 
-    def ask_again(variance: ModelVariance, transport: VirtualTransport) -> None:
+    def ask_again(variance: ModelVariance, transport: VirtualTransport, tell: Done) -> None:
         transport.sleep(0.5)
         if transport.rank == 0:
-            variance.take(200)
+            variance.take(200, tell)
 
     told, _ = measured(ranks, 1, WHOLE, slow, ask_again)
     assert told == [None, pytest.approx(variance_of(torch.stack(ranks[1:])), rel=1e-9)]

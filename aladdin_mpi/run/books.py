@@ -1,0 +1,94 @@
+"""What rank 0 alone has of a run: the coordinator, and the metrics that are written of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from aladdin_mpi.data.skipped import SkipRecord, SkipReports
+from aladdin_mpi.parameter_server.server_role import Server
+from aladdin_mpi.roles.role import Role
+from aladdin_mpi.run.context import Context
+from aladdin_mpi.run.coordinator import Coordinator
+from aladdin_mpi.run.evaluation import Evaluate, Evaluator, Snapshots
+from aladdin_mpi.run.evaluations import Evaluations
+from aladdin_mpi.run.plan import Plan
+from aladdin_mpi.run.progress import Progress
+from aladdin_mpi.run.recorder import Metrics
+from aladdin_mpi.run.schedule import LearningRate
+from aladdin_mpi.run.training_log import TrainingLog
+from aladdin_mpi.run.variance import ModelVariance
+
+
+@dataclass(frozen=True)
+class Books:
+    """All that rank 0 writes and shows."""
+
+    coordinator: Coordinator
+    metrics: Metrics
+    log: TrainingLog
+    evaluations: Evaluations
+
+
+def make_coordinator(
+    context: Context, role: Role, plan: Plan, lr: LearningRate, skips: SkipRecord
+) -> Coordinator:
+    """At rank 0, whose ``role`` this is."""
+    algorithm, options = context.algorithm, context.options
+    return Coordinator(
+        context.transport,
+        plan,
+        lr,
+        context.workers,
+        role.server if isinstance(role, Server) else None,
+        skips,
+        context.workers if algorithm.lockstep else 0,
+        options.algorithm if algorithm.needs_all(options) else None,
+        options.worker_timeout,
+    )
+
+
+def open_books(
+    context: Context,
+    coordinator: Coordinator,
+    folder: Path,
+    skips: SkipReports,
+    evaluate: Evaluate | None,
+    snapshots: Snapshots,
+    variance: ModelVariance,
+) -> Books:
+    """At rank 0, when the coordinator knows where the run goes on, into the run's ``folder``.
+
+    There are no evaluations where ``evaluate`` is None.
+    """
+    drawn = coordinator.budget.drawn
+    skips.open()
+    # Before what follows, which takes seconds.
+    progress = Progress(
+        coordinator.plan.total,
+        drawn,
+        coordinator.seconds,
+        coordinator.state,
+        context.options.progress,
+        context.options.quiet,
+    )
+    metrics = Metrics(folder, drawn)
+    evaluator = _evaluator(context, skips, evaluate) if evaluate is not None else None
+    return Books(
+        coordinator,
+        metrics,
+        TrainingLog(coordinator, metrics, progress),
+        Evaluations(context.transport, coordinator, metrics, evaluator, snapshots, variance),
+    )
+
+
+def _evaluator(context: Context, skips: SkipReports, evaluate: Evaluate) -> Evaluator:
+    def measure(module: nn.Module) -> Mapping[str, float]:
+        figures = evaluate(module)
+        skips.pass_on()  # rank 0 reads images too
+        return figures
+
+    return Evaluator(context.module, measure, not context.transport.models_time)

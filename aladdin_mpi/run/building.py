@@ -1,0 +1,142 @@
+"""Pure builders of a rank's part in an algorithm: its optimizer, its codec, its role."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import sqrt
+
+from torch import Tensor
+
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.compression.codec import GradientCodec
+from aladdin_mpi.compression.dgc import DeepGradientCompression
+from aladdin_mpi.compression.wires import make_codec
+from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.optimizers.from_torch import TorchOptimizer
+from aladdin_mpi.optimizers.sgd import MomentumSGD
+from aladdin_mpi.parameter_server.server import ParameterServer
+from aladdin_mpi.parameter_server.server_role import Server
+from aladdin_mpi.roles.role import TrainingWorker
+from aladdin_mpi.roles.worker import Loss, Pace, Worker
+from aladdin_mpi.run.context import Context
+from aladdin_mpi.run.own_optimizer import OwnOptimizer
+
+
+def momentum_sgd(options: RunOptions, x: Tensor) -> MomentumSGD:
+    """Of the flat parameters ``x``."""
+    return MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov)
+
+
+def make_optimizer(context: Context, own: OwnOptimizer | None) -> Optimizer:
+    """The user's ``own``, or momentum SGD.
+
+    Raises:
+        UserError: the algorithm cannot do with it.
+    """
+    options, x = context.options, context.replica.parameters
+    if own is None:
+        sgd = momentum_sgd(options, x)
+        if options.compression != "none" and options.dgc.clip is not None:
+            sgd.clip = options.dgc.clip / sqrt(context.workers)
+        return sgd
+    optimizer = TorchOptimizer(own.given, context.module, x, own.scheduler)
+    registry.check_optimizer(context.algorithm, options, optimizer)
+    return optimizer
+
+
+def make_wire(context: Context, optimizer: Optimizer, epoch: int) -> GradientCodec:
+    """How gradients are written for the wire; ``epoch``, in samples, is the unit of a warm-up."""
+    options, x, layout = context.options, context.replica.parameters, context.layout
+    moves_bytes = context.transport.needs_memory
+    wire = make_codec(context.algorithm.wire(options), layout, x.device, moves_bytes)
+    if options.compression == "none":
+        return wire
+    dgc = options.dgc
+    velocity = optimizer.velocity if isinstance(optimizer, MomentumSGD) else None
+    return DeepGradientCompression(
+        wire.plain,
+        layout,
+        context.replica.shapes,
+        lambda samples: dgc.ratio_at(samples, epoch),
+        None if context.is_server else velocity,
+        dgc.sample,
+    )
+
+
+def make_pace(context: Context) -> Pace:
+    """How fast this rank computes."""
+    options = context.options
+    index = context.transport.rank - context.servers
+    modelled = options.compute == "timed" or context.transport.models_time
+    return Pace(
+        options.compute_time if modelled else None,
+        options.slowdown.get(index, 1.0),
+        options.jitter,
+        seed=options.seed * 1_000_003 + index,
+    )
+
+
+def make_server(
+    context: Context,
+    optimizer: Optimizer,
+    wire: GradientCodec,
+    lr: Callable[[int], float],
+    kind: type[ParameterServer] = ParameterServer,
+) -> Server:
+    """The algorithm's part on a server, which stands on a ``kind`` of :class:`ParameterServer`.
+
+    ``lr`` is the learning rate as a function of samples.
+    """
+    make = context.algorithm.server
+    if make is None:
+        raise ValueError(f"{context.algorithm.name} has no servers")
+    notes = len(optimizer.settings())
+    x = context.replica.parameters
+    server = kind(context.transport, context.layout, x, wire, lr, notes)
+    return make(server, optimizer, context.options)
+
+
+@dataclass(frozen=True)
+class Computing:
+    """How a worker computes; see :class:`Worker`."""
+
+    compute: Callable[[Ticket], Loss]
+    pace: Pace
+    may_clip: bool = False
+    after_step: Callable[[Ticket], None] = lambda ticket: None
+
+
+def make_worker(
+    context: Context,
+    optimizer: Optimizer,
+    wire: GradientCodec,
+    lr: Callable[[int], float],
+    computing: Computing,
+) -> TrainingWorker:
+    """The algorithm's part on a worker; ``lr`` is the learning rate as a function of samples."""
+    options, algorithm = context.options, context.algorithm
+    worker = Worker(
+        context.transport,
+        context.layout,
+        context.replica,
+        computing.compute,
+        computing.pace,
+        options.step_size,
+        lr,
+        options.wait_free,
+        algorithm.lockstep,
+        options.max_loss,
+        options.clip,
+        "own" if options.compression != "none" else algorithm.clips,
+        computing.may_clip,
+        (lambda lr: lr * optimizer.rate) if isinstance(optimizer, TorchOptimizer) else _by_rank_0,
+        computing.after_step,
+    )
+    return algorithm.worker(worker, optimizer, wire, options)
+
+
+def _by_rank_0(lr: float) -> None:
+    """The learning rate is the schedule's, which rank 0 knows."""

@@ -1,0 +1,119 @@
+"""What every part of a rank stands on: its options, its replica, and how the model is cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from aladdin_mpi.algorithms.registry import Algorithm
+from aladdin_mpi.config.options import RunOptions, check_workers
+from aladdin_mpi.control.exchange import agree
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.model.layout import Bucket, Layout, cut
+from aladdin_mpi.model.replica import PhantomReplica, Replica, outline
+from aladdin_mpi.transport.base import Transport
+
+
+@dataclass(frozen=True)
+class Context:
+    """One rank's.
+
+    Attributes:
+        module: on its device.
+        replica: of the module.
+        layout: how the flat model is cut.
+    """
+
+    transport: Transport
+    options: RunOptions
+    algorithm: Algorithm
+    module: nn.Module
+    replica: Replica | PhantomReplica
+    layout: Layout
+
+    @property
+    def servers(self) -> int:
+        """Their number: they are the first ranks."""
+        return self.layout.servers
+
+    @property
+    def workers(self) -> int:
+        """Their number."""
+        return self.transport.size - self.layout.servers
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this rank is one."""
+        return self.transport.rank < self.layout.servers
+
+    @property
+    def is_real(self) -> bool:
+        """Whether there is a model; with timed computing there are its sizes alone."""
+        return self.options.compute == "real"
+
+    def holders(self, bucket: Bucket) -> range:
+        """The ranks whose values of a bucket make up the global model's."""
+        return self.algorithm.holders(bucket, self.transport.size)
+
+
+def server_count(options: RunOptions, algorithm: Algorithm) -> int:
+    """How many of the ranks are servers."""
+    return options.servers if algorithm.server else 0
+
+
+def make_context(
+    transport: Transport, options: RunOptions, algorithm: Algorithm, module: nn.Module
+) -> Context:
+    """Every rank calls it.
+
+    Raises:
+        UserError: more servers than the model has parts, or too few workers.
+    """
+    replica = agree(transport, lambda: _make_replica(options, module))
+    servers = server_count(options, algorithm)
+    layout = make_layout(options, algorithm, replica, servers, transport.size - servers)
+    agree(transport, lambda: _check(transport, options, replica, layout))
+    return Context(transport, options, algorithm, module, replica, layout)
+
+
+def _make_replica(options: RunOptions, module: nn.Module) -> Replica | PhantomReplica:
+    if options.compute == "real":
+        return Replica(module)
+    numel = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    return PhantomReplica(numel, outline(module))
+
+
+def make_layout(
+    options: RunOptions,
+    algorithm: Algorithm,
+    replica: Replica | PhantomReplica,
+    servers: int,
+    workers: int,
+) -> Layout:
+    """How so many servers and workers cut the model."""
+    if algorithm.layout is not None:
+        options = options.model_copy(update={"servers": max(1, servers)})
+        return algorithm.layout(replica, workers, options)
+    return cut(
+        replica.numel,
+        servers,
+        options.bucket_mb,
+        options.shard_mb,
+        options.sharding,
+        replica.layers,
+    )
+
+
+def _check(
+    transport: Transport, options: RunOptions, replica: Replica | PhantomReplica, layout: Layout
+) -> None:
+    servers = layout.servers
+    check_workers(options, transport.size - servers)
+    owners = {bucket.server for bucket in layout.buckets}
+    if servers and len(owners) < servers:
+        layers = ", of which no layer is split" if options.sharding == "layer" else ""
+        raise UserError(
+            f"--servers: expected at most {len(owners)} for a model of "
+            f"{replica.numel} parameters{layers}, got {servers}; use fewer"
+        )
