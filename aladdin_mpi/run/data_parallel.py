@@ -24,6 +24,7 @@ from aladdin_mpi.control.tags import SEALED
 from aladdin_mpi.errors import SUSPENDED_STATUS, SuspendedError, UserError
 from aladdin_mpi.process import console, guard, heap, stop_signal
 from aladdin_mpi.run import among_workers
+from aladdin_mpi.run.assembly import Task, assemble
 from aladdin_mpi.run.auto_resume import settle
 from aladdin_mpi.run.deal import Deal, deal
 from aladdin_mpi.run.device import choose_device
@@ -35,7 +36,7 @@ from aladdin_mpi.run.origin import find_origin
 from aladdin_mpi.run.own_optimizer import Asked, resolve, settings_for
 from aladdin_mpi.run.own_words import check_effect, in_own_words
 from aladdin_mpi.run.placement import tell_placement
-from aladdin_mpi.run.rank import Rank, Task, assemble
+from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.script import OptionsFound, SimulatedRank, simulated_rank
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.sealed import SealedTransport
@@ -350,7 +351,7 @@ class DataParallel:
             atexit.unregister(self._check_ended)  # which would hold all vectors until then
 
     def _worker_batches(self, rank: Rank, dealt: Deal) -> Iterator[Any]:
-        source = dealt.source(rank.worker, rank.origin.past)
+        source = dealt.source(rank.worker, rank.segments.origin.past)
         watch = None
         if self._is_own_loop and self.options.compute == "real":
             watch = LoopWatch(self.module)

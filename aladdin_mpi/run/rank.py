@@ -1,91 +1,31 @@
-"""One rank of a run, put together from its options."""
+"""One rank of a run, from its start to its end."""
 
 from __future__ import annotations
 
 import signal
-import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from math import prod
-from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from aladdin_mpi.algorithms.registry import Algorithm
-from aladdin_mpi.config.options import RESUME_FIELDS, RunOptions, agreed
-from aladdin_mpi.control.budget import Ticket
-from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.control.heartbeats import Heartbeats
-from aladdin_mpi.data.skipped import SkippedImages, SkipRecord, SkipReports
+from aladdin_mpi.data.skipped import SkipReports
 from aladdin_mpi.errors import SUSPENDED_STATUS
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.parameter_server.server_role import Server
-from aladdin_mpi.process import console, guard
+from aladdin_mpi.process import console
 from aladdin_mpi.roles.role import Role, TrainingWorker
-from aladdin_mpi.roles.worker import Loss, Worker
-from aladdin_mpi.run import run_folder
-from aladdin_mpi.run.books import Books, make_coordinator, open_books
-from aladdin_mpi.run.building import (
-    Computing,
-    make_optimizer,
-    make_pace,
-    make_server,
-    make_wire,
-    make_worker,
-)
-from aladdin_mpi.run.checkpoint import CheckpointStore
-from aladdin_mpi.run.context import Context, make_context, server_count
-from aladdin_mpi.run.coordinator import Coordinator
-from aladdin_mpi.run.evaluation import Evaluate, Measurement, Snapshots
-from aladdin_mpi.run.failures import settle
-from aladdin_mpi.run.handshake import check_agreement
-from aladdin_mpi.run.local_state import LocalState
-from aladdin_mpi.run.model_exchange import collect_model, share_buffers, share_model
-from aladdin_mpi.run.origin import Origin
+from aladdin_mpi.roles.worker import Worker
+from aladdin_mpi.run.books import Books
+from aladdin_mpi.run.context import Context
+from aladdin_mpi.run.evaluation import Evaluate, Snapshots
+from aladdin_mpi.run.model_exchange import collect_model, share_buffers
 from aladdin_mpi.run.own_figures import OwnFigures
-from aladdin_mpi.run.own_optimizer import OwnOptimizer
-from aladdin_mpi.run.plan import Plan, make_plan
-from aladdin_mpi.run.report import not_written
-from aladdin_mpi.run.resumption import Resumption, go_on
+from aladdin_mpi.run.plan import Plan
 from aladdin_mpi.run.run_folder import OpenFolder
-from aladdin_mpi.run.schedule import LearningRate
 from aladdin_mpi.run.seen_inputs import SeenInputs
 from aladdin_mpi.run.segments import Segments
 from aladdin_mpi.run.summary import Trained, summarise
 from aladdin_mpi.run.suspension import Suspension
-from aladdin_mpi.run.variance import ModelVariance, draw_places
-from aladdin_mpi.transport.base import Transport
-
-
-@dataclass(frozen=True)
-class Task:
-    """What the user's side brings to a rank.
-
-    Attributes:
-        epoch: samples of one epoch.
-        data: facts about this rank's data, in which all must agree.
-        compute: see :class:`Worker`; ``may_clip`` likewise.
-        evaluate: see :class:`Evaluator`; None: no evaluations. Unless it is a
-            :class:`Measurement`, the module has batch norm's statistics estimated before.
-        optimizer: None: momentum SGD.
-        schedule: factor of the learning rate by the samples drawn; None: as the options say.
-        state: of the user's loop, for checkpoints.
-        skipped: where the data set notes images that it skips, if it does.
-        origin: of the run.
-    """
-
-    epoch: int
-    data: Mapping[str, Any]
-    compute: Callable[[Ticket], Loss]
-    evaluate: Evaluate | None
-    optimizer: OwnOptimizer | None
-    schedule: Callable[[int], float] | None
-    may_clip: bool
-    state: dict[str, Any]
-    skipped: SkippedImages | None
-    origin: Origin
+from aladdin_mpi.run.variance import ModelVariance
 
 
 @dataclass(frozen=True)
@@ -105,11 +45,10 @@ class Measuring:
 
 @dataclass(frozen=True)
 class Rank:
-    """Worker or server, with its segments and, at rank 0, the books. Made by :func:`assemble`."""
+    """Worker or server, with its segments and, at rank 0, the books."""
 
     context: Context
     plan: Plan
-    origin: Origin
     folder: OpenFolder
     optimizer: Optimizer
     role: Role
@@ -182,187 +121,3 @@ class Rank:
         self.heartbeats.close()
         self.role.close()
         self.folder.release()
-
-
-def assemble(
-    transport: Transport, options: RunOptions, algorithm: Algorithm, module: nn.Module, task: Task
-) -> Rank:
-    """Put a rank together, from its checkpoint where the run goes on. Every rank calls it.
-
-    The order is that of what the ranks agree on, one after another. ``module`` is on its device.
-
-    Raises:
-        UserError, RefusedError: ranks disagree, or a folder cannot be used.
-    """
-    seen = _seen(transport, options, algorithm, module, task.evaluate)
-    context = make_context(transport, options, algorithm, module)
-    described = "sgd" if task.optimizer is None else task.optimizer.describe()
-    shapes, servers = context.replica.shapes, context.servers
-    check_agreement(transport, options, shapes, task.data, servers, described)
-    plan = make_plan(options, task.epoch, task.origin, not transport.models_time)
-    base = options.lr if task.optimizer is None else 1.0
-    lr = LearningRate(options, context.workers, task.epoch, plan.total, base, task.schedule)
-    folder = run_folder.open_for(transport, options)
-    share_model(context)
-    local = LocalState(context.replica, transport.shares_process, task.state)
-    optimizer = agree(transport, lambda: make_optimizer(context, task.optimizer))
-    record = SkipRecord()
-    skips = SkipReports(transport, task.skipped, record if transport.rank == 0 else None)
-    role = agree(transport, lambda: _role(context, task, plan, lr, local, optimizer, skips))
-    coordinator = None
-    if transport.rank == 0:
-        coordinator = make_coordinator(context, role, plan, lr, record)
-    # It outlives this rank, so it must not hold it, with all its vectors.
-    guard.remedy = partial(_remedy, folder.path)
-    measuring = _measuring(context, role, seen, task.evaluate)
-    local.seed(options.seed * 1_000_003 + transport.rank + 1)
-    store = CheckpointStore(folder.path)
-    segments = _segments(context, role, coordinator, local, store, plan, described)
-    means = coordinator.own_figures if coordinator else None
-    figures = OwnFigures(transport, means, lambda: segments.over)
-    origin = task.origin
-    if options.resume is not None:
-        origin = go_on(Resumption(context, role, local, segments, store, origin, lr))
-    segments.manifest = origin.as_json(plan.schedule_step)
-    suspension = Suspension(transport, coordinator)
-    heartbeats = Heartbeats(transport, options.worker_timeout)
-    books = None
-    if coordinator is not None:
-        books = _open(context, role, coordinator, folder.path, skips, measuring)
-    if seen is not None:
-        seen.open()
-    return Rank(
-        context,
-        plan,
-        origin,
-        folder,
-        optimizer,
-        role,
-        skips,
-        figures,
-        measuring,
-        segments,
-        suspension,
-        heartbeats,
-        books,
-    )
-
-
-def _seen(
-    transport: Transport,
-    options: RunOptions,
-    algorithm: Algorithm,
-    module: nn.Module,
-    evaluate: Evaluate | None,
-) -> SeenInputs | None:
-    if options.compute != "real" or isinstance(evaluate, Measurement):
-        return None
-    return SeenInputs(transport, module, server_count(options, algorithm), options.bn_batches)
-
-
-def _role(
-    context: Context,
-    task: Task,
-    plan: Plan,
-    lr: LearningRate,
-    local: LocalState,
-    optimizer: Optimizer,
-    skips: SkipReports,
-) -> Role:
-    wire = make_wire(context, optimizer, plan.epoch)
-    if context.is_server:
-        return make_server(context, optimizer, wire, lr)
-
-    def advance(ticket: Ticket) -> None:
-        """A step is complete.
-
-        The schedule goes by the samples that all have drawn: as far as it would in one process,
-        and no further with a fast worker. Where the run is so many steps, those are its steps.
-        """
-        optimizer.advance((ticket.start + ticket.whole) // plan.schedule_step)
-        skips.pass_on()
-
-    compute = local.computing(task.compute)
-    computing = Computing(compute, make_pace(context), task.may_clip, advance)
-    return make_worker(context, optimizer, wire, lr, computing)
-
-
-def _measuring(
-    context: Context, role: Role, seen: SeenInputs | None, evaluate: Evaluate | None
-) -> Measuring:
-    if not context.is_real:
-        evaluate = None
-    elif evaluate is not None and seen is not None:
-        evaluate = seen.measured(evaluate)
-    transport, layout = context.transport, context.layout
-    snapshots = Snapshots(transport, layout, role, context.holders)
-    sizes = [prod(shape) for shape in context.replica.shapes]
-    places = draw_places(sizes, context.options.seed)
-    variance = ModelVariance(transport, layout, role, places, context.algorithm.lockstep)
-    return Measuring(seen, evaluate, snapshots, variance)
-
-
-def _segments(
-    context: Context,
-    role: Role,
-    coordinator: Coordinator | None,
-    local: LocalState,
-    store: CheckpointStore,
-    plan: Plan,
-    optimizer: str,
-) -> Segments:
-    """What a checkpoint must have in common with the run that resumes it goes into it."""
-    facts = agreed(context.options)
-    option = {name: facts[name] for name in facts if name not in RESUME_FIELDS}
-    failures = coordinator.failures if coordinator else None
-    return Segments(
-        context.transport,
-        role,
-        coordinator,
-        local,
-        store,
-        {"option": option, "optimizer": optimizer},
-        plan.total,
-        lambda: settle(context.transport, role, context.servers, failures),
-    )
-
-
-def _open(
-    context: Context,
-    role: Role,
-    coordinator: Coordinator,
-    folder: Path,
-    skips: SkipReports,
-    measuring: Measuring,
-) -> Books:
-    """The books of a run that begins or goes on; the user is told how it was set up."""
-    if context.options.resume is not None and not coordinator.budget.used_up:
-        run_folder.reopen(folder, context.options)
-    books = open_books(
-        context,
-        coordinator,
-        folder,
-        skips,
-        measuring.evaluate,
-        measuring.snapshots,
-        measuring.variance,
-    )
-    texts = [role.describe(), _prospects(context), not_written()]
-    if (text := "\n".join(filter(None, texts))) and not context.options.quiet:
-        console.say(text, sys.stdout)
-    return books
-
-
-def _prospects(context: Context) -> str:
-    """What becomes of the run if a worker dies, where something can be done."""
-    if context.transport.models_time or not context.transport.survives:
-        return ""
-    if context.algorithm.needs_all(context.options):
-        return f"ULFM: is there, but {context.options.algorithm} needs every worker"
-    return "ULFM: if workers die the others go on"
-
-
-def _remedy(run_dir: Path) -> str:
-    if CheckpointStore(run_dir).exists:
-        return f"resume with: --resume {run_dir}"
-    return f"it has no checkpoint yet: start it again with --overwrite --run-dir {run_dir}"

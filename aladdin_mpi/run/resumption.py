@@ -36,8 +36,8 @@ class Resumption:
     lr: LearningRate
 
 
-def go_on(of: Resumption) -> Origin:
-    """Take up the last checkpoint; the origin of the run from here on. Every rank calls it.
+def go_on(of: Resumption) -> None:
+    """Take up the last checkpoint. Every rank calls it.
 
     Raises:
         UserError, RefusedError: the checkpoint does not fit this run, or is damaged.
@@ -46,15 +46,15 @@ def go_on(of: Resumption) -> Origin:
     resizes = of.context.options.allow_resize
     if resizes and before != now:
         with of.segments.uncounted():
-            return resize(of)
+            resize(of)
+        return
     state = agree(of.context.transport, lambda: of.segments.load(resizes))
     of.segments.restore(state)
     with of.segments.uncounted():
         _revive(of.context, of.role, state is None)
-    return of.origin
 
 
-def resize(of: Resumption) -> Origin:
+def resize(of: Resumption) -> None:
     """From a checkpoint of other numbers of workers and servers."""
     context, origin, transport = of.context, of.origin, of.context.transport
     first = transport.rank == 0
@@ -64,14 +64,13 @@ def resize(of: Resumption) -> Origin:
     parts = Assembly(of.store, algorithm, options, origin, layout, replica)
     former = agree(transport, lambda: parts.former(context.workers) if first else None)
     former = share(transport, former)
-    of.segments.resize(state, former)
-    agree(transport, lambda: _take_local(of))
     taken = (None if each is None else int(each["samples"]) for each in former.counts)
     past = (*origin.past, Period(tuple(taken)))
     now = Origin(context.workers, context.servers, past, origin.schedule_step)
+    of.segments.resize(state, former, now)
+    agree(transport, lambda: _take_local(of))
     if first and not options.quiet:
         tell(algorithm, origin, now, of.lr)
-    return now
 
 
 def _take_local(of: Resumption) -> None:

@@ -22,6 +22,8 @@ from aladdin_mpi.roles.role import Role, TrainingWorker
 from aladdin_mpi.run.checkpoint import CheckpointStore
 from aladdin_mpi.run.coordinator import Coordinator
 from aladdin_mpi.run.local_state import LocalState
+from aladdin_mpi.run.origin import Origin
+from aladdin_mpi.run.plan import Plan
 from aladdin_mpi.transport.base import Transport
 
 SETTLE_SECONDS = 1.0
@@ -37,7 +39,8 @@ class Segments:
         coordinator: at rank 0.
         store: of checkpoints.
         config: the options that a run which resumes a checkpoint must share.
-        total: samples of the run.
+        plan: of the run.
+        origin: of the run, which checkpoints name too.
         settle: called at the end of every segment, on every rank.
     """
 
@@ -49,7 +52,8 @@ class Segments:
         local: LocalState,
         store: CheckpointStore,
         config: dict[str, Any],
-        total: int,
+        plan: Plan,
+        origin: Origin,
         settle: Callable[[], None],
     ) -> None:
         self._transport = transport
@@ -64,12 +68,11 @@ class Segments:
         self._about = {"ranks": transport.size, "engine": transport.engine, **config}
         self._drawn = 0
         self._moment = 0.0
-        self._total = total
+        self._plan = plan
+        self.origin = origin
         self._saved: int | None = None
         self.over = False
         """Whether the budget is used up."""
-        self.manifest: dict[str, Any] = {}
-        """What checkpoints also say of themselves."""
         self.suspended = 0
         """The signal that ended the run before its budget was used up, on every rank."""
 
@@ -137,7 +140,8 @@ class Segments:
             if self._coordinator is not None:
                 self._coordinator.ledger.excluded(drawn, doubt)
             return  # the last checkpoint stays: it is sound
-        about = {**self._about, "moment": self._moment, **self.manifest}
+        manifest = self.origin.as_json(self._plan.schedule_step)
+        about = {**self._about, "moment": self._moment, **manifest}
 
         def first(step: Callable[[], None]) -> None:
             agree(transport, lambda: step() if transport.rank == 0 else None)
@@ -182,16 +186,18 @@ class Segments:
         """From the moment that rank 0's part of a checkpoint names."""
         fact = [state["moment"], state["drawn"]] if state is not None else None
         self._moment, self._drawn = broadcast(self._transport, fact)
-        self.over = self._drawn >= self._total
+        self.over = self._drawn >= self._plan.total
         self._saved = self._drawn
 
-    def resize(self, state: dict[str, Any] | None, former: Former) -> None:
+    def resize(self, state: dict[str, Any] | None, former: Former, origin: Origin) -> None:
         """Go on from a checkpoint of other numbers of ranks.
 
         Args:
             state: of its rank 0, at rank 0.
             former: its ranks, put together.
+            origin: of the run from here on.
         """
+        self.origin = origin
         self._go_on_from(state)
         if self._coordinator is not None and state is not None:
             self._coordinator.load_state_dict(state["keeper"])
@@ -212,10 +218,10 @@ class Segments:
             UserError: it cannot be resumed by this run.
         """
         state = self._store.load(self._transport.rank, self._about, resizes)
-        if state is not None and state["drawn"] > self._total:
+        if state is not None and state["drawn"] > self._plan.total:
             raise UserError(
                 f"--resume: expected a run at least as long as it was, {state['drawn']} samples, "
-                f"got a length of {self._total}; give more --epochs, --samples or --steps, or "
+                f"got a length of {self._plan.total}; give more --epochs, --samples or --steps, or "
                 "leave them out"
             )
         return state

@@ -17,7 +17,6 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.roles.former import mean_state
 from aladdin_mpi.run import resumption
 from aladdin_mpi.run import summary as run_summary
-from aladdin_mpi.run.origin import Origin
 from aladdin_mpi.run.resumption import Resumption
 from aladdin_mpi.run.simulator import simulate
 from tests.commands import checkpoint, checkpoint_part, summary
@@ -65,8 +64,8 @@ class Watched:
                 self.dealt.update(zip(epochs.tolist(), indices.tolist(), strict=True))
             return epochs, indices
 
-        def noted_resize(of: Resumption) -> Origin:
-            origin = resize(of)
+        def noted_resize(of: Resumption) -> None:
+            resize(of)
             layout = of.context.layout
             parts = layout.owned_by(of.context.transport.rank)
             mine = torch.full((layout.numel,), torch.nan)
@@ -74,7 +73,6 @@ class Watched:
                 mine[bucket.part] = of.role.part(bucket)
             self.models.append(mine)
             self.states.append(json_free(of.role.state_dict()))
-            return origin
 
         monkeypatch.setattr(ShardedStream, "take", noted_take)
         monkeypatch.setattr(resumption, "resize", noted_resize)
