@@ -24,10 +24,11 @@ from aladdin_mpi.data.builtin_sets import read_digits
 from aladdin_mpi.model.layout import Layout, cut
 from aladdin_mpi.model.replica import PhantomReplica, Replica, outline
 from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.role import Role
-from aladdin_mpi.roles.worker import Pace, Worker
+from aladdin_mpi.roles.worker import Pace
+from aladdin_mpi.run.building import Computing, make_server, make_worker, momentum_sgd
+from aladdin_mpi.run.context import Context
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual import VirtualCluster
@@ -76,7 +77,8 @@ class Job:
 
     @property
     def options(self) -> RunOptions:
-        return RunOptions(algorithm=self.algorithm, **self.settings)
+        settings = {"batch_size": self.batch, **self.settings}
+        return RunOptions(algorithm=self.algorithm, **settings)
 
 
 @dataclass
@@ -164,17 +166,16 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
     sizes = outline(module)
     replica = PhantomReplica(sum(sizes.layers), sizes) if job.timed else Replica(module)
     x, options, layout = replica.parameters, job.options, layout_of(job)
-    sgd = MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov)
-    codec = _codec(job, replica, sgd, moves_bytes=transport.needs_memory)
     algorithm = registry.find(job.algorithm)
+    context = Context(transport, options, algorithm, module, replica, layout)
+    sgd = momentum_sgd(options, x)
+    codec = _codec(job, replica, sgd, moves_bytes=transport.needs_memory)
+    schedule: Callable[[int], float] = lambda samples: job.lr  # noqa: E731
     role: Role
-    if transport.rank < job.servers:
-        server = ParameterServer(transport, layout, x, codec, lambda samples: job.lr)
-        assert algorithm.server is not None
-        role = algorithm.server(server, sgd, options)
+    if context.is_server:
+        role = make_server(context, sgd, codec, schedule)
     else:
-        worker = _worker(job, transport, module, replica)
-        role = algorithm.worker(worker, sgd, codec, options)
+        role = make_worker(context, sgd, codec, schedule, _computing(job, transport, module))
     budget = Budget(transport, job.samples, lambda *_: None) if transport.rank == 0 else None
     for segment in range(job.segments):
         transport.sleep(STAGGER * (transport.rank + 1))
@@ -202,9 +203,7 @@ def _codec(
     return job.kind(wire, layout_of(job), replica.shapes, lambda samples: ratio, sgd.velocity)
 
 
-def _worker(
-    job: Job, transport: Transport, module: nn.Module, replica: Replica | PhantomReplica
-) -> Worker:
+def _computing(job: Job, transport: Transport, module: nn.Module) -> Computing:
     index = transport.rank - job.servers
     images, labels = digits()
 
@@ -218,6 +217,4 @@ def _worker(
 
     seconds = job.seconds if transport.models_time or job.timed else None
     slowdown = job.slowdown[index] if job.slowdown else 1.0
-    pace = Pace(seconds, slowdown, job.jitter, seed=index)
-    schedule: Callable[[int], float] = lambda samples: job.lr  # noqa: E731
-    return Worker(transport, layout_of(job), replica, compute, pace, job.batch, schedule)
+    return Computing(compute, Pace(seconds, slowdown, job.jitter, seed=index))

@@ -17,8 +17,9 @@ from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.budget import Budget, Ticket
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.replica import Replica
-from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.roles.worker import Pace, Worker
+from aladdin_mpi.roles.worker import Pace
+from aladdin_mpi.run.building import Computing, make_worker, momentum_sgd
+from aladdin_mpi.run.context import Context, make_layout
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual import VirtualCluster
@@ -67,7 +68,8 @@ class Job:
 
     @property
     def options(self) -> RunOptions:
-        return RunOptions(algorithm="multistep", batch_size=self.batch, quiet=True, **self.settings)
+        settings = {"batch_size": self.batch, "wait_free": self.wait_free, **self.settings}
+        return RunOptions(algorithm="multistep", quiet=True, **settings)
 
     def module(self) -> nn.Module:
         torch.manual_seed(7)
@@ -134,12 +136,13 @@ def run_rank(job: Job, transport: Transport) -> Result:
     replica = Replica(module)
     options = job.options
     kind = registry.find("multistep")
-    assert kind.layout is not None
-    layout = kind.layout(replica, transport.size, options)
+    layout = make_layout(options, kind, replica, 0, transport.size)
+    context = Context(transport, options, kind, module, replica, layout)
     tickets: list[Ticket] = []
 
     def compute(ticket: Ticket) -> float:
         tickets.append(ticket)
+        worker = role.worker
         first = ticket.start + ticket.whole * worker.index // worker.count
         numbers = range(first, first + ticket.size)
         loss = 0.0
@@ -164,19 +167,9 @@ def run_rank(job: Job, transport: Transport) -> Result:
         job.jitter,
         100 * job.seed + transport.rank,
     )
-    worker = Worker(
-        transport,
-        layout,
-        replica,
-        compute,
-        pace,
-        job.batch,
-        lambda _: job.lr,
-        wait_free=job.wait_free,
-        lockstep=True,
-    )
-    sgd = MomentumSGD(replica.parameters, options.momentum, options.weight_decay, options.nesterov)
-    role = kind.worker(worker, sgd, DenseWire(job.wire, replica.parameters.device), options)
+    sgd = momentum_sgd(options, replica.parameters)
+    wire = DenseWire(job.wire, replica.parameters.device)
+    role = make_worker(context, sgd, wire, lambda _: job.lr, Computing(compute, pace))
     assert isinstance(role, MultistepWorker)
     if job.probe is not None:
         probe = job.probe

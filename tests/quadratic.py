@@ -13,14 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aladdin_mpi.algorithms import registry
 from aladdin_mpi.algorithms.aladdin import AladdinOptions, AladdinServer, AladdinWorker
-from aladdin_mpi.compression.codec import DenseWire
+from aladdin_mpi.compression.codec import DenseWire, GradientCodec
+from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.budget import Budget, Report, Ticket
 from aladdin_mpi.model.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
 from aladdin_mpi.model.replica import Replica
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
-from aladdin_mpi.roles.worker import Pace, Worker
+from aladdin_mpi.roles.worker import Pace
+from aladdin_mpi.run.building import Computing, make_server, make_worker, momentum_sgd
+from aladdin_mpi.run.context import Context
 from aladdin_mpi.transport.base import Traffic
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport
@@ -103,6 +107,18 @@ class Setup:
     seed: int = 0
     start: Callable[[int], Tensor] | None = None
     """A worker's own first model, where it is not everyone's."""
+
+    @property
+    def options(self) -> RunOptions:
+        return RunOptions(
+            algorithm="aladdin",
+            servers=self.servers,
+            batch_size=self.batch,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            nesterov=self.nesterov,
+            aladdin=self.aladdin,
+        )
 
     @property
     def layout(self) -> Layout:
@@ -200,10 +216,14 @@ def _rank(setup: Setup, transport: VirtualTransport) -> WorkerResult | ServerRes
     module = Quadratic(setup.numel)
     replica = Replica(module)
     x = replica.parameters
-    sgd = MomentumSGD(x, setup.momentum, setup.weight_decay, setup.nesterov)
-    if transport.rank < setup.servers:
-        return _serve(setup, transport, x, sgd)
-    return _work(setup, transport, module, replica, sgd)
+    context = Context(
+        transport, setup.options, registry.find("aladdin"), module, replica, setup.layout
+    )
+    sgd = momentum_sgd(setup.options, x)
+    wire = DenseWire(setup.wire, x.device)
+    if context.is_server:
+        return _serve(setup, transport, context, sgd, wire)
+    return _work(setup, transport, context, sgd, wire)
 
 
 def _segments(setup: Setup, transport: VirtualTransport, begin: Callable[[int], None]) -> None:
@@ -214,11 +234,16 @@ def _segments(setup: Setup, transport: VirtualTransport, begin: Callable[[int], 
         transport.wait(transport.ibarrier())
 
 
-def _serve(setup: Setup, transport: VirtualTransport, x: Tensor, sgd: MomentumSGD) -> ServerResult:
-    wire = DenseWire(setup.wire, x.device)
-    server = SlowServer(transport, setup.layout, x, wire, setup.schedule)
-    server.seconds = setup.server_seconds
-    role = AladdinServer(server, sgd, setup.aladdin)
+def _serve(
+    setup: Setup,
+    transport: VirtualTransport,
+    context: Context,
+    sgd: MomentumSGD,
+    wire: GradientCodec,
+) -> ServerResult:
+    role = make_server(context, sgd, wire, setup.schedule, SlowServer)
+    assert isinstance(role, AladdinServer) and isinstance(role.server, SlowServer)
+    role.server.seconds = setup.server_seconds
     reports: list[tuple[int, Report]] = []
     budget = None
     if transport.rank == 0:
@@ -239,9 +264,9 @@ def _serve(setup: Setup, transport: VirtualTransport, x: Tensor, sgd: MomentumSG
 def _work(
     setup: Setup,
     transport: VirtualTransport,
-    module: Quadratic,
-    replica: Replica,
+    context: Context,
     sgd: MomentumSGD,
+    wire: GradientCodec,
 ) -> WorkerResult:
     index = transport.rank - setup.servers
     tickets: list[Ticket] = []
@@ -250,15 +275,15 @@ def _work(
     def compute(ticket: Ticket) -> float:
         waited.append(transport.traffic.waiting)
         tickets.append(ticket)
-        loss: Tensor = module(noise_of(index, len(tickets), setup.numel, setup.noise))
+        loss: Tensor = context.module(noise_of(index, len(tickets), setup.numel, setup.noise))
         loss.backward()
         return loss.item()
 
     pace = Pace(setup.seconds, setup.slowdown_of(index), setup.jitter, setup.seed * 100 + index)
-    worker = Worker(transport, setup.layout, replica, compute, pace, setup.batch, setup.schedule)
+    x = context.replica.parameters
     if setup.start is not None:
-        replica.parameters.copy_(setup.start(index))
-    wire = DenseWire(setup.wire, replica.parameters.device)
-    role = AladdinWorker(worker, sgd, wire, setup.aladdin)
+        x.copy_(setup.start(index))
+    role = make_worker(context, sgd, wire, setup.schedule, Computing(compute, pace))
+    assert isinstance(role, AladdinWorker)
     _segments(setup, transport, lambda limit: role.run())
-    return WorkerResult(replica.parameters, role, transport.traffic, tickets, waited)
+    return WorkerResult(x, role, transport.traffic, tickets, waited)

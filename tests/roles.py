@@ -22,11 +22,11 @@ from aladdin_mpi.control.refusals import NBYTES, Refusal
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
 from aladdin_mpi.model.replica import Replica
-from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.role import Role
-from aladdin_mpi.roles.worker import Pace, Worker
+from aladdin_mpi.roles.worker import Pace
+from aladdin_mpi.run.building import Computing, make_server, make_worker, momentum_sgd
+from aladdin_mpi.run.context import Context
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual import VirtualCluster
@@ -70,6 +70,7 @@ class Job:
     @property
     def options(self) -> RunOptions:
         settings = {"bucket_mb": self.megabytes, "servers": max(1, self.servers)}
+        settings["batch_size"] = self.batch
         return RunOptions(algorithm=self.algorithm, **{**settings, **self.settings})
 
     @property
@@ -182,18 +183,17 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
     module = Quadratic(job.numel)
     replica = Replica(module)
     x, options = replica.parameters, job.options
-    sgd = MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov)
+    context = Context(transport, options, job.kind, module, replica, job.layout)
+    sgd = momentum_sgd(options, x)
     wire = make_codec(job.kind.wire(options), job.layout, x.device)
     tickets: list[Ticket] = []
     reports: list[tuple[int, Report]] = []
     role: Role
-    if transport.rank < job.served_by:
-        server = ParameterServer(transport, job.layout, x, wire, job.schedule)
-        assert job.kind.server is not None
-        role = job.kind.server(server, sgd, options)
+    if context.is_server:
+        role = make_server(context, sgd, wire, job.schedule)
     else:
-        worker = _worker(job, transport, module, replica, tickets, lambda: role)
-        role = job.kind.worker(worker, sgd, wire, options)
+        computing = _computing(job, transport, module, replica, tickets, lambda: role)
+        role = make_worker(context, sgd, wire, job.schedule, computing)
     budget = None
     refusals: list[Refusal] = []
     if transport.rank == 0:
@@ -221,14 +221,14 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
     return RankResult(role, transport.traffic, tickets, reports, budget, refusals)
 
 
-def _worker(
+def _computing(
     job: Job,
     transport: Transport,
     module: Quadratic,
     replica: Replica,
     tickets: list[Ticket],
     role: Callable[[], Role],
-) -> Worker:
+) -> Computing:
     index = transport.rank - job.served_by
 
     def compute(ticket: Ticket) -> float:
@@ -245,18 +245,7 @@ def _worker(
     virtual = transport.models_time
     slow = job.slowdown.get(index, 1.0)
     pace = Pace(job.seconds if virtual else None, slow, job.jitter, job.seed * 100 + index)
-    return Worker(
-        transport,
-        job.layout,
-        replica,
-        compute,
-        pace,
-        job.batch,
-        job.schedule,
-        job.options.wait_free,
-        job.kind.lockstep,
-        job.options.max_loss,
-    )
+    return Computing(compute, pace)
 
 
 def noise_of_samples(job: Job, worker: int, before: list[Ticket], ticket: Ticket) -> Tensor:
