@@ -26,6 +26,12 @@ HOSTS = (
 """Those that build a network of hosts, one at a time."""
 
 
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than small runs do; those of commands, in other processes, are drawn."""
+    monkeypatch.setattr("aladdin_mpi.run.summary.draw_curves", lambda *_: None)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Several processes share the tests one by one, but for those that belong together."""

@@ -110,6 +110,7 @@ class Setup:
 
     @property
     def options(self) -> RunOptions:
+        settings: dict[str, Any] = {"aladdin": self.aladdin}
         return RunOptions(
             algorithm="aladdin",
             servers=self.servers,
@@ -117,7 +118,7 @@ class Setup:
             momentum=self.momentum,
             weight_decay=self.weight_decay,
             nesterov=self.nesterov,
-            aladdin=self.aladdin,
+            **settings,
         )
 
     @property

@@ -30,7 +30,7 @@ PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
     ],
 )
 def test_suite_passes_on_every_rank(mpi: str, ranks: int, tests: str) -> None:
-    done = run_ranks(ranks, [*PYTEST, tests], mpi=mpi, timeout=280, check=False, is_warm=False)
+    done = run_ranks(ranks, [*PYTEST, tests], mpi=mpi, timeout=280, check=False)
     assert done.returncode == 0, repr(done)
     passed = re.findall(r"(\d+) passed", done.stdout)
     assert len(passed) == 1, f"one rank reports: {done}"
@@ -63,7 +63,7 @@ def run_file(tmp_path: Path, content: str, mpi: str, seconds: str = "60") -> str
     file.write_text(content)
     args = [*PYTEST, "-p", "tests.mpi.conftest", "-c", "pyproject.toml", str(file)]
     env = {"ALADDIN_MPI_TEST_SECONDS": seconds}
-    done = run_ranks(3, args, mpi=mpi, timeout=100, env=env, check=False, is_warm=False)
+    done = run_ranks(3, args, mpi=mpi, timeout=100, env=env, check=False)
     assert done.returncode != 0, repr(done)
     return done.stdout + done.stderr
 

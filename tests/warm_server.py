@@ -21,6 +21,7 @@ from typing import Any, cast
 IMPORTED = (
     "numpy",
     "torch.utils.data",
+    "torch._dynamo",  # which optimizers of torch ask for
     "torch.utils.tensorboard",
     "matplotlib.pyplot",
     "aladdin_mpi.config.cli",

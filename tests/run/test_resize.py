@@ -16,7 +16,6 @@ from aladdin_mpi.data.sampler import ShardedStream
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.roles.former import mean_state
 from aladdin_mpi.run import resumption
-from aladdin_mpi.run import summary as run_summary
 from aladdin_mpi.run.resumption import Resumption
 from aladdin_mpi.run.simulator import simulate
 from tests.commands import checkpoint, checkpoint_part, summary
@@ -40,12 +39,6 @@ VARIANTS: dict[str, list[object]] = {
 
 def start(*words: object) -> dict[str, Any]:
     return simulate(parse(SimulateOptions, list(map(str, words)), "simulate", ""))
-
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take longer than these runs."""
-    monkeypatch.setattr(run_summary, "draw_curves", lambda *_: None)
 
 
 class Watched:

@@ -114,8 +114,7 @@ LONG = ("--epochs", 1000, "--quiet", "--checkpoint-every", "5epochs")
 SHORT = ("--samples", 640, "--quiet")
 
 
-@pytest.mark.parametrize("how", ["--overwrite", "--resume"])
-def test_beside_a_run_over_mpi(tmp_path: Path, how: str) -> None:
+def test_beside_a_run_over_mpi(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with training(2, run_dir, *LONG) as job:
         end = time.monotonic() + 60
@@ -123,14 +122,16 @@ def test_beside_a_run_over_mpi(tmp_path: Path, how: str) -> None:
             assert time.monotonic() < end and job.process.poll() is None, job.so_far()
             time.sleep(0.05)
         before = (run_dir / "config.toml").read_text()
-        if how == "--resume":
-            second = train(2, None, "--resume", run_dir, check=False)
-        else:
-            second = train(2, run_dir, how, *SHORT, check=False)
-        assert IN_USE in refusal(second)
-        assert (run_dir / run_lock.NAME).exists()
-        assert (run_dir / "config.toml").read_text() == before
-        assert job.process.poll() is None, job.so_far()
+        others: tuple[tuple[Path | None, list[object]], ...] = (
+            (None, ["--resume", run_dir]),
+            (run_dir, ["--overwrite", *SHORT]),
+        )
+        for folder, words in others:
+            second = train(2, folder, *words, check=False)
+            assert IN_USE in refusal(second)
+            assert (run_dir / run_lock.NAME).exists()
+            assert (run_dir / "config.toml").read_text() == before
+            assert job.process.poll() is None, job.so_far()
     train(2, run_dir, "--overwrite", *SHORT)  # the first was killed
     assert summary(run_dir)["samples"] == 640
     assert not (run_dir / run_lock.NAME).exists()
