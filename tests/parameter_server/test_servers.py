@@ -384,6 +384,20 @@ def test_on_bound_sends_every_gradient_unless_it_coalesces() -> None:
     assert coalesced[False] == 0
 
 
+def test_on_bound_a_worker_goes_on_by_its_own_updates() -> None:
+    """Alone, it takes between two pulls the very steps that its server takes."""
+    settings = {"momentum": 0.0, "weight_decay": 0.0, "ssp": {"bound": 3, "pull": "on-bound"}}
+    job = Job("ssp", workers=1, samples=80, settings=settings)
+    torch.testing.assert_close(run(job).model, single_process(job), rtol=1e-4, atol=1e-5)
+
+
+def test_an_elastic_average_is_as_stiff_for_any_number_of_workers() -> None:
+    """By default alpha is 0.9 / n, as its paper has beta = 0.9."""
+    for workers in (2, 3):
+        (server,) = run(Job("easgd", workers=workers, samples=40)).servers
+        assert server.role.alpha == pytest.approx(0.9 / workers)  # type: ignore[attr-defined]
+
+
 def test_on_bound_pulls_every_bound_plus_one_steps() -> None:
     received = {}
     for pull in ("always", "on-bound"):
