@@ -2,7 +2,7 @@
 
 Such a script changes two lines: the import, and the length of the run::
 
-    from aladdin_mpi.accelerate import Accelerator
+    from aladdin_mpi import Accelerator
 
     accelerator = Accelerator(algorithm="aladdin", epochs=3)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)

@@ -113,8 +113,8 @@ class GeneralOptions(BaseModel):
 
     worker_timeout: float = option(
         60.0,
-        "a rank that has not been heard of for so long, because it hangs or the network has cut "
-        "it off, is left out of the run, or ends it where ranks cannot be spared; 0: never",
+        "time without a heartbeat before a rank is excluded, or the run ends if the algorithm "
+        "needs every rank; 0: never",
         unit="SECONDS",
         group="run",
         ge=0,

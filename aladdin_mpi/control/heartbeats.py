@@ -1,4 +1,4 @@
-"""Signs of life: who hangs, or is cut off by the network, is left out of the run.
+"""Signs of life: who hangs, or is cut off by the network, is excluded from the run.
 
 MPI tells of ranks that have died, if at all, but not of one that stands still (stopped, swapped
 out, its file system gone) or whose link is cut. So every rank sends rank 0 a sign of life now
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SIGNS = 6
-"""Signs of life that a rank sends within the time after which it would be left out."""
+"""Signs of life that a rank sends within the time after which it would be excluded."""
 DEPUTY_PATIENCE = 1.5
 """Of the deputy with rank 0, as a multiple of that time."""
 PATIENCE = 3.0
@@ -40,7 +40,7 @@ class Heartbeats:
     them too. A rank that has stood still itself gives the others time to be heard again.
 
     Args:
-        timeout: seconds of silence after which a rank is left out; 0: never.
+        timeout: seconds of silence after which a rank is excluded; 0: never.
     """
 
     def __init__(self, transport: Transport, timeout: float) -> None:
@@ -127,14 +127,14 @@ class Heartbeats:
         silent = int(message.view(torch.int64))
         if silent == self._transport.rank:
             raise LeftOutError(
-                f"{self._name(silent)} was left out of the run, as rank 0 had not heard of it "
+                f"{self._name(silent)} was excluded from the run, as rank 0 had no heartbeat of it "
                 f"for {self._timeout:g} s: it leaves"
             )
         self._transport.exclude(silent)
 
     def _without_rank_0(self, now: float, is_deputy: bool) -> None:
         """Rank 0 is silent: end the job, or this rank alone where only its link is cut."""
-        silence = f"{self._name(0)} has not been heard of for {now - self._heard[0]:.0f} s"
+        silence = f"{self._name(0)} has sent no heartbeat for {now - self._heard[0]:.0f} s"
         if self._transport.survives and not (is_deputy and self._hears_others(now)):
             me = self._name(self._transport.rank)
             raise LeftOutError(f"{silence}: {me} takes itself for cut off, and leaves")

@@ -110,7 +110,7 @@ def _last_words(name: str, refusal: Refusal, why: str) -> str:
     else:
         remedy = "lower --lr, lengthen --warmup-epochs, or look at the model and its data"
     return (
-        f"{name}: expected a sound gradient now and then, got none in its last "
-        f"{refusal.in_a_row} steps, at last {why}; {remedy}. --resume goes on "
+        f"{name}: the last {refusal.in_a_row} gradients were all refused (the "
+        f"latest: {why}); {remedy}. --resume goes on "
         "from the last checkpoint, if there is one: it is from before that"
     )

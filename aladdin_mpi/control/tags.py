@@ -47,7 +47,7 @@ class Tag(IntEnum):
     ALIVE = 13
     """A sign of life: to rank 0, its answer, and to the rank that watches rank 0."""
     LEFT_OUT = 14
-    """From rank 0, to all: a rank that is left out of the run."""
+    """From rank 0, to all: a rank that is excluded from the run."""
     REFUSAL = 20
     """To rank 0: something was refused."""
     WHOLE = 21

@@ -70,7 +70,7 @@ class DataParallel:
     The length is one of ``epochs``, ``samples`` and ``steps``; a step is ``batch_size`` times
     ``accumulate`` samples of every worker.
 
-    The loop turns on workers; a server serves inside :meth:`batches`, which gives it
+    Only workers iterate; a server serves inside :meth:`batches`, which gives it
     no batch. After the loop every rank's ``model`` is the trained global model and
     ``summary`` has the run's figures at rank 0. The optimizer is part of the algorithm:
     :meth:`step` makes its step, or sends what it is made of.

@@ -21,7 +21,7 @@ class Failures:
         first_worker: the first worker's rank.
         needed: what cannot go on without a worker, such as "ar-sgd"; None: training can.
         moment: where the run is, such as its samples drawn.
-        silence: seconds after which a silent rank is left out.
+        silence: seconds after which a silent rank is excluded.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Failures:
             raise LostError(f"{what}; no worker is left")
         excluded = rank in self._transport.excluded
         console.say(
-            f"aladdin_mpi: {what}; {'it is left out, and ' * excluded}training goes on with "
+            f"aladdin_mpi: {what}; {'it is excluded, and ' * excluded}training goes on with "
             f"{len(workers)} worker{'s' * (len(workers) > 1)}"
         )
         fate = "left out" if excluded else "died"
@@ -70,7 +70,7 @@ class Failures:
 
     def _fate(self, rank: int) -> str:
         if rank in self._transport.excluded:
-            return f"has not been heard of for {self._silence:g} s"
+            return f"has sent no heartbeat for {self._silence:g} s"
         return "has failed"
 
     def close(self, taken: list[dict[str, int] | None]) -> None:

@@ -27,7 +27,7 @@ from aladdin_mpi.transport.base import Transport
 SUMMARY = "summary.json"
 MODEL = "model.pt"
 WRITTEN = (CONFIG_NAME, METRICS, SUMMARY, MODEL, CURVES, CHECKPOINT)
-"""What a run writes, and what is therefore not to be found in its folder."""
+"""What a run writes, and what its folder must therefore not hold."""
 
 
 def default_name(options: RunOptions) -> str:

@@ -230,7 +230,7 @@ class Transport(ABC):
     @property
     @abstractmethod
     def failed(self) -> frozenset[int]:
-        """The ranks known to have died, and those left out."""
+        """The ranks known to have died, and those excluded."""
 
     @abstractmethod
     def on_failure(self, action: Callable[[int], None]) -> None:
@@ -243,7 +243,7 @@ class Transport(ABC):
     @property
     @abstractmethod
     def excluded(self) -> frozenset[int]:
-        """Those of ``failed`` that may live, but have not been heard of for too long."""
+        """Those of ``failed`` that may live, but have sent no heartbeat for too long."""
 
     @abstractmethod
     def exclude(self, rank: int) -> None:

@@ -62,7 +62,7 @@ def wait_gone(everyone: MPI.Intracomm) -> None:
 def end_those_left(
     everyone: MPI.Intracomm, hanging: dict[int, str], others: Sequence[int], status: int
 ) -> None:
-    """End the job if ranks that were left out never came back: they keep the launcher waiting.
+    """End the job if ranks that were excluded never came back: they keep the launcher waiting.
 
     Args:
         everyone: of the whole job.

@@ -32,7 +32,7 @@ class Fabric:
     """All endpoints and the network between them.
 
     Args:
-        may_fail: whether ranks may die, or be left out.
+        may_fail: whether ranks may die, or be excluded.
     """
 
     def __init__(self, cluster: Cluster, size: int, clock: Clock, may_fail: bool) -> None:

@@ -51,7 +51,7 @@ class VirtualCluster:
         seed: decides the order of simultaneous events and the random delays.
         start_time: virtual seconds at which the clock starts, for a run that goes
             on from a checkpoint. Ranks whose death lies before it are dead.
-        silence: a rank that pauses for longer, in virtual seconds, is left out from then
+        silence: a rank that pauses for longer, in virtual seconds, is excluded from then
             on, and ends; None: never.
 
     Raises:
@@ -333,7 +333,7 @@ class VirtualTransport(Transport):
 
     def exclude(self, rank: int) -> None:
         """Not here: the cluster itself leaves out who pauses for longer than its ``silence``."""
-        raise TransportError(f"rank {rank} cannot be left out by a rank in virtual time")
+        raise TransportError(f"rank {rank} cannot be excluded by a rank in virtual time")
 
     def on_failure(self, action: Callable[[int], None]) -> None:
         """See :meth:`Transport.on_failure`. All ranks are told at the moment of a death."""
@@ -345,7 +345,7 @@ class VirtualTransport(Transport):
 
 
 def _silences(setup: VirtualCluster) -> dict[int, float]:
-    """When each rank that pauses for too long is left out."""
+    """When each rank that pauses for too long is excluded."""
     if setup.silence is None:
         return {}
     found: dict[int, float] = {}

@@ -51,10 +51,10 @@ def test_the_others_train_on(tmp_path: Path, algorithm: str, returns: bool) -> N
     run = tmp_path / "run"
     with training(4, run, "--algorithm", algorithm, *ENDLESS, mpirun=ULFM) as job:
         pid = stop(job, run, 2)
-        job.wait_for(f"rank 2 (host {host()}) has not been heard of for {SILENCE:g} s at sample")
+        job.wait_for(f"rank 2 (host {host()}) has sent no heartbeat for {SILENCE:g} s at sample")
         if returns:
             os.kill(pid, signal.SIGCONT)
-            job.wait_for(f"rank 2 (host {host()}) was left out of the run")
+            job.wait_for(f"rank 2 (host {host()}) was excluded from the run")
         at = metrics(run)[-1]["samples"]
         end = time.monotonic() + 60
         while metrics(run)[-1]["samples"] < at + EPOCH:
@@ -62,7 +62,7 @@ def test_the_others_train_on(tmp_path: Path, algorithm: str, returns: bool) -> N
             time.sleep(0.05)
         os.kill(job.pid(0), signal.SIGUSR1)
         done = job.wait(60)
-        assert "it is left out, and training goes on with" in done.stderr
+        assert "it is excluded, and training goes on with" in done.stderr
         assert "Traceback" not in done.stderr, repr(done)
         assert done.returncode == SUSPENDED, repr(done)
     assert end_of(str(run), 10)
@@ -94,7 +94,7 @@ def test_the_job_ends(tmp_path: Path, algorithm: str, hanging: int, ulfm: bool, 
         stop(job, run, hanging)
         done = job.wait(90)
     assert done.returncode not in (0, SUSPENDED)
-    named = f"aladdin_mpi: error: rank {hanging} (host {host()}) has not been heard of for"
+    named = f"aladdin_mpi: error: rank {hanging} (host {host()}) has sent no heartbeat for"
     assert done.stderr.count(named) == 1, repr(done)
     assert done.stderr.count(words) == 1, repr(done)
     assert f"resume with: --resume {run}" in done.stderr

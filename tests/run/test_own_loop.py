@@ -101,7 +101,7 @@ import gc
 from torch import nn
 from aladdin_mpi import DataParallel
 from aladdin_mpi.model.replica import Replica
-from aladdin_mpi.data.datasets import load_dataset
+from aladdin_mpi import load_dataset
 
 def train(algorithm, number):
     model = nn.Linear(64, 10)
@@ -197,7 +197,7 @@ BATCH_NORM = """
 import torch
 from torch import nn
 from aladdin_mpi import DataParallel
-from aladdin_mpi.data.datasets import load_dataset
+from aladdin_mpi import load_dataset
 
 class Net(nn.Module):
     def __init__(self):

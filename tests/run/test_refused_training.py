@@ -75,7 +75,7 @@ def test_a_worker_that_has_only_such_gradients_ends_the_run(
     """And the last checkpoint is from before, and good to go on from."""
     monkeypatch.setattr(Net, "spoilt", range(8, 1000))
     plan = [*PLAN, "--epochs", 4, "--run-dir", tmp_path / "run", "--checkpoint-every", 300]
-    with pytest.raises(UserError, match=r"worker \d \(rank \d, .* last 20 steps.*lower --lr"):
+    with pytest.raises(UserError, match=r"worker \d \(rank \d, .* last 20 gradients.*lower --lr"):
         start(*plan)
     assert "no checkpoint at 900 samples" in capsys.readouterr().err
     assert checkpoint_part(tmp_path / "run", 0)["drawn"] == 600

@@ -76,13 +76,13 @@ def test_workers_behind_a_cut_link_are_left_out_and_told(tmp_path: Path) -> None
         with cut(lab, 2):
             for rank in (2, 3):
                 name = f"rank {rank} (host {lab.host_name(2)})"
-                text = f"{name} has not been heard of for {SILENCE} s at sample"
+                text = f"{name} has sent no heartbeat for {SILENCE} s at sample"
                 run.until(lambda text=text: text in run.said())  # type: ignore[misc]
         # Told by rank 0, or by themselves, if that comes first.
         ends = [f"rank {rank} (host {lab.host_name(2)})" for rank in (2, 3)]
         run.until(
             lambda: all(
-                f"{name} was left out of the run" in run.said()
+                f"{name} was excluded from the run" in run.said()
                 or f"{name} takes itself for cut off" in run.said()
                 for name in ends
             )
