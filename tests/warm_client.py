@@ -5,6 +5,7 @@ See ``warm.py``. Started without site packages: it has to be there in no time.
 
 import json
 import os
+import select
 import signal
 import socket
 import struct
@@ -16,6 +17,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 def main() -> None:
     """Ask for the process, pass signals on, wait for its end."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until it is known to whom they go
     env = dict(os.environ)
     server = socket.socket(socket.AF_UNIX)
     server.connect(env.pop("ALADDIN_MPI_TESTS_WARM"))
@@ -23,8 +25,16 @@ def main() -> None:
     socket.send_fds(server, [struct.pack("I", len(task))], [0, 1, 2])
     server.sendall(task)
     pid = read(server)
+    # A handler in Python would not run if its signal came just before a read began to block.
+    came, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes)
     for number in FORWARDED:
-        signal.signal(number, lambda number, frame: pass_on(pid, number))
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    while server.fileno() not in select.select([server.fileno(), came], [], [])[0]:
+        for sent in os.read(came, 64):
+            pass_on(pid, sent)
     status = read(server)
     if os.WIFSIGNALED(status):
         if os.WTERMSIG(status) != signal.SIGKILL:
