@@ -19,7 +19,7 @@ import random
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
@@ -30,7 +30,7 @@ from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import add, copy, host_vector
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.former import Former
-from aladdin_mpi.roles.settings import own
+from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.request import PeerFailedError, Request
 from aladdin_mpi.transport.sealed import is_void, void
@@ -39,10 +39,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class AdPsgdOptions(BaseModel):
+class AdPsgdOptions(OwnOptions):
     """For --algorithm ad-psgd (Lian et al., ICML 2018)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     graph: Literal["random", "exponential"] = Field(
         "random",

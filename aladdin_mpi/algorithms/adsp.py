@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import nan
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from aladdin_mpi.algorithms.adsp_search import Point, RateSearch, fit, reward
 from aladdin_mpi.algorithms.global_loss import GlobalLoss
@@ -20,14 +20,12 @@ from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.parameter_server.answering import AnsweringServer
 from aladdin_mpi.parameter_server.local_difference import DifferenceWorker
 from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
-from aladdin_mpi.roles.settings import own
+from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
 
 
-class AdspOptions(BaseModel):
+class AdspOptions(OwnOptions):
     """For --algorithm adsp (Hu, Wang, Wu; AAAI 2020)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     period: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from math import sqrt
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
@@ -27,7 +27,7 @@ from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.settings import RunSettings, own
+from aladdin_mpi.roles.settings import OwnOptions, RunSettings, own
 from aladdin_mpi.roles.worker import Worker
 
 if TYPE_CHECKING:
@@ -37,10 +37,8 @@ AlphaRule = Literal["theory", "since-last", "literal"]
 """How ALADDIN's server chooses the weight that a worker gives to the global model."""
 
 
-class AladdinOptions(BaseModel):
+class AladdinOptions(OwnOptions):
     """For --algorithm aladdin (Ko et al., CIKM 2021)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     pi: int = Field(
         4,

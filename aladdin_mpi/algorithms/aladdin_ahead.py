@@ -14,7 +14,7 @@ from functools import partial
 from statistics import mean
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
@@ -30,17 +30,15 @@ from aladdin_mpi.parameter_server.room import Level, Room
 from aladdin_mpi.parameter_server.server import Arrival, Notes, ParameterServer
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.settings import own
+from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class AladdinAheadOptions(BaseModel):
+class AladdinAheadOptions(OwnOptions):
     """For --algorithm aladdin-ahead."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     pi: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.algorithms.summing import SummingWorker
@@ -22,17 +22,15 @@ from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import add, clip_norm, copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.former import Former
-from aladdin_mpi.roles.settings import own
+from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ArSgdOptions(BaseModel):
+class ArSgdOptions(OwnOptions):
     """For --algorithm ar-sgd."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     allreduce: Literal["auto", "mpi", "horovod", "torch"] = Field(
         "auto",

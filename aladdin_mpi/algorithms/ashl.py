@@ -20,7 +20,7 @@ from enum import IntEnum
 from statistics import median
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from aladdin_mpi.algorithms.ashl_plan import Share, Stage, Times, make_plan
 from aladdin_mpi.algorithms.ashl_top_k import SAMPLE, TopK
@@ -35,14 +35,12 @@ from aladdin_mpi.parameter_server.local_difference import DifferenceWorker
 from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
 from aladdin_mpi.parameter_server.staleness import StalenessBound
 from aladdin_mpi.roles.former import Former
-from aladdin_mpi.roles.settings import own
+from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
 
 
-class AshlOptions(BaseModel):
+class AshlOptions(OwnOptions):
     """For --algorithm ashl (IEEE Transactions on Computers, 2024)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     profile: int = Field(
         5,

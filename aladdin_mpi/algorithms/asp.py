@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
@@ -16,14 +16,12 @@ from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.parameter_server.answering import AnsweringServer
 from aladdin_mpi.parameter_server.push_pull import PushPullWorker
 from aladdin_mpi.parameter_server.server import ParameterServer
-from aladdin_mpi.roles.settings import own
+from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
 
 
-class AspOptions(BaseModel):
+class AspOptions(OwnOptions):
     """For --algorithm asp (Dean et al., NIPS 2012)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     momentum: Literal["server", "worker"] = Field(
         "worker",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from aladdin_mpi.algorithms.host_first import FollowingWorker, LeadingWorker, host_groups
 from aladdin_mpi.algorithms.registry import Algorithm, register
@@ -21,14 +21,12 @@ from aladdin_mpi.parameter_server.answering import AnsweringServer
 from aladdin_mpi.parameter_server.gradient_sum import GradientSum
 from aladdin_mpi.parameter_server.push_pull import PushPullWorker
 from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
-from aladdin_mpi.roles.settings import RunSettings, own
+from aladdin_mpi.roles.settings import OwnOptions, RunSettings, own
 from aladdin_mpi.roles.worker import Worker
 
 
-class BspOptions(BaseModel):
+class BspOptions(OwnOptions):
     """For --algorithm bsp."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     host_first: bool = Field(
         False,

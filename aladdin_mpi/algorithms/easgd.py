@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
@@ -24,7 +24,7 @@ from aladdin_mpi.parameter_server.inbox import ModelInbox
 from aladdin_mpi.parameter_server.local_steps import LocalStepWorker
 from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
 from aladdin_mpi.roles.former import Former
-from aladdin_mpi.roles.settings import own
+from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.request import Event
 
@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class EasgdOptions(BaseModel):
+class EasgdOptions(OwnOptions):
     """For --algorithm easgd and eamsgd (Zhang, Choromanska, LeCun; NeurIPS 2015)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     tau: int = Field(
         2,

@@ -11,7 +11,7 @@ import random
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
@@ -21,14 +21,12 @@ from aladdin_mpi.gossip.peers import ModelOutbox, PeerWorker
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import add
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.roles.settings import own
+from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
 
 
-class GoSgdOptions(BaseModel):
+class GoSgdOptions(OwnOptions):
     """For --algorithm gosgd (Blot et al., 2016)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     p: float = Field(
         0.01,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.algorithms.summing import SummingWorker
@@ -22,14 +22,12 @@ from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.gossip.peers import PeerWorker
 from aladdin_mpi.model.vectors import add, copy
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.roles.settings import own
+from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
 
 
-class LocalSgdOptions(BaseModel):
+class LocalSgdOptions(OwnOptions):
     """For --algorithm local-sgd (Stich, ICLR 2019; Lin et al., ICLR 2020)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     steps: int = Field(
         8,

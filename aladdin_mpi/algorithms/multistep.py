@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from aladdin_mpi.algorithms.dense_pieces import DenseBias, DenseWeight
 from aladdin_mpi.algorithms.in_order import InOrder
@@ -32,14 +32,12 @@ from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.process import console
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.settings import RunSettings, own
+from aladdin_mpi.roles.settings import OwnOptions, RunSettings, own
 from aladdin_mpi.roles.worker import Worker
 
 
-class MultistepOptions(BaseModel):
+class MultistepOptions(OwnOptions):
     """For --algorithm multistep (Lee et al., MLHPC 2018)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     exchange: Literal["auto", "gradients", "activations"] = Field(
         "auto",

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel
-
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.compression.wires import FEW_BITS
 from aladdin_mpi.errors import UserError
@@ -22,7 +20,7 @@ from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.settings import RunSettings
+from aladdin_mpi.roles.settings import OwnOptions, RunSettings
 from aladdin_mpi.roles.worker import Clips, Worker
 
 if TYPE_CHECKING:
@@ -30,9 +28,9 @@ if TYPE_CHECKING:
 
 MakeWorker = Callable[[Worker, Optimizer, GradientCodec, RunSettings], TrainingWorker]
 MakeServer = Callable[[ParameterServer, Optimizer, RunSettings], Server]
-OwnPlaces = Callable[["Replica | PhantomReplica", int, int, RunSettings], "Tensor"]
+OwnPlaces = Callable[[Replica | PhantomReplica, int, int, RunSettings], "Tensor"]
 """Of the replica, the number of workers, and one of them."""
-MakeLayout = Callable[["Replica | PhantomReplica", int, RunSettings], Layout]
+MakeLayout = Callable[[Replica | PhantomReplica, int, RunSettings], Layout]
 """Called with the number of workers too."""
 
 Holder = Literal["servers", "first", "all"]
@@ -71,7 +69,7 @@ class Algorithm:
     name: str
     worker: MakeWorker
     server: MakeServer | None = None
-    options: type[BaseModel] | None = None
+    options: type[OwnOptions] | None = None
     options_of: str = ""
     lockstep: bool = False
     holder: Holder = "servers"

@@ -25,7 +25,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
@@ -35,7 +35,7 @@ from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import add, copy, lerp
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.former import Former
-from aladdin_mpi.roles.settings import RunSettings, own
+from aladdin_mpi.roles.settings import OwnOptions, RunSettings, own
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.request import PeerFailedError, Request
 from aladdin_mpi.transport.sealed import intact, is_void
@@ -44,10 +44,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class SgpOptions(BaseModel):
+class SgpOptions(OwnOptions):
     """For --algorithm sgp (Assran et al., ICML 2019)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     graph: Literal["exponential", "ring"] = Field(
         "exponential",

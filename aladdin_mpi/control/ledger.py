@@ -68,8 +68,8 @@ class Ledger:
             self._ended = True  # several threads may run handlers: the error is told once
             raise UserError(_last_words(self._name(refusal.rank), refusal, why))
 
-    def excluded(self, samples: int, doubt: str) -> None:
-        """Say that a checkpoint was left out."""
+    def checkpoint_skipped(self, samples: int, doubt: str) -> None:
+        """Say that no checkpoint is written, and why."""
         self._print(f"no checkpoint at {samples} samples, the one before it is kept: {doubt}")
 
     def _print(self, text: str) -> None:

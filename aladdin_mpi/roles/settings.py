@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 
 class RunSettings(Protocol):
@@ -28,7 +28,13 @@ class RunSettings(Protocol):
         ...
 
 
-Own = TypeVar("Own", bound=BaseModel)
+class OwnOptions(BaseModel):
+    """An algorithm's own options; its docstring heads them in ``--help``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+Own = TypeVar("Own", bound=OwnOptions)
 
 
 def own(run: RunSettings, kind: type[Own]) -> Own:

@@ -138,7 +138,7 @@ class Segments:
         doubt = broadcast(transport, next(filter(None, doubts), ""))
         if doubt:
             if self._coordinator is not None:
-                self._coordinator.ledger.excluded(drawn, doubt)
+                self._coordinator.ledger.checkpoint_skipped(drawn, doubt)
             return  # the last checkpoint stays: it is sound
         manifest = self.origin.as_json(self._plan.schedule_step)
         about = {**self._about, "moment": self._moment, **manifest}

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.parameter_server.answering import AnsweringServer
 from aladdin_mpi.parameter_server.push_pull import PushPullWorker
-from aladdin_mpi.roles.settings import own
+from aladdin_mpi.roles.settings import OwnOptions, own
 
 
-class ToyOptions(BaseModel):
+class ToyOptions(OwnOptions):
     """For --algorithm toy."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     divisor: float = Field(
         4.0, gt=0, description="what gradients are divided by", json_schema_extra={"unit": "N"}
