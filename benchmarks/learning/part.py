@@ -40,6 +40,7 @@ class Part:
         rate: times the learning rate of the others.
         slowdowns: of single workers, as factors of their step's time.
         target: the accuracy from 0 to 1 that is waited for, if not that of the command line.
+        warmup: epochs of it, if not an eighth of all or one.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Part:
     rate: float = 1.0
     slowdowns: Mapping[int, float] = field(default_factory=dict)
     target: float | None = None
+    warmup: float | None = None
 
     @property
     def ours(self) -> str:
@@ -87,7 +89,7 @@ class Part:
             "--epochs": epochs,
             "--batch-size": BATCH,
             "--lr": f"{args.lr * self.rate:g}",
-            "--warmup-epochs": min(1.0, epochs / 8),
+            "--warmup-epochs": self.warmup or min(1.0, epochs / 8),
             "--eval-every": args.eval_every,
             "--servers": self.hosts,
             "--jitter": JITTER,

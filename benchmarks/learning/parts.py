@@ -126,8 +126,10 @@ def _ahead(args: argparse.Namespace) -> list[Part]:
 
 
 def _ahead_longer(args: argparse.Namespace) -> list[Part]:
+    """With the warm-up of the short runs."""
+    alike = Part("", args.stands["resnet"], args.workers, AHEAD, 3, LONGER_SEEDS, warmup=0.5)
     return [
-        Part(f"ahead longer, {count} workers", args.stands["resnet"], count, AHEAD, 3, LONGER_SEEDS)
+        replace(alike, name=f"ahead longer, {count} workers", workers=count)
         for count in (args.workers, *args.more_workers[:1])
     ]
 
