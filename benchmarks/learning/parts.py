@@ -98,6 +98,8 @@ ASHL_SLOWDOWNS = {1: 2.0, 2: 3.0, 3: 4.0}
 """Its authors' emulation, of four workers."""
 ASHL = {"bsp": "bsp", "adsp": "adsp", "ashl": "ashl --ashl-loss 1.1"}
 """The fine stage has to be reached within the run: a loss of 0.3, the default, would not be."""
+ASHL_TARGET = 0.64
+"""Every seed of the three reaches it; 65 % is too much for one of `ashl` and one of `adsp`."""
 
 
 def ahead_name(what: int | str) -> str:
@@ -170,7 +172,7 @@ def _ipdps(args: argparse.Namespace) -> list[Part]:
 
 
 def _ashl(args: argparse.Namespace) -> list[Part]:
-    part = Part("ashl", args.stands["resnet"], 4, ASHL, 0.5, SPREAD_SEEDS, target=RACE_TARGET)
+    part = Part("ashl", args.stands["resnet"], 4, ASHL, 0.5, SPREAD_SEEDS, target=ASHL_TARGET)
     return [replace(part, slowdowns=ASHL_SLOWDOWNS)]
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.patches import Patch
+from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 COLOURS = ("#4c9f70", "#e8a33d", "#c8504b")
 Rows = Sequence[Mapping[str, Any]]
@@ -26,8 +27,19 @@ def race_rows(table: Rows) -> dict[str, dict[str, float | None]]:
 
 
 def _slowest(times: Mapping[str, float | None]) -> float:
-    last = list(times.values())[-1]
-    return float("inf") if last is None else last
+    """The seconds with the slowest worker that was tried."""
+    seconds = times[max(times, key=_factor)]
+    return float("inf") if seconds is None else seconds
+
+
+def _factor(part: str) -> int:
+    """How many times slower a worker is in a part of the race."""
+    _, _, factor = part.partition("slow ")
+    return int(factor or 1)
+
+
+def _longest(algorithms: Mapping[str, Mapping[str, float | None]]) -> float:
+    return max((t for times in algorithms.values() for t in times.values() if t), default=1000.0)
 
 
 def draw_race(table: Rows, path: Path) -> None:
@@ -37,20 +49,25 @@ def draw_race(table: Rows, path: Path) -> None:
         return
     parts = list(dict.fromkeys(row["part"] for row in table if row["part"].startswith("race")))
     target = next(row["target"] for row in table if row["part"] == parts[0])
-    figure = Figure(figsize=(8.4, 1.2 + 0.42 * len(algorithms)), layout="constrained")
+    figure = Figure(figsize=(8.4, 1.4 + 0.42 * len(algorithms)), layout="constrained")
     axis = figure.add_subplot()
     height = 0.8 / len(parts)
     for turn, part in enumerate(parts):
         for place, times in enumerate(algorithms.values()):
             _bar(axis, place + (turn - (len(parts) - 1) / 2) * height, height, times, part, turn)
     axis.set_yticks(range(len(algorithms)), list(algorithms))
-    axis.invert_yaxis()
+    axis.set_ylim(len(algorithms) - 0.5, -0.5)
     axis.set_xscale("log")
+    # Room for the longest bar's figure; the axis starts well below the shortest bar.
+    axis.set_xlim(100, 1.6 * _longest(algorithms))
     axis.xaxis.set_major_formatter(ScalarFormatter())
+    axis.xaxis.set_minor_formatter(NullFormatter())
     axis.set_xlabel(f"seconds of the modelled cluster to {target:g} % accuracy")
     axis.grid(axis="x", which="both", alpha=0.25)
-    handles = [axis.barh(0, 0, color=COLOURS[turn % 3]) for turn in range(len(parts))]
-    axis.legend(handles, [_named(part) for part in parts], fontsize=8, loc="lower right")
+    handles = [Patch(color=COLOURS[turn % 3]) for turn in range(len(parts))]
+    figure.legend(
+        handles, [_named(part) for part in parts], fontsize=8, loc="outside upper center", ncols=3
+    )
     figure.savefig(path, dpi=110, metadata={"Software": ""})
 
 
@@ -68,5 +85,5 @@ def _bar(
 
 
 def _named(part: str) -> str:
-    _, _, factor = part.partition("slow ")
-    return f"one worker {factor} times slower" if factor else "all workers alike"
+    factor = _factor(part)
+    return f"one worker {factor} times slower" if factor > 1 else "all workers equal"
