@@ -1,6 +1,7 @@
 # make train         four ranks train on this machine; needs nothing but Python >= 3.10
 # make horovod       build Horovod for that torch and MPI; needs a C++ compiler
 # make bench-quick   a reduced pass of every benchmark, under ten minutes
+# make docs          the guides and the API reference, in site/
 # make test          the checks of every day; make test-long: all that can run here
 PYTHON ?= python3
 NP ?= 4
@@ -22,7 +23,7 @@ endif
 # Targets share one environment, which two at once would install into.
 .NOTPARALLEL:
 
-.PHONY: help train horovod bench-quick test test-long lint format clean clean-venv
+.PHONY: help train horovod bench-quick docs test test-long lint format clean clean-venv
 
 help:
 	@echo 'make train [NP=4] [ARGS="--epochs 5"]   train on this machine (rank 0 is the server)'
@@ -30,6 +31,7 @@ help:
 	@echo 'make test [ARGS="-k packaging"] [JOBS=2]     lint, type check and run the tests'
 	@echo 'make test-long                               also those that take long: an hour or more'
 	@echo 'make bench-quick                             try every benchmark; ten minutes at most'
+	@echo 'make docs                                    build the documentation into site/'
 	@echo 'make lint | format                           only the checks | put the code in order'
 	@echo 'make clean | clean-venv                      remove caches | also the environment, .venv'
 	@echo 'PYTHON=python3.12 chooses the interpreter.'
@@ -46,11 +48,15 @@ bench-quick: horovod
 	@$(SETUP) test
 	$(BIN)/python -m benchmarks.quick_pass $(ARGS)
 
-test: lint horovod
+docs:
+	@$(SETUP) test
+	$(BIN)/mkdocs build --strict --quiet
+
+test: lint docs horovod
 	$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder -rs --durations=15 \
 		-m 'not long' $(ARGS)
 
-test-long: lint horovod
+test-long: lint docs horovod
 	ALADDIN_MPI_SCHEDULES=500 $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder -rs $(ARGS)
 
 lint:
@@ -65,7 +71,7 @@ format:
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 clean-venv: clean

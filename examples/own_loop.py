@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
+from torch.utils.data import default_collate
 
-from aladdin_mpi import DataParallel  # +
-from aladdin_mpi.data.builtin_sets import read_digits
+from aladdin_mpi import DataParallel, load_dataset  # +
 
 
 class Net(nn.Module):
@@ -27,32 +26,24 @@ class Net(nn.Module):
         return self.classifier(self.features(images).flatten(1))
 
 
-def load() -> tuple[TensorDataset, TensorDataset]:
-    """Handwritten digits of 8x8 pixels, to train and to test."""
-    digits = read_digits()
-    images, labels = digits["pixels"].unsqueeze(1) / 16, digits["labels"].long()
-    train, test = digits["train"], digits["test"]
-    return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
-
-
-def accuracy(model: nn.Module, data: TensorDataset) -> float:
-    """The share of ``data`` that ``model`` names rightly."""
-    images, labels = data.tensors
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """The share of the images that ``model`` names rightly."""
     with torch.no_grad():
         return (model(images).argmax(1) == labels).float().mean().item()
 
 
 def main() -> None:
     """Train and test."""
-    train_data, test_data = load()
+    data = load_dataset("digits")
     model = Net()
     run = DataParallel(model, algorithm="aladdin", epochs=10, batch_size=32, lr=0.05)  # +
-    for images, labels in run.batches(train_data):  # + where a DataLoader was
+    for images, labels in run.batches(data.train):  # + where a DataLoader was
         loss = functional.cross_entropy(model(images), labels, label_smoothing=0.1)
         loss.backward()
         run.step(loss)  # + where optimizer.step() and zero_grad() were
     if run.transport.rank == 0:  # +
-        print(f"accuracy {accuracy(model, test_data):.4f}")
+        images, labels = default_collate([data.test[i] for i in range(len(data.test))])
+        print(f"accuracy {accuracy(model, images, labels):.4f}")
 
 
 if __name__ == "__main__":

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
-from tests.commands import simulate, summary
-from tests.launch import ROOT, Completed, needs, run_ranks
+from tests.commands import EPOCH, metrics, rises, simulate, summary, train
+from tests.launch import ROOT, Completed, environment, needs, run_ranks, turn
 from tests.run.test_own_loop import HERE
 
 ONE, PARALLEL = ROOT / "examples" / "one_process", ROOT / "examples" / "parallel"
@@ -72,6 +76,66 @@ def test_they_train_in_parallel(tmp_path: Path, name: str, algorithm: str) -> No
     found = summary(tmp_path / "run")
     assert found["algorithm"] == algorithm
     assert found["gradients_applied"] == found["gradients_computed"]
+
+
+# -- commands -----------------------------------------------------------------------------------
+def example(name: str, *words: object, timeout: float = 120) -> str:
+    """``examples/NAME WORDS`` in a shell; what it printed."""
+    path = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [ROOT / "examples" / name, *map(str, words)],
+        env=environment("openmpi", {"PATH": path, "PYTHONPATH": str(ROOT)}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@needs("openmpi")
+def test_data_and_a_model_of_ones_own(tmp_path: Path) -> None:
+    words = ("--model", "own_data:net", "--dataset", "own_data:data", "--epochs", 20, "--lr", 0.05)
+    train(3, tmp_path / "run", *words, modules=ROOT / "examples")
+    found = summary(tmp_path / "run")
+    assert found["samples"] == 20 * 4000
+    assert found["test_accuracy"] > 0.95
+
+
+def test_a_cluster_is_simulated(tmp_path: Path) -> None:
+    example("simulate_cluster.sh", "--samples", 3200, "--run-dir", tmp_path / "run")
+    found = summary(tmp_path / "run")
+    assert (found["engine"], found["workers"], found["samples"]) == ("virtual", 16, 3200)
+    synchronous = 16 * 32 / 1.0  # all wait for the slow one's second
+    assert found["samples_per_second"] > 3 * synchronous
+
+
+def test_three_algorithms_are_compared(tmp_path: Path) -> None:
+    example("compare_three.sh", tmp_path, "--samples", 640, timeout=200)
+    names = {"aladdin-ahead", "ar-sgd", "ad-psgd"}
+    rows = json.loads((tmp_path / "comparison.json").read_text())["rows"]
+    assert {row["algorithm"] for row in rows} == names
+    assert all(name in (tmp_path / "report.md").read_text() for name in names)
+
+
+@needs("openmpi")
+def test_a_signal_stops_a_run_which_is_resumed(tmp_path: Path) -> None:
+    with turn():
+        printed = example("resume.sh", tmp_path / "run")
+    assert "stopped with status 75" in printed
+    found = summary(tmp_path / "run")
+    assert found["samples"] == 20 * EPOCH
+    assert found["gradients_applied"] == found["gradients_computed"]
+    assert rises(metrics(tmp_path / "run", "train"))
+
+
+def test_a_cluster_is_rehearsed(tmp_path: Path) -> None:
+    printed = example("rehearsal.sh", tmp_path, "aladdin")
+    assert re.findall(r"^  workers +(\d+)", printed, re.M) == ["8", "32", "128"]
+    rates = [summary(tmp_path / f"aladdin-{n}")["samples_per_second"] for n in (8, 32, 128)]
+    assert rates[1] > 3 * rates[0]
+    assert rates[2] > 3 * rates[1]
 
 
 # -- in virtual time ----------------------------------------------------------------------------

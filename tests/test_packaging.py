@@ -20,6 +20,7 @@ from tests.launch import ROOT
 SCRIPTS = [
     ".ci/run",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tools").glob("*.sh")),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*.sh")),
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "slurm").rglob("*.s[bh]*")),
 ]
 PIN = re.compile(r'([a-z0-9-]+)==[\w.]+(; python_version (<|>=) "3\.\d+")?')

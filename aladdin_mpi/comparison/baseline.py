@@ -15,7 +15,7 @@ from aladdin_mpi.config import cli
 from aladdin_mpi.config.options import LENGTHS, RunOptions, SimulateOptions, to_toml
 from aladdin_mpi.config.settings import Setting, build
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.run.run_folder import write_text
+from aladdin_mpi.process.files import write_whole
 
 LABEL = "baseline"
 OPTIONS = "options.toml"
@@ -101,7 +101,7 @@ def measuring_run(request: Request, out: Path) -> Run:
 def write_options(run: Run) -> None:
     """Write the file that the measuring run's command line names."""
     run.folder.mkdir(parents=True, exist_ok=True)
-    write_text(run.folder / OPTIONS, to_toml(run.options))
+    write_whole(run.folder / OPTIONS, to_toml(run.options))
 
 
 def _algorithm(options: RunOptions) -> str:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.process.files import write_whole
 
 SOURCE = Path(__file__).parent.parent / "slurm_scripts"
 """A link to ``slurm/`` in a checkout, a folder of its own where the package is installed."""
@@ -58,8 +59,5 @@ def _holds(path: Path, content: bytes) -> bool:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    write_whole(path, content)

@@ -13,7 +13,7 @@ from pathlib import Path
 from aladdin_mpi.comparison.options import PROG, CompareOptions, Request
 from aladdin_mpi.config.settings import build, read_toml, to_toml
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.run.run_folder import write_text
+from aladdin_mpi.process.files import write_whole
 
 MANIFEST = "comparison.toml"
 LOCK = ".lock"
@@ -88,7 +88,7 @@ def claimed(out: Path, request: Request) -> Iterator[int]:
                 )
             time.sleep(0.1)
         text = f"# {command_line(request)}\n{to_toml(request.options)}"
-        write_text(out / MANIFEST, text)
+        write_whole(out / MANIFEST, text)
         yield descriptor
     finally:
         os.close(descriptor)

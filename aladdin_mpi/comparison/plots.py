@@ -12,6 +12,7 @@ from aladdin_mpi.comparison.bars import throughput
 from aladdin_mpi.comparison.curves import Curve, Style, mean_curve
 from aladdin_mpi.comparison.figures import Evaluation, Row, RunFigures
 from aladdin_mpi.process import extras
+from aladdin_mpi.process.files import written_whole
 
 ACCURACY_TIME = "accuracy-time.png"
 ACCURACY_SAMPLES = "accuracy-samples.png"
@@ -144,6 +145,5 @@ def _samples(evaluation: Evaluation) -> float:
 
 
 def _save(figure: Any, path: Path) -> None:
-    temporary = path.with_name(path.stem + ".tmp.png")
-    figure.savefig(temporary, dpi=DPI)
-    temporary.replace(path)
+    with written_whole(path) as temporary:
+        figure.savefig(temporary, dpi=DPI)

@@ -14,8 +14,8 @@ from aladdin_mpi.comparison import plots, table
 from aladdin_mpi.comparison.baseline import Baseline
 from aladdin_mpi.comparison.figures import KEYS, Row, RunFigures, make_rows
 from aladdin_mpi.comparison.machine import Machine
+from aladdin_mpi.process.files import write_whole
 from aladdin_mpi.run.rounding import rounded
-from aladdin_mpi.run.run_folder import write_text
 
 REPORT = "report.md"
 TABLE = "table.csv"
@@ -61,13 +61,13 @@ class Findings:
 
 def write(findings: Findings, out: Path, facts: Machine) -> None:
     """Write all files of the report."""
-    write_text(out / TABLE, table.as_csv(findings.rows))
+    write_whole(out / TABLE, table.as_csv(findings.rows))
     text = json.dumps(as_json(findings, facts), indent=2, allow_nan=False)
-    write_text(out / RESULT, text + "\n")
+    write_whole(out / RESULT, text + "\n")
     pictures = plots.draw(
         findings.runs, findings.rows, out, findings.title, findings.target, findings.ideals
     )
-    write_text(out / REPORT, _markdown(findings, facts, pictures))
+    write_whole(out / REPORT, _markdown(findings, facts, pictures))
 
 
 def as_json(findings: Findings, facts: Machine) -> dict[str, Any]:

@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock
 
+from aladdin_mpi.process.files import written_whole
+
 UInt8Array = npt.NDArray[np.uint8]
 
 _log = logging.getLogger(__name__)
@@ -68,14 +70,6 @@ def cached_array(key: str, build: Callable[[], UInt8Array]) -> UInt8Array:
 
 
 def _save_whole(path: Path, array: UInt8Array) -> None:
-    """Write the file under another name first, so that it is never seen half written."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            np.save(file, array)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with written_whole(path) as temporary, temporary.open("wb") as file:
+        np.save(file, array)
     _log.info("wrote %s (%.0f MB)", path, array.nbytes / 1e6)

@@ -84,16 +84,22 @@ class CheckpointStore:
                 file.flush()
                 os.fsync(file.fileno())
             if final.exists():
-                shutil.rmtree(final)
+                self._remove(final)
             temporary.rename(final)
             _sync_folder(self.folder)
             for older in self.folder.glob(NAMES):
                 if older != final:
-                    shutil.rmtree(older)
+                    self._remove(older)
 
     def discard(self, samples: int) -> None:
         """At rank 0, when no rank writes any more: remove one that could not be completed."""
         shutil.rmtree(self._temporary(samples), ignore_errors=True)
+
+    def _remove(self, checkpoint: Path) -> None:
+        """Remove a checkpoint, which loses its name first: a death leaves no half of one."""
+        doomed = self.folder / f"writing-over-{checkpoint.name}"
+        checkpoint.rename(doomed)
+        shutil.rmtree(doomed)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.process import extras
+from aladdin_mpi.process.files import write_whole
 from aladdin_mpi.run.rounding import rounded
 
 METRICS = "metrics.jsonl"
@@ -34,9 +35,7 @@ class Metrics:
         self._board = _open_board(folder / TENSORBOARD, samples)
 
     def _rewrite(self) -> None:
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
-        temporary.replace(self.path)
+        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in self.lines))
 
     def append(self, kind: str, values: Mapping[str, Any]) -> None:
         """Add a line of ``kind``; ``values`` has ``samples``."""

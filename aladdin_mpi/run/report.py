@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.process import extras, units
+from aladdin_mpi.process.files import written_whole
 from aladdin_mpi.run.recorder import TENSORBOARD
 
 CURVES = "curves.png"
@@ -79,10 +80,9 @@ def draw_curves(lines: Lines, path: Path, title: str) -> None:
     for axis, (panel, points) in zip(axes[0], shown.items(), strict=True):
         _draw_panel(axis, panel, points)
     figure.suptitle(title, fontsize=10)
-    temporary = path.with_name("curves.tmp.png")
-    figure.savefig(temporary, dpi=110)
+    with written_whole(path) as temporary:
+        figure.savefig(temporary, dpi=110)
     pyplot.close(figure)
-    temporary.replace(path)
 
 
 def _draw_panel(axis: Any, panel: Panel, points: Sequence[tuple[float, float]]) -> None:

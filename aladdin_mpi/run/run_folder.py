@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 import sys
@@ -16,6 +15,7 @@ from aladdin_mpi.config.options import CONFIG_NAME, LENGTHS, RESIZE_FIELDS, RunO
 from aladdin_mpi.config.settings import build, read_toml
 from aladdin_mpi.control.exchange import agree, broadcast
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.process.files import write_whole
 from aladdin_mpi.run import run_lock
 from aladdin_mpi.run.checkpoint import FOLDER as CHECKPOINT
 from aladdin_mpi.run.checkpoint import NAMES as CHECKPOINTS
@@ -94,7 +94,7 @@ def prepare(folder: Path, options: RunOptions) -> RunLock:
         for old in (folder / CHECKPOINT).glob(CHECKPOINTS):
             shutil.rmtree(old, ignore_errors=True)
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-        write_text(folder / CONFIG_NAME, f"# {command}\n{to_toml(options)}")
+        write_whole(folder / CONFIG_NAME, f"# {command}\n{to_toml(options)}")
     except OSError as error:
         raise UserError(
             f"--run-dir: cannot write into {str(folder)!r}: {error.strerror}; give another folder"
@@ -111,7 +111,7 @@ def reopen(folder: Path, options: RunOptions) -> None:
     now = {name: getattr(options, name) for name in names if name in type(options).model_fields}
     if any(getattr(stored, name) != value for name, value in now.items()):
         command = config.read_text().partition("\n")[0]
-        write_text(config, f"{command}\n{to_toml(stored.model_copy(update=now))}")
+        write_whole(config, f"{command}\n{to_toml(stored.model_copy(update=now))}")
 
 
 def check_seen(folder: Path) -> None:
@@ -123,13 +123,6 @@ def check_seen(folder: Path) -> None:
         )
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     """Write ``summary.json``."""
-    write_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
+    write_whole(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")

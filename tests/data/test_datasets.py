@@ -323,7 +323,7 @@ def test_a_failed_decoding_leaves_nothing_behind(cache: Path) -> None:
 
     with pytest.raises(UserError, match="broken image"):
         cached_array("key", build)
-    assert not list(cache.glob("*key.npy")) and not list(cache.glob("*.partial"))
+    assert not list(cache.glob("*key.npy")) and not list(cache.glob("*.tmp*"))
 
 
 # -- the user's own -----------------------------------------------------------------------------

@@ -96,15 +96,36 @@ def submit(
     output = cluster.shared / f"{name}.out"
     if "--array" in " ".join(map(str, options)):
         output = cluster.shared / f"{name}-%a.out"
+    done = cluster.run(
+        *("sbatch", "--parsable", "--chdir", cluster.shared, "--output", output),
+        *(*options, SCRIPTS / script, *words),
+        env=_variables(env or {}),
+    )
+    return BatchJob(cluster, done.stdout.strip().partition(";")[0], output)
+
+
+def submit_array(
+    cluster: SlurmCluster,
+    options: Sequence[object],
+    words: Sequence[object],
+    env: Mapping[str, str],
+) -> BatchJob:
+    """``examples/slurm_array.sh WORDS``, with ``options`` of the site."""
+    output = cluster.shared / f"array-{time.monotonic_ns()}-%a.out"
+    site = ["--parsable", "--chdir", cluster.shared, "--output", output, *options]
+    done = cluster.run(
+        *("bash", ROOT / "examples" / "slurm_array.sh", *words),
+        env=_variables({"SBATCH_ARGS": " ".join(map(str, site)), **env}),
+    )
+    return BatchJob(cluster, done.stdout.strip().partition(";")[0], output)
+
+
+def _variables(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment that a job is submitted from."""
     variables = {
         "PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}",
         "PYTHON": sys.executable,
         "PYTHONPATH": str(ROOT),
         "ALADDIN_SLURM": str(SCRIPTS),
     }
-    done = cluster.run(
-        *("sbatch", "--parsable", "--chdir", cluster.shared, "--output", output),
-        *(*options, SCRIPTS / script, *words),
-        env=environment("openmpi", {**variables, **(env or {})}),
-    )
-    return BatchJob(cluster, done.stdout.strip().partition(";")[0], output)
+    return environment("openmpi", {**variables, **env})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import EPOCH, summary
-from tests.slurm.batch import GPU_NODES, SCRIPTS, TIMED, submit
+from tests.slurm.batch import GPU_NODES, SCRIPTS, TIMED, submit, submit_array
 from tests.slurm_cluster import SlurmCluster
 
 DIGITS = ("--epochs", 4, "--device", "cpu")
@@ -72,7 +72,7 @@ def test_an_array_ends_in_one_report_also_if_a_task_is_stopped(cluster: SlurmClu
     out = cluster.shared / "comparison"
     env = {"ALGORITHMS": "aladdin ar-sgd", "SEEDS": "3", "OUT": str(out)}
     words = [*TIMED, "--samples", 6000, "--log-every", 320]
-    job = submit(cluster, "compare.sbatch", [*GPU_NODES, "--array=0-1"], words, env)
+    job = submit_array(cluster, GPU_NODES, words, env)
     metrics = out / "runs" / "ar-sgd" / "seed-3" / "metrics.jsonl"
     job.until(lambda: metrics.exists() and metrics.stat().st_size > 0)
     cluster.run("scancel", "--signal=USR2", "--batch", f"{job.number}_1")

@@ -1,0 +1,41 @@
+"""Links between documents lead to files and headings that are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT
+
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"]
+)
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]*)\)")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.M | re.S)
+
+
+def anchors(document: Path) -> set[str]:
+    """The names of its headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", document.read_text(), re.M)
+    plain = [re.sub(r"[^\w\- ]", "", title.lower()) for title in titles]
+    return {title.replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    broken = []
+    for link in LINK.findall(without_code(document.read_text())):
+        name, _, anchor = link.partition("#")
+        target = (document.parent / name).resolve() if name else document
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_the_readme_stays_on_one_page() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
