@@ -7,9 +7,10 @@ set -euo pipefail
 out=${1:?expected a folder for the runs}
 algorithm=${2:?expected an algorithm}
 
-for hosts in 1 4 16; do
+for hosts in 1 2 8; do
     workers=$((8 * hosts))
     python -m aladdin_mpi.simulate --compute timed --compute-time 0.45 --model size:94 \
-        --algorithm "$algorithm" --workers $workers --hosts $hosts --bandwidth-gbit 25 --jitter 0.05 \
-        --samples $((320 * workers)) --run-dir "$out/$algorithm-$workers" | grep -E "^  (workers |throughput)"
+        --algorithm "$algorithm" --workers $workers --servers $hosts --hosts $hosts --bandwidth-gbit 25 \
+        --jitter 0.05 --samples $((640 * workers)) --run-dir "$out/$algorithm-$workers" |
+        grep -E "^  (workers |throughput)"
 done

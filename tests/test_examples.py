@@ -132,9 +132,9 @@ def test_a_signal_stops_a_run_which_is_resumed(tmp_path: Path) -> None:
 
 def test_a_cluster_is_rehearsed(tmp_path: Path) -> None:
     printed = example("rehearsal.sh", tmp_path, "aladdin")
-    assert re.findall(r"^  workers +(\d+)", printed, re.M) == ["8", "32", "128"]
-    rates = [summary(tmp_path / f"aladdin-{n}")["samples_per_second"] for n in (8, 32, 128)]
-    assert rates[1] > 3 * rates[0]
+    assert re.findall(r"^  workers +(\d+)", printed, re.M) == ["8", "16", "64"]
+    rates = [summary(tmp_path / f"aladdin-{n}")["samples_per_second"] for n in (8, 16, 64)]
+    assert rates[1] > 1.5 * rates[0]
     assert rates[2] > 3 * rates[1]
 
 
