@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import isfinite
 from typing import Any, Literal, NamedTuple, TextIO
 
 from tqdm import tqdm
@@ -37,7 +38,8 @@ class _Moment(NamedTuple):
     """On this process's clock."""
     seconds: float
     """Of training, which in virtual time are others."""
-    samples: int
+    done: int
+    """Samples whose step is over; workers hold others already."""
     loss: float
     """Summed over ``measured`` samples since the beginning."""
     measured: int
@@ -48,38 +50,40 @@ class Recent:
 
     Args:
         total: samples of the run.
-        samples: drawn already.
         seconds: of training already.
     """
 
-    def __init__(self, total: int, samples: int, seconds: float) -> None:
+    def __init__(self, total: int, seconds: float) -> None:
         self._total = total
-        self._loss, self._measured = 0.0, 0
-        self._moments = deque([_Moment(time.monotonic(), seconds, samples, 0.0, 0)])
+        self._done, self._loss, self._measured = 0, 0.0, 0
+        self._moments = deque([_Moment(time.monotonic(), seconds, 0, 0.0, 0)])
 
     def add(self, loss: float, samples: int) -> None:
-        """A step with this mean loss over so many samples is done."""
-        self._loss += loss * samples
-        self._measured += samples
+        """A step over so many samples is done; its mean loss is NaN where nobody knows it."""
+        self._done += samples
+        if isfinite(loss):
+            self._loss += loss * samples
+            self._measured += samples
 
-    def mark(self, samples: int, seconds: float) -> tuple[float | None, float | None]:
+    def mark(self, seconds: float) -> tuple[float | None, float | None]:
         """The samples per second and the loss at this moment; None: nothing is known."""
-        now = _Moment(time.monotonic(), seconds, samples, self._loss, self._measured)
+        now = _Moment(time.monotonic(), seconds, self._done, self._loss, self._measured)
         self._moments.append(now)
         while len(self._moments) > 2 and self._is_long(self._moments[1], now):
             self._moments.popleft()
         then = self._moments[0]
         elapsed, measured = now.seconds - then.seconds, now.measured - then.measured
-        rate = (now.samples - then.samples) / elapsed if elapsed > 0 else None
+        done = now.done - then.done
+        rate = done / elapsed if elapsed > 0 and done else None
         return rate, (now.loss - then.loss) / measured if measured else None
 
     def _is_long(self, then: _Moment, now: _Moment) -> bool:
         return (
-            now.measured > then.measured
+            now.done > then.done
             and now.seconds > then.seconds
             and (
                 now.at - then.at >= RECENT_SECONDS
-                or now.samples - then.samples >= RECENT_SHARE * self._total
+                or now.done - then.done >= RECENT_SHARE * self._total
             )
         )
 
@@ -108,7 +112,7 @@ class Progress:
     ) -> None:
         self._total = total
         self._look = look
-        self._recent = Recent(total, samples, seconds)
+        self._recent = Recent(total, seconds)
         self._begun: tuple[float, int] | None = None
         stream = stream or sys.stderr
         terminal = None if quiet or style == "lines" else find_terminal(stream)
@@ -122,7 +126,7 @@ class Progress:
             self._output = Lines(total, samples, stream)
 
     def report(self, drawn: int, seconds: float, loss: float, samples: int) -> None:
-        """A worker has made a step with this mean loss over so many samples."""
+        """A worker has made a step over so many samples; its mean loss may be NaN."""
         if self._output is None:
             return
         self._recent.add(loss, samples)
@@ -132,7 +136,7 @@ class Progress:
             self._draw(self._output, drawn, seconds)
 
     def _draw(self, output: Live | Lines, drawn: int, seconds: float) -> None:
-        rate, loss = self._recent.mark(drawn, seconds)
+        rate, loss = self._recent.mark(seconds)
         output.draw(replace(self._look(), rate=rate, loss=loss, left=self._left(drawn)))
 
     def _left(self, drawn: int) -> float | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import isfinite
-
 from aladdin_mpi.control.budget import Report
 from aladdin_mpi.run.coordinator import Coordinator, Losses
 from aladdin_mpi.run.progress import Progress
@@ -27,9 +25,7 @@ class TrainingLog:
     def _hear(self, report: Report) -> None:
         coordinator = self._coordinator
         drawn, every = coordinator.budget.drawn, coordinator.plan.log_every
-        counts = report.samples if isfinite(report.loss) else 0
-        loss = report.loss if counts else 0.0
-        self._progress.report(drawn, coordinator.seconds, loss, counts)
+        self._progress.report(drawn, coordinator.seconds, report.loss, report.samples)
         if coordinator.marks.next_log <= drawn and coordinator.losses.unlogged:
             coordinator.marks.next_log = (drawn // every + 1) * every
             self._log()

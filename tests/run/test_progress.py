@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from dataclasses import replace
+from math import nan
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -92,14 +93,25 @@ def test_nothing_is_cut_or_wider_than_the_terminal(figures: dict[str, float]) ->
 def test_rate_and_loss_are_those_of_late(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(float(x) for x in range(100))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    recent = Recent(total=1000, samples=0, seconds=0.0)
-    assert recent.mark(0, 0.0) == (None, None)
+    recent = Recent(total=1000, seconds=0.0)
+    assert recent.mark(0.0) == (None, None)
+    assert recent.mark(1e-6) == (None, None), "batches are dealt, and no step is done"
     recent.add(8.0, 10)
-    assert recent.mark(10, 1.0) == (10.0, 8.0)
+    assert recent.mark(1.0) == (10.0, 8.0)
     for step in range(1, 5):
         recent.add(1.0 / step, 20)
-        found = recent.mark(10 + 20 * step, 1.0 + step)
+        found = recent.mark(1.0 + step)
     assert found == (20.0, 0.25)
+
+
+def test_a_rate_needs_no_loss() -> None:
+    """With timed computing there is none."""
+    recent = Recent(total=1000, seconds=0.0)
+    for step in range(1, 100):
+        recent.add(nan, 10)
+        assert recent.mark(float(step)) == (10.0, None)
+    recent.add(nan, 30)
+    assert recent.mark(100.0)[0] == pytest.approx(30.0, rel=0.5), "of late"
 
 
 def test_who_prints_takes_the_line_away_and_whoever_ends_leaves_it() -> None:
