@@ -35,7 +35,7 @@ SET_HERE = {
     "workers": "give --workers in front of --",
     "run_dir": "give --out in front of --",
     "overwrite": "finished runs are kept, and a new --out begins anew",
-    "resume": "the same command goes on by itself",
+    "resume": "the same command resumes what has not finished",
 }
 """Options of a run that the comparison sets, and what to do instead."""
 

@@ -389,8 +389,8 @@ class GeneralOptions(BaseModel):
     )
     progress: Literal["auto", "live", "lines"] = option(
         "auto",
-        "live: one line that is redrawn; lines: a line now and then; auto: live on a terminal, "
-        "also behind mpirun on the host of rank 0",
+        "live: one line that is redrawn; lines: a line every few seconds; auto: live on a "
+        "terminal, also behind mpirun on the host of rank 0",
         group="output",
     )
     quiet: bool = option(False, "print no progress", group="output")

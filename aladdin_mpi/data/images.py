@@ -154,8 +154,8 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
             if image is not None:
                 return image, int(self.targets[place])
         raise UserError(
-            f"--corrupt-images skip: expected a readable image now and then, got {tried} in a row "
-            f"that are not, the first of them {self._path(index)}; look at {self.root}"
+            f"--corrupt-images skip: the last {tried} images cannot be read, the first of them "
+            f"{self._path(index)}; look at {self.root}"
         )
 
     def _tried(self, index: int) -> Image.Image | None:

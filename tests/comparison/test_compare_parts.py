@@ -203,7 +203,7 @@ def test_the_line_that_says_why(text: str, line: str) -> None:
         ("-- --target-accuracy 0.9", "--target-accuracy: expected in front of the separating --"),
         ("-- --seed 3", "--seed: the comparison sets this.* give --seeds"),
         ("-- --workers 3", "--workers: the comparison sets this.* give --workers"),
-        ("-- --resume x", "--resume: the comparison sets this.* the same command goes on"),
+        ("-- --resume x", "--resume: the comparison sets this.* the same command resumes"),
         ("-- --epcohs 3", "--epcohs: no such option; did you mean --epochs"),
         ("-- --lr fast", "--lr: expected a number of more than 0, got 'fast'"),
         ("--engine mpi -- --hosts 2", "--hosts: no such option.*aladdin_mpi.train --help"),

@@ -124,7 +124,9 @@ def test_a_folder_without_readable_images_ends_the_run(
     with pytest.raises(UserError, match=r"expected a readable image in .*test, got none"):
         list(loading.test_batches(data.test, 4))
     monkeypatch.setattr(images, "MOST_IN_A_ROW", 6)
-    with pytest.raises(UserError, match=r"got 6 in a row .*train/dog/0.png; look at .*train"):
+    with pytest.raises(
+        UserError, match=r"the last 6 images cannot .*train/dog/0.png; look at .*train"
+    ):
         data.train[COUNT]
     everything = tuple(Fault(1, index, "broken") for index in range(2 * COUNT))
     with pytest.raises(UserError, match=r"readable images in .*test, got 12 of which none is"):
