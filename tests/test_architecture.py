@@ -97,6 +97,32 @@ def test_no_circle_of_imports() -> None:
     order.prepare()  # raises CycleError, which names the files
 
 
+def bases() -> dict[str, list[str]]:
+    """The classes of the package that each class of it names as its bases."""
+    found = {
+        node.name: [base.id for base in node.bases if isinstance(base, ast.Name)]
+        for _, path in files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    return {name: [base for base in named if base in found] for name, named in found.items()}
+
+
+def test_what_is_shared_is_composed() -> None:
+    """A class has at most two ancestors of the package, but for errors."""
+    known = bases()
+
+    def ancestors(name: str) -> set[str]:
+        return set(known[name]).union(*(ancestors(base) for base in known[name]))
+
+    deep = {
+        name: sorted(ancestors(name))
+        for name in known
+        if len(ancestors(name)) > 2 and not name.endswith("Error")
+    }
+    assert deep == {}
+
+
 def test_algorithms_know_neither_engine() -> None:
     """So one text of theirs runs over MPI and in virtual time."""
     engines = ("mpi4py", f"{PACKAGE}.transport.mpi", f"{PACKAGE}.transport.virtual")

@@ -25,11 +25,12 @@ from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.control.barrier import barrier
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.gossip.peers import ModelOutbox, PeerWorker
+from aladdin_mpi.gossip.peers import ModelOutbox
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import add, copy, host_vector
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.request import PeerFailedError, Request
@@ -196,7 +197,7 @@ class ActiveSide(_Side):
         self._outbox.flush()
 
 
-class AdPsgdWorker(PeerWorker):
+class AdPsgdWorker(TrainingWorker):
     """One worker; even ones are passive, odd ones active.
 
     ``master`` is x_i, in memory that handlers can work on; the module's own parameters
@@ -211,7 +212,9 @@ class AdPsgdWorker(PeerWorker):
         options: AdPsgdOptions,
         seed: int,
     ) -> None:
-        super().__init__(worker, optimizer, wire)
+        super().__init__(worker, optimizer)
+        self.wire = wire.plain
+        self.g = worker.replica.new_vector()
         self.master = host_vector(self.x)
         copy(self.master, self.x)
         on_gpu = self.x.device.type == "cuda"
@@ -227,7 +230,7 @@ class AdPsgdWorker(PeerWorker):
         for _ in self.worker.batches():
             self._read()  # [1]
             self.side.begin()
-            g = self.direction()  # [2]
+            g = self.direction(self.g)  # [2]
             self.side.finish()  # [3]
             self._step(g)  # [4]
         barrier(self.transport)  # the passive ones answer until all are done

@@ -16,10 +16,12 @@ from aladdin_mpi.algorithms.adsp_search import Point, RateSearch, fit, reward
 from aladdin_mpi.algorithms.global_loss import GlobalLoss
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
+from aladdin_mpi.model.saved import Stateful, saved
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.parameter_server.answering import AnsweringServer
-from aladdin_mpi.parameter_server.local_difference import DifferenceWorker
+from aladdin_mpi.parameter_server.local_difference import LocalDifference
 from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
+from aladdin_mpi.parameter_server.server_role import Server
+from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
 
@@ -68,7 +70,7 @@ INTERVALS_PER_PERIOD = 6
 """Most commits of a worker in a check period, where that is not given; as in the paper."""
 
 
-class Schedule:
+class Schedule(Stateful):
     """``C_target``, the commits that everyone should have made when the check period ends.
 
     It acts when a commit arrives. Until all workers have been heard it lets each commit every
@@ -200,7 +202,7 @@ class Schedule:
         self._points = self._points[-1:]
 
     # -- checkpoints -----------------------------------------------------------
-    _NUMBERS = (
+    SAVED = saved(
         "commits",
         "period",
         "minimum",
@@ -213,30 +215,20 @@ class Schedule:
         "_end_loss",
         "_last_loss",
         "_points",
+        "loss",
+        "search",
     )
 
     def facts(self) -> dict[str, Any]:
         """What was found, for the summary."""
         return {"rate": self.search.rate, "period": self.period, "commits": self.commits}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on."""
-        numbers = {name: getattr(self, name) for name in self._NUMBERS}
-        return {**numbers, "loss": self.loss.state_dict(), "search": self.search.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        for name in self._NUMBERS:
-            setattr(self, name, state[name])
-        self.loss.load_state_dict(state["loss"])
-        self.search.load_state_dict(state["search"])
-
 
 def _chosen(option: float | str, automatic: float) -> float:
     return automatic if isinstance(option, str) else option
 
 
-class AdspWorker(DifferenceWorker):
+class AdspWorker(TrainingWorker):
     """Local SGD; commit when the time since the last commit says so.
 
     It goes on while the answer is under way, and then takes the model with what it has
@@ -244,74 +236,78 @@ class AdspWorker(DifferenceWorker):
     paper's ``O_i``, which a worker there spends on a commit, is nothing to be subtracted.
     """
 
+    SAVED = TrainingWorker.SAVED | saved(outbox="local.link", notes="local.inbox.notes")
+    RESIZED = ("worker", "local")
+
     def __init__(self, worker: Worker, optimizer: Optimizer, wire: GradientCodec) -> None:
-        super().__init__(worker, optimizer, wire, wire)
+        super().__init__(worker, optimizer)
+        self.local = LocalDifference(worker, optimizer, wire, wire)
         self.interval = 0.0
-        self.committed = 0.0
-        self.awaited = 0
 
-    def open(self) -> None:
-        """A segment begins."""
-        super().open()
-        self.committed, self.awaited = self.worker.transport.now(), 0
+    def run(self) -> None:
+        """Step, take the models that have come, commit ``U_i`` when it is time."""
+        local = self.local
+        local.open()
+        committed, awaited = self.transport.now(), 0
+        for _ in self.worker.batches():
+            local.step()
+            awaited -= local.inbox.blend_into(self.x)
+            if awaited == 0 and self._is_time(committed):
+                self._commit()
+                committed, awaited = self.transport.now(), len(self.layout.buckets)
+        if local.steps:
+            self._commit()
+        local.close()
 
-    def is_due(self) -> bool:
-        """At the end of the step that is nearest to the time, if the last commit is answered."""
-        self.awaited -= self.inbox.blend_into(self.x)
-        if self.inbox.notes:
-            (self.interval,) = self.inbox.notes
-        passed = self.worker.transport.now() - self.committed
-        return self.awaited == 0 and passed + self.step_seconds / 2 >= self.interval
+    def _is_time(self, committed: float) -> bool:
+        """Whether the end of this step is nearest to the time of the next commit."""
+        if self.local.inbox.notes:
+            (self.interval,) = self.local.inbox.notes
+        passed = self.transport.now() - committed
+        return passed + self.local.step_seconds / 2 >= self.interval
 
-    def exchange(self) -> None:
-        """Commit ``U_i``, with its loss and the time of a step."""
-        self.push(self.loss, self.step_seconds)
-        self.committed = self.worker.transport.now()
-        self.awaited = len(self.worker.layout.buckets)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on."""
-        return {**super().state_dict(), "notes": self.inbox.notes}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        super().load_state_dict(state)
-        self.inbox.notes = state["notes"]
+    def _commit(self) -> None:
+        """``U_i``, with its loss and the time of a step."""
+        self.local.push(self.local.loss, self.local.step_seconds)
 
 
-class AdspServer(AnsweringServer):
+class AdspServer(Server):
     """``W <- W + U_i / M``, answered with W; the first server is the scheduler too."""
 
+    SAVED = Server.SAVED | saved("schedule")
+
     def __init__(self, server: ParameterServer, options: AdspOptions) -> None:
-        super().__init__(server, optimizer=None)
+        super().__init__(server)
         first = server.transport.rank == 0
         self.schedule = Schedule(self.n, options) if first else None
 
     def run(self) -> None:
-        """Serve until every worker has ended the segment."""
+        """Add every commit, and answer it with the time of the next one."""
         now = self.server.transport.now
         if self.schedule is not None:
             self.schedule.open(now())
-        super().run()
+        for arrival in self.arrivals(self._ended):
+            self._hear(arrival)
+            arrival.add_to(self.server.values[arrival.bucket.index], 1 / self.n)
+            notes = self._next_commit(arrival.worker)
+            self.server.send_model(arrival.worker, arrival.bucket, notes=notes)
         if self.schedule is not None:
             self.schedule.close(now())
 
-    def apply(self, arrival: Arrival) -> None:
-        """``W <- W + U_i / M``."""
+    def _hear(self, arrival: Arrival) -> None:
+        """The scheduler counts a commit when its first bucket comes."""
         if self.schedule is not None and arrival.bucket is self.server.buckets[0]:
             loss, step_seconds = arrival.notes
             now = self.server.transport.now()
             self.schedule.commit(arrival.worker, now, loss, arrival.count, step_seconds)
-        arrival.add_to(self.server.values[arrival.bucket.index], 1 / self.n)
 
-    def answer(self, arrival: Arrival) -> None:
-        """Send W, and when to commit next."""
-        notes: tuple[float, ...] = ()
-        if self.schedule is not None:
-            notes = (self.schedule.interval(arrival.worker, self.server.transport.now()),)
-        self.server.send_model(arrival.worker, arrival.bucket, notes=notes)
+    def _next_commit(self, worker: int) -> tuple[float, ...]:
+        """The scheduler's notes: seconds until the worker's next commit."""
+        if self.schedule is None:
+            return ()
+        return (self.schedule.interval(worker, self.server.transport.now()),)
 
-    def ended(self, worker: int) -> None:
+    def _ended(self, worker: int) -> None:
         """The scheduler counts no longer on a worker that has failed."""
         if self.schedule is not None and self.server.has_failed(worker):
             self.schedule.exclude(worker)
@@ -319,17 +315,6 @@ class AdspServer(AnsweringServer):
     def facts(self) -> dict[str, Any]:
         """The rate that was found, for the summary."""
         return {} if self.schedule is None else {"adsp": self.schedule.facts()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on."""
-        schedule = self.schedule.state_dict() if self.schedule is not None else None
-        return {**super().state_dict(), "schedule": schedule}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        super().load_state_dict(state)
-        if self.schedule is not None:
-            self.schedule.load_state_dict(state["schedule"])
 
 
 register(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from aladdin_mpi.model.saved import Stateful, saved
 
 Point = tuple[float, float]
 """Seconds since the search began, and the training loss then."""
@@ -52,11 +54,13 @@ def reward(curve: Curve | None, end: float) -> float:
     return curve.slope / rest if rest > 0 else inf
 
 
-class RateSearch:
+class RateSearch(Stateful):
     """Tries the rates 1, 2, 3, ... in turn while the reward grows.
 
     ``rate`` is in commits per check period: the one that is tried, or was found.
     """
+
+    SAVED = saved("rate", "active", best="_best")
 
     def __init__(self) -> None:
         self.rate = 1
@@ -79,11 +83,3 @@ class RateSearch:
         else:
             self.active = False
             self.rate -= 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on."""
-        return {"rate": self.rate, "active": self.active, "best": self._best}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        self.rate, self.active, self._best = state["rate"], state["active"], state["best"]

@@ -17,6 +17,7 @@ from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.saved import saved
 from aladdin_mpi.model.vectors import add, clear, copy
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
@@ -97,6 +98,8 @@ class AladdinOptions(OwnOptions):
 class AladdinWorker(TrainingWorker):
     """Algorithm 1: compute, update oneself, send, and never wait."""
 
+    SAVED = TrainingWorker.SAVED | saved("outbox")
+
     def __init__(
         self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: AladdinOptions
     ) -> None:
@@ -143,15 +146,6 @@ class AladdinWorker(TrainingWorker):
     def counts(self) -> dict[str, int]:
         """Gradients computed and coalesced so far."""
         return {**super().counts(), "coalesced": self.outbox.coalesced}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on."""
-        return {**super().state_dict(), "outbox": self.outbox.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        super().load_state_dict(state)
-        self.outbox.load_state_dict(state["outbox"])
 
     def resize(self, former: Former) -> None:
         """See :meth:`TrainingWorker.resize`."""
@@ -232,10 +226,8 @@ class AladdinServer(Server):
     def __init__(
         self, server: ParameterServer, optimizer: Optimizer, options: AladdinOptions
     ) -> None:
-        self.server = server
+        super().__init__(server, optimizer if options.momentum == "split" else None)
         self.options = options
-        self.optimizer = optimizer if options.momentum == "split" else None
-        self.n = server.worker_count
         self.shards = {
             bucket.index: _Shard(bucket, server.layout.largest, self.n, server.values[bucket.index])
             for bucket in server.buckets
@@ -330,14 +322,14 @@ class AladdinServer(Server):
         self.server.load_state_dict(state["server"])
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
-        for index, saved in state["shards"].items():
+        for index, values in state["shards"].items():
             shard = self.shards[index]
-            if saved["sum"] is not None:
-                shard.sum.values.copy_(saved["sum"])
-            shard.sum.count, shard.counted = saved["count"], saved["counted"]
-            shard.c, shard.total = saved["c"], saved["total"]
-            shard.total_at_send = saved["total_at_send"]
-            shard.applied, shard.dropped = saved["applied"], saved["dropped"]
+            if values["sum"] is not None:
+                shard.sum.values.copy_(values["sum"])
+            shard.sum.count, shard.counted = values["count"], values["counted"]
+            shard.c, shard.total = values["c"], values["total"]
+            shard.total_at_send = values["total_at_send"]
+            shard.applied, shard.dropped = values["applied"], values["dropped"]
 
     def resize(self, former: Former) -> None:
         """What is summed and not applied yet is kept; all workers have just got a model."""
@@ -345,8 +337,8 @@ class AladdinServer(Server):
         for shard in self.shards.values():
             shard.total = former.server["applied"]
             shard.total_at_send = [shard.total] * self.n
-            for saved in former.server["pending"]:
-                _take_over(shard, saved)
+            for former_shard in former.server["pending"]:
+                _take_over(shard, former_shard)
             shard.applied = shard.total - shard.dropped - shard.sum.count
 
 

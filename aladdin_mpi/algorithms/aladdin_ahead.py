@@ -20,14 +20,15 @@ from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.compression.wires import bits_of
 from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.saved import saved
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.parameter_server.answering import AnsweringServer
 from aladdin_mpi.parameter_server.global_track import GlobalTrack
 from aladdin_mpi.parameter_server.inbox import Model, ModelInbox
 from aladdin_mpi.parameter_server.just_in_time import Timing, due_bucket, fine_layout
 from aladdin_mpi.parameter_server.outbox import Outbox
 from aladdin_mpi.parameter_server.room import Level, Room
 from aladdin_mpi.parameter_server.server import Arrival, Notes, ParameterServer
+from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import OwnOptions, own
@@ -80,6 +81,8 @@ RARER = (2, 4, 8)
 
 class AheadWorker(TrainingWorker):
     """Compute, move on along the track, send the step, and never wait."""
+
+    SAVED = TrainingWorker.SAVED | saved("track", "timing", "room", "coalesced", "outbox")
 
     def __init__(
         self,
@@ -142,26 +145,10 @@ class AheadWorker(TrainingWorker):
         """Gradients computed and coalesced so far."""
         return {**super().counts(), "coalesced": self.outbox.coalesced}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on."""
-        return {
-            **super().state_dict(),
-            "track": self.track.state_dict(),
-            "timing": self.timing.state_dict(),
-            "room": self.room.state_dict(),
-            "coalesced": self.coalesced,
-            "outbox": self.outbox.state_dict(),
-        }
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
         super().load_state_dict(state)
-        self.track.load_state_dict(state["track"])
-        self.timing.load_state_dict(state["timing"])
-        self.room.load_state_dict(state["room"])
-        self.coalesced = state["coalesced"]
         self.wire.use(self.room.level.bits)
-        self.outbox.load_state_dict(state["outbox"])
 
     def resize(self, former: Former) -> None:
         """The track begins anew, as do the wishes for models."""
@@ -199,11 +186,13 @@ class TrackInbox(ModelInbox):
         self._track.rebase(model.bucket, values, count, own, before)
 
 
-class AheadServer(AnsweringServer):
+class AheadServer(Server):
     """Add every step as it comes; send models when they are wanted."""
 
+    SAVED = Server.SAVED | saved("before", "told")
+
     def __init__(self, server: ParameterServer) -> None:
-        super().__init__(server, None, server.worker_count)
+        super().__init__(server)
         self.places = {bucket.index: place for place, bucket in enumerate(server.buckets)}
         self.before = {bucket.index: [0] * self.n for bucket in server.buckets}
         """Gradients that came before a worker's newest."""
@@ -211,23 +200,28 @@ class AheadServer(AnsweringServer):
         """The newest notes of each worker."""
         server.measures = self.measures
 
-    def apply(self, arrival: Arrival) -> None:
-        """``x~ <- x~ - step / n``."""
-        arrival.add_to(self.server.values[arrival.bucket.index], -1 / self.divisor)
+    def run(self) -> None:
+        """``x~ <- x~ - step / n``; send models if so much of the worker's gradient has come."""
+        for arrival in self.arrivals():
+            index, worker = arrival.bucket.index, arrival.worker
+            arrival.add_to(self.server.values[index], -1 / self.n)
+            self.before[index][worker] = self.applied[index] - arrival.count
+            self.told[worker] = arrival.notes
+            share, *_ = arrival.notes
+            if self.places[index] == due_bucket(share, len(self.server.buckets)):
+                self._send_models(arrival)
 
-    def answer(self, arrival: Arrival) -> None:
-        """All buckets' models, if so much of the worker's gradient has come as it asks for."""
-        bucket, worker = arrival.bucket, arrival.worker
-        self.before[bucket.index][worker] = self.applied[bucket.index] - arrival.count
-        share, _, bits, pi, _ = self.told[worker] = arrival.notes
-        if self.places[bucket.index] == due_bucket(share, len(self.server.buckets)):
-            during = self.server.taken[worker][bucket.index]
-            if during // pi == (during - arrival.count) // pi:
-                return
-            self.server.model_bits(worker, int(bits))
-            for each in self.server.buckets:
-                notes = partial(self._notes, each.index, worker, during)
-                self.server.send_model(worker, each, notes=notes)
+    def _send_models(self, arrival: Arrival) -> None:
+        """All buckets' models, after every pi-th gradient of the worker."""
+        worker = arrival.worker
+        _, _, bits, pi, _ = arrival.notes
+        during = self.server.taken[worker][arrival.bucket.index]
+        if during // pi == (during - arrival.count) // pi:
+            return
+        self.server.model_bits(worker, int(bits))
+        for each in self.server.buckets:
+            notes = partial(self._notes, each.index, worker, during)
+            self.server.send_model(worker, each, notes=notes)
 
     def _notes(self, bucket: int, worker: int, during: int) -> Notes:
         """Of a model that leaves now: see :meth:`GlobalTrack.rebase` and :meth:`Timing.note`."""
@@ -246,17 +240,8 @@ class AheadServer(AnsweringServer):
         """The same at the end of the run."""
         return self.measures()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on."""
-        return {**super().state_dict(), "before": self.before, "told": self.told}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        super().load_state_dict(state)
-        self.before, self.told = state["before"], state["told"]
-
     def resize(self, former: Former) -> None:
-        """See :meth:`AnsweringServer.resize`."""
+        """All workers have just got a model."""
         super().resize(former)
         self.before = {index: [total] * self.n for index, total in self.applied.items()}
 

@@ -7,21 +7,22 @@ is what Horovod's tensor fusion makes: many layers' gradients in one message.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from aladdin_mpi.algorithms.registry import Algorithm, register
-from aladdin_mpi.algorithms.summing import SummingWorker
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.allreduce.base import AllReduce, Pending
 from aladdin_mpi.allreduce.compressed import CompressedAllReduce
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.compression.dgc import DeepGradientCompression
 from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.saved import saved
 from aladdin_mpi.model.vectors import add, clip_norm, copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
 
@@ -40,8 +41,10 @@ class ArSgdOptions(OwnOptions):
     )
 
 
-class ArSgdWorker(SummingWorker):
+class ArSgdWorker(TrainingWorker):
     """``x <- x - lr/n (g_1 + ... + g_n)``, the same on every worker."""
+
+    SAVED = TrainingWorker.SAVED | saved("codec")
 
     def __init__(
         self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: ArSgdOptions
@@ -71,15 +74,6 @@ class ArSgdWorker(SummingWorker):
             else:
                 self._step_as_whole()
             self.sums.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on."""
-        return {**super().state_dict(), "codec": self.codec.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        super().load_state_dict(state)
-        self.codec.load_state_dict(state["codec"])
 
     def resize(self, former: Former) -> None:
         """See :meth:`TrainingWorker.resize`."""
@@ -116,6 +110,15 @@ class ArSgdWorker(SummingWorker):
         parts = [b.part for b in worker.layout.buckets] if self.optimizer.takes_parts else [whole]
         for part in parts:
             self.optimizer.descend(part, g[part], self.x[part], worker.lr)
+
+    def close(self) -> None:
+        """End the library's part too."""
+        super().close()
+        self.all_reduce.close()
+
+    def describe(self) -> str:
+        """Which library sums."""
+        return f"all-reduce: {self.all_reduce.describe()}"
 
 
 register(

@@ -29,12 +29,14 @@ from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.compression.select import select
 from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.saved import saved
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.parameter_server.answering import AnsweringServer
-from aladdin_mpi.parameter_server.local_difference import DifferenceWorker
+from aladdin_mpi.parameter_server.local_difference import LocalDifference
 from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
+from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.parameter_server.staleness import StalenessBound
 from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
 
@@ -144,18 +146,33 @@ class _Profile:
         self.steps, self.pushes, self.pulls = state
 
 
-class AshlWorker(DifferenceWorker):
+class AshlWorker(TrainingWorker):
     """Algorithm 3, worker: H_i local steps, push ``TopK(x - base, R_i)``, pull."""
+
+    SAVED = TrainingWorker.SAVED | saved("profile", outbox="local.link")
+    RESIZED = ("worker", "local")
 
     def __init__(
         self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: AshlOptions
     ) -> None:
+        super().__init__(worker, optimizer)
         self.top_k = TopK(wire, worker.layout)
-        super().__init__(worker, optimizer, wire, self.top_k)
+        self.local = LocalDifference(worker, optimizer, wire, self.top_k)
         self.options = options
         self.profile = _Profile(options.profile)
         self.plan: Share | None = None
         self.phase = Phase.COARSE
+
+    def run(self) -> None:
+        """Step; every H_i steps, and at the end, push; then pull, and hear what to do next."""
+        self.local.open()
+        for _ in self.worker.batches():
+            self.local.step()
+            if self.local.steps >= self.stage.steps:
+                self._exchange()
+        if self.local.steps:
+            self._push()
+        self.local.close()
 
     @property
     def stage(self) -> Stage:
@@ -165,26 +182,22 @@ class AshlWorker(DifferenceWorker):
         steps = self.options.coarse_steps if self.profile.done else 1
         return Stage(1 / self.worker.count, steps, 1.0)
 
-    def is_due(self) -> bool:
-        """Every H_i steps."""
-        return self.steps >= self.stage.steps
-
-    def exchange(self) -> None:
-        """Push what was learnt, wait for the model, and hear what to do next."""
-        now = self.worker.transport.now
+    def _exchange(self) -> None:
+        """Push, pull, and note how long that takes."""
+        now, link = self.transport.now, self.local.link
         start = now()
-        self.leave()
-        self.outbox.drain()
+        self._push()
+        link.outbox.drain()
         pushed = now()
-        self.inbox.await_into(self.x)
+        link.pull()
         self.profile.exchanged(pushed - start, now() - start)
-        self._obey(self.inbox.notes)
+        self._obey(link.inbox.notes)
 
-    def leave(self) -> None:
-        """Push what was learnt."""
-        notes = [self.stage.share, self.phase, self.loss, *self._measure()]
+    def _push(self) -> None:
+        """What was learnt."""
+        notes = [self.stage.share, self.phase, self.local.loss, *self._measure()]
         self.top_k.rate = self.stage.rate
-        self.push(*notes)
+        self.local.push(*notes)
         if not self.options.error_feedback:
             self.top_k.discard()
 
@@ -192,14 +205,14 @@ class AshlWorker(DifferenceWorker):
         """The times, with the last message of the profile."""
         if self.profile.done:
             return []
-        self.profile.steps.append(self.step_seconds)
+        self.profile.steps.append(self.local.step_seconds)
         return list(self.profile.times(self._choosing())) if self.profile.done else []
 
     def _choosing(self) -> float:
         """Time to choose the largest values."""
         start = self.worker.transport.now()
         if self.options.fine_rate < 1 and not self.x.is_meta:
-            moved = self.x - self.base
+            moved = self.x - self.local.base
             for bucket in self.worker.layout.buckets:
                 wanted = max(1, int(self.options.fine_rate * bucket.numel))
                 select(moved[bucket.part], wanted, SAMPLE)
@@ -215,7 +228,6 @@ class AshlWorker(DifferenceWorker):
         """Everything that the next segment depends on."""
         return {
             **super().state_dict(),
-            "profile": self.profile.state_dict(),
             "plan": _pack(self.plan) if self.plan else None,
             "phase": int(self.phase),
         }
@@ -223,25 +235,34 @@ class AshlWorker(DifferenceWorker):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
         super().load_state_dict(state)
-        self.profile.load_state_dict(state["profile"])
         self.plan = _unpack(state["plan"]) if state["plan"] else None
         self.phase = Phase(state["phase"])
 
 
-class AshlServer(AnsweringServer):
+class AshlServer(Server):
     """Algorithm 3, server: ``W <- W + D_i dW_i``; in SHL it holds the answer of who is ahead."""
 
+    SAVED = Server.SAVED | saved("head")
+
     def __init__(self, server: ParameterServer, options: AshlOptions) -> None:
-        super().__init__(server, optimizer=None)
+        super().__init__(server)
         self.codec = server.arriving = TopK(server.codec, server.layout)
         self.bound = StalenessBound(self.n, server.buckets, options.bound, self.reply)
         self.head = Head(server, options) if server.transport.rank == 0 else None
 
-    def begin(self) -> None:
-        """All workers start a segment with the same model."""
-        self.bound.open()
+    def run(self) -> None:
+        """Add; answer at once (AHL), or while ``step_i - min(step) <= s`` (SHL)."""
+        self.bound.open()  # all begin a segment with the same model
+        for arrival in self.arrivals(self._ended):
+            _, phase, *_ = arrival.notes
+            self._add(arrival)
+            if phase == Phase.COARSE:
+                self.reply(arrival.worker, arrival.bucket)
+            else:
+                self.bound.advance(arrival.worker, arrival.bucket)
+                self.bound.hold(arrival.worker, arrival.bucket)
 
-    def apply(self, arrival: Arrival) -> None:
+    def _add(self, arrival: Arrival) -> None:
         """``W <- W + D_i dW_i``."""
         share, _, loss, *times = arrival.notes
         if self.head is not None and arrival.bucket is self.server.buckets[0]:
@@ -249,21 +270,12 @@ class AshlServer(AnsweringServer):
         message = arrival.storage[: arrival.length]
         self.codec.add(arrival.bucket, message, self.server.values[arrival.bucket.index], share)
 
-    def answer(self, arrival: Arrival) -> None:
-        """At once (AHL), or while ``step_i - min(step) <= s`` (SHL)."""
-        _, phase, *_ = arrival.notes
-        if phase == Phase.COARSE:
-            self.reply(arrival.worker, arrival.bucket)
-        else:
-            self.bound.advance(arrival.worker, arrival.bucket)
-            self.bound.hold(arrival.worker, arrival.bucket)
-
     def reply(self, worker: int, bucket: Bucket) -> None:
         """Send the model, and what the worker is to do."""
         notes = self.head.word(worker) if self.head is not None else ()
         self.server.send_model(worker, bucket, notes=notes)
 
-    def ended(self, worker: int) -> None:
+    def _ended(self, worker: int) -> None:
         """Nobody waits for a worker that has ended."""
         self.bound.ended(worker)
         if self.head is not None and self.server.has_failed(worker):
@@ -272,16 +284,6 @@ class AshlServer(AnsweringServer):
     def facts(self) -> dict[str, Any]:
         """The plan, and when the fine stage began, for the summary."""
         return {} if self.head is None else {"ashl": self.head.facts()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on."""
-        return {**super().state_dict(), "head": self.head.state_dict() if self.head else None}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        super().load_state_dict(state)
-        if self.head is not None:
-            self.head.load_state_dict(state["head"])
 
     def resize(self, former: Former) -> None:
         """The stage stays, and the new workers are measured for a plan of their own."""

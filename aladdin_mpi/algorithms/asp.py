@@ -12,10 +12,12 @@ from pydantic import Field
 
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
+from aladdin_mpi.model.saved import saved
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.parameter_server.answering import AnsweringServer
-from aladdin_mpi.parameter_server.push_pull import PushPullWorker
 from aladdin_mpi.parameter_server.server import ParameterServer
+from aladdin_mpi.parameter_server.server_link import GradientLink
+from aladdin_mpi.parameter_server.server_role import Server
+from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
 
@@ -35,22 +37,46 @@ class AspOptions(OwnOptions):
     )
 
 
-class AspWorker(PushPullWorker):
-    """Push ``g_i``, wait for ``x~``, take it: ``x_i <- x~``."""
+class AspWorker(TrainingWorker):
+    """``x_i <- x~`` after every gradient."""
+
+    SAVED = TrainingWorker.SAVED | saved(outbox="link")
+    RESIZED = ("worker", "link")
 
     def __init__(
         self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: AspOptions
     ) -> None:
-        super().__init__(worker, optimizer, wire, momentum=options.momentum == "worker")
+        super().__init__(worker, optimizer)
+        self.link = GradientLink(worker, optimizer, wire, momentum=options.momentum == "worker")
+
+    def run(self) -> None:
+        """Push ``g_i``, wait for ``x~``, take it."""
+        self.link.open()
+        for batch in self.worker.batches():
+            self.link.push(batch)
+            self.link.pull()
+        self.link.close()
 
 
-class AspServer(AnsweringServer):
-    """``x~ <- x~ - lr g_i``, answered at once."""
+class AspServer(Server):
+    """``x~ <- x~ - lr g_i`` for every gradient, each answered at once."""
 
     def __init__(self, server: ParameterServer, optimizer: Optimizer, options: AspOptions) -> None:
-        steps_with = optimizer if options.momentum == "server" else None
-        divisor = server.worker_count if options.normalize == "workers" else 1
-        super().__init__(server, steps_with, divisor)
+        super().__init__(server, *who_steps(server, optimizer, options))
+
+    def run(self) -> None:
+        """Update, answer."""
+        for arrival in self.arrivals():
+            self.update(arrival)
+            self.server.send_model(arrival.worker, arrival.bucket)
+
+
+def who_steps(
+    server: ParameterServer, optimizer: Optimizer, options: AspOptions
+) -> tuple[Optimizer | None, float]:
+    """The server's optimizer, if it is the one to step with it, and what it divides by."""
+    divisor = server.worker_count if options.normalize == "workers" else 1
+    return optimizer if options.momentum == "server" else None, divisor
 
 
 register(

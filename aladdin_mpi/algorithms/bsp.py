@@ -1,6 +1,6 @@
 """BSP, bulk synchronous parallel: the servers wait for every worker in every step.
 
-``host_first.py`` has the workers for ``--bsp-host-first``.
+``host_first.py`` has the links for ``--bsp-host-first``.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from typing import Any
 
 from pydantic import Field
 
-from aladdin_mpi.algorithms.host_first import FollowingWorker, LeadingWorker, host_groups
+from aladdin_mpi.algorithms.host_first import FollowingLink, LeadingLink, host_groups
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.compression.wires import FEW_BITS
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.saved import saved
 from aladdin_mpi.model.vectors import scale
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.parameter_server.answering import AnsweringServer
 from aladdin_mpi.parameter_server.gradient_sum import GradientSum
-from aladdin_mpi.parameter_server.push_pull import PushPullWorker
-from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
+from aladdin_mpi.parameter_server.server import ParameterServer
+from aladdin_mpi.parameter_server.server_link import GradientLink
+from aladdin_mpi.parameter_server.server_role import Server
+from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import OwnOptions, RunSettings, own
 from aladdin_mpi.roles.worker import Worker
 
@@ -42,23 +44,47 @@ class BspOptions(OwnOptions):
     )
 
 
-def bsp_worker(
+class BspWorker(TrainingWorker):
+    """``x_i <- x~`` after every gradient; the servers answer when they have all workers'."""
+
+    SAVED = TrainingWorker.SAVED | saved(outbox="link")
+    RESIZED = ("worker", "link")
+
+    def __init__(
+        self,
+        worker: Worker,
+        optimizer: Optimizer,
+        wire: GradientCodec,
+        options: BspOptions,
+        momentum: bool,
+    ) -> None:
+        super().__init__(worker, optimizer)
+        self.link = _link(worker, optimizer, wire, options, momentum)
+
+    def run(self) -> None:
+        """Push ``g_i``, wait for ``x~``, take it."""
+        self.link.open()
+        for batch in self.worker.batches():
+            self.link.push(batch)
+            self.link.pull()
+        self.link.close()
+
+
+def _link(
     worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: BspOptions, momentum: bool
-) -> PushPullWorker:
-    """Push ``g_i``, wait for ``x~``, take it: by oneself or with the others of one's host."""
+) -> GradientLink:
+    """To the servers: by oneself or with the others of one's host."""
     if options.host_first:
         groups = host_groups(worker.transport, worker.servers, options.group)
         group = next(group for group in groups if worker.transport.rank in group)
         if len(group) > 1:
-            kind = LeadingWorker if group[0] == worker.transport.rank else FollowingWorker
+            kind = LeadingLink if group[0] == worker.transport.rank else FollowingLink
             return kind(worker, optimizer, wire, momentum, group)
-    return PushPullWorker(worker, optimizer, wire, momentum)
+    return GradientLink(worker, optimizer, wire, momentum)
 
 
-class BspServer(AnsweringServer):
+class BspServer(Server):
     """``x~ <- x~ - lr/n (g_1 + ... + g_n)``, then an answer to all."""
-
-    look = False  # adding looks
 
     def __init__(
         self,
@@ -82,21 +108,16 @@ class BspServer(AnsweringServer):
         }
         self.arrived: dict[int, set[int]] = {bucket.index: set() for bucket in server.buckets}
 
-    def begin(self) -> None:
-        """All workers take part in a segment's rounds until they end."""
+    def run(self) -> None:
+        """Add up; the last gradient of a round completes it."""
         self.senders = set(self.everyone)
+        for arrival in self.arrivals(self._ended, look=False):  # adding looks
+            if not self.sums[arrival.bucket.index].add(arrival):
+                self.server.tell_refused(arrival)
+            self.arrived[arrival.bucket.index].add(arrival.worker)
+            self._complete(arrival.bucket)
 
-    def apply(self, arrival: Arrival) -> None:
-        """Add up."""
-        if not self.sums[arrival.bucket.index].add(arrival):
-            self.server.tell_refused(arrival)
-        self.arrived[arrival.bucket.index].add(arrival.worker)
-
-    def answer(self, arrival: Arrival) -> None:
-        """The last of a round completes the step."""
-        self._complete(arrival.bucket)
-
-    def ended(self, worker: int) -> None:
+    def _ended(self, worker: int) -> None:
         """Rounds are completed without a worker that has ended or failed."""
         self.senders.discard(worker)
         for bucket in self.server.buckets:
@@ -141,7 +162,7 @@ def _check(run: RunSettings) -> None:
 register(
     Algorithm(
         "bsp",
-        lambda worker, optimizer, wire, run: bsp_worker(
+        lambda worker, optimizer, wire, run: BspWorker(
             worker, optimizer, wire, own(run, BspOptions), momentum=run.compression != "none"
         ),
         lambda server, optimizer, run: BspServer(

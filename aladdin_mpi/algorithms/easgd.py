@@ -6,7 +6,7 @@ Every ``tau`` steps a worker and the centre draw each other together, Algorithm 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -16,14 +16,16 @@ from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.compression.models import ModelEncoder
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.saved import saved
 from aladdin_mpi.model.vectors import add, copy, lerp, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.parameter_server.answering import AnsweringServer
 from aladdin_mpi.parameter_server.inbox import ModelInbox
-from aladdin_mpi.parameter_server.local_steps import LocalStepWorker
 from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
+from aladdin_mpi.parameter_server.server_link import ServerLink
+from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.request import Event
@@ -90,21 +92,19 @@ class ModelCodec(GradientCodec):
         self._codec.add(bucket, message, target, alpha)
 
 
-class EasgdWorker(LocalStepWorker):
-    """Local SGD; every tau steps ``x_i <- x_i - alpha (x_i - x~)``."""
+class ElasticLink(ServerLink):
+    """A worker's end of the elastic force: its model up, the centre and alpha down."""
 
-    def __init__(
-        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: EasgdOptions
-    ) -> None:
+    def __init__(self, worker: Worker, wire: GradientCodec) -> None:
         self.differences = wire.model_encoder()
         sent = wire if self.differences is None else ModelCodec(wire, self.differences)
         inbox = ModelInbox(worker.transport, worker.layout, wire)
-        super().__init__(worker, optimizer, sent, inbox)
-        self.tau = options.tau
+        super().__init__(worker, sent, inbox)
         worker.transport.on_message(Tag.WHOLE, WHOLE_BYTES, self._lost)
 
     def open(self) -> None:
         """A segment begins: with models as wholes."""
+        super().open()
         if self.differences is not None:
             self.differences.forget()
 
@@ -113,45 +113,82 @@ class EasgdWorker(LocalStepWorker):
         if self.differences is not None:
             self.differences.lost(server, int(message.view(torch.int64)))
 
-    def is_due(self) -> bool:
-        """Every tau steps."""
-        return self.steps == self.tau
+    def exchange(self, steps: int) -> None:
+        """Send ``x_i``, which ``steps`` gradients have moved, and move it to the centre.
 
-    def exchange(self) -> None:
-        """Send ``x_i``; the centre comes back as it was before it moved, with alpha."""
-        self.send(self.x)
-        self.inbox.await_into(self.x)
+        That comes back as it was before it moved.
+        """
+        self.push_values(self.x, steps)
+        self.pull()
 
 
-class EamsgdWorker(EasgdWorker):
+class EasgdWorker(TrainingWorker):
+    """Local SGD; every tau steps ``x_i <- x_i - alpha (x_i - x~)``."""
+
+    def __init__(
+        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: EasgdOptions
+    ) -> None:
+        super().__init__(worker, optimizer)
+        self.link = ElasticLink(worker, wire)
+        self.tau = options.tau
+        self.g = worker.replica.new_vector()
+        self.whole = slice(0, self.g.numel())
+
+    def run(self) -> None:
+        """Algorithm 1: step alone, and meet the centre every tau steps and at the end."""
+        steps = 0
+        self.link.open()
+        for _ in self.worker.batches():
+            self.worker.gradient(self.g)
+            self.optimizer.descend(self.whole, self.g, self.x, self.worker.lr)
+            steps += 1
+            if steps == self.tau:
+                self.link.exchange(steps)
+                steps = 0
+        if steps:
+            self.link.exchange(steps)
+        self.link.close()
+
+
+class EamsgdWorker(TrainingWorker):
     """EASGD with Nesterov's momentum: the gradient is taken where the velocity leads."""
+
+    SAVED = TrainingWorker.SAVED | saved("v")
 
     def __init__(
         self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: EasgdOptions
     ) -> None:
-        super().__init__(worker, optimizer, wire, options)
+        super().__init__(worker, optimizer)
+        self.link = ElasticLink(worker, wire)
+        self.tau = options.tau
         self.delta = optimizer.momentum
         self.decay = MomentumSGD(self.x, 0.0, optimizer.weight_decay)
+        self.g = worker.replica.new_vector()
         self.v = worker.replica.new_vector()
 
-    def local_step(self) -> None:
+    def run(self) -> None:
+        """Algorithm 2."""
+        steps = 0
+        self.link.open()
+        for _ in self.worker.batches():
+            self._step()
+            steps += 1
+            if steps == self.tau:
+                self.link.exchange(steps)
+                steps = 0
+        if steps:
+            self.link.exchange(steps)
+        self.link.close()
+
+    def _step(self) -> None:
         """``v <- delta v - lr g(x + delta v)``, ``x <- x + v`` (equations 9 and 10)."""
         lr = self.worker.lr
         scale(self.v, self.delta)
         add(self.x, self.v)
-        self.compute(self.g)
+        self.worker.gradient(self.g)
         self.decay.correct(slice(0, self.g.numel()), self.g, self.x)
         add(self.x, self.g, alpha=-lr)
         add(self.v, self.g, alpha=-lr)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on."""
-        return {**super().state_dict(), "v": self.v}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        super().load_state_dict(state)
-        self.v.copy_(state["v"])
 
     def resize(self, former: Former) -> None:
         """See :meth:`TrainingWorker.resize`."""
@@ -159,29 +196,27 @@ class EamsgdWorker(EasgdWorker):
         copy(self.v, former.worker["v"])
 
 
-class EasgdServer(AnsweringServer):
+class EasgdServer(Server):
     """The centre: ``x~ <- x~ + alpha (x_i - x~)``."""
 
     def __init__(self, server: ParameterServer, options: EasgdOptions) -> None:
-        super().__init__(server, optimizer=None)
+        super().__init__(server)
         automatic = options.alpha == "auto"
         self.alpha = 0.9 / server.worker_count if automatic else float(options.alpha)
         self.models = [server.codec.model_decoder() for _ in range(server.worker_count)]
         """The workers' models, where these come as differences."""
 
-    def begin(self) -> None:
-        """A segment begins: with models as wholes."""
+    def run(self) -> None:
+        """Answer with the centre as it is, then move it: both use the same difference."""
         for models in self.models:
             if models is not None:
                 models.forget()
-
-    def apply(self, arrival: Arrival) -> None:
-        """Answer with the centre as it is, then move it: both use the same difference."""
-        centre = self.server.values[arrival.bucket.index]
-        self.server.send_model(arrival.worker, arrival.bucket, self.alpha, exact=True)
-        model = None if centre.is_meta else self._read(arrival)
-        if model is not None:
-            lerp(centre, model, self.alpha)
+        for arrival in self.arrivals():
+            centre = self.server.values[arrival.bucket.index]
+            self.server.send_model(arrival.worker, arrival.bucket, self.alpha, exact=True)
+            model = None if centre.is_meta else self._read(arrival)
+            if model is not None:
+                lerp(centre, model, self.alpha)
 
     def _read(self, arrival: Arrival) -> Tensor | None:
         """The worker's model, if it has come."""
@@ -194,9 +229,6 @@ class EasgdServer(AnsweringServer):
             self.server.transport.isend(torch.tensor([bucket.index]), rank, Tag.WHOLE)
             return None
         return models.decode(bucket, arrival.storage[: arrival.length])
-
-    def answer(self, arrival: Arrival) -> None:
-        """It has gone already."""
 
 
 register(

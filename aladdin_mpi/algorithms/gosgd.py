@@ -8,7 +8,6 @@ own, because the buckets of a message need not arrive between the same two steps
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import torch
 from pydantic import Field
@@ -17,10 +16,12 @@ from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.gossip.gossip_inbox import GossipInbox
-from aladdin_mpi.gossip.peers import ModelOutbox, PeerWorker
+from aladdin_mpi.gossip.peers import ModelOutbox
 from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.saved import saved
 from aladdin_mpi.model.vectors import add
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
 
@@ -41,12 +42,14 @@ LEAST_ALPHA = 2.0**-1000
 """Below it a worker keeps what it has: halved often enough a weight would become 0."""
 
 
-class GoSgdWorker(PeerWorker):
+class GoSgdWorker(TrainingWorker):
     """Mix in what has come, take a step, and send to somebody now and then.
 
     A worker whose last model is still on the wire sends none in this step and
     halves no weight: it neither waits nor piles up copies.
     """
+
+    SAVED = TrainingWorker.SAVED | saved("alpha", "random")
 
     def __init__(
         self,
@@ -56,7 +59,9 @@ class GoSgdWorker(PeerWorker):
         options: GoSgdOptions,
         seed: int,
     ) -> None:
-        super().__init__(worker, optimizer, wire)
+        super().__init__(worker, optimizer)
+        self.wire = wire.plain
+        self.g = worker.replica.new_vector()
         self.p = options.p
         self.random = random.Random(f"gosgd {seed} {self.index}")
         self.alpha = [1 / self.n] * len(self.layout.buckets)
@@ -67,7 +72,7 @@ class GoSgdWorker(PeerWorker):
         """Train until the segment's samples are used up."""
         for _ in self.worker.batches():
             self.inbox.take_into(self.x, self.alpha)
-            add(self.x, self.direction(), alpha=-self.worker.lr)
+            add(self.x, self.direction(self.g), alpha=-self.worker.lr)
             if self.random.random() < self.p:
                 self._send_to_somebody()
         self.outbox.flush()
@@ -90,16 +95,6 @@ class GoSgdWorker(PeerWorker):
     def weight(self, bucket: Bucket) -> float:
         """This worker's alpha."""
         return self.alpha[bucket.index]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on."""
-        return {**super().state_dict(), "alpha": self.alpha, "random": self.random.getstate()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        super().load_state_dict(state)
-        self.alpha = state["alpha"]
-        self.random.setstate(state["random"])
 
 
 register(

@@ -1,4 +1,4 @@
-"""Workers that add up their gradients on their host before one of them talks to the servers."""
+"""Links of workers that add up their gradients on their host: one of them talks to the servers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import copy
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.parameter_server.push_pull import PushPullWorker
 from aladdin_mpi.parameter_server.server import TAKEN
+from aladdin_mpi.parameter_server.server_link import GradientLink
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Request
@@ -40,7 +40,7 @@ def host_groups(transport: Transport, servers: int, largest: int | None = None) 
     ]
 
 
-class LeadingWorker(PushPullWorker):
+class LeadingLink(GradientLink):
     """Adds its host's gradients to its own, talks to the servers, and hands on the model."""
 
     def __init__(
@@ -115,7 +115,7 @@ class LeadingWorker(PushPullWorker):
         )
 
 
-class FollowingWorker(PushPullWorker):
+class FollowingLink(GradientLink):
     """Sends its gradients to the leader of its host and gets the model from it."""
 
     def __init__(

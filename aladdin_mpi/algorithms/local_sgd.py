@@ -16,12 +16,11 @@ from typing import Literal
 from pydantic import Field
 
 from aladdin_mpi.algorithms.registry import Algorithm, register
-from aladdin_mpi.algorithms.summing import SummingWorker
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.compression.codec import GradientCodec
-from aladdin_mpi.gossip.peers import PeerWorker
 from aladdin_mpi.model.vectors import add, copy
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
 
@@ -47,17 +46,18 @@ class LocalSgdOptions(OwnOptions):
     )
 
 
-class LocalSgdWorker(SummingWorker, PeerWorker):
+class LocalSgdWorker(TrainingWorker):
     """``base`` is the last average: between segments it is the model of every worker."""
 
     def __init__(
         self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: LocalSgdOptions
     ) -> None:
-        super().__init__(worker, optimizer, wire)
+        super().__init__(worker, optimizer)
         self.options = options
+        self.g = worker.replica.new_vector()
         self.base = worker.replica.new_vector()
         self.all_reduce = choose.make(
-            options.allreduce, self.transport, self.g.device, self.wire.dtype
+            options.allreduce, self.transport, self.g.device, wire.plain.dtype
         )
 
     def run(self) -> None:
@@ -65,7 +65,7 @@ class LocalSgdWorker(SummingWorker, PeerWorker):
         copy(self.base, self.x)
         steps = 0
         for _ in self.worker.batches():
-            add(self.x, self.direction(), alpha=-self.worker.lr)
+            add(self.x, self.direction(self.g), alpha=-self.worker.lr)
             steps += 1
             if steps >= self.local_steps:
                 self.average()
@@ -88,6 +88,15 @@ class LocalSgdWorker(SummingWorker, PeerWorker):
         for bucket, pending in zip(buckets, sums, strict=True):
             add(self.base[bucket.part], pending.wait(), alpha=1 / self.n)
         copy(self.x, self.base)
+
+    def close(self) -> None:
+        """End the library's part too."""
+        super().close()
+        self.all_reduce.close()
+
+    def describe(self) -> str:
+        """Which library sums."""
+        return f"all-reduce: {self.all_reduce.describe()}"
 
 
 register(

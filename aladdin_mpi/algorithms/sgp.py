@@ -30,11 +30,13 @@ from pydantic import Field
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.gossip.peers import ModelOutbox, PeerWorker
+from aladdin_mpi.gossip.peers import ModelOutbox
 from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.saved import saved
 from aladdin_mpi.model.vectors import add, copy, lerp
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import OwnOptions, RunSettings, own
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.request import PeerFailedError, Request
@@ -95,13 +97,15 @@ class _Push:
         self.requests: list[Request] = []
 
 
-class SgpWorker(PeerWorker):
+class SgpWorker(TrainingWorker):
     """One node; ``tau`` = 0 is SGP, more is Overlap SGP.
 
     Args:
         tau: steps that a message may take before it is waited for.
         add_first: add what has come of earlier steps before sending, too, not only after.
     """
+
+    SAVED = TrainingWorker.SAVED | saved("w", "steps")
 
     def __init__(
         self,
@@ -112,7 +116,9 @@ class SgpWorker(PeerWorker):
         tau: int = 0,
         add_first: bool = False,
     ) -> None:
-        super().__init__(worker, optimizer, wire)
+        super().__init__(worker, optimizer)
+        self.wire = wire.plain
+        self.g = worker.replica.new_vector()
         self.tau = tau
         self.add_first = add_first
         self.graph = options.graph
@@ -128,7 +134,7 @@ class SgpWorker(PeerWorker):
         for batch in self.worker.batches():
             source, dest = self._neighbours(batch.absent)
             self._expect(source)
-            add(self.x, self.direction(), alpha=-self.worker.lr / self.w)  # [1]
+            add(self.x, self.direction(self.g), alpha=-self.worker.lr / self.w)  # [1]
             if self.add_first:
                 # Not this step's, which a faster worker may have sent already: whoever gets
                 # from here would have it a step early, and the mixing would not be exact.
@@ -197,15 +203,6 @@ class SgpWorker(PeerWorker):
     def weight(self, bucket: Bucket) -> float:
         """The push-sum weight w."""
         return self.w
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on."""
-        return {**super().state_dict(), "w": self.w, "steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        super().load_state_dict(state)
-        self.w, self.steps = state["w"], state["steps"]
 
     def resize(self, former: Former) -> None:
         """From the weighted mean of all, each with the weight 1; the graph goes on."""

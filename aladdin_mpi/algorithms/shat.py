@@ -8,18 +8,21 @@ as it is behind: ``x_i <- (1 - alpha_i) x_i + alpha_i x~``.
 from __future__ import annotations
 
 from math import log, log2
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from aladdin_mpi.algorithms.asp import AspOptions, AspServer, AspWorker
+from aladdin_mpi.algorithms.asp import AspOptions, who_steps
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
-from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.model.saved import saved
+from aladdin_mpi.model.vectors import add
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.parameter_server.push_pull import self_update
 from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
+from aladdin_mpi.parameter_server.server_link import GradientLink
+from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import own
 from aladdin_mpi.roles.worker import Worker
 
@@ -49,51 +52,59 @@ def staleness_weight(others: int, workers: int, base: str) -> float:
     return min(1.0, max(0.0, 1 - workers / others / logarithm))
 
 
-class ShatWorker(AspWorker):
-    """Push ``g_i``, update oneself, wait for ``x~`` and blend it in."""
+class ShatWorker(TrainingWorker):
+    """``x_i <- x_i - lr g_i``, then ``x_i <- (1 - alpha_i) x_i + alpha_i x~``."""
+
+    SAVED = TrainingWorker.SAVED | saved(outbox="link")
+    RESIZED = ("worker", "link")
 
     def __init__(
         self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: ShatOptions
     ) -> None:
-        super().__init__(worker, optimizer, wire, options)
+        super().__init__(worker, optimizer)
+        self.link = GradientLink(worker, optimizer, wire, momentum=options.momentum == "worker")
         self.updates_itself = options.self_update
 
-    def step(self, number: int, batch: Ticket) -> None:
-        """Push, update, pull."""
-        g = self.push(batch)
-        if self.updates_itself:
-            self_update(self.x, g, self.worker.lr)
-        self.pull()
+    def run(self) -> None:
+        """Push ``g_i``, update oneself, wait for ``x~`` and blend it in by its alpha_i."""
+        self.link.open()
+        for batch in self.worker.batches():
+            g = self.link.push(batch)
+            if self.updates_itself:
+                add(self.x, g, alpha=-self.worker.lr)
+            self.link.pull()
+        self.link.close()
 
 
-class ShatServer(AspServer):
-    """As ASP's, with alpha_i in the answer."""
+class ShatServer(Server):
+    """``x~ <- x~ - lr g_i`` for every gradient, each answered with x~ and alpha_i.
+
+    ``at_last`` has, for each bucket and worker, the updates at the worker's last answer.
+    """
+
+    SAVED = Server.SAVED | saved("at_last")
 
     def __init__(self, server: ParameterServer, optimizer: Optimizer, options: ShatOptions) -> None:
-        super().__init__(server, optimizer, options)
+        super().__init__(server, *who_steps(server, optimizer, options))
         self.log = options.log
         self.at_last = {index: [0] * self.n for index in self.applied}
 
-    def answer(self, arrival: Arrival) -> None:
-        """Send the model with the weight that the worker's staleness gives it."""
+    def run(self) -> None:
+        """Update, answer."""
+        for arrival in self.arrivals():
+            self.update(arrival)
+            alpha = staleness_weight(self._others(arrival), self.n, self.log)
+            self.server.send_model(arrival.worker, arrival.bucket, alpha)
+
+    def _others(self, arrival: Arrival) -> int:
+        """c_i, updates by other workers since this one's last."""
         index, worker = arrival.bucket.index, arrival.worker
-        before = self.applied[index] - arrival.count
-        others = before - self.at_last[index][worker]
+        before = self.at_last[index][worker]
         self.at_last[index][worker] = self.applied[index]
-        alpha = staleness_weight(others, self.n, self.log)
-        self.server.send_model(worker, arrival.bucket, alpha)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on."""
-        return {**super().state_dict(), "at_last": self.at_last}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        super().load_state_dict(state)
-        self.at_last = state["at_last"]
+        return self.applied[index] - arrival.count - before
 
     def resize(self, former: Former) -> None:
-        """See :meth:`AnsweringServer.resize`."""
+        """All workers have just got a model."""
         super().resize(former)
         self.at_last = {index: [total] * self.n for index, total in self.applied.items()}
 

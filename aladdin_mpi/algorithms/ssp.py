@@ -14,14 +14,17 @@ from typing import Literal
 
 from pydantic import Field
 
-from aladdin_mpi.algorithms.asp import AspOptions, AspServer, AspWorker
+from aladdin_mpi.algorithms.asp import AspOptions, who_steps
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
-from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.model.saved import saved
+from aladdin_mpi.model.vectors import add
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.parameter_server.push_pull import self_update
-from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
+from aladdin_mpi.parameter_server.server import ParameterServer
+from aladdin_mpi.parameter_server.server_link import GradientLink
+from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.parameter_server.staleness import StalenessBound
+from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import own
 from aladdin_mpi.roles.worker import Worker
 
@@ -52,55 +55,55 @@ class SspOptions(AspOptions):
     )
 
 
-class SspWorker(AspWorker):
-    """Push ``g_i`` in every step; wait for ``x~`` in every step, or every bound + 1 steps."""
+class SspWorker(TrainingWorker):
+    """``x_i <- x~`` after every step, or every bound + 1 steps, and steps alone between."""
+
+    SAVED = TrainingWorker.SAVED | saved(outbox="link")
+    RESIZED = ("worker", "link")
 
     def __init__(
         self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: SspOptions
     ) -> None:
-        super().__init__(worker, optimizer, wire, options)
+        super().__init__(worker, optimizer)
+        self.link = GradientLink(worker, optimizer, wire, momentum=options.momentum == "worker")
         self.every = 1 if options.pull == "always" else options.bound + 1
         self.coalesces = options.coalesce
-        self.divisor = worker.count if options.self_update == "workers" else 1
+        self.divisor = self.n if options.self_update == "workers" else 1
 
-    def step(self, number: int, batch: Ticket) -> None:
-        """Push; pull, or go on by oneself."""
-        g = self.push(batch)
-        if not self.coalesces:
-            self.outbox.drain()
-        if number % self.every == 0:
-            self.outbox.drain()
-            self.pull()
-        else:
-            self_update(self.x, g, self.worker.lr / self.divisor)
+    def run(self) -> None:
+        """Push ``g_i``; wait for ``x~`` and take it, or go on by oneself."""
+        self.link.open()
+        for step, batch in enumerate(self.worker.batches(), start=1):
+            g = self.link.push(batch)
+            is_due = step % self.every == 0
+            if is_due or not self.coalesces:
+                self.link.outbox.drain()
+            if is_due:
+                self.link.pull()
+            else:
+                add(self.x, g, alpha=-self.worker.lr / self.divisor)
+        self.link.close()
 
 
-class SspServer(AspServer):
-    """``x~ <- x~ - lr g_i``, answered when the slowest worker is near enough."""
+class SspServer(Server):
+    """``x~ <- x~ - lr g_i`` for every gradient, answered when the slowest worker is near."""
 
     def __init__(self, server: ParameterServer, optimizer: Optimizer, options: SspOptions) -> None:
-        super().__init__(server, optimizer, options)
+        super().__init__(server, *who_steps(server, optimizer, options))
         self.every = 1 if options.pull == "always" else options.bound + 1
         self.clocks = StalenessBound(self.n, server.buckets, options.bound, server.send_model)
-        self.begin()
 
-    def begin(self) -> None:
-        """All workers start a segment with the same model."""
-        self.clocks.open()
-        self.answered = {bucket.index: [0] * self.n for bucket in self.server.buckets}
-
-    def answer(self, arrival: Arrival) -> None:
-        """Hold the answer back while the worker is too far ahead."""
-        worker, bucket = arrival.worker, arrival.bucket
-        clock = self.clocks.advance(worker, bucket, arrival.count)
-        answered = self.answered[bucket.index]
-        if clock - answered[worker] >= self.every:
-            answered[worker] = clock
-            self.clocks.hold(worker, bucket)
-
-    def ended(self, worker: int) -> None:
-        """Nobody waits for a worker that has ended."""
-        self.clocks.ended(worker)
+    def run(self) -> None:
+        """Update; answer every ``every`` steps, once the worker is not too far ahead."""
+        self.clocks.open()  # all begin a segment with the same model
+        answered = {index: [0] * self.n for index in self.applied}
+        for arrival in self.arrivals(self.clocks.ended):
+            self.update(arrival)
+            worker, bucket = arrival.worker, arrival.bucket
+            clock = self.clocks.advance(worker, bucket, arrival.count)
+            if clock - answered[bucket.index][worker] >= self.every:
+                answered[bucket.index][worker] = clock
+                self.clocks.hold(worker, bucket)
 
 
 register(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from aladdin_mpi.control.refusals import NBYTES, Reason, Refusal
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.model.saved import Stateful, saved
 from aladdin_mpi.process import console
 from aladdin_mpi.transport.base import Transport
 
@@ -28,12 +29,14 @@ KINDS = {
 }
 
 
-class Ledger:
+class Ledger(Stateful):
     """Hears of every refusal, by a message handler.
 
     Args:
         first_worker: the rank of worker 0.
     """
+
+    SAVED = saved(counts="_counts", first="_first")
 
     def __init__(self, transport: Transport, first_worker: int) -> None:
         self._transport = transport
@@ -94,14 +97,6 @@ class Ledger:
             return f"a message ({name}) had a wrong checksum when rank {source} received it"
         found = "NaN" if reason == Reason.NAN else "an infinite value"
         return f"{found} in bucket {refusal.bucket} {at}"
-
-    def state_dict(self) -> dict[str, Any]:
-        """The record, for a checkpoint."""
-        return {"counts": self._counts, "first": self._first}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        self._counts, self._first = state["counts"], state["first"]
 
 
 def _last_words(name: str, refusal: Refusal, why: str) -> str:

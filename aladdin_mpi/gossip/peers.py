@@ -1,4 +1,4 @@
-"""What workers without servers have in common: local steps, and models sent to each other."""
+"""Models that workers send to each other."""
 
 from __future__ import annotations
 
@@ -6,37 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aladdin_mpi.compression.codec import DenseWire, GradientCodec
+from aladdin_mpi.compression.codec import DenseWire
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.model.vectors import scale
-from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.request import PeerFailedError, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class PeerWorker(TrainingWorker):
-    """A worker among equals, with a model and a momentum of its own."""
-
-    def __init__(self, worker: Worker, optimizer: Optimizer, wire: GradientCodec) -> None:
-        super().__init__(worker, optimizer)
-        self.wire = wire.plain
-        self.transport = worker.transport
-        self.layout = worker.layout
-        self.index, self.n = worker.index, worker.count
-        self.g = worker.replica.new_vector()
-
-    def direction(self) -> Tensor:
-        """``opt(g)``, g the gradient of the current batch at ``x``; valid until the next call."""
-        g = self.g
-        self.worker.gradient(g)
-        if self.worker.share != 1.0:
-            scale(g, self.worker.share)
-        self.optimizer.correct(slice(0, g.numel()), g, self.x)
-        return g
 
 
 class _Copy:

@@ -18,11 +18,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.saved import Stateful, saved
 from aladdin_mpi.model.vectors import BLOCK, blocks, clear, copy
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.worker import Worker
@@ -53,7 +54,7 @@ class Step:
     base: list[int]
 
 
-class GlobalTrack:
+class GlobalTrack(Stateful):
     """x, V and M of all buckets.
 
     Args:
@@ -63,6 +64,8 @@ class GlobalTrack:
             rounds, a / 2 between 1/2 and 1.
         lookahead: L, rounds to look ahead from x.
     """
+
+    SAVED = saved("velocity", "model", "count", "age", "begun")
 
     def __init__(
         self,
@@ -198,25 +201,6 @@ class GlobalTrack:
         return sum(self.age) / max(1, len(self.age))
 
     # -- checkpoints --------------------------------------------------------------------
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on; p is the worker's own.
-
-        Not what is pending: see :meth:`open`.
-        """
-        return {
-            "velocity": self.velocity,
-            "model": self.model,
-            "count": self.count,
-            "age": self.age,
-            "begun": self.begun,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        copy(self.velocity, state["velocity"])
-        copy(self.model, state["model"])
-        self.count, self.age = list(state["count"]), list(state["age"])
-        self.begun = state["begun"]
 
     def restart(self, count: int = 0) -> None:
         """Without a state: what was here is not the worker's any more.

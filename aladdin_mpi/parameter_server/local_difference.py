@@ -1,15 +1,15 @@
-"""Local SGD whose exchange is a difference pushed and the model pulled."""
+"""Local SGD that pushes what it has moved and takes models as they come."""
 
 from __future__ import annotations
 
 from math import isfinite, nan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.model.vectors import copy
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.parameter_server.inbox import Model, ModelInbox
-from aladdin_mpi.parameter_server.local_steps import LocalStepWorker
+from aladdin_mpi.parameter_server.server_link import ServerLink
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.worker import Worker
 
@@ -35,8 +35,10 @@ class DifferenceInbox(ModelInbox):
         x.add_(base)
 
 
-class DifferenceWorker(LocalStepWorker):
-    """Local SGD from a pulled model; ``x - base`` is what it has moved since it last pushed.
+class LocalDifference:
+    """Local SGD from a pulled model; ``x - base`` is what it has moved since the last push.
+
+    ``steps`` counts the local steps since then.
 
     Args:
         wire: of models.
@@ -46,32 +48,40 @@ class DifferenceWorker(LocalStepWorker):
     def __init__(
         self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, codec: GradientCodec
     ) -> None:
-        inbox = DifferenceInbox(worker, wire)
-        super().__init__(worker, optimizer, codec, inbox)
-        self.base = inbox.base
-        self._losses = 0.0
-        self._seconds = 0.0
-        self._timed = self._sound = 0
+        self.worker = worker
+        self.optimizer = optimizer
+        self.x = worker.parameters
+        self.inbox = DifferenceInbox(worker, wire)
+        self.link = ServerLink(worker, codec, self.inbox)
+        self.base = self.inbox.base
+        self.g = worker.replica.new_vector()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.steps = self._sound = 0
+        self._losses = self._seconds = 0.0
 
     def open(self) -> None:
-        """Between segments nothing is left to be pushed."""
+        """A segment begins, with nothing left to be pushed."""
+        self.link.open()
         copy(self.base, self.x)
 
-    def local_step(self) -> None:
-        """A local step, its loss and its time noted."""
-        now = self.worker.transport.now
-        start = now()
-        super().local_step()
-        self._seconds += now() - start
-        self._timed += 1
-        if isfinite(self.worker.loss):
-            self._losses += self.worker.loss
+    def step(self) -> None:
+        """``x <- x - lr v``, v the gradient with momentum and weight decay."""
+        worker, g = self.worker, self.g
+        start = worker.transport.now()
+        worker.gradient(g)
+        self.optimizer.descend(slice(0, g.numel()), g, self.x, worker.lr)
+        self._seconds += worker.transport.now() - start
+        self.steps += 1
+        if isfinite(worker.loss):
+            self._losses += worker.loss
             self._sound += 1
 
     @property
     def step_seconds(self) -> float:
         """Mean time of the local steps since the last push."""
-        return self._seconds / max(1, self._timed)
+        return self._seconds / max(1, self.steps)
 
     @property
     def loss(self) -> float:
@@ -79,23 +89,16 @@ class DifferenceWorker(LocalStepWorker):
         return self._losses / self._sound if self._sound else nan
 
     def push(self, *notes: float) -> None:
-        """Send ``x - base``, which holds ``steps`` gradients; ``base <- x``."""
-        self.outbox.drain()  # what was pushed before: it has been answered, or the segment ends
-        self.send(self.x, less=self.base, notes=notes)
+        """Push ``x - base``, which holds ``steps`` gradients; ``base <- x``."""
+        self.link.outbox.drain()  # the last push: it has been answered, or the segment ends
+        self.link.push_values(self.x, self.steps, less=self.base, notes=notes)
         copy(self.base, self.x)
-        self._losses = self._seconds = 0.0
-        self._timed = self._sound = 0
+        self._clear()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on."""
-        return {**super().state_dict(), "outbox": self.outbox.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        super().load_state_dict(state)
-        self.outbox.load_state_dict(state["outbox"])
+    def close(self) -> None:
+        """The segment ends, and all is pushed."""
+        self.link.close()
 
     def resize(self, former: Former) -> None:
-        """See :meth:`TrainingWorker.resize`."""
-        super().resize(former)
-        self.outbox.resize(former, self.worker)
+        """See :meth:`ServerLink.resize`."""
+        self.link.resize(former)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Bucket, Layout
+from aladdin_mpi.model.saved import Stateful, saved
 from aladdin_mpi.model.vectors import add
 from aladdin_mpi.parameter_server.frames import Header, Kind
 from aladdin_mpi.roles.former import Former
@@ -35,7 +36,7 @@ class _Slot:
         self.requests: list[Request] = []
 
 
-class Outbox:
+class Outbox(Stateful):
     """A ring of gradients in flight to the servers.
 
     A gradient leaves bucket by bucket while backward goes on, as long as fewer than
@@ -46,6 +47,8 @@ class Outbox:
 
     ``coalesced`` counts the gradients that were added to another one.
     """
+
+    SAVED = saved("coalesced", codec="_codec")
 
     def __init__(
         self,
@@ -158,15 +161,6 @@ class Outbox:
         slot.requests.append(
             self._transport.isend(message, bucket.server, Tag.GRADIENT, after=event)
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """What remains when nothing is in flight."""
-        return {"coalesced": self.coalesced, "codec": self._codec.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        self.coalesced = state["coalesced"]
-        self._codec.load_state_dict(state["codec"])
 
     def resize(self, former: Former, worker: Worker) -> None:
         """Go on with what other numbers of workers have held back, in the mean."""

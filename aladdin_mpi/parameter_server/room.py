@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from aladdin_mpi.model.saved import Stateful, saved
+
 TIGHT = 0.35
 """Below this measure a thriftier level is tried."""
 WIDE = 0.8
@@ -36,12 +38,14 @@ class Level(NamedTuple):
     pi: int
 
 
-class Room:
+class Room(Stateful):
     """One worker's level.
 
     Args:
         levels: from generous to thrifty.
     """
+
+    SAVED = saved("_at", "_measure", "_steps", "_trial", "_pause")
 
     def __init__(self, levels: tuple[Level, ...]) -> None:
         self._levels = levels
@@ -89,13 +93,3 @@ class Room:
     def _go(self, level: int) -> None:
         self._at = level
         self._steps = 0
-
-    def state_dict(self) -> dict[str, object]:
-        """Everything that the next segment depends on."""
-        names = ("_at", "_measure", "_steps", "_trial", "_pause")
-        return {name: getattr(self, name) for name in names}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        for name, value in state.items():
-            setattr(self, name, value)

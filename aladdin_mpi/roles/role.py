@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from aladdin_mpi.model.layout import Bucket
-from aladdin_mpi.model.vectors import copy
+from aladdin_mpi.model.saved import Saved, load_state, saved, state_of
+from aladdin_mpi.model.vectors import copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.worker import Worker
@@ -22,6 +23,9 @@ class Role(ABC):
     Between segments nothing is in flight: all that an algorithm remembers then is
     in :meth:`state_dict`.
     """
+
+    SAVED: ClassVar[Saved]
+    """The attributes that are its state."""
 
     @abstractmethod
     def run(self) -> None:
@@ -62,13 +66,13 @@ class Role(ABC):
         """What they weigh in the mean over all ranks that have some."""
         return 1.0
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """All state, as tensors, numbers, strings, lists and dicts."""
+        return state_of(self, self.SAVED)
 
-    @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
+        load_state(self, self.SAVED, state)
 
     @abstractmethod
     def resize(self, former: Former) -> None:
@@ -88,12 +92,30 @@ class Role(ABC):
 
 
 class TrainingWorker(Role):
-    """A rank that computes gradients, with a model and an optimizer of its own."""
+    """A rank that computes gradients, with a model and an optimizer of its own.
+
+    ``x`` is the model, one flat vector; ``index`` counts the ``n`` workers from 0.
+    """
+
+    SAVED = saved("worker", "optimizer", parameters="x")
+    RESIZED: ClassVar[tuple[str, ...]] = ("worker",)
+    """The parts that go on, each by its ``resize(former)``, with other numbers of workers."""
 
     def __init__(self, worker: Worker, optimizer: Optimizer) -> None:
         self.worker = worker
         self.optimizer = optimizer
         self.x = worker.parameters
+        self.transport = worker.transport
+        self.layout = worker.layout
+        self.index, self.n = worker.index, worker.count
+
+    def direction(self, g: Tensor) -> Tensor:
+        """``opt(g)``, g the gradient of the current batch at ``x``: into ``g``, which holds any."""
+        self.worker.gradient(g)
+        if self.worker.share != 1.0:
+            scale(g, self.worker.share)
+        self.optimizer.correct(slice(0, g.numel()), g, self.x)
+        return g
 
     def close(self) -> None:
         """The model is the user's again."""
@@ -114,22 +136,9 @@ class TrainingWorker(Role):
         """This worker's own model."""
         return self.x[bucket.part]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on."""
-        return {
-            "worker": self.worker.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "parameters": self.x,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        self.worker.load_state_dict(state["worker"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.x.copy_(state["parameters"])
-
     def resize(self, former: Former) -> None:
         """Begin from the global model, with the mean of what the workers had of their own."""
         copy(self.x, former.model)
-        self.worker.resize(former)
         self.optimizer.inherit(former.worker["optimizer"])
+        for name in self.RESIZED:
+            getattr(self, name).resize(former)

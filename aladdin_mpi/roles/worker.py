@@ -15,6 +15,7 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.bucket_watch import BucketWatch
 from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.model.replica import PhantomReplica, Replica
+from aladdin_mpi.model.saved import Stateful, saved
 from aladdin_mpi.model.vectors import clear, clip_norm
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.transport.base import Transport
@@ -75,7 +76,7 @@ def _nothing(ticket: Ticket) -> None:
     """Nothing follows a step."""
 
 
-class Worker:
+class Worker(Stateful):
     """One worker's replica and its supply of batches and gradients.
 
     ``reached`` is the number of the run's samples before which this worker has done all of its
@@ -108,6 +109,8 @@ class Worker:
             does not know it.
         after_step: called with a batch when the algorithm has done all that it asks for.
     """
+
+    SAVED = saved("samples", "computed", "refused", "in_a_row", pace="pace.random")
 
     def __init__(
         self,
@@ -389,26 +392,6 @@ class Worker:
             moment = start + duration * (FORWARD_SHARE + (1 - FORWARD_SHARE) * done)
             self.transport.sleep(max(0.0, moment - self.transport.now()))
             self._complete(bucket)
-
-    def state_dict(self) -> dict[str, object]:
-        """Counters and random state, for a checkpoint between segments."""
-        return {
-            "samples": self.samples,
-            "computed": self.computed,
-            "refused": self.refused,
-            "in_a_row": self.in_a_row,
-            "pace": self.pace.random.getstate(),
-        }
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        self.samples = int(str(state["samples"]))
-        self.computed = int(str(state["computed"]))
-        self.refused = int(str(state["refused"]))
-        self.in_a_row = int(str(state["in_a_row"]))
-        pace = state["pace"]
-        assert isinstance(pace, tuple)
-        self.pace.random.setstate(pace)
 
     def resize(self, former: Former) -> None:
         """Begin a period with another number of workers."""

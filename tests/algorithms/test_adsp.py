@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.algorithms.adsp import AdspOptions, AdspServer, AdspWorker, Schedule
+from aladdin_mpi.algorithms.adsp import AdspOptions, AdspServer, Schedule
 from aladdin_mpi.algorithms.adsp_search import Curve, RateSearch, fit, reward
+from aladdin_mpi.parameter_server.local_difference import LocalDifference
 from tests.checks import check_converges, check_resumed
 from tests.commands import simulate, summary, train
 from tests.launch import needs
@@ -239,13 +240,13 @@ def test_model_moves_by_the_mean_of_what_workers_have_moved(
     monkeypatch: pytest.MonkeyPatch, servers: int
 ) -> None:
     moved: list[Tensor] = []
-    push = AdspWorker.push
+    push = LocalDifference.push
 
-    def recording(self: AdspWorker, *notes: float) -> None:
+    def recording(self: LocalDifference, *notes: float) -> None:
         moved.append(self.x - self.base)
         push(self, *notes)
 
-    monkeypatch.setattr(AdspWorker, "push", recording)
+    monkeypatch.setattr(LocalDifference, "push", recording)
     job = Job("adsp", workers=3, servers=servers, bucket=5, slowdown={1: 3.0}, samples=600)
     job.cluster, job.settings = any_network(5, 6), plain()
     end = run(job)

@@ -28,6 +28,7 @@ from aladdin_mpi.algorithms.ashl_plan import (
 from aladdin_mpi.algorithms.ashl_top_k import TopK
 from aladdin_mpi.compression.codec import DenseWire
 from aladdin_mpi.model.layout import cut
+from aladdin_mpi.parameter_server.local_difference import LocalDifference
 from aladdin_mpi.parameter_server.outbox import Outbox
 from aladdin_mpi.run.rounding import rounded
 from aladdin_mpi.transport.base import Transport
@@ -187,13 +188,13 @@ def test_one_worker_is_plain_sgd() -> None:
 def pushes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[tuple[Any, Tensor]]]]:
     """What every worker has pushed: its steps and notes, and how it had moved."""
     found: dict[int, list[tuple[Any, Tensor]]] = defaultdict(list)
-    push = AshlWorker.push
+    push = LocalDifference.push
 
-    def recording(self: AshlWorker, *notes: float) -> None:
+    def recording(self: LocalDifference, *notes: float) -> None:
         found[self.worker.index].append(((*notes, self.steps), self.x - self.base))
         push(self, *notes)
 
-    monkeypatch.setattr(AshlWorker, "push", recording)
+    monkeypatch.setattr(LocalDifference, "push", recording)
     yield found
 
 
@@ -280,9 +281,9 @@ class BoundWatch:
         self.ended: set[int] = set()
         self.bound = bound
         self.furthest = 0
-        push, flush = AshlWorker.push, Outbox.flush
+        push, flush = LocalDifference.push, Outbox.flush
 
-        def counting(role: AshlWorker, *notes: float) -> None:
+        def counting(role: LocalDifference, *notes: float) -> None:
             self.fine[role.worker.index] += notes[1] == Phase.FINE
             push(role, *notes)
 
@@ -290,7 +291,7 @@ class BoundWatch:
             self.ended.add(box._transport.rank - box._layout.servers)
             flush(box)
 
-        monkeypatch.setattr(AshlWorker, "push", counting)
+        monkeypatch.setattr(LocalDifference, "push", counting)
         monkeypatch.setattr(Outbox, "flush", ending)
 
     def step(self, transport: Transport, role: Any, ticket: Any) -> None:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from pydantic import Field
 
 from aladdin_mpi.algorithms.registry import Algorithm, register
-from aladdin_mpi.parameter_server.answering import AnsweringServer
-from aladdin_mpi.parameter_server.push_pull import PushPullWorker
+from aladdin_mpi.compression.codec import GradientCodec
+from aladdin_mpi.model.saved import saved
+from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.parameter_server.server_link import GradientLink
+from aladdin_mpi.parameter_server.server_role import Server
+from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import OwnOptions, own
+from aladdin_mpi.roles.worker import Worker
 
 
 class ToyOptions(OwnOptions):
@@ -18,24 +23,39 @@ class ToyOptions(OwnOptions):
     )
 
 
-class ToyWorker(PushPullWorker):
+class ToyWorker(TrainingWorker):
     """Push the gradient, pull the model."""
+
+    SAVED = TrainingWorker.SAVED | saved(outbox="link")
+
+    def __init__(self, worker: Worker, optimizer: Optimizer, wire: GradientCodec) -> None:
+        super().__init__(worker, optimizer)
+        self.link = GradientLink(worker, optimizer, wire, momentum=True)
 
     def run(self) -> None:
         """Train until the segment's samples are used up."""
-        self.inbox.open()
+        self.link.open()
         for batch in self.worker.batches():
-            self.push(batch)
-            self.pull()
-        self.outbox.flush()
-        self.inbox.drain_into(self.x)
+            self.link.push(batch)
+            self.link.pull()
+        self.link.close()
+
+
+class ToyServer(Server):
+    """Update, answer."""
+
+    def run(self) -> None:
+        """Serve until every worker has ended the segment."""
+        for arrival in self.arrivals():
+            self.update(arrival)
+            self.server.send_model(arrival.worker, arrival.bucket)
 
 
 register(
     Algorithm(
         "toy",
-        lambda worker, optimizer, wire, run: ToyWorker(worker, optimizer, wire, momentum=True),
-        lambda server, optimizer, run: AnsweringServer(server, None, own(run, ToyOptions).divisor),
+        lambda worker, optimizer, wire, run: ToyWorker(worker, optimizer, wire),
+        lambda server, optimizer, run: ToyServer(server, None, own(run, ToyOptions).divisor),
         options=ToyOptions,
         few_bits=True,
         optimizers="by-value",

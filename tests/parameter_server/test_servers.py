@@ -378,7 +378,7 @@ def test_on_bound_sends_every_gradient_unless_it_coalesces() -> None:
         end.check_accounts()
         ssp_workers = [rank.role for rank in end.workers]
         coalesced[coalesce] = sum(
-            w.outbox.coalesced for w in ssp_workers if isinstance(w, SspWorker)
+            w.link.outbox.coalesced for w in ssp_workers if isinstance(w, SspWorker)
         )
     assert coalesced[True] > 0
     assert coalesced[False] == 0

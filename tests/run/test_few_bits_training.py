@@ -98,7 +98,7 @@ def test_every_workers_copy_is_its_servers_shadow(algorithm: str, wire: str) -> 
         encoder: Any = server.role.server._sender._differences  # type: ignore[attr-defined]
         assert isinstance(encoder, FewBitsEncoder)
         for worker, rank in enumerate(range(2, 6)):
-            decoder: Any = outcome.workers[worker].role.inbox._differences  # type: ignore[attr-defined]
+            decoder: Any = outcome.workers[worker].role.link.inbox._differences  # type: ignore[attr-defined]
             assert isinstance(decoder, FewBitsDecoder)
             for bucket in server.role.server.buckets:  # type: ignore[attr-defined]
                 shadow = encoder._shadows[rank, bucket.index]
@@ -197,14 +197,14 @@ def test_the_centre_knows_the_workers_models_again_after_a_loss(wire: str) -> No
     )
     for rank, worker in enumerate(outcome.workers):
         assert isinstance(worker.role, EasgdWorker)
-        assert isinstance(worker.role.differences, FewBitsEncoder)
-        for (server, bucket), shadow in worker.role.differences._shadows.items():
+        assert isinstance(worker.role.link.differences, FewBitsEncoder)
+        for (server, bucket), shadow in worker.role.link.differences._shadows.items():
             centre = outcome.servers[server].role
             assert isinstance(centre, EasgdServer)
             models = centre.models[rank]
             assert isinstance(models, FewBitsDecoder)
             assert same_bits(models._copies[bucket], shadow)
-        assert len(worker.role.differences._shadows) == len(outcome.job.layout.buckets)
+        assert len(worker.role.link.differences._shadows) == len(outcome.job.layout.buckets)
 
 
 # -- ASHL: the largest values, or all in few bits ------------------------------------
