@@ -17,7 +17,7 @@ from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.budget import Budget, Ticket
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.replica import Replica
-from aladdin_mpi.roles.worker import Pace
+from aladdin_mpi.roles.pace import Pace
 from aladdin_mpi.run.building import Computing, make_worker, momentum_sgd
 from aladdin_mpi.run.context import Context, make_layout
 from aladdin_mpi.transport.base import Traffic, Transport
@@ -152,8 +152,8 @@ def run_rank(job: Job, transport: Transport) -> Result:
             ]
             images, labels = data(own, job.dtype)
             last = part == job.passes - 1
-            if worker.watch is not None:
-                worker.watch.enabled = last
+            if worker.step.watch is not None:
+                worker.step.watch.enabled = last
             output = functional.cross_entropy(module(images), labels, reduction="sum")
             output = output / max(ticket.size, 1)
             if output.requires_grad:

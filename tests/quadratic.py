@@ -22,7 +22,7 @@ from aladdin_mpi.model.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
 from aladdin_mpi.model.replica import Replica
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
-from aladdin_mpi.roles.worker import Pace
+from aladdin_mpi.roles.pace import Pace
 from aladdin_mpi.run.building import Computing, make_server, make_worker, momentum_sgd
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.transport.base import Traffic

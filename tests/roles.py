@@ -23,8 +23,8 @@ from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
 from aladdin_mpi.model.replica import Replica
 from aladdin_mpi.parameter_server.server_role import Server
+from aladdin_mpi.roles.pace import Pace
 from aladdin_mpi.roles.role import Role
-from aladdin_mpi.roles.worker import Pace
 from aladdin_mpi.run.building import Computing, make_server, make_worker, momentum_sgd
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.transport.base import Traffic, Transport

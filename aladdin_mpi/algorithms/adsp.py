@@ -236,12 +236,13 @@ class AdspWorker(TrainingWorker):
     paper's ``O_i``, which a worker there spends on a commit, is nothing to be subtracted.
     """
 
-    SAVED = TrainingWorker.SAVED | saved(outbox="local.link", notes="local.inbox.notes")
-    RESIZED = ("worker", "local")
+    SAVED = TrainingWorker.SAVED | saved(outbox="link", notes="local.inbox.notes")
+    RESIZED = ("worker", "link")
 
     def __init__(self, worker: Worker, optimizer: Optimizer, wire: GradientCodec) -> None:
         super().__init__(worker, optimizer)
         self.local = LocalDifference(worker, optimizer, wire, wire)
+        self.link = self.local.link
         self.interval = 0.0
 
     def run(self) -> None:

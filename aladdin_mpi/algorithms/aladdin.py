@@ -23,8 +23,8 @@ from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.parameter_server.gradient_sum import GradientSum
 from aladdin_mpi.parameter_server.inbox import Model, ModelInbox
-from aladdin_mpi.parameter_server.outbox import Outbox
 from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
+from aladdin_mpi.parameter_server.server_link import ServerLink
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
@@ -98,7 +98,8 @@ class AladdinOptions(OwnOptions):
 class AladdinWorker(TrainingWorker):
     """Algorithm 1: compute, update oneself, send, and never wait."""
 
-    SAVED = TrainingWorker.SAVED | saved("outbox")
+    SAVED = TrainingWorker.SAVED | saved(outbox="link")
+    RESIZED = ("worker", "link")
 
     def __init__(
         self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: AladdinOptions
@@ -106,28 +107,22 @@ class AladdinWorker(TrainingWorker):
         super().__init__(worker, optimizer)
         self.sends_steps = options.momentum == "worker"
         self.updates_itself = options.self_update
-        layout, transport = worker.layout, worker.transport
-        new_vector = worker.replica.new_vector
-        self.outbox = Outbox(transport, layout, wire, new_vector, options.ring)
-        self.inbox = (
-            AheadInbox(worker, wire, optimizer, options.lookahead)
-            if options.lookahead
-            else ModelInbox(transport, layout, wire)
-        )
+        steps = options.lookahead
+        inbox = AheadInbox(worker, wire, optimizer, steps) if steps else None
+        self.link = ServerLink(worker, wire, inbox, options.ring)
 
     def run(self) -> None:
         """Train until the segment's samples are used up."""
-        worker, x = self.worker, self.x
-        self.inbox.open()
+        worker, x, link = self.worker, self.x, self.link
+        link.open()
         for batch in worker.batches():
-            g = self.outbox.begin(batch.start)
+            g = link.outbox.begin(batch.start)
             worker.gradient(g, self._send(g))  # [3] and, bucket by bucket, [5]
             if self.updates_itself and not self.sends_steps:
                 self.optimizer.step(x, g, worker.lr)  # [4]
-            self.outbox.end()
-            self.inbox.blend_into(x)  # [6, 7]
-        self.outbox.flush()
-        self.inbox.drain_into(x)
+            link.outbox.end()
+            link.inbox.blend_into(x)  # [6, 7]
+        link.close()
 
     def _send(self, g: Tensor) -> Callable[[Bucket], None]:
         def on_bucket(bucket: Bucket) -> None:
@@ -139,18 +134,13 @@ class AladdinWorker(TrainingWorker):
                     self.optimizer.correct_and_descend(part, g[part], self.x[part], self.worker.lr)
                 else:
                     self.optimizer.correct(part, g[part], self.x[part])
-            self.outbox.put(bucket)
+            self.link.outbox.put(bucket)
 
         return on_bucket
 
     def counts(self) -> dict[str, int]:
         """Gradients computed and coalesced so far."""
-        return {**super().counts(), "coalesced": self.outbox.coalesced}
-
-    def resize(self, former: Former) -> None:
-        """See :meth:`TrainingWorker.resize`."""
-        super().resize(former)
-        self.outbox.resize(former, self.worker)
+        return {**super().counts(), "coalesced": self.link.outbox.coalesced}
 
 
 class AheadInbox(ModelInbox):

@@ -25,9 +25,9 @@ from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.parameter_server.global_track import GlobalTrack
 from aladdin_mpi.parameter_server.inbox import Model, ModelInbox
 from aladdin_mpi.parameter_server.just_in_time import Timing, due_bucket, fine_layout
-from aladdin_mpi.parameter_server.outbox import Outbox
 from aladdin_mpi.parameter_server.room import Level, Room
 from aladdin_mpi.parameter_server.server import Arrival, Notes, ParameterServer
+from aladdin_mpi.parameter_server.server_link import ServerLink
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
@@ -82,7 +82,8 @@ RARER = (2, 4, 8)
 class AheadWorker(TrainingWorker):
     """Compute, move on along the track, send the step, and never wait."""
 
-    SAVED = TrainingWorker.SAVED | saved("track", "timing", "room", "coalesced", "outbox")
+    SAVED = TrainingWorker.SAVED | saved("track", "timing", "room", "coalesced", outbox="link")
+    RESIZED = ("worker", "link")
 
     def __init__(
         self,
@@ -95,35 +96,34 @@ class AheadWorker(TrainingWorker):
         super().__init__(worker, optimizer)
         self.wire = wire
         self.room = Room(levels(bits, options.pi))
-        layout, transport = worker.layout, worker.transport
+        layout = worker.layout
         weight, share = _number(options.weight), _number(options.send)
         self.track = GlobalTrack(worker, optimizer, weight, options.lookahead)
         self.timing = Timing([len(layout.owned_by(s)) for s in range(layout.servers)], share)
-        self.outbox = Outbox(transport, layout, wire, worker.replica.new_vector, options.ring)
-        self.inbox = TrackInbox(worker, wire, self.track, self.timing)
+        inbox = TrackInbox(worker, wire, self.track, self.timing)
+        self.link = ServerLink(worker, wire, inbox, options.ring)
         self.coalesced = 0
 
     def run(self) -> None:
         """Train until the segment's samples are used up."""
-        worker = self.worker
+        worker, link = self.worker, self.link
         self.track.open()
         self.timing.open()
-        self.inbox.open()
+        link.open()
         for batch in worker.batches():
             self._adapt()
-            g = self.outbox.begin(batch.start, notes=self._notes)
+            g = link.outbox.begin(batch.start, notes=self._notes)
             self.track.begin(worker.lr)
             worker.gradient(g, self._send(g))
-            self.outbox.end()
-            self.inbox.blend_into(self.x)
+            link.outbox.end()
+            link.inbox.blend_into(self.x)
         self._adapt()
-        self.outbox.flush()
-        self.inbox.drain_into(self.x)
+        link.close()
 
     def _send(self, g: Tensor) -> Callable[[Bucket], None]:
         def on_bucket(bucket: Bucket) -> None:
             self.track.advance(bucket, g)
-            self.outbox.put(bucket)
+            self.link.outbox.put(bucket)
 
         return on_bucket
 
@@ -137,13 +137,14 @@ class AheadWorker(TrainingWorker):
         if self.track.sent % self.room.level.pi:
             return  # no model was due
         late = self.timing.end_step(self.track.sent) if self.track.sent else 0.0
-        added, self.coalesced = self.outbox.coalesced - self.coalesced, self.outbox.coalesced
+        coalesced = self.link.outbox.coalesced
+        added, self.coalesced = coalesced - self.coalesced, coalesced
         measure = self.timing.mean_share - late - added
         self.wire.use(self.room.end_step(measure, self.track.mean_age).bits)
 
     def counts(self) -> dict[str, int]:
         """Gradients computed and coalesced so far."""
-        return {**super().counts(), "coalesced": self.outbox.coalesced}
+        return {**super().counts(), "coalesced": self.link.outbox.coalesced}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
@@ -153,8 +154,7 @@ class AheadWorker(TrainingWorker):
     def resize(self, former: Former) -> None:
         """The track begins anew, as do the wishes for models."""
         super().resize(former)
-        self.outbox.resize(former, self.worker)
-        self.coalesced = self.outbox.coalesced
+        self.coalesced = self.link.outbox.coalesced
         self.track.restart(former.server["applied"])
 
     def join(self, common: dict[str, Any]) -> None:

@@ -68,7 +68,9 @@ class ArSgdWorker(TrainingWorker):
         """Train until the segment's samples are used up."""
         for _ in self.worker.batches():
             self.worker.gradient(self.g, self._begin_sum)
-            if (self.worker.clip is None and self.optimizer.takes_parts) or self.compresses:
+            if (
+                self.worker.clipping.norm is None and self.optimizer.takes_parts
+            ) or self.compresses:
                 for bucket, pending in self.sums:
                     self._step(bucket, pending.wait())
             else:
@@ -104,8 +106,8 @@ class ArSgdWorker(TrainingWorker):
             if (total := pending.wait()).data_ptr() != g[bucket.part].data_ptr():
                 copy(g[bucket.part], total)
         scale(g, 1 / worker.count)
-        if worker.clip is not None:
-            clip_norm(g, worker.clip)
+        if worker.clipping.norm is not None:
+            clip_norm(g, worker.clipping.norm)
         whole = slice(0, g.numel())
         parts = [b.part for b in worker.layout.buckets] if self.optimizer.takes_parts else [whole]
         for part in parts:

@@ -149,8 +149,8 @@ class _Profile:
 class AshlWorker(TrainingWorker):
     """Algorithm 3, worker: H_i local steps, push ``TopK(x - base, R_i)``, pull."""
 
-    SAVED = TrainingWorker.SAVED | saved("profile", outbox="local.link")
-    RESIZED = ("worker", "local")
+    SAVED = TrainingWorker.SAVED | saved("profile", outbox="link")
+    RESIZED = ("worker", "link")
 
     def __init__(
         self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: AshlOptions
@@ -158,6 +158,7 @@ class AshlWorker(TrainingWorker):
         super().__init__(worker, optimizer)
         self.top_k = TopK(wire, worker.layout)
         self.local = LocalDifference(worker, optimizer, wire, self.top_k)
+        self.link = self.local.link
         self.options = options
         self.profile = _Profile(options.profile)
         self.plan: Share | None = None
@@ -184,7 +185,7 @@ class AshlWorker(TrainingWorker):
 
     def _exchange(self) -> None:
         """Push, pull, and note how long that takes."""
-        now, link = self.transport.now, self.local.link
+        now, link = self.transport.now, self.link
         start = now()
         self._push()
         link.outbox.drain()

@@ -100,9 +100,9 @@ class MultistepWorker(TrainingWorker):
                     "another algorithm, such as ar-sgd"
                 )
             self.hooks = LayerHooks(
-                module, self.pieces, self.finish, self.send_activations, worker.watch
+                module, self.pieces, self.finish, self.send_activations, worker.step.watch
             )
-        worker.before_forward = self.forward
+        worker.step.before_forward = self.forward
 
     def run(self) -> None:
         """Train until the segment's samples are used up."""

@@ -19,9 +19,10 @@ from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.parameter_server.server_role import Server
+from aladdin_mpi.roles.clipping import Clips
 from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import OwnOptions, RunSettings
-from aladdin_mpi.roles.worker import Clips, Worker
+from aladdin_mpi.roles.worker import Worker
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,6 @@ from aladdin_mpi.model.vectors import copy
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.parameter_server.inbox import Model, ModelInbox
 from aladdin_mpi.parameter_server.server_link import ServerLink
-from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.worker import Worker
 
 if TYPE_CHECKING:
@@ -98,7 +97,3 @@ class LocalDifference:
     def close(self) -> None:
         """The segment ends, and all is pushed."""
         self.link.close()
-
-    def resize(self, former: Former) -> None:
-        """See :meth:`ServerLink.resize`."""
-        self.link.resize(former)

@@ -21,7 +21,7 @@ from aladdin_mpi.data.skipped import SkippedImages, SkipRecord, SkipReports
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.process import console, guard
 from aladdin_mpi.roles.role import Role
-from aladdin_mpi.roles.worker import Loss
+from aladdin_mpi.roles.step import Loss
 from aladdin_mpi.run import run_folder
 from aladdin_mpi.run.books import Books, make_coordinator, open_books
 from aladdin_mpi.run.building import (

@@ -19,8 +19,11 @@ from aladdin_mpi.optimizers.from_torch import TorchOptimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.parameter_server.server_role import Server
+from aladdin_mpi.roles.clipping import Clipping
+from aladdin_mpi.roles.pace import Pace
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.worker import Loss, Pace, Worker
+from aladdin_mpi.roles.step import Compute
+from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.run.own_optimizer import OwnOptimizer
 
@@ -103,7 +106,7 @@ def make_server(
 class Computing:
     """How a worker computes; see :class:`Worker`."""
 
-    compute: Callable[[Ticket], Loss]
+    compute: Compute
     pace: Pace
     may_clip: bool = False
     after_step: Callable[[Ticket], None] = lambda ticket: None
@@ -126,12 +129,14 @@ def make_worker(
         computing.pace,
         options.step_size,
         lr,
-        options.wait_free,
+        Clipping(
+            options.clip,
+            "own" if options.compression != "none" else algorithm.clips,
+            computing.may_clip,
+            options.wait_free and options.max_loss is None,
+        ),
         algorithm.lockstep,
         options.max_loss,
-        options.clip,
-        "own" if options.compression != "none" else algorithm.clips,
-        computing.may_clip,
         (lambda lr: lr * optimizer.rate) if isinstance(optimizer, TorchOptimizer) else _by_rank_0,
         computing.after_step,
     )

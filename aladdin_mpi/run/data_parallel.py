@@ -446,7 +446,7 @@ class DataParallel:
             UserError: parts of the gradient may have been sent.
         """
         with self._words():
-            self._ready().worker.clip_step(max_norm)
+            self._ready().worker.clipping.clip_step(max_norm)
 
     # -- beside the gradients ---------------------------------------------------------------
     def log(self, **figures: float) -> None:
@@ -479,7 +479,7 @@ class DataParallel:
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Backward passes in here add to the gradient, and nothing is sent yet."""
-        watch = self._ready().worker.watch
+        watch = self._ready().worker.step.watch
         if watch is None:
             yield
             return

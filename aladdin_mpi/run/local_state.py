@@ -11,7 +11,7 @@ from torch import Tensor
 from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.replica import PhantomReplica, Replica
-from aladdin_mpi.roles.worker import Loss
+from aladdin_mpi.roles.step import Loss
 
 Compute = Callable[[Ticket], Loss]
 

@@ -12,7 +12,7 @@ from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.data.feeds import Source
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.replica import Replica
-from aladdin_mpi.roles.worker import SKIPPED, Loss
+from aladdin_mpi.roles.step import SKIPPED, Loss
 from aladdin_mpi.run.loop_watch import LoopWatch
 from aladdin_mpi.run.rank import Rank
 
@@ -82,7 +82,7 @@ class Loop:
     def _begin(self, is_last: bool) -> None:
         assert self._rank is not None
         self._stepped, self.is_last = False, is_last
-        watch = self._rank.worker.watch
+        watch = self._rank.worker.step.watch
         if watch is not None:
             watch.enabled = is_last
         if self._watch is not None:

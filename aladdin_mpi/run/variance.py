@@ -153,7 +153,7 @@ class ModelVariance:
     def _when(self, samples: int, action: Callable[[], None]) -> None:
         role = self._role
         if self._lockstep and isinstance(role, TrainingWorker):
-            role.worker.when_reached(samples, lambda: role.when_whole(action))
+            role.worker.reached.when(samples, lambda: role.when_whole(action))
         else:
             role.when_whole(action)
 
@@ -161,7 +161,11 @@ class ModelVariance:
     def _place(self) -> int:
         """Where this worker is, in samples; the same for all at one time in lockstep."""
         role = self._role
-        return role.worker.reached if self._lockstep and isinstance(role, TrainingWorker) else 0
+        return (
+            role.worker.reached.samples
+            if self._lockstep and isinstance(role, TrainingWorker)
+            else 0
+        )
 
     def _values(self) -> Tensor:
         """This worker's sample, in fp32 on the CPU."""

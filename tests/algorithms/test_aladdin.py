@@ -25,7 +25,7 @@ from aladdin_mpi.compression.codec import DenseWire
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.parameter_server.server import Arrival, NotesThen, ParameterServer
-from aladdin_mpi.roles.worker import FORWARD_SHARE
+from aladdin_mpi.roles.pace import FORWARD_SHARE
 from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport
 from tests.quadratic import STAGGER, Outcome, Quadratic, Setup, aladdin_options, noise_of, run
 

@@ -32,8 +32,8 @@ from aladdin_mpi.model.replica import PhantomReplica
 from aladdin_mpi.parameter_server.global_track import MOST_PENDING
 from aladdin_mpi.parameter_server.just_in_time import MOMENTS, Timing, fine_layout
 from aladdin_mpi.parameter_server.room import Level, Room
+from aladdin_mpi.roles.pace import FORWARD_SHARE
 from aladdin_mpi.roles.settings import own
-from aladdin_mpi.roles.worker import FORWARD_SHARE
 from aladdin_mpi.run.simulator import simulate
 from aladdin_mpi.transport.cluster import Cluster
 from tests.quadratic import Quadratic, noise_of

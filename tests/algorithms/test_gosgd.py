@@ -17,7 +17,9 @@ from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.gossip.gossip_inbox import GossipInbox
 from aladdin_mpi.model.layout import Layout, cut
 from aladdin_mpi.model.replica import Replica
-from aladdin_mpi.roles.worker import Pace, Worker
+from aladdin_mpi.roles.clipping import Clipping
+from aladdin_mpi.roles.pace import Pace
+from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.endpoint import Endpoint
 from aladdin_mpi.transport.virtual import VirtualCluster
@@ -134,7 +136,7 @@ def test_the_weighted_mean_stays_without_gradients(seed: int, wire: str) -> None
 def make_inbox(transport: Transport, layout: Layout) -> GossipInbox:
     replica = Replica(Quadratic(layout.numel))
     pace, schedule = Pace(1.0), lambda samples: 0.0
-    worker = Worker(transport, layout, replica, lambda ticket: 0.0, pace, 1, schedule)
+    worker = Worker(transport, layout, replica, lambda ticket: 0.0, pace, 1, schedule, Clipping())
     return GossipInbox(worker, DenseWire(torch.float32, torch.device("cpu")))
 
 

@@ -72,7 +72,7 @@ def test_gradients_that_autograd_does_not_compute_hold_up_nobody(transport: MpiT
         inner = role.send
 
         def send(bucket: Any) -> None:
-            watch = role.worker.watch
+            watch = role.worker.step.watch
             assert watch is not None
             sent.append((bucket.index, watch.enabled))
             inner(bucket)

@@ -1,0 +1,157 @@
+"""A step's forward and backward pass: as long as it really takes, or in modelled time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.model.bucket_watch import BucketWatch
+from aladdin_mpi.model.layout import Bucket, Layout
+from aladdin_mpi.model.replica import PhantomReplica, Replica
+from aladdin_mpi.roles.pace import FORWARD_SHARE, Pace
+from aladdin_mpi.transport.base import Transport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OnBucket = Callable[[Bucket], None]
+
+
+class Skip(Enum):
+    """In place of a loss: nothing was computed, and the gradient is zero."""
+
+    SKIPPED = "skipped"
+
+
+SKIPPED = Skip.SKIPPED
+Loss = float | None | Skip
+Compute = Callable[[Ticket], Loss]
+"""Does forward and backward of a batch into the bound gradients and returns the loss; None:
+there is none."""
+
+
+class RealStep:
+    """A step that takes its time, told of by autograd as its buckets are completed.
+
+    Args:
+        pace: only its ``slowdown`` counts: that much longer it takes.
+        on_bucket: called for every bucket, in order.
+        wait_free: during backward; otherwise when that is over.
+    """
+
+    before_forward: OnBucket | None = None
+
+    def __init__(
+        self,
+        transport: Transport,
+        layout: Layout,
+        replica: Replica,
+        compute: Compute,
+        pace: Pace,
+        on_bucket: OnBucket,
+        wait_free: bool,
+    ) -> None:
+        self._transport = transport
+        self._replica = replica
+        self._compute = compute
+        self._slowdown = pace.slowdown
+        self.watch: BucketWatch | None = replica.watch(
+            layout, lambda index: on_bucket(layout.buckets[index]), wait_free
+        )
+
+    def compute_into(self, vector: Tensor, batch: Ticket) -> float | None:
+        """The batch's gradient, into the flat ``vector``; returns the loss."""
+        assert self.watch is not None
+        _bind(self._replica, vector)
+        start = self._transport.now()
+        self.watch.start()
+        loss = _settled(self._replica, self._compute(batch))
+        self.watch.finish()
+        if self._slowdown > 1:
+            self._transport.sleep((self._slowdown - 1) * (self._transport.now() - start))
+        return loss
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        if self.watch is not None:
+            self.watch.close()
+
+
+class ModelledStep:
+    """A step whose duration is modelled: buckets are completed in proportion to backward.
+
+    ``before_forward`` is called for every bucket, last first, when the forward pass comes to it;
+    it may wait. Real gradients are then computed between the forward pass, which is modelled
+    first, and the backward pass.
+
+    Args:
+        seconds: of a step on a plain worker.
+        pace: how far this worker's differ.
+        on_bucket: called for every bucket, in order.
+    """
+
+    watch: BucketWatch | None = None
+
+    def __init__(
+        self,
+        transport: Transport,
+        layout: Layout,
+        replica: Replica | PhantomReplica,
+        compute: Compute,
+        seconds: float,
+        pace: Pace,
+        on_bucket: OnBucket,
+    ) -> None:
+        self._transport = transport
+        self._layout = layout
+        self._replica = replica
+        self._compute = compute
+        self._seconds = seconds
+        self._pace = pace
+        self._on_bucket = on_bucket
+        self.before_forward: OnBucket | None = None
+
+    def compute_into(self, vector: Tensor, batch: Ticket) -> float | None:
+        """The batch's gradient, into the flat ``vector``; returns the loss."""
+        _bind(self._replica, vector)
+        duration = self._pace.duration(self._seconds)
+        start = self._pass_forward(self._transport.now(), duration)
+        loss = _settled(self._replica, self._compute(batch))
+        self._pass_backward(start, duration)
+        return loss
+
+    def _pass_forward(self, start: float, duration: float) -> float:
+        """Let the forward pass's time pass, if somebody asks for it; when it began, less waits."""
+        if self.before_forward is None:
+            return start
+        for bucket in reversed(self._layout.buckets):
+            self.before_forward(bucket)
+            share = bucket.numel / self._layout.numel
+            self._transport.sleep(duration * FORWARD_SHARE * share)
+        return self._transport.now() - duration * FORWARD_SHARE
+
+    def _pass_backward(self, start: float, duration: float) -> None:
+        """Let the step's time pass."""
+        for bucket in self._layout.buckets:
+            done = bucket.stop / self._layout.numel
+            moment = start + duration * (FORWARD_SHARE + (1 - FORWARD_SHARE) * done)
+            self._transport.sleep(max(0.0, moment - self._transport.now()))
+            self._on_bucket(bucket)
+
+    def close(self) -> None:
+        """Nothing is left on the model."""
+
+
+def _bind(replica: Replica | PhantomReplica, vector: Tensor) -> None:
+    replica.bind_gradients(vector)
+    replica.keep_buffers()
+
+
+def _settled(replica: Replica | PhantomReplica, loss: Loss) -> float | None:
+    """The loss, with the gradients where they belong."""
+    is_skipped = isinstance(loss, Skip)
+    if isinstance(replica, Replica):
+        replica.settle(is_skipped=is_skipped)
+    return None if isinstance(loss, Skip) else loss
