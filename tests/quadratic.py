@@ -21,7 +21,8 @@ from aladdin_mpi.control.budget import Budget, Report, Ticket
 from aladdin_mpi.model.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
 from aladdin_mpi.model.replica import Replica
 from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
+from aladdin_mpi.parameter_server.intake import Arrival
+from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.roles.pace import Pace
 from aladdin_mpi.run.building import Computing, make_server, make_worker, momentum_sgd
 from aladdin_mpi.run.context import Context

@@ -18,8 +18,9 @@ from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.model.saved import Stateful, saved
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.parameter_server.intake import Arrival
 from aladdin_mpi.parameter_server.local_difference import LocalDifference
-from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
+from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import OwnOptions, own

@@ -24,9 +24,11 @@ from aladdin_mpi.model.saved import saved
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.parameter_server.global_track import GlobalTrack
 from aladdin_mpi.parameter_server.inbox import Model, ModelInbox
+from aladdin_mpi.parameter_server.intake import Arrival
 from aladdin_mpi.parameter_server.just_in_time import Timing, due_bucket, fine_layout
+from aladdin_mpi.parameter_server.model_sender import Notes
 from aladdin_mpi.parameter_server.room import Level, Room
-from aladdin_mpi.parameter_server.server import Arrival, Notes, ParameterServer
+from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.parameter_server.server_link import ServerLink
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.former import Former

@@ -31,8 +31,9 @@ from aladdin_mpi.compression.select import select
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.saved import saved
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.parameter_server.intake import Arrival
 from aladdin_mpi.parameter_server.local_difference import LocalDifference
-from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
+from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.parameter_server.staleness import StalenessBound
 from aladdin_mpi.roles.former import Former

@@ -11,7 +11,7 @@ from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import copy
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.parameter_server.server import TAKEN
+from aladdin_mpi.parameter_server.intake import TAKEN
 from aladdin_mpi.parameter_server.server_link import GradientLink
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.base import Transport

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aladdin_mpi.model.vectors import add_if_finite
-from aladdin_mpi.parameter_server.server import Arrival
+from aladdin_mpi.parameter_server.intake import Arrival
 
 if TYPE_CHECKING:
     from torch import Tensor

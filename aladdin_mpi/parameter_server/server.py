@@ -7,335 +7,24 @@ nobody.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import torch
 
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Bucket, Layout
-from aladdin_mpi.model.vectors import add, copy, is_finite
-from aladdin_mpi.parameter_server.frames import Header, Kind, new_header
+from aladdin_mpi.model.vectors import copy, is_finite
+from aladdin_mpi.parameter_server.frames import Header, Kind
+from aladdin_mpi.parameter_server.intake import TAKEN, Arrival, Intake
+from aladdin_mpi.parameter_server.model_sender import ModelSender, NotesThen
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import Event, PeerFailedError, Request
+from aladdin_mpi.transport.request import PeerFailedError
 from aladdin_mpi.transport.sealed import is_void
-from aladdin_mpi.transport.wait_set import WaitSet
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Notes = tuple[float, ...]
-NotesThen = Notes | Callable[[], Notes]
-"""Or what makes them when the model leaves, which may be later."""
-
-TAKEN = 5
-"""Bytes that move in memory for each that comes: copied in (2), and added (3)."""
-SENT = 2
-"""Bytes that move in memory for each that is sent: copied out."""
-RECEIVES_AHEAD = 8
-"""Messages of each worker for which a receive is posted."""
-
-
-@dataclass
-class Arrival:
-    """One bucket of a worker's gradient.
-
-    The message may be kept until the next arrival is asked for, or for good by
-    :meth:`exchange` where it is dense. ``count`` gradients are summed in it.
-    ``worker`` counts from 0.
-
-    Attributes:
-        storage: holds the message, and has room for the bucket's values.
-        codec: reads the message; None: it is dense.
-        length: of the message, in values of the wire's dtype; None: the bucket's.
-        notes: of the gradient's header.
-        refused: it was not finite, or damaged on its way, and holds zeros now: neutral for
-            gradients and differences, but not for a model.
-    """
-
-    worker: int
-    bucket: Bucket
-    count: int
-    storage: Tensor
-    codec: GradientCodec | None = None
-    length: int | None = None
-    notes: tuple[float, ...] = ()
-    refused: bool = False
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether the message is the bucket's values as they are."""
-        return self.codec is None or self.length == self.bucket.numel
-
-    @property
-    def nbytes(self) -> int:
-        """Of the message."""
-        length = self.bucket.numel if self.length is None else self.length
-        return length * self.storage.itemsize
-
-    @property
-    def values(self) -> Tensor:
-        """The gradient, of the bucket's length; a copy unless :attr:`is_dense`."""
-        values = self.storage[: self.bucket.numel]
-        if self.is_dense:
-            return values
-        values = torch.zeros_like(values, dtype=torch.float32)
-        self.add_to(values)
-        return values
-
-    def add_to(self, target: Tensor, alpha: float = 1.0) -> None:
-        """``target <- target + alpha * gradient``, which costs as much as the message is long."""
-        if target.is_meta:
-            return
-        if self.codec is None or self.is_dense:
-            add(target, self.values, alpha)
-        else:
-            self.codec.add(self.bucket, self.storage[: self.length], target, alpha)
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all values in the message are finite; costs one reading of them."""
-        if self.codec is None or self.is_dense:
-            return is_finite(self.values)
-        return is_finite(self.codec.numbers(self.bucket, self.storage[: self.length]))
-
-    def refuse(self) -> None:
-        """Let zeros stand in for what has come."""
-        self.refused = True
-        self.storage[: self.length].zero_()
-
-    def exchange(self, storage: Tensor) -> Tensor:
-        """Keep the received storage and give another for later receives: no copy."""
-        self.storage, mine = storage, self.storage
-        return mine
-
-
-class _Intake:
-    """The gradients of one worker: receives posted in the order in which it sends.
-
-    That order is known, header then this server's buckets, so every receive is
-    posted for one certain message.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        source: int,
-        buckets: tuple[Bucket, ...],
-        largest: int,
-        codec: GradientCodec,
-        notes: int,
-    ) -> None:
-        self._transport = transport
-        self._source = source
-        self._notes = notes
-        self._buckets = buckets
-        self._codec = codec
-        self._storages = [codec.buffer(largest) for _ in range(RECEIVES_AHEAD)]
-        self._posted: deque[tuple[Request, Tensor | None]] = deque()
-        self._post_next = 0
-        self._take_next = 0
-        self.header = Header(Kind.END)
-        self.ended = True
-
-    def open(self) -> None:
-        self._post_next = self._take_next = 0
-        self.ended = False
-        for _ in range(RECEIVES_AHEAD):
-            self._post()
-
-    @property
-    def head(self) -> Request:
-        """The receive of the message that has to be taken next."""
-        return self._posted[0][0]
-
-    def _post(self) -> None:
-        turn = self._post_next % (1 + len(self._buckets))
-        self._post_next += 1
-        if turn == 0:
-            buffer, storage = new_header(self._notes), None
-        else:
-            storage = self._storages.pop()
-            buffer = storage[: self._buckets[turn - 1].numel]
-        request = self._transport.irecv(buffer, self._source, Tag.GRADIENT)
-        self._posted.append((request, storage))
-
-    def take(self, worker: int) -> Arrival | None:
-        """The message at the head: a bucket, or None for a header."""
-        request, storage = self._posted.popleft()
-        turn = self._take_next % (1 + len(self._buckets))
-        self._take_next += 1
-        if storage is None:
-            self.header = Header.received(request)
-            self.ended = self.header.kind == Kind.END
-            if not self.ended:
-                self._post()
-            return None
-        bucket, gradients = self._buckets[turn - 1], self.header.gradients
-        length = request.nbytes // storage.itemsize
-        notes = self.header.notes
-        return Arrival(worker, bucket, gradients, storage, self._codec, length, notes)
-
-    def give_back(self, arrival: Arrival) -> None:
-        self._storages.append(arrival.storage)
-        self._post()
-
-    def close(self) -> None:
-        """Take back the receives behind the worker's last message."""
-        self.ended = True
-        for request, storage in self._posted:
-            self._transport.cancel(request)
-            # What a rank that has failed was sending may still be written.
-            if storage is not None and request.failed is None:
-                self._storages.append(storage)
-        self._posted.clear()
-
-
-class _ModelSender:
-    """Models on their way to the workers, each a copy from the moment of sending.
-
-    At most one of a bucket is under way to a worker; a newer one waits and
-    replaces those that waited before it.
-    """
-
-    def __init__(self, transport: Transport, codec: GradientCodec, largest: int) -> None:
-        self._transport = transport
-        self._codec = codec
-        self._wire = codec.plain
-        self._differences = codec.model_encoder()
-        self._largest = largest
-        self._free: list[Tensor] = []
-        self._in_flight: dict[tuple[int, int], tuple[Request, Tensor]] = {}
-        self._newer: dict[tuple[int, int], tuple[Bucket, Tensor, float, NotesThen]] = {}
-        self._ending: list[int] = []
-        self._awaited: set[int] = set()
-
-    def open(self) -> None:
-        """Begin a segment: with models as wholes."""
-        if self._differences is not None:
-            self._differences.forget()
-
-    def use(self, rank: int, bits: int) -> None:
-        """Send a worker's models in ``bits`` a value, where there is a choice."""
-        if self._differences is not None:
-            self._differences.use(rank, bits)
-
-    def lost(self, source: int, message: Tensor) -> None:
-        """A worker has told that a difference did not reach it."""
-        if self._differences is not None:
-            self._differences.lost(source, int(message.view(torch.int64)))
-
-    def note(self, arrival: Arrival) -> None:
-        """Take note of a gradient, which will change the model."""
-        if self._differences is not None and arrival.length is not None:
-            bucket = arrival.bucket
-            self._differences.touch(bucket, self._codec.selected(bucket, arrival.length))
-
-    def send(
-        self,
-        rank: int,
-        bucket: Bucket,
-        values: Tensor,
-        alpha: float,
-        notes: NotesThen = (),
-        exact: bool = False,
-    ) -> None:
-        if rank in self._transport.failed:
-            return
-        key = (rank, bucket.index)
-        if key in self._in_flight and not self._reclaim(key):
-            self._newer[key] = (bucket, values.clone() if exact else values, alpha, notes)
-            return
-        self._newer.pop(key, None)
-        wire = self._free.pop() if self._free else self._wire.buffer(self._largest)
-        message, event = self._write(rank, bucket, values, wire)
-        self._transport.charge_memory(self._moved(bucket, message.nbytes))
-        told = notes() if callable(notes) else notes
-        header = Header(Kind.BUCKETS, bucket=bucket.index, alpha=alpha, notes=told)
-        self._transport.isend(header.pack(), rank, Tag.MODEL)
-        request = self._transport.isend(message, rank, Tag.MODEL, after=event)
-        self._in_flight[key] = (request, wire)
-
-    def _write(
-        self, rank: int, bucket: Bucket, values: Tensor, wire: Tensor
-    ) -> tuple[Tensor, Event | None]:
-        if self._differences is None:
-            message = wire[: bucket.numel]
-            return message, self._wire.encode(values, message)
-        always = self._codec.always_sent(bucket)
-        return self._differences.encode(rank, bucket, values, wire, always), None
-
-    def _moved(self, bucket: Bucket, nbytes: int) -> int:
-        """Bytes that move in memory for a message of ``nbytes``."""
-        differences = self._differences
-        return SENT * nbytes + (differences.besides(bucket, nbytes) if differences else 0)
-
-    def _reclaim(self, key: tuple[int, int]) -> bool:
-        request, wire = self._in_flight[key]
-        try:
-            if not self._transport.test(request):
-                return False
-            self._free.append(wire)
-        except PeerFailedError:
-            pass  # the wire may still be read
-        del self._in_flight[key]
-        return True
-
-    def advance(self) -> None:
-        """Send what waited and can go now."""
-        for key in [key for key in self._newer if self._reclaim(key)]:
-            self.send(key[0], *self._newer.pop(key))
-        for rank in [rank for rank in self._ending if not self._awaits(rank)]:
-            self._ending.remove(rank)
-            self._transport.isend(Header(Kind.END).pack(), rank, Tag.MODEL)
-
-    def keep_up(self, awaited: WaitSet) -> None:
-        """Send what can go now, and have ``awaited`` wait for what the rest waits behind.
-
-        The names in there are negative. Without that a model would wait until a gradient
-        comes, which never comes from workers that wait for the model.
-        """
-        if not (self._newer or self._ending or self._awaited):
-            return
-        self.advance()
-        behind = {self._name(key): self._in_flight[key][0] for key in self._newer}
-        for name in self._awaited.difference(behind):
-            awaited.drop(name)
-        for name, request in behind.items():
-            awaited.put(name, request)
-        self._awaited = set(behind)
-
-    def _name(self, key: tuple[int, int]) -> int:
-        rank, bucket = key
-        return -1 - (bucket * self._transport.size + rank)
-
-    def _awaits(self, rank: int) -> bool:
-        return any(key[0] == rank for key in self._newer)
-
-    def end(self, rank: int) -> None:
-        """Tell a worker that this was all, once what still waits for it has gone."""
-        self._ending.append(rank)
-
-    def flush(self, awaited: WaitSet) -> None:
-        """Wait until all is delivered, and no more in ``awaited``."""
-        for name in self._awaited:
-            awaited.drop(name)
-        self._awaited = set()
-        self.advance()
-        while self._newer:
-            with suppress(PeerFailedError):
-                self._transport.wait_any([self._in_flight[key][0] for key in self._newer])
-            self.advance()
-        for key in list(self._in_flight):
-            with suppress(PeerFailedError):
-                self._transport.wait(self._in_flight[key][0])
-            self._reclaim(key)
 
 
 class ParameterServer:
@@ -378,10 +67,10 @@ class ParameterServer:
         """Gradients taken in this segment, for every worker and bucket."""
         self._seen = [0] * self.worker_count
         self._schedule = schedule
-        self._sender = _ModelSender(transport, codec, layout.largest)
+        self._sender = ModelSender(transport, codec, layout.largest)
         transport.on_message(Tag.WHOLE, 8, self._sender.lost)
         self._intakes = [
-            _Intake(transport, layout.servers + w, self.buckets, layout.largest, codec, notes)
+            Intake(transport, layout.servers + w, self.buckets, layout.largest, codec, notes)
             for w in range(self.worker_count)
         ]
 

@@ -9,7 +9,8 @@ from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.saved import saved
 from aladdin_mpi.model.vectors import add
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.parameter_server.server import Arrival, ParameterServer
+from aladdin_mpi.parameter_server.intake import Arrival
+from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import Role
 

@@ -36,7 +36,7 @@ from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.parameter_server.gradient_sum import GradientSum
 from aladdin_mpi.parameter_server.inbox import ModelInbox
-from aladdin_mpi.parameter_server.server import _ModelSender
+from aladdin_mpi.parameter_server.model_sender import ModelSender
 from aladdin_mpi.process import guard
 from aladdin_mpi.roles import worker
 from aladdin_mpi.run.data_parallel import DataParallel
@@ -55,7 +55,7 @@ STAGES: list[tuple[Any, str, str]] = [
     (aladdin.AladdinServer, "_update", "update"),
     (ModelInbox, "_blend", "blend"),
     (GradientSum, "add", "accumulation"),
-    (_ModelSender, "_write", "model copy"),
+    (ModelSender, "_write", "model copy"),
 ]
 """Where each stage is: an object, its function, the stage's name."""
 

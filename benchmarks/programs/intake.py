@@ -27,7 +27,8 @@ from aladdin_mpi.model.layout import Layout, cut
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.parameter_server.frames import Header, Kind, new_header
 from aladdin_mpi.parameter_server.inbox import ModelInbox
-from aladdin_mpi.parameter_server.server import RECEIVES_AHEAD, ParameterServer
+from aladdin_mpi.parameter_server.intake import RECEIVES_AHEAD
+from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.process import guard
 from aladdin_mpi.transport.mpi import MpiTransport
 from aladdin_mpi.transport.request import Request

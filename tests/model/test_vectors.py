@@ -12,7 +12,7 @@ from aladdin_mpi.model import vectors
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.parameter_server.gradient_sum import GradientSum
-from aladdin_mpi.parameter_server.server import Arrival
+from aladdin_mpi.parameter_server.intake import Arrival
 
 NUMEL = 3 * vectors.BLOCK + 17
 

@@ -17,7 +17,8 @@ from aladdin_mpi.compression.few_bits import FewBitsCodec, FewBitsDecoder, FewBi
 from aladdin_mpi.compression.quantise import message_length
 from aladdin_mpi.compression.wires import FEW_BITS, make_codec
 from aladdin_mpi.model.layout import cut
-from aladdin_mpi.parameter_server.server import SENT, TAKEN
+from aladdin_mpi.parameter_server.intake import TAKEN
+from aladdin_mpi.parameter_server.model_sender import SENT
 from aladdin_mpi.transport.base import Transport
 from tests import compressed
 from tests.damage import DamagingTransport, is_values, sealed

@@ -1,0 +1,172 @@
+"""A server's way out: models to the workers, none of which holds up another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+
+from aladdin_mpi.compression.codec import GradientCodec
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.parameter_server.frames import Header, Kind
+from aladdin_mpi.parameter_server.intake import Arrival
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.request import Event, PeerFailedError, Request
+from aladdin_mpi.transport.wait_set import WaitSet
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Notes = tuple[float, ...]
+NotesThen = Notes | Callable[[], Notes]
+"""Or what makes them when the model leaves, which may be later."""
+SENT = 2
+"""Bytes that move in memory for each that is sent: copied out."""
+
+
+class ModelSender:
+    """Models on their way to the workers, each a copy from the moment of sending.
+
+    At most one of a bucket is under way to a worker; a newer one waits and
+    replaces those that waited before it.
+    """
+
+    def __init__(self, transport: Transport, codec: GradientCodec, largest: int) -> None:
+        self._transport = transport
+        self._codec = codec
+        self._wire = codec.plain
+        self._differences = codec.model_encoder()
+        self._largest = largest
+        self._free: list[Tensor] = []
+        self._in_flight: dict[tuple[int, int], tuple[Request, Tensor]] = {}
+        self._newer: dict[tuple[int, int], tuple[Bucket, Tensor, float, NotesThen]] = {}
+        self._ending: list[int] = []
+        self._awaited: set[int] = set()
+
+    def open(self) -> None:
+        """Begin a segment: with models as wholes."""
+        if self._differences is not None:
+            self._differences.forget()
+
+    def use(self, rank: int, bits: int) -> None:
+        """Send a worker's models in ``bits`` a value, where there is a choice."""
+        if self._differences is not None:
+            self._differences.use(rank, bits)
+
+    def lost(self, source: int, message: Tensor) -> None:
+        """A worker has told that a difference did not reach it."""
+        if self._differences is not None:
+            self._differences.lost(source, int(message.view(torch.int64)))
+
+    def note(self, arrival: Arrival) -> None:
+        """Take note of a gradient, which will change the model."""
+        if self._differences is not None and arrival.length is not None:
+            bucket = arrival.bucket
+            self._differences.touch(bucket, self._codec.selected(bucket, arrival.length))
+
+    def send(
+        self,
+        rank: int,
+        bucket: Bucket,
+        values: Tensor,
+        alpha: float,
+        notes: NotesThen = (),
+        exact: bool = False,
+    ) -> None:
+        """Send a bucket's ``values``, or let them wait behind the last ones.
+
+        ``exact``: as they are now, however long they wait; otherwise as they are then.
+        """
+        if rank in self._transport.failed:
+            return
+        key = (rank, bucket.index)
+        if key in self._in_flight and not self._reclaim(key):
+            self._newer[key] = (bucket, values.clone() if exact else values, alpha, notes)
+            return
+        self._newer.pop(key, None)
+        wire = self._free.pop() if self._free else self._wire.buffer(self._largest)
+        message, event = self._write(rank, bucket, values, wire)
+        self._transport.charge_memory(self._moved(bucket, message.nbytes))
+        told = notes() if callable(notes) else notes
+        header = Header(Kind.BUCKETS, bucket=bucket.index, alpha=alpha, notes=told)
+        self._transport.isend(header.pack(), rank, Tag.MODEL)
+        request = self._transport.isend(message, rank, Tag.MODEL, after=event)
+        self._in_flight[key] = (request, wire)
+
+    def _write(
+        self, rank: int, bucket: Bucket, values: Tensor, wire: Tensor
+    ) -> tuple[Tensor, Event | None]:
+        if self._differences is None:
+            message = wire[: bucket.numel]
+            return message, self._wire.encode(values, message)
+        always = self._codec.always_sent(bucket)
+        return self._differences.encode(rank, bucket, values, wire, always), None
+
+    def _moved(self, bucket: Bucket, nbytes: int) -> int:
+        """Bytes that move in memory for a message of ``nbytes``."""
+        differences = self._differences
+        return SENT * nbytes + (differences.besides(bucket, nbytes) if differences else 0)
+
+    def _reclaim(self, key: tuple[int, int]) -> bool:
+        request, wire = self._in_flight[key]
+        try:
+            if not self._transport.test(request):
+                return False
+            self._free.append(wire)
+        except PeerFailedError:
+            pass  # the wire may still be read
+        del self._in_flight[key]
+        return True
+
+    def advance(self) -> None:
+        """Send what waited and can go now."""
+        for key in [key for key in self._newer if self._reclaim(key)]:
+            self.send(key[0], *self._newer.pop(key))
+        for rank in [rank for rank in self._ending if not self._awaits(rank)]:
+            self._ending.remove(rank)
+            self._transport.isend(Header(Kind.END).pack(), rank, Tag.MODEL)
+
+    def keep_up(self, awaited: WaitSet) -> None:
+        """Send what can go now, and have ``awaited`` wait for what the rest waits behind.
+
+        The names in there are negative. Without that a model would wait until a gradient
+        comes, which never comes from workers that wait for the model.
+        """
+        if not (self._newer or self._ending or self._awaited):
+            return
+        self.advance()
+        behind = {self._name(key): self._in_flight[key][0] for key in self._newer}
+        for name in self._awaited.difference(behind):
+            awaited.drop(name)
+        for name, request in behind.items():
+            awaited.put(name, request)
+        self._awaited = set(behind)
+
+    def _name(self, key: tuple[int, int]) -> int:
+        rank, bucket = key
+        return -1 - (bucket * self._transport.size + rank)
+
+    def _awaits(self, rank: int) -> bool:
+        return any(key[0] == rank for key in self._newer)
+
+    def end(self, rank: int) -> None:
+        """Tell a worker that this was all, once what still waits for it has gone."""
+        self._ending.append(rank)
+
+    def flush(self, awaited: WaitSet) -> None:
+        """Wait until all is delivered, and no more in ``awaited``."""
+        for name in self._awaited:
+            awaited.drop(name)
+        self._awaited = set()
+        self.advance()
+        while self._newer:
+            with suppress(PeerFailedError):
+                self._transport.wait_any([self._in_flight[key][0] for key in self._newer])
+            self.advance()
+        for key in list(self._in_flight):
+            with suppress(PeerFailedError):
+                self._transport.wait(self._in_flight[key][0])
+            self._reclaim(key)
