@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMPI_MCA_btl", "^ofi")  # which sleeps for a second in MPI_Init
 
 SHARED = (
     "tests/comparison/test_compare.py",

@@ -36,6 +36,9 @@ PREFIXES = {
 # launcher below would take itself for one of the ranks.
 _FOREIGN = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL", "I_MPI_", "HYDRA_", "MPI4PY_")
 
+NO_OFI = "^ofi"
+"""Open MPI's transports but the one that sleeps for a second in ``MPI_Init``."""
+
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
@@ -82,6 +85,7 @@ def environment(mpi: str, extra: Mapping[str, str]) -> dict[str, str]:
     if mpi == "openmpi":
         kept |= {
             "OMPI_MCA_mpi_yield_when_idle": "1",
+            "OMPI_MCA_btl": NO_OFI,
             "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
             "PRTE_MCA_hwloc_default_binding_policy": "none",
         }

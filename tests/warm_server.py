@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import io
@@ -13,10 +14,11 @@ import signal
 import socket
 import struct
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 IMPORTED = (
     "numpy",
@@ -146,6 +148,23 @@ def run(args: list[str], main: dict[str, Any]) -> None:
     exec(code, main)
 
 
+def end(code: int) -> NoReturn:
+    """End as Python does, but for taking the modules apart, which takes a third of a second.
+
+    That copies all that was shared with the server, page by page.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for printed in (sys.stdout, sys.stderr):
+        printed.flush()
+    if "mpi4py.MPI" in sys.modules:
+        from mpi4py import MPI, rc
+
+        if rc.finalize is not False and MPI.Is_initialized() and not MPI.Is_finalized():
+            MPI.Finalize()  # as at the end of an interpreter
+    os._exit(code)
+
+
 def serve() -> None:
     """Returns in a process that has run its program, and where the tests have ended."""
     for name in IMPORTED:
@@ -156,7 +175,13 @@ def serve() -> None:
     task = Server(socket.socket(fileno=listening)).wait_for_task(parent)
     if task is not None:
         take_place(task, sys.path[1:])
-        run(task.args, sys.modules["__main__"].__dict__)
+        try:
+            run(task.args, sys.modules["__main__"].__dict__)
+        except SystemExit as ended:
+            if isinstance(ended.code, str):
+                raise  # to be printed
+            end(int(ended.code or 0))
+        end(0)
 
 
 if __name__ == "__main__":
