@@ -42,7 +42,7 @@ def _main(argv: Sequence[str] | None) -> int:
             if rank == 0:
                 greeting.settings_read(settings)
         # MPI before torch, which is asked for the defaults of optimizers other than SGD.
-        import aladdin_mpi.transport.mpi  # noqa: F401
+        import aladdin_mpi.transport.mpi.engine  # noqa: F401
 
         options = build(TrainOptions, settings)
     except UserError as error:
@@ -50,7 +50,7 @@ def _main(argv: Sequence[str] | None) -> int:
             raise
         problem = error
 
-    from aladdin_mpi.transport.mpi import MpiTransport
+    from aladdin_mpi.transport.mpi.engine import MpiTransport
 
     # isort: split
     from aladdin_mpi.config.unused import warnings

@@ -22,7 +22,7 @@ from aladdin_mpi.run.building import Computing, make_worker, momentum_sgd
 from aladdin_mpi.run.context import Context, make_layout
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.cluster import Cluster
-from aladdin_mpi.transport.virtual import VirtualCluster
+from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.quadratic import NO_DELAY, STAGGER
 
 CLASSES = 3

@@ -28,7 +28,7 @@ from aladdin_mpi.run.building import Computing, make_server, make_worker, moment
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.transport.base import Traffic
 from aladdin_mpi.transport.cluster import Cluster
-from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport
+from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 
 
 def aladdin_options(**values: Any) -> AladdinOptions:

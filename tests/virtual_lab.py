@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from aladdin_mpi.transport.cluster import Cluster
-from aladdin_mpi.transport.message import QUANTUM
-from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport
+from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
+from aladdin_mpi.transport.virtual.message import QUANTUM
 
 LATENCY, OVERHEAD = 100e-6, 10e-6
 PIECE = QUANTUM / 1e9

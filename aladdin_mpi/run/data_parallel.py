@@ -595,7 +595,7 @@ def _sealed(transport: Transport) -> Transport:
 
 
 def _over_mpi(timeout: float) -> Transport:
-    from aladdin_mpi.transport.mpi import MpiTransport
+    from aladdin_mpi.transport.mpi.engine import MpiTransport
 
     guard.install()
     stop_signal.install()

@@ -19,7 +19,7 @@ from aladdin_mpi.config.options import SimulateOptions, check_ranks
 from aladdin_mpi.config.settings import Settings
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.virtual import VirtualCluster
+from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
 SUFFIX = ".py"
 

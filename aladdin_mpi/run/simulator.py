@@ -9,7 +9,7 @@ from aladdin_mpi.algorithms import registry
 from aladdin_mpi.config.options import SimulateOptions, check_ranks
 from aladdin_mpi.run.checkpoint import resumed_moment
 from aladdin_mpi.run.trainer import train
-from aladdin_mpi.transport.virtual import VirtualCluster
+from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
 
 def simulate(options: SimulateOptions) -> dict[str, Any]:

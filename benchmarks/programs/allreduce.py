@@ -20,7 +20,7 @@ import torch
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.allreduce.base import AllReduce
 from aladdin_mpi.process import guard
-from aladdin_mpi.transport.mpi import MpiTransport
+from aladdin_mpi.transport.mpi.engine import MpiTransport
 
 TIMEOUT = 60.0
 BYTES_PER_MB = 1_000_000

@@ -29,7 +29,7 @@ from torch.utils.data import TensorDataset
 from aladdin_mpi.allreduce.over_torch import end_group
 from aladdin_mpi.data.models import build_model
 from aladdin_mpi.run.data_parallel import DataParallel
-from aladdin_mpi.transport.mpi import MpiTransport
+from aladdin_mpi.transport.mpi.engine import MpiTransport
 
 CLASSES = 10
 SIZE = 32

@@ -40,7 +40,7 @@ from aladdin_mpi.parameter_server.model_sender import ModelSender
 from aladdin_mpi.process import guard
 from aladdin_mpi.roles import worker
 from aladdin_mpi.run.data_parallel import DataParallel
-from aladdin_mpi.transport import mpi
+from aladdin_mpi.transport.mpi import engine, polling
 from aladdin_mpi.transport.request import Event, Request
 from benchmarks.programs.contenders import DECAY, LR, MOMENTUM, TIMEOUT, Task
 
@@ -154,27 +154,29 @@ def _marked(passes: Passes, function: Callable[..., Any], stage: str) -> Callabl
     return call
 
 
-class CountingTransport(mpi.MpiTransport):
+class CountingTransport(engine.MpiTransport):
     """Counts messages by tag, and by thread how often MPI is entered."""
 
     def __init__(self, timeout: float) -> None:
         self.counts: Counter[str] = Counter()
         self.in_training: Counter[str] = Counter()
         super().__init__(timeout)
+        self._complete = self._requests.complete
+        self._requests.complete = self._counted  # type: ignore[method-assign]
 
     def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
         self.counts[f"sent {Tag(tag).name}"] += 1
         return super().isend(buffer, dest, tag, after)
 
-    def _complete_all(self) -> None:
+    def _counted(self) -> None:
         self.counts[f"polls by {self._thread}"] += 1
-        before = self._completions
-        super()._complete_all()
-        self.counts[f"completed by {self._thread}"] += self._completions - before
+        before = self._requests.completions
+        self._complete()
+        self.counts[f"completed by {self._thread}"] += self._requests.completions - before
 
     @property
     def _thread(self) -> str:
-        mine = threading.current_thread() is self._progress_thread
+        mine = threading.current_thread() is self._polling.thread
         return "the progress thread" if mine else "the rank"
 
     def count_sleep(self) -> None:
@@ -216,9 +218,10 @@ def train(task: Task, pi: int, bucket_mb: float) -> dict[str, Any]:
     mark(passes)
     module, images, labels = task.build()
     transport = CountingTransport(TIMEOUT)
-    vars(mpi)["time"] = CountingTime(transport)
-    transport._news = CountingEvent(transport)
-    transport._takes_over = CountingEvent(transport)
+    for names in (vars(engine), vars(polling)):
+        names["time"] = CountingTime(transport)
+    transport._signals.news = CountingEvent(transport)
+    transport._signals.takes_over = CountingEvent(transport)
     count_training_only(transport)
     folder = Path(tempfile.mkdtemp(prefix="gradient-"))
     workers = transport.size - 1

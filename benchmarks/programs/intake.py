@@ -30,7 +30,7 @@ from aladdin_mpi.parameter_server.inbox import ModelInbox
 from aladdin_mpi.parameter_server.intake import RECEIVES_AHEAD
 from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.process import guard
-from aladdin_mpi.transport.mpi import MpiTransport
+from aladdin_mpi.transport.mpi.engine import MpiTransport
 from aladdin_mpi.transport.request import Request
 from benchmarks.intake import BARE, PI, RPC
 from benchmarks.programs.rpc import RpcIntake

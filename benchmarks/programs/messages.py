@@ -13,7 +13,7 @@ import time
 from statistics import median
 
 from aladdin_mpi.process import guard
-from aladdin_mpi.transport.mpi import MpiTransport  # before MPI: it decides how that begins
+from aladdin_mpi.transport.mpi.engine import MpiTransport  # before MPI: it decides how that begins
 
 # isort: split
 import torch

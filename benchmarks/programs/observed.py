@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_mpi import train
-from aladdin_mpi.transport import mpi
+from aladdin_mpi.transport.mpi import engine
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-class ObservedTransport(mpi.MpiTransport):
+class ObservedTransport(engine.MpiTransport):
     """Writes down what it holds, until it is closed."""
 
     folder: Path
@@ -34,7 +34,7 @@ class ObservedTransport(mpi.MpiTransport):
 
     def _observe(self) -> None:
         path = self.folder / f"rank-{self.rank}.jsonl"
-        while not self._closed:
+        while not self._polling.closed:
             with path.open("a") as file:
                 file.write(json.dumps(self._held()) + "\n")
             time.sleep(self.every)
@@ -45,8 +45,8 @@ class ObservedTransport(mpi.MpiTransport):
             "time": time.time(),
             "pid": os.getpid(),
             "resident": resident,
-            "requests": len(self._pending),
-            "abandoned": len(self._abandoned),
+            "requests": self._requests.pending,
+            "abandoned": self._requests.abandoned,
             "descriptors": len(os.listdir("/proc/self/fd")),
             "threads": threading.active_count(),
         }
@@ -57,7 +57,7 @@ def main() -> int:
     folder, every, dashes, *options = sys.argv[1:]
     assert dashes == "--"
     ObservedTransport.folder, ObservedTransport.every = Path(folder), float(every)
-    mpi.MpiTransport = ObservedTransport  # type: ignore[misc]
+    engine.MpiTransport = ObservedTransport  # type: ignore[misc]
     return train.main(options)
 
 

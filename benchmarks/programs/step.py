@@ -26,7 +26,7 @@ from aladdin_mpi.model.replica import Replica
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.process import guard, heap
 from aladdin_mpi.run.data_parallel import DataParallel
-from aladdin_mpi.transport.mpi import MpiTransport
+from aladdin_mpi.transport.mpi.engine import MpiTransport
 from benchmarks.programs import contenders
 from benchmarks.programs.contenders import (
     DECAY,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.model.layout import BYTES_PER_MB, BYTES_PER_VALUE
-from aladdin_mpi.transport.mpi import MpiTransport
+from aladdin_mpi.transport.mpi.engine import MpiTransport
 from benchmarks.programs.contenders import TIMEOUT, gloo, horovod
 
 Sum = Callable[[Tensor], Iterable[Tensor]]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from aladdin_mpi.run.data_parallel import DataParallel
-from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport
+from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 from benchmarks.scale.cases import LOCAL_GBIT, Case, Phase
 
 _BYTES_PER_GBIT = 1e9 / 8

@@ -28,7 +28,7 @@ from aladdin_mpi.parameter_server.intake import Arrival
 from aladdin_mpi.parameter_server.model_sender import NotesThen
 from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.roles.pace import FORWARD_SHARE
-from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport
+from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 from tests.quadratic import STAGGER, Outcome, Quadratic, Setup, aladdin_options, noise_of, run
 
 Vector = NDArray[np.float64]

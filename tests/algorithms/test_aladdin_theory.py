@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from aladdin_mpi import DataParallel
 from aladdin_mpi.algorithms.aladdin import AladdinOptions
-from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport
+from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 from tests.quadratic import Quadratic, Setup, aladdin_options, network, noise_of, run
 
 Matrix = NDArray[np.float64]

@@ -21,8 +21,8 @@ from aladdin_mpi.roles.clipping import Clipping
 from aladdin_mpi.roles.pace import Pace
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.endpoint import Endpoint
-from aladdin_mpi.transport.virtual import VirtualCluster
+from aladdin_mpi.transport.virtual.endpoint import Endpoint
+from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.gossip_lab import Spy, any_job, large, run_spied, starts
 from tests.quadratic import NO_DELAY, Quadratic, network
 from tests.roles import Job, Outcome, run

@@ -17,7 +17,7 @@ from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.layer import Layer
 from aladdin_mpi.transport.request import Event, PeerFailedError, Request
-from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport
+from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 from tests.algorithms.test_multistep import ACTIVATIONS, GRADIENTS, MOMENTUM, TINY, deep
 from tests.multistep_lab import Job, alone, run_rank
 from tests.quadratic import network

@@ -16,8 +16,8 @@ from aladdin_mpi.algorithms.sgp import SgpWorker, _Push, hops
 from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.endpoint import Endpoint
 from aladdin_mpi.transport.request import Request
+from aladdin_mpi.transport.virtual.endpoint import Endpoint
 from tests.gossip_lab import Spy, any_job, large, noises, run_spied, starts
 from tests.quadratic import Quadratic, network
 from tests.roles import Job, Outcome, any_network, run

@@ -9,7 +9,7 @@ import pytest
 
 from aladdin_mpi.control.budget import Budget, Draws, Report, Ticket
 from aladdin_mpi.transport.cluster import Cluster
-from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport
+from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 
 ENOUGH = 1000.0
 """Virtual seconds after which every worker has ended."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 import pytest
 
 if TYPE_CHECKING:
-    from aladdin_mpi.transport.mpi import MpiTransport
+    from aladdin_mpi.transport.mpi.engine import MpiTransport
 
 LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
 UNDER_MPIRUN = any(name in os.environ for name in LAUNCHERS)
@@ -49,7 +49,7 @@ _screen: TextIO = sys.stderr
 @pytest.fixture
 def transport() -> Iterator[MpiTransport]:
     """One of this test's own, after which nothing is under way."""
-    from aladdin_mpi.transport.mpi import MpiTransport
+    from aladdin_mpi.transport.mpi.engine import MpiTransport
 
     transport = MpiTransport(timeout=30)
     yield transport

@@ -11,7 +11,7 @@ from torch import Tensor
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.allreduce import over_horovod
 from aladdin_mpi.control.exchange import broadcast, gather
-from aladdin_mpi.transport.mpi import MpiTransport
+from aladdin_mpi.transport.mpi.engine import MpiTransport
 from tests.quadratic import Quadratic
 from tests.roles import Job, flat, flat_start, run_rank, single_process
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aladdin_mpi.compression.dgc import DeepGradientCompression
-from aladdin_mpi.transport.mpi import MpiTransport
+from aladdin_mpi.transport.mpi.engine import MpiTransport
 from tests.compressed import Job, layout_of, run_rank
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.mpi import MpiTransport
+from aladdin_mpi.transport.mpi.engine import MpiTransport
 from aladdin_mpi.transport.request import TransportError, WaitTimeoutError
 from tests.conformance import CHECKS
 from tests.conformance_collectives import LARGE, full
@@ -51,7 +51,7 @@ def test_a_rank_at_rest_looks_less_often_and_wakes_when_it_begins_something(
     """All ranks rest, so that each is woken by what it begins itself."""
     for number in range(3):
         transport.wait(transport.ibarrier())
-        assert happens(lambda: transport._dozes)
+        assert happens(lambda: transport._signals.dozes)
         pass_on(transport, tag=2010 + number)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.control.exchange import broadcast, gather
-from aladdin_mpi.transport.mpi import MpiTransport
+from aladdin_mpi.transport.mpi.engine import MpiTransport
 from tests.gossip_lab import starts
 from tests.quadratic import Quadratic
 from tests.roles import Job, flat, run_rank

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from aladdin_mpi.algorithms.multistep import MultistepWorker
-from aladdin_mpi.transport.mpi import MpiTransport
+from aladdin_mpi.transport.mpi.engine import MpiTransport
 from tests.algorithms.test_multistep import ACTIVATIONS, GRADIENTS, MOMENTUM, TINY, Functional, Tied
 from tests.multistep_lab import Job, alone, run_rank, small
 

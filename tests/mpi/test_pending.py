@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from aladdin_mpi.transport.pending import SMALL, MpiRequest, Pending
+from aladdin_mpi.transport.mpi.pending import SMALL, MpiRequest, Pending
 from aladdin_mpi.transport.request import ANY_SOURCE
 
 

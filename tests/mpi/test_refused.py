@@ -11,7 +11,7 @@ import torch
 from aladdin_mpi.control.exchange import gather
 from aladdin_mpi.control.refusals import Reason
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.mpi import MpiTransport
+from aladdin_mpi.transport.mpi.engine import MpiTransport
 from tests.damage import DamagingTransport, is_values, sealed
 from tests.mpi.test_algorithms import job_for
 from tests.roles import Job, RankResult, run_rank

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 from mpi4py import MPI
 
-from aladdin_mpi.transport import deaths, mpi
-from aladdin_mpi.transport.pending import MpiRequest
+from aladdin_mpi.transport.mpi import deaths, failures, requests
+from aladdin_mpi.transport.mpi.engine import MpiTransport
+from aladdin_mpi.transport.mpi.pending import MpiRequest
 from aladdin_mpi.transport.request import PeerFailedError
 
 
@@ -29,39 +30,39 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 
 @pytest.fixture
-def transport(dead: set[int]) -> Iterator[mpi.MpiTransport]:
-    transport = mpi.MpiTransport(timeout=30, progress=False)
-    transport.survives = True
+def transport(dead: set[int]) -> Iterator[MpiTransport]:
+    transport = MpiTransport(timeout=30, progress=False)
+    transport._failures.survives = True
     yield transport
     # Nobody has died: the ranks leave as usual.
-    transport.survives, transport._failed = False, frozenset()
+    transport._failures.survives, transport._failures.failed = False, frozenset()
     transport.close()
 
 
-def broken_sum(transport: mpi.MpiTransport) -> MpiRequest:
+def broken_sum(transport: MpiTransport) -> MpiRequest:
     request = MpiRequest("Iallreduce", None, receives=False)
     request.handle = EndedByDeath()  # type: ignore[assignment]
-    transport._fresh.append(request)
+    transport._requests.begin(request)
     return request
 
 
-def test_it_ends_when_the_name_is_known(transport: mpi.MpiTransport, dead: set[int]) -> None:
+def test_it_ends_when_the_name_is_known(transport: MpiTransport, dead: set[int]) -> None:
     request = broken_sum(transport)
     assert not transport.test(request)
     assert not transport.test(request)
     dead.add(1)
-    time.sleep(2 * mpi.LOOK_FOR_FAILURES)
+    time.sleep(2 * failures.LOOK_FOR_FAILURES)
     with pytest.raises(PeerFailedError) as caught:
         transport.test(request)
     assert caught.value.rank == 1
 
 
 def test_an_error_without_a_name_is_not_kept_for_ever(
-    transport: mpi.MpiTransport, monkeypatch: pytest.MonkeyPatch
+    transport: MpiTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = broken_sum(transport)
     assert not transport.test(request)
-    monkeypatch.setattr(mpi, "NAMED_WITHIN", 0.0)
+    monkeypatch.setattr(requests, "NAMED_WITHIN", 0.0)
     with pytest.raises(MPI.Exception):
         transport.test(request)
-    transport._pending.remove(request)
+    transport._requests._pending.remove(request)

@@ -17,7 +17,7 @@ from aladdin_mpi.roles.role import Role
 from aladdin_mpi.run.simulator import simulate
 from aladdin_mpi.run.variance import Done, ModelVariance, Places, draw_places
 from aladdin_mpi.transport.cluster import Cluster
-from aladdin_mpi.transport.virtual import VirtualCluster, VirtualTransport
+from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 from tests.commands import checkpoint_part, metrics, train
 from tests.launch import needs
 from tests.quadratic import network

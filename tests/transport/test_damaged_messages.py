@@ -22,7 +22,7 @@ from aladdin_mpi.run.trainer import train
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import TransportError
 from aladdin_mpi.transport.sealed import SealedTransport, is_void, void
-from aladdin_mpi.transport.virtual import VirtualCluster
+from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.conformance import CHECKS
 from tests.damage import Choice, DamagingTransport, is_values, sealed
 from tests.quadratic import Quadratic

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aladdin_mpi.transport.message import Message, Operation
 from aladdin_mpi.transport.request import ANY_SOURCE, TransportError
+from aladdin_mpi.transport.virtual.message import Message, Operation
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,18 +6,18 @@ import json
 
 import pytest
 
-from aladdin_mpi.transport.openmpi import TCP_FLAGS
+from aladdin_mpi.transport.mpi.openmpi import TCP_FLAGS
 from benchmarks.lab import Lab
 from tests.launch import needs, run_ranks
 
 REASON = Lab.available()
 SHOW = {"OMPI_MCA_mpi_show_mca_params": "all"}
-START = ["-c", "import aladdin_mpi.transport.mpi"]
+START = ["-c", "import aladdin_mpi.transport.mpi.engine"]
 
 LATE_ANSWER = """
 import json, time
 import torch
-from aladdin_mpi.transport.mpi import MpiTransport
+from aladdin_mpi.transport.mpi.engine import MpiTransport
 
 LONG, LATE = 8_000_000, 0.1
 transport = MpiTransport(timeout=60)

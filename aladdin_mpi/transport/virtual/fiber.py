@@ -9,9 +9,9 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from aladdin_mpi.transport.base import Traffic
-from aladdin_mpi.transport.clock import LATE, Clock
 from aladdin_mpi.transport.cluster import Pauses
 from aladdin_mpi.transport.request import Request, TransportError
+from aladdin_mpi.transport.virtual.clock import LATE, Clock
 
 
 class Fiber:

@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from aladdin_mpi.transport.clock import Clock
 from aladdin_mpi.transport.cluster import Cluster
-from aladdin_mpi.transport.message import Message
+from aladdin_mpi.transport.virtual.clock import Clock
+from aladdin_mpi.transport.virtual.message import Message
 
 EXPRESS = 4096
 """Bytes up to which a message goes past the bulk data that is queued."""

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 from pydantic import ValidationError
 
-from aladdin_mpi.transport.clock import Clock
 from aladdin_mpi.transport.cluster import Cluster, Pauses
-from aladdin_mpi.transport.message import PIECES, QUANTUM, Message
-from aladdin_mpi.transport.network import EXPRESS, Network
+from aladdin_mpi.transport.virtual.clock import Clock
+from aladdin_mpi.transport.virtual.message import PIECES, QUANTUM, Message
+from aladdin_mpi.transport.virtual.network import EXPRESS, Network
 from tests.virtual_lab import LATENCY, OVERHEAD, PIECE, lab
 
 Send = tuple[float, int, int, int] | tuple[float, int, int, int, int]

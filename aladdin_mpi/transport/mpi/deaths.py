@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from aladdin_mpi.process import console, guard
-from aladdin_mpi.transport import openmpi  # noqa: F401  # before MPI: it decides how that begins
-from aladdin_mpi.transport.ulfm import SURVIVES  # and this one how it ends
+from aladdin_mpi.transport.mpi import openmpi  # noqa: F401  # before MPI: it decides how that begins
+from aladdin_mpi.transport.mpi.ulfm import SURVIVES  # and this one how it ends
 
 # isort: split
 from mpi4py import MPI

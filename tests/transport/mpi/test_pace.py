@@ -7,7 +7,15 @@ import os
 import pytest
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.transport.pace import CORES, LONG_NAP, SHARE, SHORT_NAP, SPINS, Pace, cores_of_host
+from aladdin_mpi.transport.mpi.pace import (
+    CORES,
+    LONG_NAP,
+    SHARE,
+    SHORT_NAP,
+    SPINS,
+    Pace,
+    cores_of_host,
+)
 from tests.launch import run_ranks
 
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from aladdin_mpi.transport.base import Handler, Traffic
-from aladdin_mpi.transport.clock import LATE, Clock
 from aladdin_mpi.transport.cluster import Cluster
-from aladdin_mpi.transport.collectives import Collective, Part, Steps
-from aladdin_mpi.transport.fiber import Fiber
-from aladdin_mpi.transport.matching import Mailbox, as_bytes, fill, too_long
-from aladdin_mpi.transport.message import Message, Operation
-from aladdin_mpi.transport.network import Network
 from aladdin_mpi.transport.request import ANY_SOURCE, Event, Request
+from aladdin_mpi.transport.virtual.clock import LATE, Clock
+from aladdin_mpi.transport.virtual.collectives import Collective, Part, Steps
+from aladdin_mpi.transport.virtual.fiber import Fiber
+from aladdin_mpi.transport.virtual.matching import Mailbox, as_bytes, fill, too_long
+from aladdin_mpi.transport.virtual.message import Message, Operation
+from aladdin_mpi.transport.virtual.network import Network
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,12 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.transport import collectives
 from aladdin_mpi.transport.base import Handler, Transport
-from aladdin_mpi.transport.clock import EARLY, Clock
 from aladdin_mpi.transport.cluster import Cluster
-from aladdin_mpi.transport.endpoint import Endpoint, Fabric
-from aladdin_mpi.transport.message import Operation
 from aladdin_mpi.transport.request import (
     ANY_SOURCE,
     Event,
@@ -29,7 +25,11 @@ from aladdin_mpi.transport.request import (
     Request,
     TransportError,
 )
-from aladdin_mpi.transport.virtual_wait import VirtualWaitSet
+from aladdin_mpi.transport.virtual import collectives
+from aladdin_mpi.transport.virtual.clock import EARLY, Clock
+from aladdin_mpi.transport.virtual.endpoint import Endpoint, Fabric
+from aladdin_mpi.transport.virtual.message import Operation
+from aladdin_mpi.transport.virtual.wait import VirtualWaitSet
 from aladdin_mpi.transport.wait_set import WaitSet
 
 if TYPE_CHECKING:

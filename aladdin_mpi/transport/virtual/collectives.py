@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from aladdin_mpi.transport.matching import as_bytes
-from aladdin_mpi.transport.message import Operation
 from aladdin_mpi.transport.request import Request
+from aladdin_mpi.transport.virtual.matching import as_bytes
+from aladdin_mpi.transport.virtual.message import Operation
 
 if TYPE_CHECKING:
     from torch import Tensor

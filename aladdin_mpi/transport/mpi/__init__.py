@@ -1,0 +1,1 @@
+"""Real bytes, real time: the ranks of an MPI job."""

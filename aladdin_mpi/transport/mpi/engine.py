@@ -1,0 +1,332 @@
+"""The MPI engine: real bytes, real time.
+
+:mod:`.polling` has the protocol of its threads, :mod:`.requests` how requests begin and end,
+:mod:`.failures` who has died, :mod:`.handlers` what interrupts a rank's own work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from aladdin_mpi.process import guard
+from aladdin_mpi.transport.mpi import deaths  # before MPI: it decides how that begins and ends
+
+# isort: split
+from mpi4py import MPI  # before torch: Cray MPICH breaks the other way round
+
+# isort: split
+import torch
+from torch import Tensor
+
+from aladdin_mpi.errors import RefusedError, UserError
+from aladdin_mpi.transport.base import Handler, Traffic, Transport
+from aladdin_mpi.transport.mpi.buffers import check_buffer, in_bytes
+from aladdin_mpi.transport.mpi.failures import DEATHS, Failures
+from aladdin_mpi.transport.mpi.handlers import HANDLER_DEPTH, Handlers
+from aladdin_mpi.transport.mpi.pace import Pace, cores_of_host
+from aladdin_mpi.transport.mpi.pending import MpiRequest
+from aladdin_mpi.transport.mpi.polling import Polling
+from aladdin_mpi.transport.mpi.requests import Requests
+from aladdin_mpi.transport.mpi.signals import Signals
+from aladdin_mpi.transport.request import (
+    ANY_SOURCE,
+    Event,
+    PeerFailedError,
+    Request,
+    TransportError,
+    WaitTimeoutError,
+)
+from aladdin_mpi.transport.volume import (
+    allgather_bytes,
+    allreduce_bytes,
+    alltoall_bytes,
+    broadcast_bytes,
+)
+
+REDUCIBLE = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.int64: MPI.INT64_T,
+}
+
+
+class MpiTransport(Transport):
+    """The ranks of ``MPI_COMM_WORLD``, on communicators of their own.
+
+    Args:
+        timeout: longest wait in seconds for another rank; None waits for ever.
+        progress: run the progress thread. Without it nothing moves while a rank
+            computes; the benchmarks show the difference.
+
+    Raises:
+        UserError: at rank 0, a host's number of cores is wrong; RefusedError at the others.
+        PeerFailedError: a rank has died already.
+    """
+
+    engine = "mpi"
+    models_time = shares_process = False
+    needs_memory = True
+
+    def __init__(self, timeout: float | None = None, progress: bool = True) -> None:
+        self.rank = MPI.COMM_WORLD.Get_rank()
+        self.size = MPI.COMM_WORLD.Get_size()
+        self.traffic = Traffic()
+        self.timeout = timeout
+        self._messages, self._collectives, names, cores = _set_up()
+        numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        self.hosts = [numbers[name] for name in names]
+        self.host_names = list(numbers)
+        self._start = time.perf_counter()
+        threads = MPI.Query_thread()
+        self.progresses = progress and threads >= MPI.THREAD_SERIALIZED
+        pace = Pace(self.hosts.count(self.host), cores)
+        self._signals = Signals()
+        self._failures = Failures(self._messages)
+        self._requests = Requests(self._messages, self.traffic, self._failures, self._signals)
+        self._handlers = Handlers(self._receive)
+        self._polling = Polling(self._requests, self._handlers, self._failures, self._signals, pace)
+        free = threads >= MPI.THREAD_MULTIPLE
+        self._posting: AbstractContextManager[Any] = nullcontext() if free else self._polling.lock
+        if self.progresses:
+            self._polling.start()
+
+    def host_name(self, rank: int) -> str:
+        return self.host_names[self.hosts[rank]]
+
+    # -- time ---------------------------------------------------------------
+    def now(self) -> float:
+        return time.perf_counter() - self._start
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def charge_memory(self, nbytes: int) -> None:
+        """Takes its time by itself."""
+
+    # -- point to point -----------------------------------------------------
+    def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
+        name = f"send to rank {dest}, tag {tag}"
+        request = MpiRequest(name, buffer, receives=False, peer=dest, tag=tag)
+        if tag not in self._requests.exempt:
+            self.traffic.bytes_sent += buffer.nbytes
+            self.traffic.messages_sent += 1
+        if after is None and not self._requests.holds_back:
+            with self._posting:
+                self._requests.send(request)
+        else:
+            with self._polling.lock:
+                self._requests.send_after(request, after)
+        return request
+
+    def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
+        return self._receive(buffer, source, tag)
+
+    def _receive(self, buffer: Tensor, source: int, tag: int) -> MpiRequest:
+        check_buffer(buffer)
+        sender = "any rank" if source == ANY_SOURCE else f"rank {source}"
+        name = f"receive from {sender}, tag {tag}"
+        request = MpiRequest(name, buffer, receives=True, peer=source, tag=tag)
+        request.source = source
+        # Posted by the next poll: MPI copies a message that has been announced already
+        # inside Irecv, which must not keep this thread from its work.
+        self._requests.begin(request)
+        return request
+
+    def test(self, request: Request) -> bool:
+        if not request.done:
+            # Not while another thread polls: what has ended by now is to be seen by now.
+            self._polling.poll(patient=True)
+        if request.failed is not None:
+            raise PeerFailedError(request.failed, self.host_name(request.failed))
+        return request.done
+
+    def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
+        first = _first_done(requests)
+        if first < 0:
+            start = time.perf_counter()
+            limit = self.timeout if timeout is None else timeout
+            first = self._polling.wait_until(lambda: _first_done(requests), start, limit)
+            if first < 0 and timeout is None:
+                raise WaitTimeoutError(
+                    f"rank {self.rank} waited {limit:g} s for {_summary(requests)}: that rank "
+                    "hangs, has died, or is slower than --timeout allows"
+                )
+            self.traffic.waiting += time.perf_counter() - start
+        if first >= 0 and requests[first].failed is not None:
+            self.test(requests[first])
+        return first
+
+    def cancel(self, request: Request) -> None:
+        assert isinstance(request, MpiRequest)
+        with self._polling.lock:
+            self._requests.cancel(request)
+
+    def exclude_from_traffic(self, *tags: int) -> None:
+        self._requests.exempt |= set(tags)
+
+    # -- ranks that fail ----------------------------------------------------
+    @property
+    def survives(self) -> bool:  # type: ignore[override]
+        return self._failures.survives
+
+    @property
+    def failed(self) -> frozenset[int]:
+        return self._failures.failed
+
+    @property
+    def excluded(self) -> frozenset[int]:
+        return self._failures.excluded
+
+    def on_failure(self, action: Callable[[int], None]) -> None:
+        self._failures.on_failure(action)
+
+    def exclude(self, rank: int) -> None:
+        with self._polling.lock:
+            if rank in self._failures.failed:
+                return
+            self._failures.exclude(rank)
+        # First, so that who cannot go on without the rank says so, and no request that ends.
+        self._polling.tell_failures()
+        with self._polling.lock:
+            self._requests.end_what_needs(rank)
+
+    # -- messages that interrupt --------------------------------------------
+    def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
+        # A receive from any rank ends with an error at every death: so one for each rank.
+        sources, depth = (self.living, 1) if self.survives else ([ANY_SOURCE], HANDLER_DEPTH)
+        self._handlers.add(sources, depth, tag, nbytes, handler)
+
+    def when_done(self, request: Request, action: Callable[[], None]) -> None:
+        self._handlers.when_done(request, action)
+
+    def watch(self, look: Callable[[], None]) -> None:
+        self._handlers.watch(look)
+
+    def unwatch(self, look: Callable[[], None]) -> None:
+        self._handlers.unwatch(look)
+
+    def atomic(self) -> AbstractContextManager[Any]:
+        return self._handlers.lock
+
+    # -- collectives ----------------------------------------------------------
+    def _collective(
+        self, name: str, volume: int, *arguments: object, kept: Tensor | None = None
+    ) -> Request:
+        """Start a collective; ``volume`` is what it is taken to send.
+
+        ``kept`` lives until it is done: mpi4py itself does not keep what is sent.
+        """
+        self.traffic.bytes_sent += volume
+        request = MpiRequest(name, kept, receives=False)
+        if self.failed:
+            self._requests.fail(request, min(self.failed))
+            return request
+        with self._posting:
+            request.handle = getattr(self._collectives, name)(*arguments)
+        self._requests.begin(request)
+        return request
+
+    def ibarrier(self) -> Request:
+        return self._collective("Ibarrier", 0)
+
+    def ibroadcast(self, buffer: Tensor, root: int) -> Request:
+        volume = broadcast_bytes(buffer.nbytes, self.size)
+        return self._collective("Ibcast", volume, in_bytes(buffer), root)
+
+    def iallreduce(self, buffer: Tensor, total: Tensor | None = None) -> Request:
+        if buffer.dtype not in REDUCIBLE:
+            raise TypeError(
+                f"iallreduce adds {', '.join(map(str, REDUCIBLE))}, not {buffer.dtype}, "
+                "which MPI does not add rightly: convert it first"
+            )
+        if total is None:
+            # Not in place: Open MPI then takes a tree, which moves whole buffers and took twice
+            # as long with 8 ranks on 4 hosts. A copy costs a hundredth of that.
+            buffer, total = buffer.detach().clone(), buffer
+        kind = REDUCIBLE[buffer.dtype]
+        volume = allreduce_bytes(buffer.nbytes, self.size)
+        arguments = ([buffer.detach().numpy(), kind], [total.detach().numpy(), kind])
+        return self._collective("Iallreduce", volume, *arguments, kept=buffer)
+
+    def iallgather(self, buffer: Tensor, gathered: Tensor) -> Request:
+        volume = allgather_bytes(buffer.nbytes, self.size)
+        arguments = (in_bytes(buffer), in_bytes(gathered))
+        return self._collective("Iallgather", volume, *arguments, kept=buffer)
+
+    def ialltoall(self, buffer: Tensor, received: Tensor) -> Request:
+        volume = alltoall_bytes(buffer.nbytes, self.size)
+        arguments = (in_bytes(buffer), in_bytes(received))
+        return self._collective("Ialltoall", volume, *arguments, kept=buffer)
+
+    # -- end ------------------------------------------------------------------
+    def close(self, status: int = 0) -> None:
+        if self._polling.closed:
+            return
+        self._polling.stop()
+        self._requests.take_fresh()
+        self.wait_ended(self._requests.left(receives=False))
+        for request in self._requests.left(receives=True):
+            self.cancel(request)
+        self._polling.closed = True
+        self._take_leave(status)
+        if self._requests.holds_back:
+            raise TransportError("closed while sends waited for their event")
+
+    def _take_leave(self, status: int) -> None:
+        """Leave together, rank 0 last: nobody may go to whom another still sends."""
+        if self.rank:
+            deaths.take_leave(self._collectives, self.timeout)
+            return
+        others = self.living[1:]
+        deaths.give_leave(self._collectives, others)
+        if not self.survives:
+            return
+        deaths.wait_gone(self._collectives)
+        hanging = {rank: self.host_name(rank) for rank in self.excluded}
+        if hanging:
+            end = partial(deaths.end_those_left, self._messages, hanging, others, status)
+            guard.before_leaving(end)
+
+
+def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str], int]:
+    """Communicators for messages and for collectives, all ranks' hosts, this host's cores.
+
+    Raises as the transport itself.
+    """
+    cores, problem = 0, None
+    try:
+        cores = cores_of_host()
+    except UserError as error:
+        problem = str(error)
+    try:
+        messages, collectives = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
+        told = messages.allgather((MPI.Get_processor_name(), problem))
+        wrong = next(((host, each) for host, each in told if each is not None), None)
+        if wrong is not None:
+            host, problem = wrong
+            one_says = UserError(f"host {host}: {problem}", agreed=True)
+            raise one_says if messages.rank == 0 else RefusedError
+        return messages, collectives, [host for host, _ in told], cores
+    except MPI.Exception as error:
+        if error.Get_error_class() not in DEATHS:
+            raise
+        dead = min(deaths.dead(MPI.COMM_WORLD), default=-1)
+        raise PeerFailedError(dead, "not known yet") from error
+
+
+def _first_done(requests: Sequence[Request]) -> int:
+    """Index of the request that was done first, or -1."""
+    best = -1
+    for index, request in enumerate(requests):
+        if request.done and (best < 0 or request.order < requests[best].order):
+            best = index
+    return best
+
+
+def _summary(requests: Sequence[Request]) -> str:
+    shown = "; ".join(request.what for request in requests[:4])
+    return shown + (f" and {len(requests) - 4} more" if len(requests) > 4 else "")

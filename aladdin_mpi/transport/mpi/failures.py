@@ -1,0 +1,74 @@
+"""The ranks that have died, or are treated so, and who is to be told of it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from aladdin_mpi.transport.mpi import deaths  # before MPI: it decides how that begins and ends
+
+# isort: split
+from mpi4py import MPI
+
+LOOK_FOR_FAILURES = 0.02
+"""Seconds between two looks for ranks that have died."""
+NAMED_WITHIN = 10.0
+"""Longest time in seconds from an operation's end by a death to the name of who has died."""
+
+DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
+"""Classes of the errors with which MPI says that a rank has died."""
+
+
+class Failures:
+    """Who has failed.
+
+    ``survives``: the others go on after a death. ``failed`` has all ranks that are dead to this
+    one, ``excluded`` those among them that may live. ``untold`` waits for :meth:`tell`.
+    """
+
+    def __init__(self, messages: MPI.Intracomm) -> None:
+        self.survives = deaths.SURVIVES
+        self.failed: frozenset[int] = frozenset()
+        self.excluded: frozenset[int] = frozenset()
+        self.untold: deque[int] = deque()
+        self._messages = messages
+        self._actions: list[Callable[[int], None]] = []
+        self._look_again = 0.0
+
+    def is_death(self, error: MPI.Exception) -> bool:
+        """Whether this rank goes on although MPI says so."""
+        return self.survives and error.Get_error_class() in DEATHS
+
+    def found(self, at_once: bool = False) -> list[int]:
+        """Ranks that have died since the last look; none if that was just now.
+
+        They are found here where no operation of this rank has met them.
+        """
+        now = time.perf_counter()
+        if now < self._look_again and not at_once:
+            return []
+        self._look_again = now + LOOK_FOR_FAILURES
+        return sorted(deaths.dead(self._messages) - self.failed)
+
+    def add(self, rank: int) -> None:
+        """A rank has died."""
+        self.failed |= {rank}
+        self.untold.append(rank)
+
+    def exclude(self, rank: int) -> None:
+        """A rank is treated as if it had died."""
+        self.excluded |= {rank}
+        self.add(rank)
+
+    def on_failure(self, action: Callable[[int], None]) -> None:
+        """Call ``action`` with each rank that fails."""
+        self._actions.append(action)
+
+    def tell(self, before: Callable[[int], None]) -> None:
+        """Say who has failed, first to ``before``; as a message handler does."""
+        while self.untold:
+            rank = self.untold.popleft()
+            before(rank)
+            for action in self._actions:
+                action(rank)

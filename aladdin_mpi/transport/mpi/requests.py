@@ -1,0 +1,267 @@
+"""What has been started and has not ended yet, and how it ends."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from aladdin_mpi.transport.mpi import deaths  # noqa: F401  # before MPI: how that begins and ends
+
+# isort: split
+from mpi4py import MPI  # before torch: Cray MPICH breaks the other way round
+
+# isort: split
+from aladdin_mpi.transport.base import Traffic
+from aladdin_mpi.transport.mpi.buffers import in_bytes
+from aladdin_mpi.transport.mpi.failures import NAMED_WITHIN, Failures
+from aladdin_mpi.transport.mpi.pending import MpiRequest, Pending
+from aladdin_mpi.transport.mpi.signals import Signals
+from aladdin_mpi.transport.request import ANY_SOURCE, Event
+
+
+class Requests:
+    """Requests from their start to their end.
+
+    Everything happens under the polling lock, but for :meth:`send` and :meth:`begin`: what they
+    add to ``_fresh`` is taken up by the next poll.
+
+    Attributes:
+        completions: requests that have ended.
+        last_news: when the last one did.
+        is_idle: no data were awaited at the last look.
+    """
+
+    def __init__(
+        self, messages: MPI.Intracomm, traffic: Traffic, failures: Failures, signals: Signals
+    ) -> None:
+        self.completions = 0
+        self.last_news = 0.0
+        self.is_idle = True
+        self.exempt: frozenset[int] = frozenset()
+        self._messages = messages
+        self._traffic = traffic
+        self._failures = failures
+        self._signals = signals
+        self._fresh: deque[MpiRequest] = deque()
+        self._pending = Pending()
+        self._statuses: list[MPI.Status] = []
+        self._held_back: dict[tuple[int, int], deque[tuple[MpiRequest, Event | None]]] = {}
+        self._abandoned: list[MpiRequest] = []
+
+    # -- begin ----------------------------------------------------------------
+    @property
+    def holds_back(self) -> bool:
+        """Whether sends wait for an event, or behind one that does."""
+        return bool(self._held_back)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is awaited."""
+        return self.is_idle and not (self._fresh or self._held_back)
+
+    def begin(self, request: MpiRequest) -> None:
+        """Let the next poll take it up."""
+        self._fresh.append(request)
+        self._signals.begun()
+
+    def send(self, request: MpiRequest) -> None:
+        """Send at once; it is in no poll's way."""
+        assert request.buffer is not None
+        if request.peer not in self._failures.failed:
+            try:
+                buffer = in_bytes(request.buffer)
+                request.handle = self._messages.Isend(buffer, request.peer, request.tag)
+            except MPI.Exception as error:
+                self._meet_failure(request, error)
+        self.begin(request)
+
+    def send_after(self, request: MpiRequest, after: Event | None) -> None:
+        """Send when ``after`` has happened, and all that was to go there before has gone."""
+        line = request.peer, request.tag
+        if self._held_back.get(line) or (after is not None and not after.query()):
+            self._held_back.setdefault(line, deque()).append((request, after))
+            self._signals.begun()
+        else:
+            self.send(request)
+
+    def _release_held_back(self) -> None:
+        for line, queue in list(self._held_back.items()):
+            while queue and (queue[0][1] is None or queue[0][1].query()):
+                self.send(queue.popleft()[0])
+            if not queue:
+                del self._held_back[line]
+
+    def take_fresh(self) -> None:
+        """Take up what has begun; receives are posted here."""
+        status = MPI.Status()
+        # Others may be added meanwhile: they are the next poll's, or this one would not end.
+        for _ in range(len(self._fresh)):
+            request = self._fresh.popleft()
+            if request.peer in self._failures.failed and not request.done:
+                self.fail(request, request.peer)
+            elif request.receives:
+                self._post_receive(request)
+                self._complete_announced(request, status)
+            if not request.done:
+                self._pending.add(request)
+
+    def _post_receive(self, request: MpiRequest) -> None:
+        assert request.buffer is not None
+        source = MPI.ANY_SOURCE if request.source == ANY_SOURCE else request.source
+        try:
+            request.handle = self._messages.Irecv(in_bytes(request.buffer), source, request.tag)
+        except MPI.Exception as error:
+            self._meet_failure(request, error)
+
+    @property
+    def pending(self) -> int:
+        """Number of those that MPI has and that have not ended."""
+        return len(self._pending)
+
+    @property
+    def abandoned(self) -> int:
+        """Number of those that have ended by a death, and whose buffers are kept."""
+        return len(self._abandoned)
+
+    # -- end ------------------------------------------------------------------
+    def complete(self) -> None:
+        """Complete what can be completed."""
+        if self._held_back:
+            self._release_held_back()
+        self.take_fresh()
+        if self._failures.survives:
+            self._complete_each()
+            self._look_for_failures()
+        else:
+            self._complete_some()
+        self.is_idle = self._pending.is_idle
+
+    def _complete_some(self) -> None:
+        pending, statuses = self._pending, self._statuses
+        while firsts := pending.firsts():
+            while len(statuses) < len(firsts):
+                statuses.append(MPI.Status())
+            indices = MPI.Request.Testsome(pending.handles(), statuses)
+            if not indices:
+                return
+            for index, status in sorted(zip(indices, statuses, strict=False), key=_first):
+                self._complete(firsts[index], status)
+            pending.drop_ended()  # who stood behind them may have ended too
+
+    def _complete_each(self) -> None:
+        """The same one by one: of an error in several MPI does not say whose it is."""
+        status, before = MPI.Status(), -1
+        while before != self.completions:
+            before = self.completions
+            for request in self._pending.firsts():
+                self._complete_if_done(request, status)
+            self._pending.drop_ended()
+
+    def _complete_announced(self, request: MpiRequest, status: MPI.Status) -> None:
+        """A message that had been announced is there now: it need not wait for other receives.
+
+        Except for those before it that the same sender fills: they may have ended unseen.
+        """
+        if not self._has_ended(request, status):
+            return
+        if earlier := self._pending.before(request):
+            for each in earlier:
+                self._complete_if_done(each, MPI.Status())
+            self._pending.drop_ended()
+        self._complete(request, status)
+
+    def _complete_if_done(self, request: MpiRequest, status: MPI.Status) -> None:
+        if self._has_ended(request, status):
+            self._complete(request, status)
+
+    def _has_ended(self, request: MpiRequest, status: MPI.Status) -> bool:
+        """Whether MPI has just ended it; its end by a death is seen to here."""
+        if request.done:
+            return False
+        if request.broken is not None:
+            error, since = request.broken
+            if time.perf_counter() - since > NAMED_WITHIN:
+                raise error
+            return False
+        try:
+            return bool(request.handle.Test(status))
+        except MPI.Exception as error:
+            self._meet_failure(request, error)
+            return False
+
+    def _complete(self, request: MpiRequest, status: MPI.Status) -> None:
+        if request.receives:
+            request.source = status.Get_source()
+            request.nbytes = status.Get_count(MPI.BYTE)
+            if request.tag not in self.exempt:
+                self._traffic.bytes_received += request.nbytes
+                self._traffic.messages_received += 1
+        request.order = self.completions
+        self.completions += 1
+        request.done = True
+        self.last_news = time.perf_counter()
+        self._signals.ended()
+
+    def cancel(self, request: MpiRequest) -> None:
+        """Take back a receive, unless its message has come."""
+        if request.done:
+            return
+        self.take_fresh()
+        if request.done:
+            return
+        self._pending.remove(request)
+        status = MPI.Status()
+        try:
+            request.handle.Cancel()
+            request.handle.Wait(status)
+        except MPI.Exception as error:
+            self._meet_failure(request, error)
+            return
+        if not status.Is_cancelled():
+            self._complete(request, status)
+        request.done = True
+
+    def left(self, receives: bool) -> list[MpiRequest]:
+        """The receives, or all others, that have not ended."""
+        return [request for request in self._pending if request.receives == receives]
+
+    # -- end by a death ---------------------------------------------------------
+    def _look_for_failures(self, at_once: bool = False) -> None:
+        for rank in self._failures.found(at_once):
+            self._failures.add(rank)
+            self.end_what_needs(rank)
+
+    def _meet_failure(self, request: MpiRequest, error: MPI.Exception) -> None:
+        """End ``request``, of which MPI says that a rank has died. Raises any other error."""
+        if not self._failures.is_death(error):
+            raise error
+        if request.peer != ANY_SOURCE:
+            self.fail(request, request.peer)
+            return
+        self._look_for_failures(at_once=True)  # this ends every collective
+        if not request.done:
+            request.broken = error, time.perf_counter()  # a later look will end it
+
+    def end_what_needs(self, dead: int) -> None:
+        """End all that waits for that rank; collectives need every rank."""
+        for request in self._pending:
+            if not request.done and (request.peer == dead or request.is_collective):
+                self.fail(request, dead)
+        self._pending.drop_all_ended()
+        for line in [line for line in self._held_back if line[0] == dead]:
+            for request, _ in self._held_back.pop(line):
+                self.fail(request, dead)
+
+    def fail(self, request: MpiRequest, dead: int) -> None:
+        """End a request; MPI may hold on to its buffer, so it is kept."""
+        if request.handle != MPI.REQUEST_NULL:
+            self._abandoned.append(request)
+        request.failed = dead
+        request.order = self.completions
+        self.completions += 1
+        request.done = True
+        self._signals.news.set()
+
+
+def _first(pair: tuple[int, MPI.Status]) -> int:
+    return pair[0]
