@@ -25,7 +25,7 @@ class LostError(Exception):
     """The job cannot go on, because a rank has failed. The message says which and why."""
 
 
-class LeftOutError(Exception):
+class ExcludedError(Exception):
     """This rank has to leave the run, which goes on without it. The message says why."""
 
 

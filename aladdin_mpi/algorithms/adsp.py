@@ -93,7 +93,7 @@ class Schedule(Stateful):
         self.period = self.minimum = self.epoch = nan
         self.target = 0
         self._step_seconds = [0.0] * workers
-        self._left_out: set[int] = set()
+        self._excluded: set[int] = set()
         self._elapsed = 0.0
         self._ends = 0.0
         self._searched = 0.0
@@ -126,7 +126,7 @@ class Schedule(Stateful):
         self.loss.report(worker, loss, gradients)
         self._step_seconds[worker] = step_seconds
         if not self.started:
-            if all(n or w in self._left_out for w, n in enumerate(self.commits)):
+            if all(n or w in self._excluded for w, n in enumerate(self.commits)):
                 self._start(time)
             return
         if self.search.active and len(self._points) == 1 and self._is_late(time):
@@ -136,7 +136,7 @@ class Schedule(Stateful):
 
     def exclude(self, worker: int) -> None:
         """A worker has failed."""
-        self._left_out.add(worker)
+        self._excluded.add(worker)
         self.loss.exclude(worker)
 
     def interval(self, worker: int, now: float) -> float:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.errors import LeftOutError, LostError
+from aladdin_mpi.errors import ExcludedError, LostError
 from aladdin_mpi.transport.base import Transport
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ class Heartbeats:
         # Without a thread of its own a rank that computes would seem to hang.
         self._on = timeout > 0 and not transport.models_time and transport.progresses
         if self._on:
-            transport.exclude_from_traffic(Tag.ALIVE, Tag.LEFT_OUT)
+            transport.exclude_from_traffic(Tag.ALIVE, Tag.EXCLUDED)
             transport.on_message(Tag.ALIVE, 8, self._hear)
-            transport.on_message(Tag.LEFT_OUT, 8, self._exclude)
+            transport.on_message(Tag.EXCLUDED, 8, self._exclude)
             transport.watch(self._look)
 
     def close(self) -> None:
@@ -120,13 +120,13 @@ class Heartbeats:
         """At rank 0: leave a rank out, and tell everybody."""
         if self._transport.survives:  # otherwise the job ends here
             for dest in self._transport.living[1:]:
-                self._send(dest, silent, Tag.LEFT_OUT)
+                self._send(dest, silent, Tag.EXCLUDED)
         self._transport.exclude(silent)
 
     def _exclude(self, source: int, message: Tensor) -> None:
         silent = int(message.view(torch.int64))
         if silent == self._transport.rank:
-            raise LeftOutError(
+            raise ExcludedError(
                 f"{self._name(silent)} was excluded from the run, as rank 0 had no heartbeat of it "
                 f"for {self._timeout:g} s: it leaves"
             )
@@ -137,7 +137,7 @@ class Heartbeats:
         silence = f"{self._name(0)} has sent no heartbeat for {now - self._heard[0]:.0f} s"
         if self._transport.survives and not (is_deputy and self._hears_others(now)):
             me = self._name(self._transport.rank)
-            raise LeftOutError(f"{silence}: {me} takes itself for cut off, and leaves")
+            raise ExcludedError(f"{silence}: {me} takes itself for cut off, and leaves")
         raise LostError(f"{silence}; it keeps the run's books")
 
     def _hears_others(self, now: float) -> bool:

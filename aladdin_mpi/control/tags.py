@@ -46,7 +46,7 @@ class Tag(IntEnum):
     """To the coordinator: the number of a signal after which the run is to be saved and to end."""
     ALIVE = 13
     """A sign of life: to rank 0, its answer, and to the rank that watches rank 0."""
-    LEFT_OUT = 14
+    EXCLUDED = 14
     """From rank 0, to all: a rank that is excluded from the run."""
     REFUSAL = 20
     """To rank 0: something was refused."""

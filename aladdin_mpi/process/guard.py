@@ -16,7 +16,7 @@ from types import FrameType
 
 from aladdin_mpi.errors import (
     SUSPENDED_STATUS,
-    LeftOutError,
+    ExcludedError,
     LostError,
     RefusedError,
     SuspendedError,
@@ -108,7 +108,7 @@ def end_job(error: BaseException) -> None:
             leave(0)
     elif isinstance(error, RefusedError):
         leave(0)  # the status is that of the rank which says why
-    elif isinstance(error, LeftOutError):
+    elif isinstance(error, ExcludedError):
         console.say(f"aladdin_mpi: {error}")
         leave(0)
     elif isinstance(error, TerminatedError):

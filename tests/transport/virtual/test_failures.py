@@ -407,7 +407,7 @@ def test_close_cancels_what_is_posted() -> None:
     assert run(2, main) == [True, True]
 
 
-def test_a_rank_that_pauses_for_too_long_is_left_out() -> None:
+def test_a_rank_that_pauses_for_too_long_is_excluded() -> None:
     """Rank 2's pause is shorter than the silence that is allowed, rank 1's is not."""
     met: list[tuple[int, float]] = []
 
@@ -423,7 +423,7 @@ def test_a_rank_that_pauses_for_too_long_is_left_out() -> None:
     assert met == [(1, 5.0), (1, 5.0)]
 
 
-def test_without_a_limit_nobody_is_left_out() -> None:
+def test_without_a_limit_nobody_is_excluded() -> None:
     def main(t: VirtualTransport) -> tuple[bool, frozenset[int]]:
         t.sleep(20.0)
         return t.survives, t.excluded
