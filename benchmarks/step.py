@@ -1,6 +1,7 @@
 """What ALADDIN's communication adds to a worker's step where the network is free.
 
     python -m benchmarks.step --save --check
+    python -m benchmarks.step --model resnet50 --pixels 224 --batch 32 --steps 1 --repeats 3 --save
     python -m benchmarks.step --quick
 
 One server and one worker on this machine, which needs a core for each. The same model on the same
@@ -21,6 +22,8 @@ from benchmarks.bounds import positive, whole
 from benchmarks.machine import machine
 
 PROGRAM = "benchmarks.programs.step"
+PIXELS = 32
+"""Of an image's side, unless told otherwise."""
 BAR = 1.02
 """Longest step, as a multiple of the same without communication."""
 PLAIN = ("alone", "flat", "busy")
@@ -37,8 +40,8 @@ loop, which shows what two cores of this machine take from each other; aladdin: 
 ALADDIN through the public interface. Freed memory is kept for the next step in all cases
 (`aladdin_mpi.process.heap`). Timed: nothing is calculated, a step is a sleep, and messages of the
 model's size are sent. The ratio is over the shortest of the cases without communication; busy
-ratio: over busy; over aladdin: what the rule of aladdin-ahead adds to ALADDIN's step, its messages
-of 8 bits included."""
+ratio: over busy; over aladdin and added: what the rule of aladdin-ahead adds to ALADDIN's step, its
+messages of 8 bits included."""
 QUICK = {"model": ["digits"], "batch": 2, "steps": 3, "repeats": 1, "compute_time": 0.01}
 
 
@@ -49,6 +52,7 @@ def measure(args: argparse.Namespace) -> list[Record]:
         "--model": args.model,
         "--case": cases,
         "--batch": [args.batch],
+        "--pixels": [args.pixels],
         "--steps": [args.steps],
         "--compute-time": [args.compute_time],
         "--repeats": [args.repeats],
@@ -76,11 +80,18 @@ def rows(records: Sequence[Record], workers: int) -> list[dict[str, Any]]:
                     "without communication, ms": 1e3 * least,
                     "ratio": mine / least,
                     "busy ratio": mine / times["busy"] if "busy" in times else None,
-                    "over aladdin": mine / aladdin if case == "aladdin-ahead" else None,
+                    **_added(case, mine, aladdin),
                     **{f"{each}, ms": 1e3 * seconds for each, seconds in times.items()},
                 }
             )
     return found
+
+
+def _added(case: str, seconds: float, aladdin: float) -> dict[str, float | None]:
+    """What the rule of aladdin-ahead adds to ALADDIN's step."""
+    if case != "aladdin-ahead":
+        return {"over aladdin": None, "added, ms": None}
+    return {"over aladdin": seconds / aladdin, "added, ms": 1e3 * (seconds - aladdin)}
 
 
 def _seconds(records: Sequence[Record], model: str, case: str) -> float:
@@ -111,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--workers", type=whole(), default=1, help=f"beside one server; here at most {most}")
     add("--model", nargs="+", default=["resnet56", "vgg16_bn_cifar"], help="for images")
     add("--batch", type=whole(), default=8, help="samples of a step")
+    add("--pixels", type=whole(), default=PIXELS, help="of an image's side")
     add("--steps", type=whole(), default=20, help="in one measurement")
     add("--compute-time", type=positive, default=0.2, help="of a timed step, in s")
     add("--repeats", type=whole(), default=9, help="of which medians are taken")
@@ -119,8 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = machine()
     table = rows(measure(args), args.workers)
     title = "A worker's step with ALADDIN and without communication"
+    name = "step" if args.pixels == PIXELS else f"step-{args.pixels}-pixels"
     return harness.publish(
-        "step", argv, args, facts, harness.Findings(title, table, NOTES, missed(table))
+        name, argv, args, facts, harness.Findings(title, table, NOTES, missed(table))
     )
 
 

@@ -63,7 +63,7 @@ def simulate(
     args = [*SIMULATE, *words(run_dir, options)]
     surroundings = {**os.environ, **_python_path(modules), **(env or {})}
     done = subprocess.run(
-        warm.command(args, surroundings) if is_warm else [sys.executable, *args],
+        [warm.python() if is_warm else sys.executable, *args],
         env=surroundings,
         cwd=ROOT,
         capture_output=True,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import pytest
+
+from tests import warm
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMPI_MCA_btl", "^ofi")  # which sleeps for a second in MPI_Init
@@ -31,6 +34,12 @@ HOSTS = (
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take longer than small runs do; those of commands, in other processes, are drawn."""
     monkeypatch.setattr("aladdin_mpi.run.summary.draw_curves", lambda *_: None)
+
+
+@pytest.fixture
+def warm_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What starts ``sys.executable`` in this process starts warm ones (warm.py)."""
+    monkeypatch.setattr(sys, "executable", warm.python())
 
 
 @pytest.hookimpl(optionalhook=True)

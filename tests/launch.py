@@ -166,7 +166,9 @@ class Job:
             except OSError:
                 continue
             if wanted.intersection(environment):
-                return pid
+                found = warm.process_of(pid, environment)
+                if found is not None:
+                    return found
         raise JobError(f"rank {rank} is not running\n{self.so_far()}")
 
     def kill(self) -> None:
@@ -238,7 +240,7 @@ def start_ranks(
     env: Mapping[str, str] | None = None,
     mpirun: Sequence[str] = (),
     cwd: Path = ROOT,
-    is_warm: bool = False,
+    is_warm: bool = True,
 ) -> Iterator[Job]:
     """Start ``python *args`` on ``n`` ranks; whatever is left at the end of the block is killed.
 
@@ -249,7 +251,8 @@ def start_ranks(
         env: additional environment variables.
         mpirun: additional options of mpirun, such as ``["--with-ft", "ulfm"]``.
         cwd: the working directory.
-        is_warm: the processes have imported torch already, and are no children of mpirun's.
+        is_warm: with Open MPI and a module or file to run, the processes have imported torch
+            already, and are no children of mpirun's.
 
     Raises:
         JobError: this environment lacks that MPI.
@@ -257,8 +260,9 @@ def start_ranks(
     if mpi not in available_mpis():
         raise JobError(f"{mpi} is not installed: there is no {launcher(mpi)}")
     surroundings = environment(mpi, env or {})
-    program = warm.command(args, surroundings) if is_warm else [sys.executable, *args]
-    command = [str(launcher(mpi)), "-n", str(n), *mpirun, *program]
+    is_warm = is_warm and mpi == "openmpi"  # MPICH talks to its ranks through inherited files
+    python = warm.python() if is_warm else sys.executable
+    command = [str(launcher(mpi)), "-n", str(n), *mpirun, python, *args]
     with turn():
         job = Job(command, surroundings, cwd)
         try:
@@ -281,12 +285,9 @@ def run_ranks(
 ) -> Completed:
     """Run ``python *args`` on ``n`` ranks to the end; the arguments as in :func:`start_ranks`.
 
-    With Open MPI by processes that have imported torch already, unless ``is_warm`` is false.
-
     Raises:
         JobError: it took longer than ``timeout`` seconds or, with ``check``, failed.
     """
-    is_warm = is_warm and mpi == "openmpi" and (args[0] == "-m" or args[0].endswith(".py"))
     with start_ranks(n, args, mpi=mpi, env=env, mpirun=mpirun, cwd=cwd, is_warm=is_warm) as job:
         completed = job.wait(timeout)
     if check and completed.returncode != 0:

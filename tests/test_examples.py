@@ -7,13 +7,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
+from tests import warm
 from tests.commands import EPOCH, metrics, rises, simulate, summary, train
 from tests.launch import ROOT, Completed, environment, needs, run_ranks, turn
 from tests.run.test_own_loop import HERE
@@ -81,7 +81,7 @@ def test_they_train_in_parallel(tmp_path: Path, name: str, algorithm: str) -> No
 # -- commands -----------------------------------------------------------------------------------
 def example(name: str, *words: object, timeout: float = 120) -> str:
     """``examples/NAME WORDS`` in a shell; what it printed."""
-    path = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"
+    path = f"{Path(warm.python()).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         [ROOT / "examples" / name, *map(str, words)],
         env=environment("openmpi", {"PATH": path, "PYTHONPATH": str(ROOT)}),

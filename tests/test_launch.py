@@ -13,7 +13,7 @@ from tests.launch import JobError, needs, run_ranks, start_ranks
 
 pytestmark = needs("openmpi")
 
-SLEEP = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(100)"
+SLEEP = "import os, time; os.write(1, b'pid %d\\n' % os.getpid()); time.sleep(100)"
 
 
 def alive(pid: int) -> bool:

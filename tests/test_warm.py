@@ -33,7 +33,7 @@ time.sleep(60)
 def start(folder: Path, text: str, **env: str) -> subprocess.Popen[str]:
     (folder / "script.py").write_text(text)
     surroundings = {**os.environ, **env}
-    command = warm.command([str(folder / "script.py"), "a", "b c"], surroundings)
+    command = [warm.python(), str(folder / "script.py"), "a", "b c"]
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command, env=surroundings, cwd=folder, text=True, stdin=pipe, stdout=pipe, stderr=pipe
@@ -53,9 +53,8 @@ def test_errors_and_modules(tmp_path: Path) -> None:
     process = start(tmp_path, "raise ValueError('no')")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and err.endswith("ValueError: no\n")
-    env = dict(os.environ)
-    command = warm.command(["-m", "aladdin_mpi.train", "--version"], env)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    command = [warm.python(), "-m", "aladdin_mpi.train", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.startswith("aladdin_mpi")
 
 
@@ -82,11 +81,9 @@ def test_it_ends_with_the_one_who_asked(tmp_path: Path) -> None:
 
 
 def test_the_server_ends_with_the_tests(tmp_path: Path) -> None:
-    text = "from tests import warm; import os; env = dict(os.environ); warm.command(['x'], env); "
-    text += "print(env['ALADDIN_MPI_TESTS_WARM'])"
+    text = "from tests import warm; print(warm.python())"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
-    address = done.stdout.strip()
-    assert address.endswith("socket")
+    address = str(Path(done.stdout.strip()).with_name("socket"))
     end = time.monotonic() + 60
     while any(address in line for line in Path("/proc/net/unix").read_text().splitlines()):
         assert time.monotonic() < end, "the server still listens"

@@ -1,6 +1,8 @@
 """Stands in for ``python ARGS``: has a warm process run them, and ends as that one does.
 
-See ``warm.py``. Started without site packages: it has to be there in no time.
+See ``warm.py``. Started without site packages: it has to be there in no time. A link beside the
+server's address, with this process's number, leads to the warm process's. What is neither a module
+nor a file, Python runs itself.
 """
 
 import json
@@ -17,14 +19,32 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 def main() -> None:
     """Ask for the process, pass signals on, wait for its end."""
+    program = sys.argv[1] if len(sys.argv) > 1 else ""
+    if program != "-m" and not program.endswith(".py"):
+        del os.environ["ALADDIN_MPI_TESTS_WARM"]
+        os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until it is known to whom they go
     env = dict(os.environ)
     server = socket.socket(socket.AF_UNIX)
-    server.connect(env.pop("ALADDIN_MPI_TESTS_WARM"))
-    task = json.dumps({"args": sys.argv[1:], "env": env, "folder": os.getcwd()}).encode()
+    address = env.pop("ALADDIN_MPI_TESTS_WARM")
+    server.connect(address)
+    task = json.dumps(
+        {
+            "args": sys.argv[1:],
+            "env": env,
+            "folder": os.getcwd(),
+            "cores": list(os.sched_getaffinity(0)),
+            "python": os.path.join(os.path.dirname(address), "python"),
+            "pid": os.getpid(),
+        }
+    ).encode()
     socket.send_fds(server, [struct.pack("I", len(task))], [0, 1, 2])
     server.sendall(task)
     pid = read(server)
+    link = f"{address}.{os.getpid()}"
+    with suppress(FileNotFoundError):
+        os.unlink(link)  # of a process that once had the same number
+    os.symlink(str(pid), link)
     # A handler in Python would not run if its signal came just before a read began to block.
     came, wakes = os.pipe()
     os.set_blocking(wakes, False)

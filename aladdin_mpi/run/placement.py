@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import platform
+import socket
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -45,7 +45,7 @@ def place(rank: int, device: torch.device, servers: int) -> dict[str, Any]:
     """What the other ranks are told of this one: its host, role, device and cores."""
     return {
         "rank": rank,
-        "host": platform.node(),
+        "host": socket.gethostname(),
         "role": "server" if rank < servers else "worker",
         "device": str(device),
         "gpu": _identity(device) if device.type == "cuda" else None,

@@ -32,8 +32,8 @@ from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.transport.mpi.engine import MpiTransport
 
 CLASSES = 10
-SIZE = 32
-"""Pixels of an image's side."""
+PIXELS = 32
+"""Of an image's side."""
 LR, MOMENTUM, DECAY = 0.01, 0.9, 1e-4
 TIMEOUT = 120.0
 POWER_SGD_RANK = 1
@@ -48,19 +48,21 @@ ONE_BUCKET_MB = 4096.0
 class Task:
     """A model and the one batch that it is trained on, for ``steps`` steps.
 
-    ``optimizer`` is "sgd", with momentum, or "adamw", as torch makes it.
+    ``optimizer`` is "sgd", with momentum, or "adamw", as torch makes it; ``pixels`` is an image's
+    side.
     """
 
     model: str
     batch: int
     steps: int
     optimizer: str = "sgd"
+    pixels: int = PIXELS
 
     def build(self) -> tuple[nn.Module, Tensor, Tensor]:
         """The model, images and labels; alike on every rank and for every contender."""
         torch.manual_seed(1)
-        module = build_model(self.model, CLASSES, 3, SIZE)
-        images = torch.randn(self.batch, 3, SIZE, SIZE)
+        module = build_model(self.model, CLASSES, 3, self.pixels)
+        images = torch.randn(self.batch, 3, self.pixels, self.pixels)
         return module, images, torch.randint(CLASSES, (self.batch,))
 
     def torch_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:

@@ -149,6 +149,7 @@ def main() -> int:
     add("--model", nargs="+", required=True)
     add("--case", nargs="+", required=True)
     add("--batch", type=int, required=True)
+    add("--pixels", type=int, required=True)
     add("--steps", type=int, required=True)
     add("--compute-time", type=float, required=True)
     add("--repeats", type=int, required=True)
@@ -157,7 +158,8 @@ def main() -> int:
     heap.keep_freed()  # as training does, for the cases without it too
     records = []
     for _, model, case in itertools.product(range(args.repeats), args.model, args.case):
-        task = Task(model, args.batch, WARM_UP + args.steps + LAST)
+        steps = WARM_UP + args.steps + LAST
+        task = Task(model, args.batch, steps, pixels=args.pixels)
         seconds = measure(case, task, args.compute_time)
         records.append({"model": model, "case": case, "seconds": seconds})
     if MPI.COMM_WORLD.rank == 0:

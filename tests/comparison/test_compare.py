@@ -22,8 +22,11 @@ from aladdin_mpi.comparison.options import read_request
 from aladdin_mpi.comparison.plan import plan
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.run.rounding import rounded
+from tests import warm
 from tests.commands import compare, end_of, metrics, summary
 from tests.launch import ROOT, Completed, environment, needs
+
+pytestmark = pytest.mark.usefixtures("warm_python")
 
 SMALL = ["--epochs", "2", "--eval-every", "0.5", "--checkpoint-every", "0.25epochs"]
 LABELS = ["aladdin", "pi1"]
@@ -44,7 +47,7 @@ def start(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     """The command in a child process, its output in ``log``."""
     with log.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "aladdin_mpi.compare", *words],
+            [warm.python(), "-m", "aladdin_mpi.compare", *words],
             env=environment("openmpi", {}),
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
@@ -56,7 +59,7 @@ def start(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 def run(words: Sequence[str], check: bool = True) -> Completed:
     begin = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "aladdin_mpi.compare", *words],
+        [warm.python(), "-m", "aladdin_mpi.compare", *words],
         env=environment("openmpi", {}),
         cwd=ROOT,
         capture_output=True,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from tests import warm
 from tests.launch import ROOT, environment
 from tests.slurm_cluster import SlurmCluster
 
@@ -124,7 +125,7 @@ def _variables(env: Mapping[str, str]) -> dict[str, str]:
     """The environment that a job is submitted from."""
     variables = {
         "PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}",
-        "PYTHON": sys.executable,
+        "PYTHON": warm.python(),
         "PYTHONPATH": str(ROOT),
         "ALADDIN_SLURM": str(SCRIPTS),
     }
