@@ -166,6 +166,7 @@ class Lines:
     def __init__(self, total: int, samples: int, stream: TextIO) -> None:
         self._total = total
         self._stream = stream
+        self._widths: dict[str, int] = {}
         self._printed, self._printed_at = samples, time.monotonic()
 
     def is_due(self, samples: int) -> bool:
@@ -179,7 +180,7 @@ class Lines:
     def draw(self, state: State) -> None:
         """Print one."""
         self._printed, self._printed_at = state.samples, time.monotonic()
-        console.say(in_full(state), self._stream)
+        console.say(in_full(state, self._widths), self._stream)
 
 
 class _Bar(tqdm):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ LEAST_BAR = 12
 SHORT_DIGITS = 3
 NAMES = {"test_accuracy": ("accuracy", "acc"), "test_loss": ("test loss", "test loss")}
 """Of figures, where there are better ones than their own: in full and short."""
+UNITS = ("bits", "rounds")
+"""The last words of an algorithm's figures that are their units."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,24 @@ class _Field(NamedTuple):
     rank: int
     full: str
     short: str
+    name: str
 
 
-def in_full(state: State) -> str:
-    """For a file: everything."""
-    done = f"{units.number(state.samples)} of {units.number(state.total)} samples"
-    parts = [field.full for field in _fields(state)]
-    return "  ".join([parts[0], done, *parts[1:]])
+def in_full(state: State, widths: MutableMapping[str, int] | None = None) -> str:
+    """For a file: everything.
+
+    Args:
+        state: of the run.
+        widths: of each part of the lines before, which this one lines up with.
+    """
+    first, *others = _fields(state)
+    total = units.number(state.total)
+    done = f"{units.number(state.samples):>{len(total)}} of {total} samples"
+    widths = {} if widths is None else widths
+    for part in others:
+        widths[part.name] = max(widths.get(part.name, 0), disp_len(part.full))
+    columns = [_padded(part.full, widths[part.name]) for part in others]
+    return "  ".join([first.full, done, *columns]).rstrip()
 
 
 def in_columns(state: State, columns: int) -> str:
@@ -78,8 +91,8 @@ def in_columns(state: State, columns: int) -> str:
         if room >= LEAST_BAR:
             return f"{parts[0]} {BAR}  {_escaped(text)}"
         if room >= -1:
-            return _padded(f"{parts[0]}  {text}", columns)
-    return _padded(" ".join(_most_important(fields, columns)), columns)
+            return _escaped(_padded(f"{parts[0]}  {text}", columns))
+    return _escaped(_padded(" ".join(_most_important(fields, columns)), columns))
 
 
 def _most_important(fields: list[_Field], columns: int) -> list[str]:
@@ -94,7 +107,7 @@ def _most_important(fields: list[_Field], columns: int) -> list[str]:
 
 
 def _padded(text: str, columns: int) -> str:
-    return _escaped(text + " " * (columns - disp_len(text)))
+    return text + " " * (columns - disp_len(text))
 
 
 def _escaped(text: str) -> str:
@@ -105,10 +118,10 @@ def _fields(state: State) -> Iterator[_Field]:
     """What is there of it, in the order of the line."""
     # Rounded down: 100 % means that all samples have been drawn.
     share = f"{100 * state.samples // state.total:3d} %"
-    yield _Field(0, share, share)
+    yield _Field(0, share, share, "share")
     if state.rate is not None:
         text = units.throughput(state.rate)
-        yield _Field(1, text, text)
+        yield _Field(1, text, text, "rate")
     if state.loss is not None:
         yield _named(2, "loss", "loss", state.loss)
     for place, (name, value) in enumerate(state.figures.items()):
@@ -118,30 +131,33 @@ def _fields(state: State) -> Iterator[_Field]:
         yield _named(7, "learning rate", "lr", state.lr)
     if state.waiting is not None:
         text = units.percent(state.waiting)
-        yield _Field(6, f"waiting {text}", f"wait {text}")
+        yield _Field(6, f"waiting {text}", f"wait {text}", "waiting")
     if state.staleness is not None:
         yield _named(8, "staleness", "stale", state.staleness)
     for name, value in state.others.items():
-        yield _named(10, name.replace("_", " "), name, value)
-    yield _Field(11, f"epoch {units.number(state.epoch)}", f"epoch {units.number(state.epoch, 3)}")
+        words = name.split("_")
+        unit = words.pop() if words[-1] in UNITS else ""
+        yield _named(10, " ".join(words), " ".join(words), value, unit)
+    yield _named(11, "epoch", "epoch", state.epoch)
     yield _workers(state)
     if state.left is not None and state.samples < state.total:
         full = f"{units.duration(state.left)} left"
-        yield _Field(4, full, f"{units.clock(state.left)} left")
+        yield _Field(4, full, f"{units.clock(state.left)} left", "left")
 
 
-def _named(rank: int, full: str, short: str, value: float) -> _Field:
-    return _Field(
-        rank, f"{full} {units.number(value)}", f"{short} {units.number(value, SHORT_DIGITS)}"
-    )
+def _named(rank: int, full: str, short: str, value: float, unit: str = "") -> _Field:
+    long, brief = units.number(value), units.number(value, SHORT_DIGITS)
+    behind = unit and f" {unit}"
+    return _Field(rank, f"{full} {long}{behind}", f"{short} {brief}{behind}", full)
 
 
 def _workers(state: State) -> _Field:
     if state.alive == state.workers:
         text = f"{state.workers} worker{'s' * (state.workers != 1)}"
-        return _Field(5, text, text)
+        return _Field(5, text, text, "workers")
     return _Field(
         5,
         f"{state.alive} of {state.workers} workers alive",
         f"{state.alive}/{state.workers} workers",
+        "workers",
     )

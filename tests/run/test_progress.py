@@ -16,7 +16,7 @@ import pytest
 from aladdin_mpi.process import console, units
 from aladdin_mpi.process.terminal import Terminal, find_terminal
 from aladdin_mpi.run.own_figures import OwnFigures
-from aladdin_mpi.run.progress import Live, Recent
+from aladdin_mpi.run.progress import Lines, Live, Recent
 from aladdin_mpi.run.state_line import State, in_columns, in_full
 from tests.commands import metrics, summary
 from tests.launch import ROOT, environment, launcher, needs, turn
@@ -53,10 +53,28 @@ def test_numbers_have_one_format() -> None:
 
 def test_lines_in_a_file_have_everything() -> None:
     assert in_full(STATE) == (
-        " 27 %  4,828 of 17,244 samples  9,410 samples/s  loss 0.3123  accuracy 0.9612  "
+        " 27 %   4,828 of 17,244 samples  9,410 samples/s  loss 0.3123  accuracy 0.9612  "
         "test loss 0.2  learning rate 0.04  waiting 28 %  staleness 2.134  epoch 3.36  "
         "4 workers  3:20 min left"
     )
+
+
+def test_lines_in_a_file_line_up() -> None:
+    """An algorithm's own figures have their unit."""
+    stream = io.StringIO()
+    lines = Lines(STATE.total, 0, stream)
+    others = {"wire_bits": 8.0, "age_rounds": 0.7412, "models_sent_at": 0.5}
+    for samples, rate, bits in ((576, 12_345.0, 8.0), (17_000, 902.5, 6.667), (17_244, 7.0, 4.0)):
+        state = replace(STATE, samples=samples, rate=rate, others={**others, "wire_bits": bits})
+        lines.draw(state)
+    found = stream.getvalue().splitlines()
+    assert found[0].startswith("  3 %     576 of 17,244 samples  12,345 samples/s  loss 0.3123  ")
+    assert "  wire 8 bits  age 0.7412 rounds  models sent at 0.5  epoch 3.36  " in found[0]
+    assert "  wire 6.667 bits  age 0.7412 rounds" in found[1]
+    assert "  wire 4 bits      age 0.7412 rounds" in found[2]
+    for words in ("samples  ", "loss", "waiting", "wire"):
+        assert len({line.index(words) for line in found}) == 1
+    assert found[2].endswith("4 workers")
 
 
 def test_a_terminal_of_80_columns_has_what_matters() -> None:
@@ -68,7 +86,7 @@ def test_a_terminal_of_80_columns_has_what_matters() -> None:
     wide = in_columns(STATE, 200)
     assert wide.count("{bar}") == 1
     assert re.sub(r" *\{bar\} *", "  ", wide) == in_full(STATE).replace(
-        "4,828 of 17,244 samples  ", ""
+        " 4,828 of 17,244 samples  ", ""
     )
     own = in_columns(replace(STATE, figures={"validation": 12.5, "{odd}": 1.0}), 200)
     assert "validation 12.5  {{odd}} 1 " in own

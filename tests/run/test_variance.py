@@ -187,7 +187,7 @@ def test_an_answer_to_an_earlier_question_is_left_out() -> None:
 
 
 # -- in whole runs ----------------------------------------------------------------------------
-PLAN = ["--workers", 4, "--jitter", 0.3, "--lr", 0.02, "--quiet"]
+PLAN = ["--workers", 4, "--jitter", 0.3, "--lr", 0.02, "--bn-batches", 1, "--quiet"]
 
 
 def start(run_dir: Path, algorithm: str, *words: object) -> dict[str, Any]:
