@@ -296,7 +296,7 @@ def test_any_run_ends_with_its_accounts_in_order(
 
 
 @pytest.mark.parametrize(("algorithm", "settings"), VARIANTS)
-@pytest.mark.parametrize("n", [2, 5, 8])
+@pytest.mark.parametrize("n", [2, 5, pytest.param(8, marks=pytest.mark.long)])
 def test_converges(algorithm: str, settings: dict[str, Any], n: int) -> None:
     job = Job(
         algorithm,

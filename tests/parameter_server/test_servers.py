@@ -493,7 +493,7 @@ def assert_equal_to(job: Job, nesterov: bool) -> None:
 
 
 @pytest.mark.parametrize("algorithm", SERVED)
-@pytest.mark.parametrize("workers", [2, 5])
+@pytest.mark.parametrize("workers", [2, pytest.param(5, marks=pytest.mark.long)])
 def test_converges_to_the_known_minimum(algorithm: str, workers: int) -> None:
     job = Job(
         algorithm,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import pytest
 
 from benchmarks import netns
 from benchmarks.lab import Lab
+from tests import warm
 from tests.commands import EPOCH, end_of, metrics, words
 
 REASON = Lab.available()
@@ -35,7 +35,7 @@ class Run:
     def __init__(self, lab: Lab, folder: Path, placement: list[int]) -> None:
         self.folder = folder / "run"
         self._log = (folder / "output.log").open("w+")
-        train = [sys.executable, "-m", "aladdin_mpi.train"]
+        train = [warm.python(), "-m", "aladdin_mpi.train"]
         program = [*train, *words(self.folder, [*PLAN, "--log-every", 320])]
         command = lab.mpirun_command(placement, program, options=["--with-ft", "ulfm"])
         self.process = subprocess.Popen(
