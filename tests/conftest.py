@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests import warm
+from tests.launch import NEEDS_MPI
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMPI_MCA_btl", "^ofi")  # which sleeps for a second in MPI_Init
@@ -40,6 +41,24 @@ def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
 def warm_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """What starts ``sys.executable`` in this process starts warm ones (warm.py)."""
     monkeypatch.setattr(sys, "executable", warm.python())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long chains first; jobs, of which one runs at a time, evenly among tests of one process."""
+    chains = [item for item in items if item.nodeid.startswith((*HOSTS, *SHARED))]
+    others = [item for item in items if not item.nodeid.startswith((*HOSTS, *SHARED))]
+    jobs = [item for item in others if _starts_a_job(item)]
+    alone = [item for item in others if not _starts_a_job(item)]
+    # Sorted by how much of its own kind lies before each.
+    shares = [place / len(kind) for kind in (jobs, alone) for place in range(len(kind))]
+    mixed = sorted(zip(shares, range(len(shares)), (*jobs, *alone), strict=True))
+    items[:] = [*chains, *(item for _, _, item in mixed)]
+
+
+def _starts_a_job(item: pytest.Item) -> bool:
+    """Whether it needs an MPI (``launch.needs``)."""
+    reasons = (str(mark.kwargs.get("reason")) for mark in item.iter_markers("skipif"))
+    return any(reason.startswith(NEEDS_MPI) for reason in reasons)
 
 
 @pytest.hookimpl(optionalhook=True)

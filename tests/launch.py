@@ -36,6 +36,8 @@ PREFIXES = {
 # launcher below would take itself for one of the ranks.
 _FOREIGN = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "MPI_LOCAL", "I_MPI_", "HYDRA_", "MPI4PY_")
 
+NEEDS_MPI = "no MPI: "
+"""How the reason begins for which a test that starts a job is skipped."""
 NO_OFI = "^ofi"
 """Open MPI's transports but the one that sleeps for a second in ``MPI_Init``."""
 
@@ -70,7 +72,8 @@ def available_mpis() -> list[str]:
 def needs(mpi: str) -> pytest.MarkDecorator:
     """Skip a test where that MPI is missing."""
     return pytest.mark.skipif(
-        mpi not in available_mpis(), reason=f"no {mpi} in {PREFIXES[mpi]} (see CONTRIBUTING.md)"
+        mpi not in available_mpis(),
+        reason=f"{NEEDS_MPI}{mpi} in {PREFIXES[mpi]} (see CONTRIBUTING.md)",
     )
 
 

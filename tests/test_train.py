@@ -116,7 +116,7 @@ def test_the_log_is_plain_text(run: Run) -> None:
     printed = run[1].stdout + run[1].stderr
     assert not re.findall(r"[^\n\x20-\x7e]", printed)
     assert run[1].stderr.startswith("aladdin_mpi: starting 4 ranks\n")
-    line = r" *\d+ %  [\d,]+ of 17,244 samples  [\d,.]+ samples/s  loss .*  [23] workers( .* left)?"
+    line = r" *\d+ % +[\d,]+ of 17,244 samples  [\d,.]+ samples/s +loss .*  [23] workers( .* left)?"
     lines = [each for each in run[1].stderr.splitlines() if " samples/s" in each]
     assert len(lines) >= 10
     assert all(re.fullmatch(line, each) for each in lines)
