@@ -4,7 +4,7 @@ Such a script changes two lines: the import, and the length of the run::
 
     from aladdin_mpi import Accelerator
 
-    accelerator = Accelerator(algorithm="aladdin", epochs=3)
+    accelerator = Accelerator(algorithm="aladdin-ahead", epochs=3)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     for epoch in range(3):
         for batch in loader:

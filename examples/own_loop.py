@@ -36,7 +36,7 @@ def main() -> None:
     """Train and test."""
     data = load_dataset("digits")
     model = Net()
-    run = DataParallel(model, algorithm="aladdin", epochs=10, batch_size=32, lr=0.05)  # +
+    run = DataParallel(model, algorithm="aladdin-ahead", epochs=10, batch_size=32, lr=0.05)  # +
     for images, labels in run.batches(data.train):  # + where a DataLoader was
         loss = functional.cross_entropy(model(images), labels, label_smoothing=0.1)
         loss.backward()

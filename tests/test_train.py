@@ -34,7 +34,18 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("train") / "run"
     options = ["--epochs", 12]
     if request.param != "one server":
-        options += ["--servers", 2, "--wire", "bf16", "--log-every", 1000, "--eval-every", 3]
+        options += [
+            "--algorithm",
+            "aladdin",
+            "--servers",
+            2,
+            "--wire",
+            "bf16",
+            "--log-every",
+            1000,
+            "--eval-every",
+            3,
+        ]
     yield folder, train(4, folder, *options)
 
 
@@ -45,7 +56,8 @@ def test_reaches_its_accuracy(run: Run) -> None:
 def test_summary_has_every_field_and_right_accounts(run: Run) -> None:
     found = summary(run[0])
     assert not [name for name in FIELDS.split() if name not in found]
-    assert (found["algorithm"], found["engine"]) == ("aladdin", "mpi")
+    algorithm = "aladdin-ahead" if found["servers"] == 1 else "aladdin"
+    assert (found["algorithm"], found["engine"]) == (algorithm, "mpi")
     assert found["workers"] + found["servers"] == 4
     assert found["samples"] == 12 * EPOCH
     assert found["gradients_applied"] == found["gradients_computed"] >= 12 * EPOCH / 32
@@ -61,8 +73,10 @@ def test_summary_has_every_field_and_right_accounts(run: Run) -> None:
     # busy machine gradients are added up and sent as one; the last reports miss some steps.
     computed, coalesced = found["gradients_computed"], found["gradients_coalesced"]
     sent = (computed - coalesced) / computed
-    per_step = numel * (4 if found["servers"] == 1 else 2)
-    assert 0.95 * sent * per_step <= found["bytes_sent_per_step"] < 1.05 * sent * per_step + 1000
+    # In 8 bits, or 4 where the links are full; in bf16.
+    least, most = (0.5, 1.0) if found["servers"] == 1 else (2.0, 2.0)
+    per_step = found["bytes_sent_per_step"]
+    assert 0.95 * sent * least * numel <= per_step < 1.05 * sent * most * numel + 1000
 
 
 def test_metrics_rise_to_the_budget(run: Run) -> None:

@@ -74,7 +74,7 @@ class GeneralOptions(BaseModel):
     ALTERNATIVES: ClassVar = (LENGTHS,)
 
     # -- run
-    algorithm: str = option("aladdin", "name of the algorithm", group="run")
+    algorithm: str = option("aladdin-ahead", "name of the algorithm", group="run")
     model: str = option("digits", "name of the model, or package.module:function", group="run")
     epochs: float | None = option(
         None,

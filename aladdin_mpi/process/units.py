@@ -13,8 +13,10 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def percent(share: float) -> str:
-    """A share from 0 to 1: ``28 %``, ``2.8 %``, ``0 %``."""
+    """A share from 0 to 1: ``28 %``, ``2.8 %``, ``0.028 %``; ``0 %`` if it is less."""
     value = 100 * share
+    if abs(value) < 0.01:
+        return "0 %"
     return f"{value:.0f} %" if abs(value) >= 9.95 else f"{value:.2g} %"
 
 

@@ -50,7 +50,7 @@ class DataParallel:
 
     Every rank runs the same script::
 
-        run = DataParallel(model, algorithm="aladdin", epochs=5, batch_size=32, lr=0.05)
+        run = DataParallel(model, algorithm="aladdin-ahead", epochs=5, batch_size=32, lr=0.05)
         for images, labels in run.batches(train_set):
             loss = loss_function(model(images), labels)
             loss.backward()

@@ -45,7 +45,7 @@ def test_baseline_algorithm_runs_on_one_worker() -> None:
 def make_run(folder: Path, accuracy: float | None, seconds: float, **options: Any) -> Path:
     """A run folder whose accuracy rises by steps of 0.1 each second."""
     folder.mkdir(parents=True)
-    settings = SimulateOptions(**{"workers": 2, "epochs": 4.0, **options})
+    settings = SimulateOptions(**{"algorithm": "aladdin", "workers": 2, "epochs": 4.0, **options})
     (folder / "config.toml").write_text(to_toml(settings))
     found = {
         "algorithm": settings.algorithm,

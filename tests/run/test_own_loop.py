@@ -58,7 +58,8 @@ model = nn.Linear(3, 1, bias=False)
 nn.init.zeros_(model.weight)
 run = DataParallel(
     model, samples=240, batch_size=8, lr=1.0, lr_scaling="none", lr_schedule="constant",
-    warmup_epochs=0, momentum=0, weight_decay=0, aladdin={"normalize": "none"}, run_dir="run",
+    warmup_epochs=0, momentum=0, weight_decay=0, run_dir="run",
+    algorithm="aladdin", aladdin={"normalize": "none"},
     evaluate=lambda module: {"weight": module.weight.mean().item()}, quiet=True,
 )
 sizes = 0

@@ -42,8 +42,8 @@ STATE = State(
 def test_numbers_have_one_format() -> None:
     assert units.throughput(9410.2) == "9,410 samples/s"
     assert units.throughput(12345.6) == "12,346 samples/s"
-    assert [units.percent(x) for x in (0, 0.0028, 0.028, 0.28, 0.9961, 1)] == [
-        *("0 %", "0.28 %", "2.8 %", "28 %", "100 %", "100 %")
+    assert [units.percent(x) for x in (0, 5e-6, 0.0028, 0.028, 0.28, 0.9961, 1)] == [
+        *("0 %", "0 %", "0.28 %", "2.8 %", "28 %", "100 %", "100 %")
     ]
     assert [units.duration(x) for x in (45, 59.7, 200, 7500)] == [
         *("45 s", "1:00 min", "3:20 min", "2:05:00 h")
@@ -259,7 +259,9 @@ def test_in_one_process_in_200_columns_until_ctrl_c(tmp_path: Path) -> None:
         r"[\d,.]+ samples/s",
         *(rf"{name} [\d.e-]+" for name in ("loss", "accuracy", "test loss", "learning rate")),
         r"waiting [\d.]+ %",
-        *(rf"{name} [\d.e-]+" for name in ("staleness", "epoch")),
+        r"staleness [\d.e-]+",
+        r"wire [\d.]+ bits",
+        *(rf"{name} [\d.e-]+" for name in ("pi", "epoch")),
         "3 of 4 workers alive",
         r"[\d:]+ (s|min|h) left",
     )
@@ -269,6 +271,6 @@ def test_in_one_process_in_200_columns_until_ctrl_c(tmp_path: Path) -> None:
     assert len(told) == 1
     assert told[0].startswith("aladdin_mpi: rank 2 (host ")
     # The line stays, and what is said in the end is below it.
-    assert re.search(r"alive {2}[^\r\n]* left\r*\n.*aladdin_mpi: stopped by ", seen.text, re.S)
+    assert re.search(r"alive {2}[^\r\n]* left *\r*\n.*aladdin_mpi: stopped by ", seen.text, re.S)
     assert seen.status == 130
     assert "Traceback" not in seen.text

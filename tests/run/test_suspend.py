@@ -287,7 +287,7 @@ def test_a_run_is_resumed_or_complete(tmp_path: Path, simulated: Path) -> None:
 def test_a_run_without_a_checkpoint_is_started_anew(tmp_path: Path) -> None:
     prepare(tmp_path / "run", SimulateOptions(**RUN)).release()  # as a run that was killed
     assert decision(tmp_path / "run") == "replace"
-    with pytest.raises(UserError, match=r"algorithm: aladdin and bsp"):
+    with pytest.raises(UserError, match=r"algorithm: aladdin-ahead and bsp"):
         decision(tmp_path / "run", algorithm="bsp")
     simulate(tmp_path / "run", *["--workers", "2", "--samples", "128", "--resume", "auto"])
     assert summary(tmp_path / "run")["samples"] == 128

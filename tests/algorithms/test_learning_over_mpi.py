@@ -1,0 +1,62 @@
+"""Between hosts, with real gradients, the algorithms learn as they do in virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean, pstdev
+
+import pytest
+
+from benchmarks.lab import Lab
+from tests.commands import metrics, simulate, summary, words
+
+REASON = Lab.available()
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=REASON or ""),
+    pytest.mark.long,
+    pytest.mark.usefixtures("warm_python"),
+    pytest.mark.timeout(600),
+]
+
+WORKERS = 4
+SEEDS = range(3)
+PLAN = ["--epochs", 6, "--eval-every", 1, "--lr", 0.02, "--warmup-epochs", 1, "--quiet"]
+SLEEP = ",".join(f"{worker}=30" for worker in range(WORKERS))
+"""A step is computed and slept 29 times as long: as if each worker had a core of its own."""
+TOLERANCE = 0.02
+"""Of accuracy, between means of three seeds."""
+
+
+def curve(run_dir: Path) -> list[float]:
+    """The test accuracy after each epoch."""
+    return [line["test_accuracy"] for line in metrics(run_dir, "eval")]
+
+
+def over_mpi(lab: Lab, run_dir: Path, *options: object) -> float:
+    """Train between the lab's hosts; returns the seconds of a step."""
+    args = ["-m", "aladdin_mpi.train", *words(run_dir, [*options, "--slowdown", SLEEP])]
+    done = lab.run([0, *range(WORKERS)], args, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return WORKERS * 32 / float(summary(run_dir)["samples_per_second"])
+
+
+@pytest.mark.parametrize("algorithm", ["aladdin", "aladdin-ahead"])
+def test_the_curve_is_that_of_virtual_time(tmp_path: Path, algorithm: str) -> None:
+    real, virtual = [], []
+    with Lab(hosts=WORKERS) as lab:
+        for seed in SEEDS:
+            plan = [*PLAN, "--algorithm", algorithm, "--seed", seed]
+            real.append(tmp_path / f"real-{seed}")
+            step = over_mpi(lab, real[-1], *plan)
+            virtual.append(tmp_path / f"virtual-{seed}")
+            cluster = ["--workers", WORKERS, "--hosts", WORKERS, "--bandwidth-gbit", 1]
+            simulate(virtual[-1], *plan, *cluster, "--compute-time", step)
+    curves = [
+        [mean(points) for points in zip(*map(curve, runs), strict=True)] for runs in (real, virtual)
+    ]
+    for name, runs, means in zip(("MPI", "virtual"), (real, virtual), curves, strict=True):
+        spread = [pstdev(points) for points in zip(*map(curve, runs), strict=True)]
+        print(name, [f"{m:.4f} ± {s:.4f}" for m, s in zip(means, spread, strict=True)])
+        print("  seconds", [round(float(summary(run)["seconds"]), 2) for run in runs])
+    behind_the_first = zip(*(points[1:] for points in curves), strict=True)
+    assert all(abs(one - other) < TOLERANCE for one, other in behind_the_first)
