@@ -57,6 +57,8 @@ class RealStep:
         self._replica = replica
         self._compute = compute
         self._slowdown = pace.slowdown
+        self._last: float | None = None
+        """Seconds that the last step has computed."""
         self.watch: BucketWatch | None = replica.watch(
             layout, lambda index: on_bucket(layout.buckets[index]), wait_free
         )
@@ -65,13 +67,21 @@ class RealStep:
         """The batch's gradient, into the flat ``vector``; returns the loss."""
         assert self.watch is not None
         _bind(self._replica, vector)
-        start = self._transport.now()
+        # A slow worker's gradient leaves at the end of its step, as old as that is long: so it
+        # sleeps before it computes, as long as the last step says. The first one sleeps behind.
+        self._sleep()
+        is_first, start = self._last is None, self._transport.now()
         self.watch.start()
         loss = _settled(self._replica, self._compute(batch))
         self.watch.finish()
-        if self._slowdown > 1:
-            self._transport.sleep((self._slowdown - 1) * (self._transport.now() - start))
+        self._last = self._transport.now() - start
+        if is_first:
+            self._sleep()
         return loss
+
+    def _sleep(self) -> None:
+        if self._slowdown > 1 and self._last is not None:
+            self._transport.sleep((self._slowdown - 1) * self._last)
 
     def close(self) -> None:
         """Take the hooks off the model."""
