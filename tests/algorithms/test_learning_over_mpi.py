@@ -23,8 +23,8 @@ SEEDS = range(3)
 PLAN = ["--epochs", 6, "--eval-every", 1, "--lr", 0.02, "--warmup-epochs", 1, "--quiet"]
 SLEEP = ",".join(f"{worker}=30" for worker in range(WORKERS))
 """A step is computed and slept 29 times as long: as if each worker had a core of its own."""
-TOLERANCE = 0.02
-"""Of accuracy, between means of three seeds."""
+TOLERANCE = 0.015
+"""Of accuracy, between means of three seeds, besides their spread."""
 
 
 def curve(run_dir: Path) -> list[float]:
@@ -51,12 +51,8 @@ def test_the_curve_is_that_of_virtual_time(tmp_path: Path, algorithm: str) -> No
             virtual.append(tmp_path / f"virtual-{seed}")
             cluster = ["--workers", WORKERS, "--hosts", WORKERS, "--bandwidth-gbit", 1]
             simulate(virtual[-1], *plan, *cluster, "--compute-time", step)
-    curves = [
-        [mean(points) for points in zip(*map(curve, runs), strict=True)] for runs in (real, virtual)
-    ]
-    for name, runs, means in zip(("MPI", "virtual"), (real, virtual), curves, strict=True):
-        spread = [pstdev(points) for points in zip(*map(curve, runs), strict=True)]
-        print(name, [f"{m:.4f} ± {s:.4f}" for m, s in zip(means, spread, strict=True)])
-        print("  seconds", [round(float(summary(run)["seconds"]), 2) for run in runs])
-    behind_the_first = zip(*(points[1:] for points in curves), strict=True)
-    assert all(abs(one - other) < TOLERANCE for one, other in behind_the_first)
+    one, other = (list(zip(*map(curve, runs), strict=True)) for runs in (real, virtual))
+    for name, points in (("MPI", one), ("virtual time", other)):
+        print(name, *(f"{mean(point):.4f} +- {pstdev(point):.4f}" for point in points))
+    for a, b in zip(one, other, strict=True):
+        assert abs(mean(a) - mean(b)) < TOLERANCE + pstdev(a) + pstdev(b)
