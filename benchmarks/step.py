@@ -1,7 +1,7 @@
 """What ALADDIN's communication adds to a worker's step where the network is free.
 
     python -m benchmarks.step --save --check
-    python -m benchmarks.step --model resnet50 --pixels 224 --batch 32 --steps 1 --repeats 3 --save
+    python -m benchmarks.step --model resnet50 --pixels 224 --steps 2 --repeats 3 --save
     python -m benchmarks.step --quick
 
 One server and one worker on this machine, which needs a core for each. The same model on the same
@@ -131,10 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = machine()
     table = rows(measure(args), args.workers)
     title = "A worker's step with ALADDIN and without communication"
-    name = "step" if args.pixels == PIXELS else f"step-{args.pixels}-pixels"
-    return harness.publish(
-        name, argv, args, facts, harness.Findings(title, table, NOTES, missed(table))
-    )
+    case = "" if args.pixels == PIXELS else f"{args.pixels}-pixels"
+    found = harness.Findings(title, table, NOTES, missed(table))
+    return harness.publish("step", argv, args, facts, found, case)
 
 
 if __name__ == "__main__":
