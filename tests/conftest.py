@@ -45,10 +45,12 @@ def warm_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long chains first; jobs, of which one runs at a time, evenly among tests of one process."""
-    chains = [item for item in items if item.nodeid.startswith((*HOSTS, *SHARED))]
-    others = [item for item in items if not item.nodeid.startswith((*HOSTS, *SHARED))]
-    jobs = [item for item in others if _starts_a_job(item)]
-    alone = [item for item in others if not _starts_a_job(item)]
+    chains: list[pytest.Item] = []
+    jobs: list[pytest.Item] = []
+    alone: list[pytest.Item] = []
+    for item in items:
+        is_chain = item.nodeid.startswith((*HOSTS, *SHARED))
+        (chains if is_chain else jobs if _starts_a_job(item) else alone).append(item)
     # Sorted by how much of its own kind lies before each.
     shares = [place / len(kind) for kind in (jobs, alone) for place in range(len(kind))]
     mixed = sorted(zip(shares, range(len(shares)), (*jobs, *alone), strict=True))

@@ -42,11 +42,10 @@ def python() -> str:
     """
     address = _serving()
     program = Path(address).with_name("python")
-    beside = {"mpirun": Path(sys.executable).with_name("mpirun")}  # as a wheel's is
+    mpirun = Path(sys.executable).with_name("mpirun")  # a wheel's lies beside Python
     client = [sys.executable, "-I", "-S", str(CLIENT)]
     _write(program, f"{ADDRESS}={shlex.quote(address)} exec {shlex.join(client)}")
-    for name, place in beside.items():
-        _write(program.with_name(name), f"exec {shlex.quote(str(place))}")
+    _write(program.with_name("mpirun"), f"exec {shlex.quote(str(mpirun))}")
     return str(program)
 
 

@@ -132,7 +132,7 @@ def take_place(task: Task, paths: list[str]) -> None:
     os.chdir(task.folder)
     os.sched_setaffinity(0, task.cores)
     for namespace in ("net", "uts"):
-        enter(f"/proc/{task.pid}/ns/{namespace}", f"/proc/self/ns/{namespace}")
+        enter(namespace, task.pid)
     sys.executable = task.python
     os.environ.clear()
     os.environ.update(task.env)
@@ -142,14 +142,15 @@ def take_place(task: Task, paths: list[str]) -> None:
     sys.path[:] = [beside, *given, *paths]
 
 
-def enter(namespace: str, own: str) -> None:
-    """Go where a host of a network lab is (benchmarks/netns.py)."""
-    if os.readlink(namespace) == os.readlink(own):
+def enter(namespace: str, pid: int) -> None:
+    """Go where process ``pid`` is: on a host of a network lab (benchmarks/netns.py)."""
+    theirs = f"/proc/{pid}/ns/{namespace}"
+    if os.readlink(theirs) == os.readlink(f"/proc/self/ns/{namespace}"):
         return
-    file = os.open(namespace, os.O_RDONLY)
+    file = os.open(theirs, os.O_RDONLY)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(file, 0):
-        raise OSError(ctypes.get_errno(), f"setns: {namespace}")
+        raise OSError(ctypes.get_errno(), f"setns: {theirs}")
     os.close(file)
 
 

@@ -36,9 +36,12 @@ class Failures:
         self._actions: list[Callable[[int], None]] = []
         self._look_again = 0.0
 
-    def is_death(self, error: MPI.Exception) -> bool:
-        """Whether this rank goes on although MPI says so."""
-        return self.survives and error.Get_error_class() in DEATHS
+    def may_be_death(self, error: MPI.Exception, of_collective: bool) -> bool:
+        """Whether this rank goes on, since a death explains the error.
+
+        Open MPI ends a collective between two of whose rounds a rank dies with any error.
+        """
+        return self.survives and (of_collective or error.Get_error_class() in DEATHS)
 
     def found(self, at_once: bool = False) -> list[int]:
         """Ranks that have died since the last look; none if that was just now.

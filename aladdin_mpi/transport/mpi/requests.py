@@ -232,12 +232,8 @@ class Requests:
             self.end_what_needs(rank)
 
     def _meet_failure(self, request: MpiRequest, error: MPI.Exception) -> None:
-        """End ``request``, of which MPI says that a rank has died. Raises any other error.
-
-        A collective between two of whose rounds a rank dies ends with any error in Open MPI.
-        """
-        may_be_death = self._failures.survives and request.is_collective
-        if not (self._failures.is_death(error) or may_be_death):
+        """End ``request``, of which MPI says that a rank has died. Raises any other error."""
+        if not self._failures.may_be_death(error, request.is_collective):
             raise error
         if request.peer != ANY_SOURCE:
             self.fail(request, request.peer)
