@@ -5,7 +5,7 @@
 # make test          the checks of every day; make test-long: all that can run here
 PYTHON ?= python3
 NP ?= 4
-JOBS ?= 2
+JOBS ?= 3
 ARGS ?=
 BIN := .venv/bin
 SETUP := PYTHON='$(PYTHON)' tools/setup-venv.sh
@@ -28,7 +28,7 @@ endif
 help:
 	@echo 'make train [NP=4] [ARGS="--epochs 5"]   train on this machine (rank 0 is the server)'
 	@echo 'make horovod                                 build Horovod into .venv, once'
-	@echo 'make test [ARGS="-k packaging"] [JOBS=2]     lint, type check and run the tests'
+	@echo 'make test [ARGS="-k packaging"] [JOBS=3]     lint, type check and run the tests'
 	@echo 'make test-long                               also those that take long: an hour or more'
 	@echo 'make bench-quick                             try every benchmark; ten minutes at most'
 	@echo 'make docs                                    build the documentation into site/'

@@ -45,10 +45,10 @@ def _main(argv: Sequence[str] | None) -> int:
     from aladdin_mpi.run.auto_resume import decide, follow
     from aladdin_mpi.run.simulator import simulate
 
-    settled = follow(decide(SimulateOptions, given, options), SimulateOptions, given, options)
-    if settled is not None:
-        guard.warn(warnings(settled, given))
-        simulate(settled)
+    decided = follow(decide(SimulateOptions, given, options), SimulateOptions, given, options)
+    if decided is not None:
+        guard.warn(warnings(decided, given))
+        simulate(decided)
     return 0
 
 

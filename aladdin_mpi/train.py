@@ -55,15 +55,15 @@ def _main(argv: Sequence[str] | None) -> int:
     # isort: split
     from aladdin_mpi.config.unused import warnings
     from aladdin_mpi.control.exchange import agree
-    from aladdin_mpi.run.auto_resume import settle
+    from aladdin_mpi.run.auto_resume import agree_on_resume
     from aladdin_mpi.run.trainer import train
 
     transport = MpiTransport(timeout=AGREEMENT_SECONDS if problem else options.timeout)
     agree(transport, lambda: _raise(problem))
-    settled = settle(transport, TrainOptions, given, options)
-    if settled is not None:
-        guard.warn(warnings(settled, given) if rank == 0 else [])
-        train(settled, transport)
+    agreed = agree_on_resume(transport, TrainOptions, given, options)
+    if agreed is not None:
+        guard.warn(warnings(agreed, given) if rank == 0 else [])
+        train(agreed, transport)
     transport.close()
     return 0
 

@@ -187,7 +187,7 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
             budget.close()
         transport.wait(transport.ibarrier())
     if isinstance(role, Server):
-        role.finish()
+        role.complete()
     return RankResult(role, codec, transport.traffic)
 
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -40,6 +40,9 @@ NEEDS_MPI = "no MPI: "
 """How the reason begins for which a test that starts a job is skipped."""
 NO_OFI = "^ofi"
 """Open MPI's transports but the one that sleeps for a second in ``MPI_Init``."""
+
+JOBS = 2
+"""At once, of all processes of a test run: a job's ranks seldom keep two cores busy alone."""
 
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
@@ -218,20 +221,37 @@ def _content(file: IO[bytes]) -> str:
 
 @contextmanager
 def turn() -> Iterator[None]:
-    """Wait until no other process of this test run has a job: the ranks of one fill the cores."""
+    """Wait until fewer than ``JOBS`` processes of this test run have a job."""
     global _jobs
     _jobs += 1
-    name = f"aladdin_mpi-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}.lock"
-    with open(Path(tempfile.gettempdir()) / name, "w") as lock:
-        if _jobs == 1:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
+    try:
+        with _slot() if _jobs == 1 else nullcontext():
             yield
-        finally:
-            _jobs -= 1
+    finally:
+        _jobs -= 1
 
 
 _jobs = 0
+
+
+@contextmanager
+def _slot() -> Iterator[None]:
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+    names = [f"aladdin_mpi-{run}-{number}.lock" for number in range(JOBS)]
+    with ExitStack() as stack:
+        files = [stack.enter_context(open(Path(tempfile.gettempdir()) / n, "w")) for n in names]
+        while not any(_is_locked(file) for file in files):
+            time.sleep(0.02)
+        yield
+
+
+def _is_locked(file: IO[str]) -> bool:
+    """Lock it for this process, if no other has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager

@@ -259,7 +259,7 @@ def _serve(
             budget.close()
 
     _segments(setup, transport, segment)
-    role.finish()
+    role.complete()
     return ServerResult(role, transport.traffic, reports, budget)
 
 

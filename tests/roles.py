@@ -214,7 +214,7 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
             budget.close()
         barrier(transport)  # no draw of the next segment comes before
     if isinstance(role, Server):
-        role.finish()
+        role.complete()
     role.close()
     if transport.models_time:
         transport.sleep(100.0)  # the last reports arrive

@@ -13,7 +13,12 @@ from tests.launch import JobError, needs, run_ranks, start_ranks
 
 pytestmark = needs("openmpi")
 
-SLEEP = "import os, time; os.write(1, b'pid %d\\n' % os.getpid()); time.sleep(100)"
+SLEEP = """
+import os, time
+rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]
+os.write(1, f"pid {os.getpid()} rank {rank}\\n".encode())
+time.sleep(100)
+"""
 
 
 def alive(pid: int) -> bool:
@@ -44,8 +49,11 @@ def test_failure_raises_with_output() -> None:
     "mpi", ["openmpi", pytest.param("mpich", marks=[needs("mpich"), pytest.mark.long])]
 )
 def test_limit_kills_every_rank(mpi: str) -> None:
-    with pytest.raises(JobError, match=r"did not end within 15 s") as caught:
-        run_ranks(2, ["-c", SLEEP], mpi=mpi, timeout=15)
+    with start_ranks(2, ["-c", SLEEP], mpi=mpi) as job:
+        job.wait_for("rank 0")
+        job.wait_for("rank 1")
+        with pytest.raises(JobError, match=r"did not end within 0.5 s") as caught:
+            job.wait(0.5)
     words = str(caught.value).split()
     pids = [int(after) for word, after in itertools.pairwise(words) if word == "pid"]
     assert len(pids) == 2
@@ -54,6 +62,6 @@ def test_limit_kills_every_rank(mpi: str) -> None:
 
 def test_one_rank_can_be_killed() -> None:
     with start_ranks(2, ["-c", SLEEP]) as job:
-        job.wait_for("pid")
+        job.wait_for("rank 1")
         os.kill(job.pid(1), signal.SIGKILL)
         assert job.wait(60).returncode != 0

@@ -79,7 +79,7 @@ class _Side(ABC):
         """A step begins."""
 
     @abstractmethod
-    def finish(self) -> None:
+    def end(self) -> None:
         """The step's gradient is there."""
 
     @abstractmethod
@@ -125,7 +125,7 @@ class PassiveSide(_Side):
     def begin(self) -> None:
         """Nothing: others choose when to average."""
 
-    def finish(self) -> None:
+    def end(self) -> None:
         """Nothing."""
 
     def flush(self) -> None:
@@ -168,7 +168,7 @@ class ActiveSide(_Side):
         return passive[(self._place + hop) % len(passive)]
 
     def begin(self) -> None:
-        """Send x, which nobody changes before :meth:`finish`."""
+        """Send x, which nobody changes before :meth:`end`."""
         self._answers = []
         peer = self._choose()
         if peer is None:
@@ -179,7 +179,7 @@ class ActiveSide(_Side):
         ]
         self._mine = self._outbox.send(self.master, peer)
 
-    def finish(self) -> None:
+    def end(self) -> None:
         """Wait for the answer, and average; buckets that a dying peer did not answer stay."""
         for bucket, answer in zip(self.layout.buckets, self._answers, strict=False):
             part = bucket.part
@@ -231,7 +231,7 @@ class AdPsgdWorker(TrainingWorker):
             self._read()  # [1]
             self.side.begin()
             g = self.direction(self.g)  # [2]
-            self.side.finish()  # [3]
+            self.side.end()  # [3]
             self._step(g)  # [4]
         barrier(self.transport)  # the passive ones answer until all are done
         self.side.flush()

@@ -279,7 +279,7 @@ class AladdinServer(Server):
             return 1 - 1 / sqrt(shard.counted)
         return float(rule)
 
-    def finish(self) -> None:
+    def complete(self) -> None:
         """The end of the run: apply what no worker has triggered yet."""
         for shard in self.shards.values():
             self._update(shard)

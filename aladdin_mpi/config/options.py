@@ -578,7 +578,7 @@ def parse(model: type[Options], argv: Sequence[str] | None, prog: str, descripti
 def followed(model: type[Options], given: Settings) -> Options:
     """Return the options that the user's settings ask for; ``--resume`` is followed.
 
-    But not ``--resume auto``, which all ranks have to settle together.
+    But not ``--resume auto``, on which all ranks have to agree.
 
     Raises:
         UserError: a value is bad, or there is no run to resume.

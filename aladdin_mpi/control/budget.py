@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Request
 
@@ -24,8 +24,6 @@ MOST_AHEAD = 32
 """Largest number of tickets that a worker asks for ahead."""
 STOP = -0.5
 """In place of a number of samples: end the run."""
-KEEPER = 0
-"""The rank that keeps the budget."""
 
 
 class Ticket(NamedTuple):
@@ -232,7 +230,7 @@ class Draws:
     def request(self, want: int, report: Report) -> None:
         """Ask for ``want`` samples, and report; :meth:`take` gets the answer."""
         grant = torch.zeros(3 + self._transport.size, dtype=torch.int64)
-        self._grants.append((self._transport.irecv(grant, KEEPER, Tag.GRANT), grant))
+        self._grants.append((self._transport.irecv(grant, COORDINATOR, Tag.GRANT), grant))
         self._send(want, report)
 
     def report(self, report: Report) -> None:
@@ -249,7 +247,7 @@ class Draws:
 
     def _send(self, want: float, report: Report) -> None:
         message = torch.tensor([want, *report.pack()], dtype=torch.float64)
-        self._transport.isend(message, KEEPER, Tag.DRAW)
+        self._transport.isend(message, COORDINATOR, Tag.DRAW)
 
     def take(self) -> Ticket:
         """The first ticket asked for; waits for it if it has not come."""

@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.model.vectors import is_finite, total
 from aladdin_mpi.transport.base import Transport
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-KEEPER = 0
-"""The rank that writes refusals down."""
 
 
 class Reason(IntEnum):
@@ -69,7 +66,7 @@ NBYTES = 8 * len(Refusal._fields)
 
 def report(transport: Transport, refusal: Refusal) -> None:
     """Tell rank 0. Never waits; a message handler may call it."""
-    transport.isend(refusal.pack(), KEEPER, Tag.REFUSAL)
+    transport.isend(refusal.pack(), COORDINATOR, Tag.REFUSAL)
 
 
 class GradientCheck:

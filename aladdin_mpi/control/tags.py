@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+COORDINATOR = 0
+"""The rank that keeps the budget and the books."""
+
 
 class Tag(IntEnum):
     """What a message is about."""

@@ -36,7 +36,7 @@ class BoundGradients:
     def stay_in_grad(self, notices_changes: bool) -> None:
         """From now on autograd's tensors stay in ``.grad`` until they are taken.
 
-        ``notices_changes``: :meth:`settle` refuses gradients that are changed after that.
+        ``notices_changes``: :meth:`end_backward` refuses gradients that are changed after that.
         """
         self._stay = True
         self._versions = [0] * len(self._parameters) if notices_changes else None
@@ -44,8 +44,8 @@ class BoundGradients:
     def bind(self, vector: Tensor, cut: Callable[[Tensor], Iterable[Tensor]]) -> None:
         """Let the next gradient go into ``vector``, whatever it holds; further ones are added.
 
-        Where they stay in ``.grad``, ``vector`` holds all of it only after :meth:`settle`. That is
-        one pass over memory less than to clear the vector and to add to it.
+        Where they stay in ``.grad``, ``vector`` holds all of it only after :meth:`end_backward`.
+        That is one pass over memory less than to clear the vector and to add to it.
 
         Args:
             vector: flat.
@@ -125,7 +125,7 @@ class BoundGradients:
             return any(gradient is not None for gradient in gradients)
         return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
-    def settle(self, is_skipped: bool = False) -> None:
+    def end_backward(self, is_skipped: bool = False) -> None:
         """Backward is over, or there was none: what has had no gradient is zero.
 
         Raises:
@@ -141,13 +141,13 @@ class BoundGradients:
             self.take(number)
         for number, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             if self._others and parameter in self._others:
-                self._settle_other(number)
+                self._end_other(number)
             elif not _is_same(parameter.grad, view):
                 raise _unbound()
             elif self._versions is not None and self._versions[number] != view._version:
                 raise _changed()
 
-    def _settle_other(self, number: int) -> None:
+    def _end_other(self, number: int) -> None:
         """Of another dtype, its gradient was converted when it came, if that was watched."""
         parameter = self._parameters[number]
         if self._versions is None:

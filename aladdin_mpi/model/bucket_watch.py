@@ -85,7 +85,7 @@ class BucketWatch:
         if self.enabled:
             self._arrived(self._touched[number])
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Begin a step."""
         self._missing = list(self._needed)
         self._next = 0
@@ -107,7 +107,7 @@ class BucketWatch:
             self._next += 1
             self._on_bucket(self._next - 1)
 
-    def finish(self) -> None:
+    def end(self) -> None:
         """End a step: what has had no gradient counts as zero."""
         self.enabled = False
         self._missing = [0] * len(self._missing)

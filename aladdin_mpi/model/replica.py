@@ -197,14 +197,15 @@ class Replica(_Flat):
         self.others.refresh()
         self.gradients.bind(vector, self._cut)
 
-    def settle(self, is_skipped: bool = False) -> None:
-        """Backward is over, or there was none: see :meth:`BoundGradients.settle`."""
-        self.gradients.settle(is_skipped)
+    def end_backward(self, is_skipped: bool = False) -> None:
+        """Backward is over, or there was none: see :meth:`BoundGradients.end_backward`."""
+        self.gradients.end_backward(is_skipped)
 
     def watch(self, layout: Layout, on_bucket: OnBucket, at_once: bool = True) -> BucketWatch:
         """Call ``on_bucket`` during backward, in order, as buckets are completed.
 
-        ``at_once``: they are used then; :meth:`settle` refuses gradients that are changed later.
+        ``at_once``: they are used then; :meth:`end_backward` refuses gradients that are changed
+        later.
         """
         self.gradients.stay_in_grad(notices_changes=at_once)
         return BucketWatch(layout, on_bucket, self.gradients, self._parameters)

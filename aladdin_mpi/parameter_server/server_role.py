@@ -69,7 +69,7 @@ class Server(Role):
         else:
             self.optimizer.descend(bucket.part, g.to(x.dtype), x, lr)
 
-    def finish(self) -> None:
+    def complete(self) -> None:
         """Complete the model after the last segment."""
 
     def part(self, bucket: Bucket) -> Tensor:

@@ -71,9 +71,9 @@ class RealStep:
         # sleeps before it computes, as long as the last step says. The first one sleeps behind.
         self._sleep()
         is_first, start = self._last is None, self._transport.now()
-        self.watch.start()
-        loss = _settled(self._replica, self._compute(batch))
-        self.watch.finish()
+        self.watch.begin()
+        loss = _end_backward(self._replica, self._compute(batch))
+        self.watch.end()
         self._last = self._transport.now() - start
         if is_first:
             self._sleep()
@@ -128,7 +128,7 @@ class ModelledStep:
         _bind(self._replica, vector)
         duration = self._pace.duration(self._seconds)
         start = self._pass_forward(self._transport.now(), duration)
-        loss = _settled(self._replica, self._compute(batch))
+        loss = _end_backward(self._replica, self._compute(batch))
         self._pass_backward(start, duration)
         return loss
 
@@ -159,9 +159,9 @@ def _bind(replica: Replica | PhantomReplica, vector: Tensor) -> None:
     replica.keep_buffers()
 
 
-def _settled(replica: Replica | PhantomReplica, loss: Loss) -> float | None:
+def _end_backward(replica: Replica | PhantomReplica, loss: Loss) -> float | None:
     """The loss, with the gradients where they belong."""
     is_skipped = isinstance(loss, Skip)
     if isinstance(replica, Replica):
-        replica.settle(is_skipped=is_skipped)
+        replica.end_backward(is_skipped=is_skipped)
     return None if isinstance(loss, Skip) else loss

@@ -10,7 +10,7 @@ from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.request import PeerFailedError
 
 
-def add_up(worker: Worker, value: float | Tensor) -> tuple[Tensor, int]:
+def allreduce(worker: Worker, value: float | Tensor) -> tuple[Tensor, int]:
     """The sum of ``value`` over all workers that live, in fp64, and how many they are.
 
     Each sends its own to all others, and adds them up in the order of the workers: all have the

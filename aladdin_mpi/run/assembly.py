@@ -36,7 +36,7 @@ from aladdin_mpi.run.checkpoint import CheckpointStore
 from aladdin_mpi.run.context import Context, make_context, server_count
 from aladdin_mpi.run.coordinator import Coordinator
 from aladdin_mpi.run.evaluation import Evaluate, Measurement, Snapshots
-from aladdin_mpi.run.failures import settle
+from aladdin_mpi.run.failures import record_losses
 from aladdin_mpi.run.handshake import check_agreement
 from aladdin_mpi.run.local_state import LocalState
 from aladdin_mpi.run.model_exchange import share_model
@@ -222,7 +222,7 @@ def _segments(
         {"option": option, "optimizer": optimizer},
         plan,
         origin,
-        lambda: settle(context.transport, role, context.servers, failures),
+        lambda: record_losses(context.transport, role, context.servers, failures),
     )
 
 

@@ -28,7 +28,7 @@ Decision = Literal["as asked", "start", "replace", "resume", "complete"]
 """``as asked``: without ``--resume auto``."""
 
 
-def settle(
+def agree_on_resume(
     transport: Transport, model: type[Options], given: Settings, asked: Options
 ) -> Options | None:
     """Return the options to run with, as rank 0 decides; None if nothing is left to do.

@@ -25,7 +25,7 @@ from aladdin_mpi.errors import SUSPENDED_STATUS, SuspendedError, UserError
 from aladdin_mpi.process import console, guard, heap, stop_signal
 from aladdin_mpi.run import among_workers
 from aladdin_mpi.run.assembly import Task, assemble
-from aladdin_mpi.run.auto_resume import settle
+from aladdin_mpi.run.auto_resume import agree_on_resume
 from aladdin_mpi.run.deal import Deal, deal
 from aladdin_mpi.run.device import choose_device
 from aladdin_mpi.run.epochs import Batches, Epoch, HeldBack
@@ -162,7 +162,7 @@ class DataParallel:
         if simulated is not None:
             self.options = _simulated(simulated, asked, module)
         else:
-            self.options = _settled(transport, options, asked, module)
+            self.options = _agreed_options(transport, options, asked, module)
         self.algorithm = agree(transport, self._check)
         if self.options.checksum:
             transport = self.transport = _sealed(transport)
@@ -344,7 +344,7 @@ class DataParallel:
             rank.suspend()
             self._leave()
             raise SuspendedError
-        self._summary = rank.finish()
+        self._summary = rank.complete()
         self._leave()
         if self._owns_transport:
             self.transport.close()
@@ -473,7 +473,7 @@ class DataParallel:
                 "at the ends of run.epochs(), or measure on one rank: all have the same model now"
             )
         with self._words():
-            total, count = among_workers.add_up(self._ready().worker, value)
+            total, count = among_workers.allreduce(self._ready().worker, value)
         return total / count if how == "mean" else total
 
     @contextmanager
@@ -537,7 +537,7 @@ def _check_given(module: object, evaluate: object, settings: dict[str, Any]) -> 
         )
 
 
-def _settled(
+def _agreed_options(
     transport: Transport, options: RunOptions | None, settings: dict[str, Any], module: nn.Module
 ) -> RunOptions:
     """The options of the run; for a run that is complete the program ends here."""
@@ -546,11 +546,11 @@ def _settled(
         return options
     given = _named(settings, module)
     asked = agree(transport, lambda: build(RunOptions, given))
-    settled = settle(transport, RunOptions, given, asked)
-    if settled is None:
+    agreed = agree_on_resume(transport, RunOptions, given, asked)
+    if agreed is None:
         transport.close()
         raise SystemExit(0)
-    return settled
+    return agreed
 
 
 def _named(settings: dict[str, Any], module: nn.Module) -> Settings:

@@ -100,8 +100,10 @@ def taken_from_failed(transport: Transport, role: Role, first_worker: int) -> di
     return {str(rank): role.taken_from(rank - first_worker) for rank in workers}
 
 
-def settle(transport: Transport, role: Role, first_worker: int, failures: Failures | None) -> None:
-    """At the end of a segment, on every rank: settle what was lost in it."""
+def record_losses(
+    transport: Transport, role: Role, first_worker: int, failures: Failures | None
+) -> None:
+    """At the end of a segment, on every rank: what died with ranks in it."""
     if not transport.survives:
         return
     taken = gather(transport, taken_from_failed(transport, role, first_worker))

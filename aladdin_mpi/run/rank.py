@@ -96,13 +96,13 @@ class Rank:
         self._leave()
         self.context.transport.close(SUSPENDED_STATUS)
 
-    def finish(self) -> dict[str, Any]:
+    def complete(self) -> dict[str, Any]:
         """Complete the model everywhere, measure it, write the books; the summary at rank 0."""
         context, seen = self.context, self.measuring.seen
         self.suspension.close()
         waiting = context.transport.traffic.waiting  # what follows is not training
         if isinstance(self.role, Server):
-            self.role.finish()
+            self.role.complete()
         variance = self.measuring.variance.at_end() if context.is_real else None
         model = collect_model(context, self.role)
         if seen is not None:

@@ -41,7 +41,7 @@ class Segments:
         config: the options that a run which resumes a checkpoint must share.
         plan: of the run.
         origin: of the run, which checkpoints name too.
-        settle: called at the end of every segment, on every rank.
+        record_losses: called at the end of every segment, on every rank.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Segments:
         config: dict[str, Any],
         plan: Plan,
         origin: Origin,
-        settle: Callable[[], None],
+        record_losses: Callable[[], None],
     ) -> None:
         self._transport = transport
-        self._settle = settle
+        self._record_losses = record_losses
         # That of the set-up is not waiting in training.
         transport.traffic.waiting, transport.traffic.bytes_sent = 0.0, 0
         self._counted = (0.0, 0)
@@ -91,7 +91,7 @@ class Segments:
     def _end(self) -> None:
         """Agree on where the run is, and save it."""
         barrier(self._transport)
-        self._settle()
+        self._record_losses()
         fact: Any = None
         if self._coordinator is not None:
             budget = self._coordinator.budget

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from aladdin_mpi.control.budget import KEEPER
-from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.process import stop_signal
 from aladdin_mpi.run.coordinator import Coordinator
 from aladdin_mpi.transport.base import Transport
@@ -46,4 +45,4 @@ class Suspension:
         if self._coordinator is not None:
             self._coordinator.suspend(number)
         else:
-            self._transport.isend(torch.tensor([int(number)]), KEEPER, Tag.SUSPEND)
+            self._transport.isend(torch.tensor([int(number)]), COORDINATOR, Tag.SUSPEND)

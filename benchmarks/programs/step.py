@@ -61,10 +61,10 @@ def flat(task: Task) -> Moments:
     moments = []
     for _ in range(task.steps):
         replica.bind_gradients(gradient)
-        watch.start()
+        watch.begin()
         cross_entropy(module(images), labels).backward()
-        replica.settle()
-        watch.finish()
+        replica.end_backward()
+        watch.end()
         moments.append(time.perf_counter())
     watch.close()
     return moments

@@ -449,6 +449,6 @@ def test_a_server_restored_at_any_point_goes_on_alike(
     assert restored.alphas == whole.alphas
     assert restored.role.counts() == whole.role.counts()
     for script in scripts:
-        script.role.finish()
+        script.role.complete()
     assert restored.x == whole.x
     assert restored.role.counts() == whole.role.counts()

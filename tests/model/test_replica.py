@@ -136,10 +136,10 @@ def test_tied_weights_are_in_once_and_get_both_gradients() -> None:
     told: list[int] = []
     watch = replica.watch(small_buckets(replica), told.append)
     replica.bind_gradients(vector)
-    watch.start()
+    watch.begin()
     for each in (module, plain):
         each(torch.tensor([1, 2, 2])).square().sum().backward()
-    watch.finish()
+    watch.end()
     assert plain.embed.weight.grad is not None
     torch.testing.assert_close(vector, plain.embed.weight.grad.view(-1))
     assert told == list(range(len(told)))
@@ -219,13 +219,13 @@ def test_other_dtypes_are_stepped_in_the_widest(watched: bool) -> None:
         vector.fill_(7)
         replica.bind_gradients(vector)
         if watch is not None:
-            watch.start()
+            watch.begin()
         for number in range(passes):
             if watch is not None:
                 watch.enabled = number == passes - 1
             backward(alone)
             backward(module)
-        replica.settle()
+        replica.end_backward()
         assert torch.equal(vector, flat([g.float() for g in gradients(alone)]))
     # A change that bfloat16 is too coarse for is kept, and adds up.
     replica.parameters.fill_(1)
@@ -241,12 +241,12 @@ def test_changed_gradients_of_other_dtypes_are_refused() -> None:
     replica = Replica(module)
     watch = replica.watch(small_buckets(replica), lambda index: None)
     replica.bind_gradients(replica.new_vector())
-    watch.start()
+    watch.begin()
     backward(module)
     assert module.middle.weight.grad is not None
     module.middle.weight.grad.mul_(2)
     with pytest.raises(UserError, match="gradients were changed"):
-        replica.settle()
+        replica.end_backward()
 
 
 def test_complex_parameters_are_refused() -> None:
@@ -294,10 +294,10 @@ def test_buckets_are_told_in_order_and_complete_while_backward_goes_on() -> None
     for _ in range(3):
         watched.told.clear()
         watched.replica.bind_gradients(watched.vector)
-        watched.watch.start()
+        watched.watch.begin()
         backward(watched.module)
         assert watched.told == watched.all
-        watched.watch.finish()
+        watched.watch.end()
         assert watched.told == watched.all
         assert torch.equal(watched.seen, watched.vector)
     assert 0 < during[0] < len(watched.all)
@@ -321,12 +321,12 @@ def test_unused_parameters_count_as_zero(turn: int) -> None:
     module = Branches()
     module.turn = turn
     watched = Watched(module)
-    watched.watch.start()
+    watched.watch.begin()
     backward(module)
     if turn == 0:  # the unused branch lies before the used one, and holds it up
         assert len(watched.told) < len(watched.all)
-    watched.replica.settle()
-    watched.watch.finish()
+    watched.replica.end_backward()
+    watched.watch.end()
     assert watched.told == watched.all
     unused = module.branches[1 - turn].weight.grad
     assert isinstance(unused, Tensor)
@@ -344,14 +344,14 @@ def test_what_a_vector_held_is_gone(times: int) -> None:
         module.turn = plain.turn = turn
         watched.vector.fill_(float("nan"))
         watched.replica.bind_gradients(watched.vector)
-        watched.watch.start()
+        watched.watch.begin()
         watched.watch.enabled = False  # as in `accumulate()`
         for _ in range(times - 1):
             backward(module)
         watched.watch.enabled = True
         backward(module)
-        watched.replica.settle()
-        watched.watch.finish()
+        watched.replica.end_backward()
+        watched.watch.end()
         plain.zero_grad()
         backward(plain)
         expected = [
@@ -366,19 +366,19 @@ def test_what_a_vector_held_is_gone(times: int) -> None:
 def test_gradients_are_cleared_before_backward_but_not_behind_it() -> None:
     module = perceptron()
     watched = Watched(module)
-    watched.watch.start()
+    watched.watch.begin()
     module.zero_grad()
     backward(module)
     assert watched.told == watched.all
     module.zero_grad()
     with pytest.raises(UserError, match=r"step\(\) clears the gradients"):
-        watched.replica.settle()
+        watched.replica.end_backward()
 
 
 def test_gradients_that_were_cleared_between_two_passes_are_missed() -> None:
     module = perceptron()
     watched = Watched(module)
-    watched.watch.start()
+    watched.watch.begin()
     watched.watch.enabled = False
     backward(module)
     module.zero_grad()
@@ -389,10 +389,10 @@ def test_gradients_that_were_cleared_between_two_passes_are_missed() -> None:
 def test_sparse_gradients_are_taken_in() -> None:
     module = nn.Embedding(7, 2, sparse=True)
     watched = Watched(module)
-    watched.watch.start()
+    watched.watch.begin()
     module(torch.tensor([1, 1, 3])).sum().backward()
-    watched.replica.settle()
-    watched.watch.finish()
+    watched.replica.end_backward()
+    watched.watch.end()
     expected = torch.zeros(7, 2)
     expected[1], expected[3] = 2, 1
     assert torch.equal(watched.vector, expected.view(-1))
@@ -400,7 +400,7 @@ def test_sparse_gradients_are_taken_in() -> None:
 
 def test_a_second_backward_in_a_step_is_refused() -> None:
     watched = Watched(perceptron())
-    watched.watch.start()
+    watched.watch.begin()
     backward(watched.module)
     with pytest.raises(UserError, match="second backward"):
         backward(watched.module)
@@ -408,7 +408,7 @@ def test_a_second_backward_in_a_step_is_refused() -> None:
 
 def test_accumulating_tells_of_buckets_in_the_last_backward_only() -> None:
     watched = Watched(perceptron())
-    watched.watch.start()
+    watched.watch.begin()
     watched.watch.enabled = False
     backward(watched.module)
     assert watched.told == []

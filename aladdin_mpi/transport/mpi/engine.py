@@ -111,7 +111,7 @@ class MpiTransport(Transport):
     def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
         name = f"send to rank {dest}, tag {tag}"
         request = MpiRequest(name, buffer, receives=False, peer=dest, tag=tag)
-        if tag not in self._requests.exempt:
+        if tag not in self._requests.untracked:
             self.traffic.bytes_sent += buffer.nbytes
             self.traffic.messages_sent += 1
         if after is None and not self._requests.holds_back:
@@ -166,7 +166,7 @@ class MpiTransport(Transport):
             self._requests.cancel(request)
 
     def exclude_from_traffic(self, *tags: int) -> None:
-        self._requests.exempt |= set(tags)
+        self._requests.untracked |= set(tags)
 
     # -- ranks that fail ----------------------------------------------------
     @property

@@ -37,7 +37,7 @@ class Requests:
         self.completions = 0
         self.last_news = 0.0
         self.is_idle = True
-        self.exempt: frozenset[int] = frozenset()
+        self.untracked: frozenset[int] = frozenset()
         self._messages = messages
         self._traffic = traffic
         self._failures = failures
@@ -193,7 +193,7 @@ class Requests:
         if request.receives:
             request.source = status.Get_source()
             request.nbytes = status.Get_count(MPI.BYTE)
-            if request.tag not in self.exempt:
+            if request.tag not in self.untracked:
                 self._traffic.bytes_received += request.nbytes
                 self._traffic.messages_received += 1
         request.order = self.completions

@@ -73,7 +73,7 @@ class Endpoint:
         self.size = size
         self.traffic = Traffic()
         self.mailbox = Mailbox()
-        self.exempt: frozenset[int] = frozenset()
+        self.untracked: frozenset[int] = frozenset()
         self.fiber = Fiber(rank, fabric.clock, cluster.pauses_of(rank), self.traffic)
         self.on_failure: list[Callable[[int], None]] = []
         self._handlers: dict[int, tuple[int, Handler]] = {}
@@ -126,7 +126,7 @@ class Endpoint:
         """Start to send; see :meth:`Transport.isend`. ``buffer`` None or "meta" is a bare size."""
         request = Operation("send", buffer, dest, tag, nbytes)
         data = None if buffer is None or buffer.is_meta or not nbytes else buffer
-        message = Message(self.rank, dest, tag, nbytes, data, request, tag in self.exempt)
+        message = Message(self.rank, dest, tag, nbytes, data, request, tag in self.untracked)
         if after is None and not self._held:
             self._launch(message, request)
         else:

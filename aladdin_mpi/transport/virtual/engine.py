@@ -219,7 +219,7 @@ class VirtualTransport(Transport):
 
     def exclude_from_traffic(self, *tags: int) -> None:
         """See :meth:`Transport.exclude_from_traffic`."""
-        self._endpoint.exempt |= set(tags)
+        self._endpoint.untracked |= set(tags)
 
     def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
         """See :meth:`Transport.irecv`."""
