@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
-from aladdin_mpi.config.options import Augment
+from aladdin_mpi.config.general import Augment
 from aladdin_mpi.data.augment import CIFAR10, LargeImages, SmallImages
 from aladdin_mpi.data.images import ImageArrays
 from aladdin_mpi.data.policies import CLASSES, Policy

@@ -16,16 +16,20 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from aladdin_mpi.algorithms import registry
-from aladdin_mpi.config.options import OWN_DATA, RunOptions, SimulateOptions
-from aladdin_mpi.config.settings import Setting, Settings, build, overlay
+from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import SEALED
 from aladdin_mpi.errors import SUSPENDED_STATUS, SuspendedError, UserError
 from aladdin_mpi.process import console, guard, heap, stop_signal
 from aladdin_mpi.run import among_workers
+from aladdin_mpi.run.asked import (
+    agreed_options,
+    check_given,
+    for_one_process,
+    simulated_options,
+)
 from aladdin_mpi.run.assembly import Task, assemble
-from aladdin_mpi.run.auto_resume import agree_on_resume
 from aladdin_mpi.run.deal import Deal, deal
 from aladdin_mpi.run.device import choose_device
 from aladdin_mpi.run.epochs import Batches, Epoch, HeldBack
@@ -34,15 +38,12 @@ from aladdin_mpi.run.loop import Loop
 from aladdin_mpi.run.loop_watch import LoopWatch
 from aladdin_mpi.run.origin import find_origin
 from aladdin_mpi.run.own_optimizer import Asked, resolve, settings_for
-from aladdin_mpi.run.own_words import check_effect, in_own_words
+from aladdin_mpi.run.own_words import in_own_words
 from aladdin_mpi.run.placement import tell_placement
 from aladdin_mpi.run.rank import Rank
-from aladdin_mpi.run.script import OptionsFound, SimulatedRank, simulated_rank
+from aladdin_mpi.run.script import OptionsFound, simulated_rank
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.sealed import SealedTransport
-
-FOR_SEVERAL = ("servers", "wire", "checksum", "compression", "dgc")
-"""Settings that mean nothing to one process."""
 
 
 class DataParallel:
@@ -148,21 +149,21 @@ class DataParallel:
             self._owns_transport, transport = False, simulated.transport
             if transport is None:
                 brought = settings_for(optimizer, self._schedule, settings)
-                raise OptionsFound(_simulated(simulated, {**brought, **settings}, module))
+                raise OptionsFound(simulated_options(simulated, {**brought, **settings}, module))
         if transport is None:
             _check_alone_over_mpi()
             transport = _over_mpi(float(settings.get("timeout", 1800.0)))
             DataParallel._open = self
         self.transport = transport
-        agree(transport, lambda: _check_given(module, evaluate, settings))
+        agree(transport, lambda: check_given(module, evaluate, settings))
         brought = agree(transport, lambda: settings_for(optimizer, self._schedule, settings))
         asked = {**brought, **settings}
         if self._is_own_loop and transport.size == 1 and simulated is None:
-            asked = agree(transport, lambda: _for_one_process(asked))
+            asked = agree(transport, lambda: for_one_process(asked))
         if simulated is not None:
-            self.options = _simulated(simulated, asked, module)
+            self.options = simulated_options(simulated, asked, module)
         else:
-            self.options = _agreed_options(transport, options, asked, module)
+            self.options = agreed_options(transport, options, asked, module)
         self.algorithm = agree(transport, self._check)
         if self.options.checksum:
             transport = self.transport = _sealed(transport)
@@ -521,68 +522,6 @@ def _refuse_second() -> None:
         "DataParallel: expected one run at a time, got a second before the loop of the first has "
         "ended; train several models together as one module, such as nn.ModuleDict"
     )
-
-
-def _check_given(module: object, evaluate: object, settings: dict[str, Any]) -> None:
-    check_effect(settings.keys())
-    if not isinstance(module, nn.Module):
-        raise UserError(
-            f"DataParallel: expected a torch.nn.Module first, got {type(module).__name__}; give "
-            "the model itself"
-        )
-    if evaluate is not None and not callable(evaluate):
-        raise UserError(
-            "DataParallel: evaluate: expected a function of the module that returns figures by "
-            f"name, got {type(evaluate).__name__}"
-        )
-
-
-def _agreed_options(
-    transport: Transport, options: RunOptions | None, settings: dict[str, Any], module: nn.Module
-) -> RunOptions:
-    """The options of the run; for a run that is complete the program ends here."""
-    if options is not None:
-        agree(transport, lambda: _check_alone(settings))
-        return options
-    given = _named(settings, module)
-    asked = agree(transport, lambda: build(RunOptions, given))
-    agreed = agree_on_resume(transport, RunOptions, given, asked)
-    if agreed is None:
-        transport.close()
-        raise SystemExit(0)
-    return agreed
-
-
-def _named(settings: dict[str, Any], module: nn.Module) -> Settings:
-    """Arguments as settings; the commands' defaults name a model and data that these are not."""
-    named = {"model": type(module).__name__, "dataset": OWN_DATA, **settings}
-    return {(name,): Setting(value, name) for name, value in named.items()}
-
-
-def _simulated(rank: SimulatedRank, settings: dict[str, Any], module: nn.Module) -> SimulateOptions:
-    """The options of a script in virtual time: those typed go over its own."""
-    return build(SimulateOptions, overlay(SimulateOptions, _named(settings, module), rank.typed))
-
-
-def _for_one_process(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings with which one process trains, for debugging, what was written for several.
-
-    With one worker every algorithm is plain training, and ar-sgd needs no server for it.
-    """
-    name = settings.get("algorithm", RunOptions.model_fields["algorithm"].default)
-    algorithm = registry.find(name)
-    if algorithm.server is None and algorithm.least_workers == 1:
-        return settings
-    if not settings.get("quiet", False):
-        alone = f"one process trains alone, as ar-sgd does; start {name} with mpirun -np 3 or more"
-        guard.warn([alone])
-    kept = {name: value for name, value in settings.items() if name not in FOR_SEVERAL}
-    return {**kept, "algorithm": "ar-sgd"}
-
-
-def _check_alone(settings: dict[str, Any]) -> None:
-    if settings:
-        raise UserError(f"options: expected no settings beside them, got {', '.join(settings)}")
 
 
 def _sealed(transport: Transport) -> Transport:

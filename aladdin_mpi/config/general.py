@@ -1,0 +1,452 @@
+"""The options of every run, each with its type, range, unit and default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from aladdin_mpi.compression.options import DgcOptions
+from aladdin_mpi.config.fields import nested, option, shown
+from aladdin_mpi.config.intervals import Interval
+from aladdin_mpi.config.resume import AUTO
+
+OWN_DATA = "own"
+"""The data set of a training loop of one's own."""
+LENGTHS = ("epochs", "samples", "steps")
+"""Each says how long a run is."""
+DEFAULT_EPOCHS = 30.0
+"""The length of a run when none of them is given."""
+
+SGD_RATE, OTHER_RATE = 0.01, 0.001
+SGD_DECAY = 1e-4
+
+Precision = Literal["fp32", "bf16"]
+Wire = Literal["auto", "fp32", "bf16", "int8", "int4"]
+Augment = Literal[
+    "auto", "none", "crop-flip", "imagenet", "autoaugment", "randaugment", "trivialaugment"
+]
+Worker = Annotated[int, Field(ge=0)]
+Factor = Annotated[float, Field(ge=1)]
+
+
+class GeneralOptions(BaseModel):
+    """What training and simulating have in common, but for options of single algorithms."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    ALTERNATIVES: ClassVar = (LENGTHS,)
+
+    # -- run
+    algorithm: str = option("aladdin-ahead", "name of the algorithm", group="run")
+    model: str = option("digits", "name of the model, or package.module:function", group="run")
+    epochs: float | None = option(
+        None,
+        "length of the run in passes over the training data, all workers together",
+        unit="EPOCHS",
+        group="run",
+        default_text=f"{DEFAULT_EPOCHS:g}, unless --samples or --steps is given",
+        gt=0,
+    )
+    samples: int | None = option(
+        None,
+        "length of the run in samples, all workers together, instead of --epochs",
+        unit="SAMPLES",
+        group="run",
+        gt=0,
+    )
+    steps: int | None = option(
+        None,
+        "length of the run in steps, instead of --epochs; a step is a batch of every worker, or "
+        "as many as --accumulate says: a round of a synchronous algorithm, and of others as many "
+        "samples",
+        unit="STEPS",
+        group="run",
+        gt=0,
+    )
+    servers: int = option(
+        1, "parameter servers, for algorithms that have one", unit="RANKS", group="run", ge=1
+    )
+    seed: int = option(0, "seed of everything that is drawn by chance", group="run", ge=0)
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "where workers compute; auto: on a GPU if there is one", group="run"
+    )
+    timeout: float = option(
+        1800.0, "longest wait for another rank", unit="SECONDS", group="run", gt=0
+    )
+
+    worker_timeout: float = option(
+        60.0,
+        "time without a heartbeat before a rank is excluded, or the run ends if the algorithm "
+        "needs every rank; 0: never",
+        unit="SECONDS",
+        group="run",
+        ge=0,
+    )
+
+    # -- data
+    dataset: str = option(
+        "digits", "name of the data set, or package.module:function", group="data"
+    )
+    data_dir: Path | None = option(
+        None, "folder of the data set, for those that need one", unit="FOLDER", group="data"
+    )
+    download: bool = option(False, "fetch the data set if it is not there", group="data")
+    loader_workers: int = option(
+        0,
+        "processes that load data, for each worker; 0: the worker itself",
+        unit="PROCESSES",
+        group="data",
+        ge=0,
+    )
+    cache: Literal["auto", "on", "off"] = option(
+        "auto", "keep decoded data in memory; auto: if it fits", group="data"
+    )
+    image_size: int | None = option(
+        None,
+        "side of the images that the model is given",
+        unit="PIXELS",
+        group="data",
+        default_text="that of the data set, 224 for folders of images that are large or differ",
+        ge=1,
+    )
+    augment: Augment = option(
+        "auto",
+        "of training images; auto: as the data set has it, in a folder crop-flip for small images "
+        "of one size, else imagenet; crop-flip: random crop and mirror; imagenet: random part, "
+        "scaled, and mirror; autoaugment, randaugment, trivialaugment: torchvision's policies, on "
+        "top of auto",
+        group="data",
+    )
+    corrupt_images: Literal["stop", "skip"] = option(
+        "stop",
+        "of --dataset imagefolder: end the run at an image that cannot be read; or name it once, "
+        "train on the next one instead, and leave it out of the test",
+        group="data",
+    )
+    check_images: bool = option(
+        False,
+        "of --dataset imagefolder: read all images before training and name those that cannot be "
+        "read; the ranks share the work, and each shares its part among its --loader-workers",
+        group="data",
+    )
+
+    # -- optimisation
+    batch_size: int = option(
+        32, "batch of one worker's step", unit="SAMPLES", group="optimisation", ge=1
+    )
+    optimizer: str = option(
+        "sgd",
+        "sgd, with momentum; another of torch's in small letters, such as adamw; or "
+        "package.module:class",
+        unit="NAME",
+        group="optimisation",
+    )
+    optimizer_options: dict[str, float] = option(
+        {},
+        "what else the optimizer takes, such as beta1=0.9 eps=1e-8 amsgrad=1; several, apart by "
+        "commas or spaces",
+        unit="NAME=VALUE",
+        group="optimisation",
+    )
+    accumulate: int = option(
+        1,
+        "batches of one worker whose gradients are added up to one step",
+        unit="BATCHES",
+        group="optimisation",
+        ge=1,
+    )
+    lr: float = option(
+        SGD_RATE,
+        "learning rate for the batch of one worker, before --lr-scaling",
+        unit="RATE",
+        group="optimisation",
+        default_text=f"{SGD_RATE:g} for sgd, {OTHER_RATE:g} for others",
+        gt=0,
+    )
+    lr_scaling: Literal["linear", "sqrt", "none"] = option(
+        "linear",
+        "multiply the learning rate by the number of workers, its square root, or nothing",
+        group="optimisation",
+        default_text="linear for sgd, none for others",
+    )
+    lr_factors: dict[str, Annotated[float, Field(ge=0)]] = option(
+        {},
+        "multiply the learning rate of parameters whose names match a pattern, such as "
+        "head.*=10; several, apart by commas or spaces",
+        unit="PATTERN=FACTOR",
+        group="optimisation",
+    )
+    decay_factors: dict[str, Annotated[float, Field(ge=0)]] = option(
+        {},
+        "multiply the weight decay of parameters whose names match a pattern, such as *.bias=0",
+        unit="PATTERN=FACTOR",
+        group="optimisation",
+    )
+    clip: float | None = option(
+        None,
+        "largest norm of a gradient: of the workers' mean for ar-sgd, of each part by its share "
+        "for aladdin-ahead, else of each worker's own, which is then sent when backward is over",
+        unit="NORM",
+        group="optimisation",
+        default_text="gradients are not clipped",
+        gt=0,
+    )
+    lr_schedule: Literal["constant", "step", "cosine"] = option(
+        "cosine", "how the learning rate goes on after the warm-up", group="optimisation"
+    )
+    warmup_epochs: float = option(
+        1.0, "linear rise of the learning rate", unit="EPOCHS", group="optimisation", ge=0
+    )
+    lr_steps: tuple[Annotated[float, Field(gt=0)], ...] = option(
+        (),
+        "with --lr-schedule step: when the learning rate is multiplied by --lr-decay; several, "
+        "apart by commas or spaces",
+        unit="EPOCHS",
+        group="optimisation",
+    )
+    lr_decay: float = option(
+        0.1, "factor at each of --lr-steps", unit="FACTOR", group="optimisation", gt=0
+    )
+    momentum: float = option(
+        0.9, "momentum of SGD", unit="FACTOR", group="optimisation", ge=0, lt=1
+    )
+    nesterov: bool = option(False, "Nesterov's form of the momentum", group="optimisation")
+    weight_decay: float = option(
+        SGD_DECAY,
+        "weight decay: L2 for sgd, else as the optimizer has it",
+        unit="FACTOR",
+        group="optimisation",
+        default_text=f"{SGD_DECAY:g} for sgd, else the optimizer's own",
+        ge=0,
+    )
+    max_loss: float | None = option(
+        None,
+        "refuse the gradient of a batch whose loss is larger; gradients are then sent when "
+        "backward is over, as the loss is not known before",
+        unit="LOSS",
+        group="optimisation",
+        default_text="only gradients that are not finite are refused",
+        gt=0,
+    )
+    precision: Precision = option(
+        "fp32", "of the forward and backward pass; bf16: autocast", group="optimisation"
+    )
+    channels_last: bool = option(False, "store images channels-last", group="optimisation")
+    bn_batches: int = option(
+        100,
+        "training batches that re-estimate the batch-norm statistics before an evaluation",
+        unit="BATCHES",
+        group="optimisation",
+        ge=0,
+    )
+
+    # -- communication
+    bucket_mb: float = option(
+        4.0, "largest message, in MB of 10^6 bytes", unit="MB", group="communication", gt=0
+    )
+    shard_mb: float = option(
+        16.0,
+        "largest piece of the parameters given to one server, in MB of 10^6 bytes",
+        unit="MB",
+        group="communication",
+        gt=0,
+    )
+    wait_free: bool = option(
+        True,
+        "send each part of a gradient as soon as backward has completed it (wait-free "
+        "backpropagation), not all when backward is over",
+        group="communication",
+    )
+    sharding: Literal["memory", "layer"] = option(
+        "memory",
+        "how the parameters are dealt to the servers: in equal pieces whatever the layers' "
+        "boundaries, or whole layers",
+        group="communication",
+    )
+    compression: Literal["none", "dgc"] = option(
+        "none",
+        "of gradients, for algorithms that send them; dgc: deep gradient compression",
+        group="communication",
+    )
+    checksum: bool = option(
+        False,
+        "send a checksum with every gradient and model, and refuse those that arrive damaged",
+        group="communication",
+    )
+    wire: Wire = option(
+        "auto",
+        "number format of what is sent; int8, int4: in blocks with a scale each, for algorithms "
+        "with servers; gradients make up for their rounding, and models are sent as differences; "
+        "auto: int8 for aladdin-ahead, and int4 where links are full; fp32 for all others",
+        group="communication",
+    )
+
+    # -- computing
+    compute: Literal["real", "timed"] = option(
+        "real",
+        "timed: time passes and messages of the right size are sent, but nothing is calculated",
+        group="computing",
+    )
+    compute_time: float | None = option(
+        None,
+        "time of one step of a worker, for --compute timed",
+        unit="SECONDS",
+        group="computing",
+        gt=0,
+    )
+    jitter: float = option(
+        0.0,
+        "relative standard deviation of the time of a step (log-normal)",
+        unit="FRACTION",
+        group="computing",
+        ge=0,
+    )
+    slowdown: dict[Worker, Factor] = option(
+        {},
+        "make workers, counted from 0, slower by a factor of 1 or more; several, apart by commas "
+        "or spaces",
+        unit="WORKER=FACTOR",
+        group="computing",
+    )
+
+    # -- output
+    run_dir: Path | None = option(
+        None,
+        "folder for the results",
+        unit="FOLDER",
+        group="output",
+        default_text="runs/ALGORITHM-MODEL-DATASET-TIME",
+    )
+    overwrite: bool = option(False, "replace the results in an existing --run-dir", group="output")
+    resume: Literal["auto"] | Path | None = option(
+        None,
+        "go on with the run in this folder from its last checkpoint; auto: with the one in "
+        "--run-dir if it has a checkpoint, and start it if not",
+        unit="FOLDER",
+        group="output",
+    )
+    allow_resize: bool = option(
+        False,
+        "with --resume: go on with another number of workers, or of --servers, than the checkpoint "
+        "has; the workers begin from its global model",
+        group="output",
+    )
+    checkpoint_every: Interval = option(
+        None,
+        "time between checkpoints: N or Nsamples, Nepochs, Nmin, Ns, or never; there is always one "
+        "at the end",
+        unit="INTERVAL",
+        group="output",
+        default_text="10min over MPI, never in virtual time",
+    )
+    eval_every: float = option(
+        1.0, "time between evaluations; 0: only at the end", unit="EPOCHS", group="output", ge=0
+    )
+    log_every: int | None = option(
+        None,
+        "samples between two lines of metrics",
+        unit="SAMPLES",
+        group="output",
+        default_text="once an epoch",
+        gt=0,
+    )
+    progress: Literal["auto", "live", "lines"] = option(
+        "auto",
+        "live: one line that is redrawn; lines: a line every few seconds; auto: live on a "
+        "terminal, also behind mpirun on the host of rank 0",
+        group="output",
+    )
+    quiet: bool = option(False, "print no progress", group="output")
+
+    dgc: DgcOptions = nested(DgcOptions)
+
+    @field_validator("data_dir", "run_dir", "resume", mode="before")
+    @classmethod
+    def _check_path(cls, value: Any) -> Any:
+        if value == "":  # as of an unset variable; it would be the present folder
+            raise ValueError("expected a path, got ''; name a folder, or leave it out")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_length(cls, values: Any) -> Any:
+        if isinstance(values, dict) and not any(values.get(name) is not None for name in LENGTHS):
+            return {**values, "epochs": DEFAULT_EPOCHS}
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_rates(cls, values: Any) -> Any:
+        """Of an optimizer other than SGD."""
+        if not isinstance(values, dict) or (name := values.get("optimizer", "sgd")) == "sgd":
+            return values
+        from aladdin_mpi.optimizers.named import default_decay  # imports torch; --help does without
+
+        decay = default_decay(str(name))
+        return {"lr": OTHER_RATE, "weight_decay": decay, "lr_scaling": "none", **values}
+
+    @property
+    def _lengths(self) -> list[str]:
+        """The options that say how long the run is."""
+        return [f"--{name}" for name in LENGTHS if getattr(self, name) is not None]
+
+    @property
+    def step_size(self) -> int:
+        """Samples of a worker's step."""
+        return self.batch_size * self.accumulate
+
+    @model_validator(mode="after")
+    def _check_together(self) -> GeneralOptions:
+        for wrong, message in (
+            (
+                len(self._lengths) > 1,
+                f"{' and '.join(self._lengths)} exclude each other; give one of them",
+            ),
+            (
+                self.lr_schedule == "step" and not self.lr_steps,
+                "--lr-schedule step: expected the epochs of the steps too, got none; "
+                "add for example --lr-steps 15,25",
+            ),
+            (
+                self.lr_schedule != "step" and bool(self.lr_steps),
+                f"--lr-steps: expected only with the schedule step, got the schedule "
+                f"{self.lr_schedule}; add --lr-schedule step",
+            ),
+            (
+                list(self.lr_steps) != sorted(set(self.lr_steps)),
+                f"--lr-steps: expected epochs in rising order, got {shown(self.lr_steps)}; "
+                "sort them",
+            ),
+            (
+                self.nesterov and self.momentum == 0,
+                "--nesterov: expected a momentum above 0, got 0; add --momentum 0.9",
+            ),
+            (
+                self.resume == AUTO and self.run_dir is None,
+                "--resume auto: expected the folder of the run too, got none; add --run-dir FOLDER",
+            ),
+            (
+                self.resume == AUTO and self.overwrite,
+                "--resume auto and --overwrite exclude each other; give one of them",
+            ),
+            *(
+                (
+                    is_given and self.dataset != "imagefolder",
+                    f"{flag}: expected only with the data set imagefolder, got {self.dataset}; "
+                    "leave it out",
+                )
+                for flag, is_given in (
+                    ("--corrupt-images skip", self.corrupt_images == "skip"),
+                    ("--check-images", self.check_images),
+                )
+            ),
+            (
+                self.allow_resize and self.resume is None,
+                "--allow-resize: expected with --resume, got it for a new run; add --resume "
+                "FOLDER, or leave it out",
+            ),
+        ):
+            if wrong:
+                raise ValueError(message)
+        return self
