@@ -31,6 +31,12 @@ HOSTS = (
 """Those that build a network of hosts, one at a time."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Where several processes share the tests, one server of warm processes does for all."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        os.environ[warm.SHARED] = warm.python()
+
+
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take longer than small runs do; those of commands, in other processes, are drawn."""
@@ -44,7 +50,7 @@ def warm_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long chains first; jobs, of which one runs at a time, evenly among tests of one process."""
+    """Long chains first; jobs, of which few run at a time, evenly among tests of one process."""
     chains: list[pytest.Item] = []
     jobs: list[pytest.Item] = []
     alone: list[pytest.Item] = []

@@ -184,7 +184,7 @@ def test_a_slow_worker_takes_fewer_samples(tmp_path: Path) -> None:
 
 @needs("mpich")
 def test_under_mpich(tmp_path: Path) -> None:
-    done = train(3, tmp_path / "run", "--epochs", 6, mpi="mpich")
+    done = train(2, tmp_path / "run", "--epochs", 6, mpi="mpich")
     found = summary(tmp_path / "run")
     assert found["test_accuracy"] >= 0.9
     assert found["samples"] == 6 * EPOCH

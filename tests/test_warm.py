@@ -82,7 +82,9 @@ def test_it_ends_with_the_one_who_asked(tmp_path: Path) -> None:
 
 def test_the_server_ends_with_the_tests(tmp_path: Path) -> None:
     text = "from tests import warm; print(warm.python())"
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    env = {name: value for name, value in os.environ.items() if name != warm.SHARED}
+    command = [sys.executable, "-c", text]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     address = str(Path(done.stdout.strip()).with_name("socket"))
     end = time.monotonic() + 60
     while any(address in line for line in Path("/proc/net/unix").read_text().splitlines()):

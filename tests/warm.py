@@ -1,8 +1,8 @@
 """Python processes that have imported torch already, for the programs that tests start.
 
 That import takes a rank one to two seconds of a core, those of this project and of what it draws
-with another half. A server (``warm_server.py``), one for each process of the tests, imports what is
-slow and no more, and waits; for each program it forks a process, which then runs as ``python ARGS``
+with another half. A server (``warm_server.py``), one for a test run, imports what is slow and no
+more, and waits; for each program it forks a process, which then runs as ``python ARGS``
 would: in ``__main__``, with the arguments, environment, folder, cores, network and host name,
 standard streams and exit status of whoever asked for it (``warm_client.py``, which mpirun starts in
 the place of Python). Neither MPI nor a command is imported before the fork, nor anything that reads
@@ -32,6 +32,8 @@ SERVER = "tests.warm_server"
 CLIENT = Path(__file__).with_name("warm_client.py")
 ADDRESS = "ALADDIN_MPI_TESTS_WARM"
 """The variable that tells the client where the server is."""
+SHARED = "ALADDIN_MPI_TESTS_WARM_PYTHON"
+"""The variable that tells the processes of a test run which :func:`python` they share."""
 
 
 @cache
@@ -40,6 +42,8 @@ def python() -> str:
 
     Everything else, such as ``-c``, is Python's own. In a warm process it is ``sys.executable``.
     """
+    if SHARED in os.environ:
+        return os.environ[SHARED]
     address = _serving()
     program = Path(address).with_name("python")
     mpirun = Path(sys.executable).with_name("mpirun")  # a wheel's lies beside Python
