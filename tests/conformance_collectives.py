@@ -158,6 +158,38 @@ def check_when_done(transport: Transport) -> None:
     assert told == [True]
 
 
+class FifthLook:
+    """An event that has happened when it is looked at for the fifth time."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def query(self) -> bool:
+        self.looks += 1
+        return self.looks >= 5
+
+
+def check_when_happened(transport: Transport) -> None:
+    """Collectives start while the rank computes, each as soon as its event has happened."""
+    totals = [full(LARGE, transport.rank + number) for number in range(3)]
+    requests: list[Request] = []
+
+    def start() -> None:
+        requests.append(transport.iallreduce(totals[len(requests)]))
+
+    for number in range(3):
+        transport.when_happened(FifthLook(), start)
+        for _ in range(500):
+            if len(requests) > number and requests[-1].done:
+                break
+            transport.sleep(0.02)
+    transport.wait(transport.ibarrier())
+    assert len(requests) == 3 and all(request.done for request in requests)
+    ranks = sum(range(transport.size))
+    for number, total in enumerate(totals):
+        assert torch.equal(total, full(LARGE, ranks + number * transport.size))
+
+
 COLLECTIVE_CHECKS = (
     check_barrier,
     check_broadcast,
@@ -168,4 +200,5 @@ COLLECTIVE_CHECKS = (
     check_alltoall,
     check_overlapping_collectives,
     check_when_done,
+    check_when_happened,
 )

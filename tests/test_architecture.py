@@ -11,7 +11,7 @@ from tests.launch import ROOT
 
 PACKAGE = "aladdin_mpi"
 LAYERS = (
-    "errors",
+    "errors accelerator",
     "process",
     "transport",
     "model",

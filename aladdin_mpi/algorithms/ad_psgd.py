@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.control.barrier import barrier
@@ -217,8 +218,8 @@ class AdPsgdWorker(TrainingWorker):
         self.g = worker.replica.new_vector()
         self.master = host_vector(self.x)
         copy(self.master, self.x)
-        on_gpu = self.x.device.type == "cuda"
-        host_wire = DenseWire(self.wire.dtype, self.master.device) if on_gpu else self.wire
+        on_device = is_accelerator(self.x.device)
+        host_wire = DenseWire(self.wire.dtype, self.master.device) if on_device else self.wire
         self.side: _Side
         if self.index in passive_workers(self.n):
             self.side = PassiveSide(worker, host_wire, self.master)

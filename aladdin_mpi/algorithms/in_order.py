@@ -42,6 +42,8 @@ class InOrder:
         with self._transport.atomic():
             self._held.append(queued)
             self._launch()
+        if after is not None and not queued.is_ready:
+            self._transport.when_happened(after, self._launch)
         return queued
 
     def _launch(self) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from aladdin_mpi import accelerator
 from aladdin_mpi.allreduce import over_horovod, over_torch
 from aladdin_mpi.allreduce.base import AllReduce
 from aladdin_mpi.allreduce.over_horovod import HorovodAllReduce
 from aladdin_mpi.allreduce.over_torch import TorchAllReduce
 from aladdin_mpi.allreduce.over_transport import DirectAllReduce, SingleAllReduce
+from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.transport.base import Transport
 
@@ -61,9 +65,18 @@ def make(
 def _best(transport: Transport, device: torch.device) -> str:
     if transport.models_time:
         return "mpi"
-    alone = transport.hosts.count(transport.host) <= torch.cuda.device_count()
-    nccl = device.type == "cuda" and alone and over_torch.obstacle(device) is None
-    return "torch" if _count(transport, nccl) == transport.size else "mpi"
+    nccl = device.type == "cuda" and over_torch.obstacle(device) is None
+    mine = [transport.host, accelerator.identity(device)] if nccl else None
+    everyone = gather(transport, mine)
+    return str(broadcast(transport, "torch" if _are_apart(everyone) else "mpi"))
+
+
+def _are_apart(gpus: Sequence[list[str] | None]) -> bool:
+    """Whether every rank has a GPU, and none the same as another.
+
+    By what the GPUs are, not by their numbers: each task may see its own alone, as number 0.
+    """
+    return None not in gpus and len({tuple(gpu or ()) for gpu in gpus}) == len(gpus)
 
 
 def _check(name: str, transport: Transport, obstacle: str | None) -> None:

@@ -65,7 +65,7 @@ def end_group() -> None:
 
 
 def _backend(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"
+    return "nccl" if device.type == "cuda" else "gloo"  # ROCm's RCCL goes by that name too
 
 
 class TorchAllReduce(AllReduce):

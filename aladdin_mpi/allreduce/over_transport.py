@@ -42,15 +42,19 @@ class SingleAllReduce(AllReduce):
         buffer, event = self._buffers.load(values, key)
         total = self._buffers.total(buffer, key) if self._moves_bytes else None
         pending = _Single(self, values, buffer, event, total)
-        self._held.append(pending)
-        self._launch()
+        with self._transport.atomic():
+            self._held.append(pending)
+            self._launch()
+        if pending.request is None and event is not None:
+            self._transport.when_happened(event, self._launch)
         return pending
 
     def _launch(self) -> None:
-        """Begin those, in order, whose values have left the GPU."""
-        while self._held and _happened(self._held[0].event):
-            pending = self._held.popleft()
-            pending.request = self._transport.iallreduce(pending.buffer, pending.total)
+        """Begin those, in order, whose values have left the GPU. Also called by any thread."""
+        with self._transport.atomic():
+            while self._held and _happened(self._held[0].event):
+                pending = self._held.popleft()
+                pending.request = self._transport.iallreduce(pending.buffer, pending.total)
 
     def finish(self, pending: _Single) -> Tensor:
         """Wait for one sum; on the CPU it stays where it is."""

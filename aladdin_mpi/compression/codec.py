@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aladdin_mpi.accelerator import CopyEvent, CopyStream, is_accelerator
 from aladdin_mpi.compression.models import ModelDecoder, ModelEncoder
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import add
@@ -114,7 +115,7 @@ class DenseWire(GradientCodec):
         self.dtype = dtype
         self.device = device
         self._memory = "cpu" if moves_bytes or device.type != "meta" else "meta"
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = CopyStream(device) if is_accelerator(device) else None
 
     @property
     def plain(self) -> DenseWire:
@@ -127,7 +128,7 @@ class DenseWire(GradientCodec):
         Cleared: timed computing sends it as it is, and what the memory held before may look like
         a message that was damaged on its way.
         """
-        pinned = self._stream is not None
+        pinned = self._copies is not None
         return torch.zeros(numel, dtype=self.dtype, device=self._memory, pin_memory=pinned)
 
     def buffer_for(self, vector: Tensor) -> Tensor:
@@ -136,29 +137,26 @@ class DenseWire(GradientCodec):
             return vector
         return self.buffer(vector.numel())
 
-    def encode(self, values: Tensor, wire: Tensor) -> Event | None:
+    def encode(self, values: Tensor, wire: Tensor) -> CopyEvent | None:
         """Put ``values`` into ``wire``; returns the event to send after, if any."""
         if values.is_meta:
             return None
-        if self._stream is None:
+        if self._copies is None:
             if wire.data_ptr() != values.data_ptr() or wire.dtype != values.dtype:
                 wire.copy_(values)
             return None
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            wire.copy_(values, non_blocking=True)
-            return self._stream.record_event()
+        return self._copies.copy(values, wire)
 
     def stage(self, message: Tensor, room: Tensor | None = None) -> tuple[Tensor, Event | None]:
         """A complete ``message`` in memory that the transport can use; and what to send after.
 
         That memory is ``message`` itself, or else ``room``, if there is one.
         """
-        if self._stream is None:
+        if self._copies is None:
             return message, None
         staged = torch.empty_like(message, device="cpu", pin_memory=True) if room is None else room
         event = self.encode(message, staged)
-        message.record_stream(self._stream)  # its memory must outlive the copy
+        self._copies.keep(message)
         return staged, event
 
     def compress(

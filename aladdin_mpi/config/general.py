@@ -68,8 +68,11 @@ class GeneralOptions(BaseModel):
         1, "parameter servers, for algorithms that have one", unit="RANKS", group="run", ge=1
     )
     seed: int = option(0, "seed of everything that is drawn by chance", group="run", ge=0)
-    device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "where workers compute; auto: on a GPU if there is one", group="run"
+    device: Literal["auto", "cpu", "gpu", "cuda", "xpu"] = option(
+        "auto",
+        "where workers compute; auto: on a GPU if there is one; gpu: on one of whatever kind, "
+        "which cuda (also AMD's) and xpu (Intel's) name",
+        group="run",
     )
     timeout: float = option(
         1800.0, "longest wait for another rank", unit="SECONDS", group="run", gt=0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from aladdin_mpi.compression.codec import DenseWire
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.roles.worker import Worker
@@ -60,8 +58,8 @@ class ModelOutbox:
         self._copies.append(copy)
         self._transport.wait_ended(copy.requests)
         event = self._wire.encode(vector, copy.values)
-        if isinstance(event, torch.cuda.Event):
-            event.wait()  # what changes the vector from now on comes after the copying
+        if event is not None:
+            event.hold()  # what changes the vector from now on comes after the copying
         send, tag = self._transport.isend, self._tag
         copy.requests = [] if header is None else [send(header, dest, tag)]
         for bucket in self._layout.buckets:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from aladdin_mpi import accelerator
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.transport.base import Transport
 
@@ -14,27 +15,34 @@ def choose_device(wanted: str, transport: Transport, servers: int) -> torch.devi
     A task that was given one GPU of its own sees no other, and takes that one. With more workers
     than GPUs they share, of which :mod:`aladdin_mpi.run.placement` warns.
 
-    In virtual time all ranks share one process and, with ``cuda``, its first GPU.
+    In virtual time all ranks share one process and its first GPU.
 
     Args:
         transport: knows this rank's host.
-        wanted: ``auto``, ``cpu`` or ``cuda``.
+        wanted: ``auto``, ``cpu``, ``gpu``, or a kind of GPU as torch calls it.
         servers: number of server ranks, the first ones.
 
     Raises:
-        UserError: ``cuda`` is wanted and this worker's host has none.
+        UserError: a GPU is wanted and this worker's host has none of that kind.
     """
     if transport.rank < servers or wanted == "cpu":
         return torch.device("cpu")
-    gpus = torch.cuda.device_count()
-    if gpus == 0:
-        if wanted == "cuda":
-            raise UserError(
-                "--device cuda: expected a GPU on every host with workers, found none here; use "
-                "--device cpu, or check CUDA_VISIBLE_DEVICES and the driver"
-            )
+    kind, gpus = accelerator.kind(), accelerator.count()
+    if wanted not in ("auto", "gpu", kind):
+        found = "none here" if kind is None else f"one called {kind}"
+        raise _missing(wanted, found)
+    if kind is None:
+        if wanted == "gpu":
+            raise _missing(wanted, "none here")
         return torch.device("cpu")
-    if transport.shares_process:
-        return torch.device("cuda", 0)
     place = list(transport.hosts[servers : transport.rank]).count(transport.host)
-    return torch.device("cuda", place % gpus)
+    device = torch.device(kind, 0 if transport.shares_process else place % gpus)
+    accelerator.enter(device)
+    return device
+
+
+def _missing(wanted: str, found: str) -> UserError:
+    return UserError(
+        f"--device {wanted}: expected a GPU on every host with workers, found {found}; use "
+        "--device cpu, or check CUDA_VISIBLE_DEVICES and the driver"
+    )

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from aladdin_mpi.accelerator import identity, is_accelerator
 from aladdin_mpi.control.exchange import gather
 from aladdin_mpi.process import console, guard
 from aladdin_mpi.transport.base import Transport
 
 LONG = 32
 """More ranks than these are told host by host, equal hosts in one line."""
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def tell_placement(
@@ -48,18 +48,9 @@ def place(rank: int, device: torch.device, servers: int) -> dict[str, Any]:
         "host": socket.gethostname(),
         "role": "server" if rank < servers else "worker",
         "device": str(device),
-        "gpu": _identity(device) if device.type == "cuda" else None,
+        "gpu": identity(device) if is_accelerator(device) else None,
         "cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
     }
-
-
-def _identity(device: torch.device) -> str:
-    """What tells a GPU from the others of its host: two tasks may both call theirs cuda:0."""
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    if uuid is not None:
-        return str(uuid)
-    seen = [os.environ[name] for name in _VISIBLE if name in os.environ]  # torch below 2.4
-    return "/".join([*seen, str(device.index)])
 
 
 def by_rank(facts: Sequence[dict[str, Any]]) -> list[str]:

@@ -226,6 +226,13 @@ class Transport(ABC):
             action: unlike other handlers it may start collectives.
         """
 
+    @abstractmethod
+    def when_happened(self, event: Event, action: Callable[[], None]) -> None:
+        """Have ``action`` called once, as :meth:`when_done` does, soon after ``event``.
+
+        For what a device does, so that a collective starts as soon as its buffer is filled.
+        """
+
     # -- failure and end ------------------------------------------------------
     @property
     @abstractmethod

@@ -85,6 +85,9 @@ class Layer(Transport):
     def when_done(self, request: Request, action: Callable[[], None]) -> None:
         self.inner.when_done(request, action)
 
+    def when_happened(self, event: Event, action: Callable[[], None]) -> None:
+        self.inner.when_happened(event, action)
+
     @property
     def failed(self) -> frozenset[int]:
         return self.inner.failed

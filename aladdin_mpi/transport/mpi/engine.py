@@ -203,6 +203,10 @@ class MpiTransport(Transport):
     def when_done(self, request: Request, action: Callable[[], None]) -> None:
         self._handlers.when_done(request, action)
 
+    def when_happened(self, event: Event, action: Callable[[], None]) -> None:
+        self._handlers.when_happened(event, action)
+        self._signals.begun()
+
     def watch(self, look: Callable[[], None]) -> None:
         self._handlers.watch(look)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aladdin_mpi.transport.base import Handler
 from aladdin_mpi.transport.mpi.pending import MpiRequest
-from aladdin_mpi.transport.request import Request
+from aladdin_mpi.transport.request import Event, Request
 
 HANDLER_DEPTH = 4
 """Receives posted ahead for every handler."""
@@ -42,6 +42,7 @@ class Handlers:
         # Lists are replaced, not changed: another thread may be going through them.
         self._inboxes: list[_Inbox] = []
         self._when_done: list[tuple[Request, Callable[[], None]]] = []
+        self._when_happened: list[tuple[Event, Callable[[], None]]] = []
         self._looks: list[Callable[[], None]] = []
 
     def add(
@@ -63,6 +64,16 @@ class Handlers:
         with self.lock:
             self._when_done = [*self._when_done, (request, action)]
 
+    def when_happened(self, event: Event, action: Callable[[], None]) -> None:
+        """Call ``action`` once ``event`` has happened."""
+        with self.lock:
+            self._when_happened = [*self._when_happened, (event, action)]
+
+    @property
+    def awaits_events(self) -> bool:
+        """Whether something is to be called once an event has happened."""
+        return bool(self._when_happened)
+
     def watch(self, look: Callable[[], None]) -> None:
         """Call ``look`` after every poll."""
         self._looks = [*self._looks, look]
@@ -78,6 +89,8 @@ class Handlers:
                 self._dispatch(inbox)
         if any(request.done for request, _ in self._when_done):
             self._tell_ends()
+        if self._when_happened:
+            self._tell_events()
         for look in self._looks:
             look()
 
@@ -101,4 +114,11 @@ class Handlers:
             ended = [each for each in self._when_done if each[0].done]
             self._when_done = [each for each in self._when_done if each not in ended]
             for _, action in ended:
+                action()
+
+    def _tell_events(self) -> None:
+        with self.lock:
+            happened = [each for each in self._when_happened if each[0].query()]
+            self._when_happened = [each for each in self._when_happened if each not in happened]
+            for _, action in happened:
                 action()

@@ -97,7 +97,7 @@ class Polling:
             return PARKED
         # First, so that what is added from here on ends the pause.
         signals.dozes = True
-        signals.dozes = self._requests.is_quiet
+        signals.dozes = self._requests.is_quiet and not self._handlers.awaits_events
         return self._pace.background(self._quiet(), signals.dozes)
 
     def _quiet(self, since: float = 0.0) -> float:

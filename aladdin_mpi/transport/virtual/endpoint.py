@@ -25,7 +25,7 @@ EAGER = 64 * 1024
 """Messages up to so many bytes are copied at once and their send is done; a longer one
 is done when it has been received, as MPI's rendezvous."""
 EVENT_POLL = 10e-6
-"""Virtual seconds between two looks at the event that a send waits for."""
+"""Virtual seconds between two looks at an event that something waits for."""
 
 
 class Fabric:
@@ -104,6 +104,17 @@ class Endpoint:
             self._call_soon(action)
         else:
             self._when_done.setdefault(request, []).append(action)
+
+    def when_happened(self, event: Event, action: Callable[[], None]) -> None:
+        """Have ``action`` called soon after ``event``; see :class:`Transport`."""
+        self._look_for((event, action))
+
+    def _look_for(self, awaited: tuple[Event, Callable[[], None]]) -> None:
+        event, action = awaited
+        if event.query():
+            self._call_soon(action)
+        else:
+            self.fabric.clock.at(self.fabric.clock.now + EVENT_POLL, self._look_for, awaited)
 
     def _call_soon(self, action: Callable[[], None]) -> None:
         # As an event: a request may end inside what another rank does.

@@ -320,6 +320,10 @@ class VirtualTransport(Transport):
         """See :meth:`Transport.when_done`. No virtual time passes before ``action``."""
         self._endpoint.when_done(request, action)
 
+    def when_happened(self, event: Event, action: Callable[[], None]) -> None:
+        """See :meth:`Transport.when_happened`."""
+        self._endpoint.when_happened(event, action)
+
     # -- failure and end ------------------------------------------------------
     @property
     def failed(self) -> frozenset[int]:

@@ -1,0 +1,113 @@
+"""The one place that knows accelerators: their devices, streams and events.
+
+Everything goes through torch's module of the device's kind, ``torch.cuda`` for CUDA and ROCm,
+``torch.xpu``, or that of a backend of one's own, so that all of them take the same way.
+
+A thread that has not chosen a device has the first one, and would make a context there that costs
+hundreds of MB: so whatever is done with a device here chooses it first (:func:`enter`).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HOST = ("cpu", "meta")
+"""Kinds of devices that are none."""
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def kind() -> str | None:
+    """What this machine's accelerators are called, such as "cuda"; None: it has none."""
+    if hasattr(torch, "accelerator"):
+        found = torch.accelerator.current_accelerator()
+        name = None if found is None else found.type
+    else:  # torch below 2.6
+        name = "cuda"
+    if name is None:
+        return None
+    module = _module(name)
+    return name if hasattr(module, "Stream") and module.device_count() else None
+
+
+def count() -> int:
+    """How many there are here."""
+    name = kind()
+    return 0 if name is None else int(_module(name).device_count())
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether ``device`` has memory and streams of its own."""
+    return device.type not in HOST
+
+
+def identity(device: torch.device) -> str:
+    """What tells a device from the others of its host: two tasks may both call theirs cuda:0."""
+    properties = getattr(_module(device.type), "get_device_properties", None)
+    uuid = getattr(properties(device), "uuid", None) if properties is not None else None
+    if uuid is not None:
+        return str(uuid)
+    seen = [os.environ[name] for name in _VISIBLE if name in os.environ]  # torch below 2.4
+    return "/".join([*seen, str(device.index)])
+
+
+def enter(device: torch.device) -> None:
+    """Make ``device`` the one of this thread; nothing if it is no accelerator."""
+    if not is_accelerator(device):
+        return
+    module = _module(device.type)
+    if module.current_device() != device.index:
+        module.set_device(device)
+
+
+class CopyEvent:
+    """A copy that may be under way; any thread may ask for it."""
+
+    def __init__(self, event: Any, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def query(self) -> bool:
+        """Whether the copy is over."""
+        enter(self._device)
+        return bool(self._event.query())
+
+    def hold(self) -> None:
+        """Let what is computed on the device from now on come after the copy."""
+        enter(self._device)
+        _module(self._device.type).current_stream(self._device).wait_event(self._event)
+
+
+class CopyStream:
+    """Copies from a device to pinned memory, on a stream beside that of the computing."""
+
+    def __init__(self, device: torch.device) -> None:
+        enter(device)
+        self._device = device
+        self._module = _module(device.type)
+        self._stream = self._module.Stream(device)
+
+    def copy(self, source: Tensor, target: Tensor) -> CopyEvent:
+        """Copy when what has been computed until now is there; does not wait for it.
+
+        ``target`` is to be left alone until the event has happened.
+        """
+        enter(self._device)
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            return CopyEvent(self._stream.record_event(), self._device)
+
+    def keep(self, tensor: Tensor) -> None:
+        """Its memory is not given to others before the copies that are under way are over."""
+        tensor.record_stream(self._stream)
+
+
+def _module(name: str) -> Any:
+    """Torch's module of a kind of devices."""
+    return getattr(torch, name)

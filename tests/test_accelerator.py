@@ -1,0 +1,99 @@
+"""Devices on a machine that has none, and who is given which."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from aladdin_mpi import accelerator
+from aladdin_mpi.allreduce.choose import _are_apart
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.run.device import choose_device
+from tests.launch import ROOT
+
+
+class FakeModule:
+    """Torch's module of a kind of devices, of which there are four."""
+
+    Stream = object
+
+    def __init__(self) -> None:
+        self.present = 0
+
+    def device_count(self) -> int:
+        return 4
+
+    def current_device(self) -> int:
+        return self.present
+
+    def set_device(self, device: torch.device) -> None:
+        self.present = device.index
+
+
+class Ranks:
+    """What :func:`choose_device` asks of a transport."""
+
+    def __init__(self, rank: int, hosts: str, shares_process: bool = False) -> None:
+        self.rank, self.hosts, self.host = rank, list(hosts), hosts[rank]
+        self.shares_process = shares_process
+
+
+@pytest.fixture
+def four(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
+    module = FakeModule()
+    monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
+    monkeypatch.setattr(accelerator, "_module", lambda name: module)
+    return module
+
+
+def chosen(wanted: str, *ranks: Any, servers: int = 0, **more: Any) -> str:
+    return str(choose_device(wanted, Ranks(*ranks, **more), servers))  # type: ignore[arg-type]
+
+
+def test_no_other_file_knows_a_kind_of_device() -> None:
+    files = [
+        path.name
+        for path in (ROOT / "aladdin_mpi").rglob("*.py")
+        if any(text in path.read_text() for text in ("torch.cuda", "torch.xpu", "torch.accel"))
+    ]
+    assert files == ["accelerator.py"]
+
+
+def test_a_worker_takes_the_gpu_of_its_place_on_its_host(four: FakeModule) -> None:
+    assert chosen("auto", 0, "aab", servers=1) == "cpu"
+    assert chosen("gpu", 1, "aab", servers=1) == "cuda:0"
+    assert chosen("cuda", 3, "aaab") == "cuda:0"
+    assert chosen("auto", 2, "aaab") == "cuda:2"
+    assert four.present == 2  # and nothing touches the first one
+    assert chosen("auto", 5, "aaaaaa") == "cuda:1"
+    assert chosen("auto", 2, "aaab", shares_process=True) == "cuda:0"
+    assert chosen("cpu", 2, "aaab") == "cpu"
+
+
+def test_a_gpu_that_is_not_there_is_named(
+    four: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"--device xpu: expected a GPU .* found one called cuda"):
+        chosen("xpu", 0, "a")
+    monkeypatch.setattr(accelerator, "kind", lambda: None)
+    assert chosen("auto", 0, "a") == "cpu"
+    for wanted in ("gpu", "cuda"):
+        with pytest.raises(UserError, match=rf"--device {wanted}: expected .* found none here"):
+            chosen(wanted, 0, "a")
+
+
+def test_a_machine_without_any() -> None:
+    if accelerator.kind() is not None:
+        pytest.skip("this machine has an accelerator")
+    assert accelerator.count() == 0
+    assert not accelerator.is_accelerator(torch.device("cpu"))
+    accelerator.enter(torch.device("cpu"))
+
+
+def test_gpus_are_told_apart_by_what_they_are() -> None:
+    """Each task may see its own GPU alone, and call it number 0."""
+    assert _are_apart([["a", "GPU-1"], ["a", "GPU-2"], ["b", "GPU-1"]])
+    assert not _are_apart([["a", "GPU-1"], ["a", "GPU-1"]])
+    assert not _are_apart([["a", "GPU-1"], None])
