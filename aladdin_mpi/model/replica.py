@@ -45,12 +45,14 @@ class Outline:
 
     ``shapes`` are the parameters', ``layers`` the numbers of values of the layers. A
     layer is what one module holds itself, such as its weight and its bias. ``dense``
-    are the fully connected ones.
+    are the fully connected ones, ``orders`` the parameters' dimensions as memory has them, the
+    slowest first; none where there is no memory.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     layers: tuple[int, ...]
     dense: tuple[DenseLayer, ...] = ()
+    orders: tuple[tuple[int, ...], ...] = ()
 
 
 def outline(module: nn.Module) -> Outline:
@@ -64,7 +66,19 @@ def outline(module: nn.Module) -> Outline:
         shapes += [tuple(p.shape) for p in own]
         if own:
             layers.append(sum(p.numel() for p in own))
-    return Outline(tuple(shapes[::-1]), tuple(layers[::-1]), _dense_layers(module))
+    orders = tuple(map(_order, places(module)))
+    return Outline(tuple(shapes[::-1]), tuple(layers[::-1]), _dense_layers(module), orders)
+
+
+def _order(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Its dimensions, that with the largest stride first."""
+    return tuple(sorted(range(parameter.dim()), key=lambda place: -parameter.stride()[place]))
+
+
+def _in_words(order: tuple[int, ...]) -> str:
+    if list(order) == sorted(order):
+        return ""
+    return " channels last" if order == (0, 2, 3, 1) else f" with dimensions in order {list(order)}"
 
 
 def places(module: nn.Module) -> dict[nn.Parameter, slice]:
@@ -105,6 +119,14 @@ class _Flat:
     def shapes(self) -> list[tuple[int, ...]]:
         """Shapes of the parameters, in flat order."""
         return list(self._outline.shapes)
+
+    def describe(self) -> list[str]:
+        """Of each parameter in flat order: its shape, and how it lies in memory if not in order."""
+        orders = self._outline.orders or [() for _ in self._outline.shapes]
+        return [
+            f"{list(shape)}{_in_words(order)}"
+            for shape, order in zip(self._outline.shapes, orders, strict=True)
+        ]
 
     @property
     def layers(self) -> list[int]:

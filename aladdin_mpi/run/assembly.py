@@ -97,8 +97,8 @@ def assemble(
     seen = _seen(transport, options, algorithm, module, task.evaluate)
     context = make_context(transport, options, algorithm, module)
     described = "sgd" if task.optimizer is None else task.optimizer.describe()
-    shapes, servers = context.replica.shapes, context.servers
-    check_agreement(transport, options, shapes, task.data, servers, described)
+    parameters, servers = context.replica.describe(), context.servers
+    check_agreement(transport, options, parameters, task.data, servers, described)
     plan = make_plan(options, task.epoch, task.origin, not transport.models_time)
     base = options.lr if task.optimizer is None else 1.0
     lr = LearningRate(options, context.workers, task.epoch, plan.total, base, task.schedule)

@@ -18,12 +18,14 @@ from aladdin_mpi.transport.base import Transport
 def check_agreement(
     transport: Transport,
     options: RunOptions,
-    shapes: list[tuple[int, ...]],
+    parameters: list[str],
     data: Mapping[str, Any],
     first_worker: int,
     optimizer: str,
 ) -> None:
-    """Check that every rank has rank 0's options, parameter shapes, optimizer and versions.
+    """Check that every rank has rank 0's options, parameters, optimizer and versions.
+
+    Of parameters the shapes, and how they lie in memory: the flat vector is in memory's order.
 
     And the same data as the first worker, who says more of them than a server does.
 
@@ -34,7 +36,7 @@ def check_agreement(
     mine: dict[str, Any] = {
         "option": agreed(options),
         "optimizer": {"groups": optimizer},
-        "parameter": {str(i): list(shape) for i, shape in enumerate(shapes)},
+        "parameter": {str(i): described for i, described in enumerate(parameters)},
         "version": {
             "aladdin_mpi": aladdin_mpi.__version__,
             "torch": torch.__version__,

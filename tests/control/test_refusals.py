@@ -149,6 +149,37 @@ def test_a_model_that_differs(tmp_path: Path) -> None:
     assert re.search(r"rank 2: differs from rank 0 .*parameter\.", line), line
 
 
+CHANNELS_LAST = """
+import os
+import torch
+from torch import nn
+
+def build(num_classes):
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, num_classes))
+    is_server = os.environ["OMPI_COMM_WORLD_RANK"] == "0"
+    return model if is_server else model.to(memory_format=torch.channels_last)
+"""
+
+
+def test_a_model_that_lies_otherwise_in_memory(tmp_path: Path) -> None:
+    """The server would take its values for others."""
+    (tmp_path / "turned.py").write_text(CHANNELS_LAST.replace("1, 4, 3", "2, 4, 3"))
+    (tmp_path / "data.py").write_text(TWO_CHANNELS)
+    options = ["--model", "turned:build", "--dataset", "data:data"]
+    line = refusal(train(3, tmp_path / "run", *options, modules=tmp_path, check=False))
+    assert "parameter.3: [4, 2, 3, 3] and [4, 2, 3, 3] channels last" in line, line
+
+
+TWO_CHANNELS = """
+import torch
+from torch.utils.data import TensorDataset
+
+def data():
+    both = TensorDataset(torch.zeros(60, 2, 8, 8), torch.arange(60) % 6)
+    return both, both
+"""
+
+
 USERS_DATA = """
 import os
 import torch
