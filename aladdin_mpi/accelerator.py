@@ -10,6 +10,7 @@ hundreds of MB: so whatever is done with a device here chooses it first (:func:`
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 HOST = ("cpu", "meta")
 """Kinds of devices that are none."""
+BUS = Path("/sys/bus/pci/devices")
+NVIDIA = "0x10de"
+GPU_MAKERS = (NVIDIA, "0x1002", "0x8086")
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -39,6 +43,30 @@ def count() -> int:
     """How many there are here."""
     name = kind()
     return 0 if name is None else int(_module(name).device_count())
+
+
+def on_the_bus(bus: Path = BUS) -> int:
+    """How many GPUs the system knows, whether torch can use them or not.
+
+    Of NVIDIA all; of AMD and Intel those that are for computing, since their graphics are in many
+    processors.
+    """
+    return sum(_is_gpu(device) for device in bus.glob("*"))
+
+
+def _is_gpu(device: Path) -> bool:
+    try:
+        vendor, kind_of_device = ((device / name).read_text() for name in ("vendor", "class"))
+    except OSError:
+        return False
+    if vendor.strip() not in GPU_MAKERS or not kind_of_device.startswith("0x03"):
+        return False
+    return vendor.strip() == NVIDIA or not kind_of_device.startswith("0x0300")
+
+
+def are_hidden() -> bool:
+    """Whether the user, or the batch system, shows this process none of them."""
+    return any(os.environ.get(name, "0").strip() in ("", "-1") for name in _VISIBLE)
 
 
 def is_accelerator(device: torch.device) -> bool:

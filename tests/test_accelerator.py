@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,19 @@ def test_a_machine_without_any() -> None:
     assert accelerator.count() == 0
     assert not accelerator.is_accelerator(torch.device("cpu"))
     accelerator.enter(torch.device("cpu"))
+
+
+def test_gpus_on_the_bus(tmp_path: Path) -> None:
+    found = [("0x10de", "0x030200"), ("0x10de", "0x030000"), ("0x10de", "0x040300")]
+    found += [("0x1002", "0x038000"), ("0x1002", "0x030000"), ("0x8086", "0x060000")]
+    for number, (vendor, kind) in enumerate(found):
+        device = tmp_path / f"0000:0{number}:00.0"
+        device.mkdir()
+        (device / "vendor").write_text(f"{vendor}\n")
+        (device / "class").write_text(f"{kind}\n")
+    (tmp_path / "without a class").mkdir()
+    assert accelerator.on_the_bus(tmp_path) == 3  # no sound, no graphics of a processor
+    assert accelerator.on_the_bus(tmp_path / "none") == 0
 
 
 def test_gpus_are_told_apart_by_what_they_are() -> None:

@@ -174,7 +174,8 @@ class DataParallel:
         )
         if self.device.type == "cpu":
             heap.keep_freed()
-        tell_placement(transport, self.device, servers, self.options.quiet)
+        was_chosen = self.options.device != "auto"
+        tell_placement(transport, self.device, servers, self.options.quiet, was_chosen)
         # Timed computing needs no more than the parameters' sizes: they may be on "meta".
         self.module = module if self.options.compute == "timed" else self._placed(module)
         self._optimizer = agree(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from aladdin_mpi.accelerator import identity, is_accelerator
+from aladdin_mpi.accelerator import are_hidden, identity, is_accelerator, on_the_bus
 from aladdin_mpi.control.exchange import gather
 from aladdin_mpi.process import console, guard
 from aladdin_mpi.transport.base import Transport
@@ -20,9 +20,13 @@ LONG = 32
 
 
 def tell_placement(
-    transport: Transport, device: torch.device, servers: int, quiet: bool = False
+    transport: Transport,
+    device: torch.device,
+    servers: int,
+    quiet: bool = False,
+    was_chosen: bool = True,
 ) -> None:
-    """Print at rank 0 where every rank computes, and warn of workers that share a GPU.
+    """Print at rank 0 where every rank computes, and warn of GPUs that are shared or idle.
 
     All ranks call it. In virtual time there is nothing to tell.
 
@@ -31,24 +35,27 @@ def tell_placement(
         device: this rank's.
         servers: number of server ranks, the first ones.
         quiet: only warn.
+        was_chosen: the user wants this device, and no other.
     """
     if transport.shares_process:
         return
-    facts = gather(transport, place(transport.rank, device, servers))
+    facts = gather(transport, place(transport.rank, device, servers, was_chosen))
     if facts and not quiet:
         lines = by_rank(facts) if len(facts) <= LONG else by_host(facts)
         console.say("\n".join(lines), sys.stdout)
-    guard.warn(shared_gpus(facts))
+    guard.warn([*shared_gpus(facts), *idle_gpus(facts)])
 
 
-def place(rank: int, device: torch.device, servers: int) -> dict[str, Any]:
+def place(rank: int, device: torch.device, servers: int, was_chosen: bool = True) -> dict[str, Any]:
     """What the other ranks are told of this one: its host, role, device and cores."""
+    fell_back = not (rank < servers or was_chosen or is_accelerator(device) or are_hidden())
     return {
         "rank": rank,
         "host": socket.gethostname(),
         "role": "server" if rank < servers else "worker",
         "device": str(device),
         "gpu": identity(device) if is_accelerator(device) else None,
+        "idle_gpus": on_the_bus() if fell_back else 0,
         "cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
     }
 
@@ -106,6 +113,18 @@ def shared_gpus(facts: Iterable[dict[str, Any]]) -> list[str]:
         "start fewer workers there, or let each task see all GPUs of its node"
         for (host, _), those in users.items()
         if len(those) > 1
+    ]
+
+
+def idle_gpus(facts: Iterable[dict[str, Any]]) -> list[str]:
+    """A warning of workers on the CPU of hosts that have GPUs, in one line."""
+    hosts = {fact["host"]: fact["idle_gpus"] for fact in facts if fact["idle_gpus"]}
+    if not hosts:
+        return []
+    where = f"{_span(list(hosts))} with {max(hosts.values())} GPUs"
+    return [
+        f"workers compute on the CPU of {where}, which torch cannot use: look at the driver, at the torch that is installed, and at whether the "
+        "job was given GPUs; --device cpu if that is meant"
     ]
 
 

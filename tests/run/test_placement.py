@@ -6,7 +6,11 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from aladdin_mpi.run.placement import by_host, by_rank, shared_gpus
+import pytest
+import torch
+
+from aladdin_mpi.run import placement
+from aladdin_mpi.run.placement import by_host, by_rank, idle_gpus, place, shared_gpus
 from tests.commands import train
 
 
@@ -17,6 +21,7 @@ def fact(rank: int, host: str, gpu: str | None, index: int = 0, cores: int = 4) 
         "role": "server" if gpu is None else "worker",
         "device": "cpu" if gpu is None else f"cuda:{index}",
         "gpu": gpu,
+        "idle_gpus": 0,
         "cores": [*range(cores), 40],
     }
 
@@ -45,6 +50,21 @@ def test_a_shared_gpu_is_warned_of_and_the_same_number_on_two_hosts_is_not() -> 
     facts += [fact(3, "n2", "GPU-c"), fact(4, "n2", "GPU-c")]
     (warning,) = shared_gpus(facts)
     assert warning.startswith("ranks 3, 4 share cuda:0 of n2: ")
+
+
+def test_a_host_with_gpus_whose_workers_are_on_its_cpu_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where the driver has failed, or torch was built without it."""
+    monkeypatch.setattr(placement, "on_the_bus", lambda: 4)
+    cpu = torch.device("cpu")
+    facts = [place(rank, cpu, servers=1, was_chosen=False) for rank in (0, 1, 2)]
+    (warning,) = idle_gpus(facts)
+    expected = f"workers compute on the CPU of {platform.node()} with 4 GPUs, which torch cannot"
+    assert warning.startswith(expected)
+    assert idle_gpus([place(1, cpu, servers=1)]) == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert idle_gpus([place(1, cpu, servers=1, was_chosen=False)]) == []
 
 
 def test_the_training_tells_it(tmp_path: Path) -> None:
