@@ -123,8 +123,9 @@ def idle_gpus(facts: Iterable[dict[str, Any]]) -> list[str]:
         return []
     where = f"{_span(list(hosts))} with {max(hosts.values())} GPUs"
     return [
-        f"workers compute on the CPU of {where}, which torch cannot use: look at the driver, at the torch that is installed, and at whether the "
-        "job was given GPUs; --device cpu if that is meant"
+        f"workers compute on the CPU of {where}, which torch cannot use: look at the driver, at "
+        "the torch that is installed, and at whether the job was given GPUs; --device cpu if that "
+        "is meant"
     ]
 
 
