@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from aladdin_mpi.data.augment import CIFAR10, Normalisation, SmallImages
 from aladdin_mpi.data.host_cache import cache_dir, one_at_a_time
 from aladdin_mpi.data.images import ImageArrays
-from aladdin_mpi.data.randomness import SYNTHESIS, sample_keys
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process import extras
 
@@ -54,63 +52,6 @@ def load_digits_set(image_size: int | None) -> Splits:
         ImageArrays(images[train], targets[train], recipe),
         ImageArrays(images[test], targets[test], recipe),
     )
-
-
-def load_synthetic(name: str, image_size: int | None) -> Splits:
-    """Return a made-up set that can be learned: a fixed pattern for each class, plus noise.
-
-    Args:
-        name: ``synthetic`` (3x32x32 pixels, 10 classes, 10,000 images to train and a
-            fifth as many to test) or ``synthetic:CxHxW:CLASSES:COUNT``.
-        image_size: side to scale to, or None.
-    """
-    shape, classes, count = parse_synthetic(name)
-    recipe = SmallImages(Normalisation((0.5,) * shape[0], (0.25,) * shape[0]), 0, False, image_size)
-    train = _synthetic_split(shape, classes, count, 0, recipe)
-    return train, _synthetic_split(shape, classes, max(count // 5, classes), 1, recipe)
-
-
-def parse_synthetic(name: str) -> tuple[tuple[int, int, int], int, int]:
-    """Return (C, H, W), the number of classes and of training images.
-
-    Raises:
-        UserError: if ``name`` is not as described, or the set would exceed 2 GiB.
-    """
-    if name == "synthetic":
-        return (3, 32, 32), 10, 10_000
-    try:
-        _, size, classes, count = name.split(":")
-        channels, height, width = (int(part) for part in size.split("x"))
-        numbers = (channels, height, width, int(classes), int(count))
-    except ValueError:
-        numbers = (0,) * 5
-    if min(numbers) < 1 or numbers[4] < numbers[3]:
-        raise UserError(
-            f"--dataset {name}: expected synthetic:CxHxW:CLASSES:COUNT with COUNT >= CLASSES, "
-            "such as synthetic:3x32x32:10:10000"
-        )
-    most = 2**31 // (numbers[0] * numbers[1] * numbers[2])
-    if numbers[4] > most:
-        raise UserError(
-            f"--dataset {name}: {numbers[4]} such images need more than 2 GiB of memory; "
-            f"use COUNT <= {most}"
-        )
-    return numbers[:3], numbers[3], numbers[4]
-
-
-def _synthetic_split(
-    shape: tuple[int, int, int], classes: int, count: int, split: int, recipe: SmallImages
-) -> ImageArrays:
-    channels, height, width = shape
-    generator = torch.Generator().manual_seed(0)
-    coarse = torch.randn(classes, channels, 4, 4, generator=generator)
-    patterns = F.interpolate(coarse, (height, width), mode="bilinear").mul_(40).add_(128)
-    labels = torch.arange(count) % classes
-    images = torch.empty(count, *shape, dtype=torch.uint8)
-    for i, key in enumerate(sample_keys(0, SYNTHESIS, split, np.arange(count)).tolist()):
-        noise = torch.randn(shape, generator=generator.manual_seed(key))
-        images[i] = noise.mul_(40).add_(patterns[labels[i]]).clamp_(0, 255)
-    return ImageArrays(images, labels, recipe)
 
 
 @dataclass(frozen=True)

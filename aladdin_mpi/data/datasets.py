@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.config.fields import kebab
-from aladdin_mpi.data import builtin_sets, imagefolder, recipes
+from aladdin_mpi.data import builtin_sets, imagefolder, recipes, synthetic
 from aladdin_mpi.data.imagefolder import Fault, Listing
 from aladdin_mpi.data.skipped import SkippedImages
 from aladdin_mpi.data.user_code import call_with_accepted, import_function
@@ -128,8 +128,8 @@ def _load(name: str, data_dir: Path | None, download: bool, look: Look) -> Datas
     if name == "digits":
         return _built_in(name, builtin_sets.load_digits_set(look.image_size), 10, look)
     if name.split(":")[0] == "synthetic":
-        splits = builtin_sets.load_synthetic(name, look.image_size)
-        return _built_in(name, splits, builtin_sets.parse_synthetic(name)[1], look)
+        splits = synthetic.load_synthetic(name, look.image_size)
+        return _built_in(name, splits, synthetic.parse_synthetic(name)[1], look)
     if name in builtin_sets.VISION_SETS:
         splits = builtin_sets.load_vision_set(name, data_dir, download, look.image_size)
         return _built_in(name, splits, builtin_sets.VISION_SETS[name].num_classes, look)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from aladdin_mpi.data.builtin_sets import parse_synthetic
 from aladdin_mpi.data.datasets import load_dataset
+from aladdin_mpi.data.synthetic import parse_synthetic
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -44,13 +45,26 @@ class CorruptImageError(UserError):
         self.why = why
 
 
+class Pixels(Protocol):
+    """Images of one size, uint8 (N, C, H, W), such as a tensor."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N, C, H, W)."""
+        ...
+
+    def __getitem__(self, chosen: Any) -> Tensor:
+        """One by its number, or several by a slice or a tensor of numbers."""
+        ...
+
+
 class ImageArrays(Dataset[tuple[Tensor, int]]):
-    """Images of one size, held as uint8; batches are made without a loop over samples.
+    """Images of one size, as uint8; batches are made without a loop over samples.
 
     Indexing gives the evaluation view: a float32 tensor (C, H, W) and a label.
 
     Args:
-        images: uint8 (N, C, H, W).
+        images: uint8 (N, C, H, W), in memory or made when they are asked for.
         labels: int64 (N,).
         recipe: normalisation, augmentation and output size.
         skipped: those that have been skipped, if that was asked for.
@@ -58,7 +72,7 @@ class ImageArrays(Dataset[tuple[Tensor, int]]):
 
     def __init__(
         self,
-        images: Tensor,
+        images: Pixels,
         labels: Tensor,
         recipe: SmallImages | LargeImages,
         skipped: SkippedImages | None = None,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
+from torch import Tensor
+
 from aladdin_mpi.config.general import Augment
 from aladdin_mpi.data.augment import CIFAR10, LargeImages, SmallImages
 from aladdin_mpi.data.images import ImageArrays
@@ -50,7 +52,7 @@ def with_augmentation(arrays: ImageArrays, augment: str) -> ImageArrays:
                 "auto, none or crop-flip"
             )
         maximum = recipe.normalisation.maximum
-        if maximum != 255:
+        if maximum != 255 and isinstance(images, Tensor):
             images = (images * (255 / maximum)).round().to(images.dtype)
             recipe = replace(recipe, normalisation=replace(recipe.normalisation, maximum=255.0))
     return ImageArrays(images, arrays.targets, _small(recipe, height, augment))

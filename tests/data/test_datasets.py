@@ -24,6 +24,7 @@ from aladdin_mpi.data.augment import SmallImages
 from aladdin_mpi.data.datasets import DatasetPair, MapDataset, load_dataset
 from aladdin_mpi.data.host_cache import cached_array
 from aladdin_mpi.data.images import ImageArrays, ImageFiles
+from aladdin_mpi.data.synthetic import DrawnImages
 from aladdin_mpi.errors import UserError
 from tests.launch import ROOT
 
@@ -77,7 +78,7 @@ def test_synthetic_sets_have_the_size_that_was_asked_for() -> None:
     pair = load_dataset("synthetic:1x6x8:4:40")
     assert pair.train[0][0].shape == (1, 6, 8)
     assert (len(pair.train), len(pair.test), pair.num_classes) == (40, 8, 4)
-    assert not torch.equal(held(pair.train).images[:8], held(pair.test).images)
+    assert not torch.equal(held(pair.train).images[:8], held(pair.test).images[:8])
 
 
 def test_a_synthetic_set_can_be_learned_from() -> None:
@@ -96,9 +97,22 @@ def test_wrong_synthetic_names_are_explained(name: str) -> None:
         load_dataset(name)
 
 
-def test_a_synthetic_set_too_large_for_memory_is_refused() -> None:
-    with pytest.raises(UserError, match="use COUNT <= 14266"):
-        load_dataset("synthetic:3x224x224:1000:100000")
+def test_a_synthetic_set_may_be_larger_than_memory() -> None:
+    """200 GB: its images are drawn when they are asked for, each time the same."""
+    train = held(load_dataset("synthetic:3x224x224:1000:1300000").train)
+    numbers = np.array([1_299_999, 7, 7])
+    images, labels = train.evaluation_batch(numbers)
+    assert images.shape == (3, 3, 224, 224) and labels.tolist() == [999, 7, 7]
+    assert torch.equal(images[1], images[2]) and not torch.equal(images[0], images[1])
+    assert torch.equal(train.evaluation_batch(numbers[:1])[0][0], images[0])
+    assert torch.equal(train[7][0], images[1])
+
+
+def test_a_small_synthetic_set_is_the_same_in_whatever_order_it_is_drawn() -> None:
+    first, second = (DrawnImages((3, 5, 6), 4, 30, split=0) for _ in range(2))
+    assert torch.equal(first[torch.tensor([9, 3, 9])], second[:][[9, 3, 9]])
+    assert torch.equal(first[:], second[:]) and torch.equal(first[29], second[29])
+    assert len(first) == 30 and not torch.equal(first[0], first[4])
 
 
 def test_images_are_scaled_to_the_size_asked_for() -> None:
@@ -165,7 +179,7 @@ def test_mnist_is_downloaded_when_asked(tmp_path: Path) -> None:
     assert (len(pair.train), len(pair.test), pair.in_channels, pair.image_size) == (20, 5, 1, 28)
     assert [label for _, label in (pair.test[i] for i in range(5))] == [0, 1, 2, 3, 4]
     again = load_dataset("mnist", tmp_path / "data")
-    assert torch.equal(held(again.train).images, held(pair.train).images)
+    assert torch.equal(held(again.train).images[:], held(pair.train).images[:])
 
 
 def test_a_failed_download_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def test_augmentation_does_not_depend_on_loader_processes(dataset: MapDataset) -
 
 
 def test_crops_are_shifts_by_at_most_the_padding() -> None:
-    images = arrays(200).images
+    images = arrays(200).images[:]
     keys = sample_keys(0, AUGMENTATION, 0, np.arange(200))
     shifts, mirrors = set(), 0
     for image, result in zip(images, crop_and_flip(images, keys, 4, True), strict=True):
