@@ -124,20 +124,31 @@ class DirectAllReduce(AllReduce):
         return pending
 
     def _exchange(self, pending: _Direct) -> None:
-        """Send everyone's part to its owner; post the receives of both halves."""
+        """Send everyone's part to its owner; post the receives."""
         transport, space = self._transport, pending.space
         for peer in space.peers:
-            own, part = space.received[peer], space.parts[peer]
+            own = space.received[peer]
             if own.numel():
                 pending.own.append(transport.irecv(own, peer, Tag.REDUCE_SCATTER))
-            if space.size(peer):
-                gathered = space.gathered[part]
-                pending.others.append(transport.irecv(gathered, peer, Tag.ALL_GATHER))
+        if pending.event is None:
+            self._await_sums(pending)
         for peer in space.peers:
             if space.size(peer):
                 piece = pending.buffer[space.parts[peer]]
                 send = transport.isend(piece, peer, Tag.REDUCE_SCATTER, after=pending.event)
                 pending.others.append(send)
+
+    def _await_sums(self, pending: _Direct) -> None:
+        """Post the receives of the second half.
+
+        The last sums may still be on their way from there to the device. They are no more when the
+        event has happened, before which the device had to take them in.
+        """
+        space = pending.space
+        for peer in space.peers:
+            if space.size(peer):
+                gathered = space.gathered[space.parts[peer]]
+                pending.others.append(self._transport.irecv(gathered, peer, Tag.ALL_GATHER))
 
     def _advance(self) -> None:
         """Send the sums, in order, of which every rank's share has come."""
@@ -150,6 +161,8 @@ class DirectAllReduce(AllReduce):
     def _reduce(self, pending: _Direct) -> None:
         """Add this rank's part and send the sum to everyone."""
         transport, space = self._transport, pending.space
+        if pending.event is not None:
+            self._await_sums(pending)
         total = space.gathered[space.parts[transport.rank]]
         space.add(pending.buffer, total)
         if total.numel():

@@ -1,0 +1,84 @@
+"""Builds the device "late" (source/), once for each torch and each state of its source."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+NAME = "late_device"
+SOURCE = Path(__file__).with_name("source")
+BUILT = Path(sys.prefix) / "late"
+COMPILER = "g++"
+OPTIONS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-w")
+
+
+class BuildError(RuntimeError):
+    """The compiler has refused it."""
+
+
+def obstacle() -> str | None:
+    """Why it cannot be built here; None: it can."""
+    if shutil.which(COMPILER) is None:
+        return f"no C++ compiler: there is no {COMPILER}"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return "no headers of Python (Debian: python3-dev)"
+    return None
+
+
+def library() -> Path:
+    """The compiled device, which is built if it is not there.
+
+    Raises:
+        BuildError: it cannot be compiled.
+    """
+    BUILT.mkdir(exist_ok=True)
+    path = BUILT / _signature() / f"{NAME}.so"
+    with open(BUILT / "lock", "w") as lock:  # several processes of tests may want it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _build(path)
+    return path
+
+
+def _signature() -> str:
+    parts = [torch.__version__.encode(), sys.version.encode(), " ".join(OPTIONS).encode()]
+    parts += [file.read_bytes() for file in sorted(SOURCE.iterdir())]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _build(path: Path) -> None:
+    folder = path.with_name(f"{path.parent.name}-objects")
+    folder.mkdir(parents=True, exist_ok=True)
+    root = Path(torch.__file__).parent
+    includes = [root / "include", root / "include/torch/csrc/api/include"]
+    includes.append(Path(sysconfig.get_paths()["include"]))
+    flags = [*OPTIONS, *(f"-I{each}" for each in includes), f"-DTORCH_EXTENSION_NAME={NAME}"]
+    flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}")
+    sources = sorted(SOURCE.glob("*.cpp"))
+    objects = [folder / f"{source.stem}.o" for source in sources]
+    with ThreadPoolExecutor(2) as pool:
+        commands = [
+            [COMPILER, *flags, "-c", str(source), "-o", str(target)]
+            for source, target in zip(sources, objects, strict=True)
+        ]
+        list(pool.map(_run, commands))
+    libraries = [f"-L{root / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
+    linked = folder / path.name
+    _run([COMPILER, "-shared", *map(str, objects), *libraries, "-o", str(linked)])
+    path.parent.mkdir(exist_ok=True)
+    linked.replace(path)
+    shutil.rmtree(folder)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)}\n{done.stderr[-8000:]}")

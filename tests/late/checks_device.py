@@ -1,0 +1,162 @@
+"""Of the device "late" itself, in a process of its own (test_late.py): it has to show mistakes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from tests.late.device import KIND, runtime
+
+DEVICE = torch.device(KIND, 2)
+LONG = 50_000
+"""Microseconds that a copy or a kernel takes at most: whoever does not wait is too early."""
+
+
+@pytest.fixture(autouse=True)
+def at_rest() -> Iterator[None]:
+    torch.get_device_module(DEVICE).set_device(DEVICE)
+    runtime.set_delays(500, 0)
+    runtime.forget()
+    yield
+    torch.accelerator.synchronize(DEVICE)
+
+
+def test_torch_knows_it() -> None:
+    assert torch.accelerator.current_accelerator() == torch.device(KIND)
+    assert torch.accelerator.device_count() == runtime.DEVICES == 4
+    values = torch.arange(6.0).to(DEVICE) * 2 + 1
+    assert values.device == DEVICE
+    assert values.cpu().tolist() == [1, 3, 5, 7, 9, 11]
+    assert values.sum().item() == 36
+
+
+def test_the_host_runs_ahead() -> None:
+    values = torch.zeros(10, device=DEVICE)
+    runtime.set_delays(0, LONG)
+    for _ in range(3):
+        values.add_(1)
+    fresh = values * 2
+    torch.add(values, 1, out=values)
+    event = torch.accelerator.current_stream(DEVICE).record_event()
+    assert not event.query()
+    event.synchronize()
+    runtime.set_delays(0, 0)
+    assert (fresh.cpu() == 6).all() and (values.cpu() == 4).all()
+    assert runtime.counts()["kernels"] >= 5
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
+
+
+def test_a_network_has_the_gradients_that_it_has_on_the_cpu() -> None:
+    here = network()
+    there = copy.deepcopy(here).to(DEVICE)
+    images, labels = torch.randn(5, 1, 8, 8), torch.arange(5)
+    for module, device in ((here, torch.device("cpu")), (there, DEVICE)):
+        nn.functional.cross_entropy(module(images.to(device)), labels.to(device)).backward()
+    for mine, other in zip(here.parameters(), there.parameters(), strict=True):
+        assert mine.grad is not None and other.grad is not None
+        assert torch.equal(mine.grad, other.grad.cpu())
+    assert "operators that the host waits for" not in runtime.counts()
+
+
+def copied(waits: bool) -> list[float]:
+    """What is copied on a side stream while the next kernel changes it."""
+    values = torch.arange(4.0).to(DEVICE)
+    target = torch.zeros(4, pin_memory=True)
+    side = torch.Stream(DEVICE)
+    present = torch.accelerator.current_stream(DEVICE)
+    runtime.set_delays(LONG, 0)
+    side.wait_stream(present)
+    with side:
+        target.copy_(values, non_blocking=True)
+        event = side.record_event()
+    assert not event.query() and target.tolist() == [0, 0, 0, 0]
+    if waits:
+        present.wait_event(event)
+    values.add_(100)
+    event.synchronize()
+    return target.tolist()
+
+
+def test_a_race_shows() -> None:
+    assert copied(waits=False) == [100, 101, 102, 103]
+    assert copied(waits=True) == [0, 1, 2, 3]
+
+
+def copied_from_a_temporary(records: bool) -> list[float]:
+    values = torch.arange(4.0).to(DEVICE)
+    target = torch.zeros(4, pin_memory=True)
+    side = torch.Stream(DEVICE)
+    temporary = values + 1
+    runtime.set_delays(LONG, 0)
+    side.wait_stream(torch.accelerator.current_stream(DEVICE))
+    with side:
+        target.copy_(temporary, non_blocking=True)
+        event = side.record_event()
+    if records:
+        temporary.record_stream(side)
+    del temporary
+    event.synchronize()
+    return target.tolist()
+
+
+def test_freed_memory_is_overwritten_unless_its_users_are_known() -> None:
+    assert all(value != value for value in copied_from_a_temporary(records=False))  # NaN
+    assert copied_from_a_temporary(records=True) == [1, 2, 3, 4]
+
+
+def test_memory_that_a_copy_uses_is_known() -> None:
+    values = torch.arange(4.0).to(DEVICE)
+    pinned = torch.ones(4, pin_memory=True)
+    assert pinned.is_pinned() and not torch.ones(4).is_pinned()
+    where = pinned.data_ptr(), pinned.nbytes
+    runtime.set_delays(LONG, 0)
+    pinned.copy_(values, non_blocking=True)
+    assert runtime.uses_of(*where) == 2
+    torch.accelerator.synchronize(DEVICE)
+    values.copy_(pinned, non_blocking=True)
+    assert runtime.uses_of(*where) == 1
+    torch.accelerator.synchronize(DEVICE)
+    assert runtime.uses_of(*where) == 0
+
+
+def test_what_stops_the_host_is_counted() -> None:
+    values = torch.arange(4.0).to(DEVICE)
+    runtime.forget()
+    values.sum().item()
+    values.cpu()
+    values.copy_(torch.ones(4), non_blocking=True)
+    found = runtime.counts()
+    assert found["items"] == 1
+    assert found["blocking copies to the host"] == 1
+    assert found["pageable copies to a device"] == 1
+
+
+def test_contexts_are_known() -> None:
+    torch.zeros(3, device=DEVICE).add_(1)
+    assert runtime.touched() == [2]
+    torch.zeros(3, device=torch.device(KIND, 1))
+    assert runtime.touched() == [1, 2]
+
+
+def test_memory_is_counted() -> None:
+    before, _, pinned_before, _ = runtime.memory_used()
+    held = torch.zeros(1000, device=DEVICE), torch.zeros(5000, pin_memory=True)
+    now, most, pinned, _ = runtime.memory_used()
+    assert now - before == 4096 and most >= now and pinned - pinned_before == 20480
+    del held
+    assert runtime.memory_used()[0] == before

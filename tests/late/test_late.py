@@ -1,0 +1,54 @@
+"""The device paths, on a stand-in whose streams are threads and whose copies come late.
+
+Torch knows one such device in a process, and would give it to every other test: so all runs in
+processes of its own.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.late import build
+from tests.launch import ROOT, needs, run_ranks
+
+OBSTACLE = build.obstacle()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(OBSTACLE is not None, reason=f"no stand-in device: {OBSTACLE}"),
+]
+
+
+def run(folder: Path, what: str) -> str:
+    """Three ranks of program.py."""
+    build.library()
+    done = run_ranks(3, ["-m", "tests.late.program", str(folder), what], timeout=250)
+    assert done.stdout.endswith("done\n"), repr(done)
+    return done.stdout
+
+
+def test_the_device_shows_mistakes() -> None:
+    build.library()
+    checks = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    checks.append("tests/late/checks_device.py")
+    done = subprocess.run(checks, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+@needs("openmpi")
+def test_what_is_the_same_every_time_is_the_same_as_on_the_cpu(tmp_path: Path) -> None:
+    run(tmp_path, "equal")
+
+
+@needs("openmpi")
+def test_every_algorithm_keeps_its_books(tmp_path: Path) -> None:
+    run(tmp_path, "all")
+
+
+@needs("openmpi")
+def test_planted_mistakes_are_found(tmp_path: Path) -> None:
+    assert run(tmp_path, "defects").count("found: ") == 6
