@@ -27,7 +27,7 @@ WORLD = MPI.COMM_WORLD
 STEPS = 5
 COPIES, KERNELS = 4000, 100
 """Longest delays in microseconds."""
-LATE_COPIES = 30_000
+LATE_COPIES, LATE_KERNELS = (30_000, 100), (0, 2000)
 """The same where a mistake is to show: it must not depend on what else the cores do."""
 
 EQUAL: dict[str, dict[str, Any]] = {
@@ -149,33 +149,43 @@ def receives_posted_at_once() -> Iterator[None]:
         yield
 
 
-DEFECTS: dict[str, tuple[str, Callable[[], Any]]] = {
+DEFECTS: dict[str, tuple[str, tuple[int, int], Callable[[], Any]]] = {
     "no wait for the stream": (
         "bsp",
+        LATE_KERNELS,
         lambda: replaced(accelerator.CopyStream, "copy", copy_at_once),
     ),
     "a send without its event": (
         "bsp",
+        LATE_COPIES,
         lambda: replaced(accelerator.CopyEvent, "query", lambda self: True),
     ),
     "a sum before its event": (
         "ar-sgd",
+        LATE_COPIES,
         lambda: replaced(over_transport, "_happened", lambda event: True),
     ),
-    "a receive into memory that a copy reads": ("ar-sgd bf16", receives_posted_at_once),
+    "a receive into memory that a copy reads": (
+        "ar-sgd bf16",
+        LATE_COPIES,
+        receives_posted_at_once,
+    ),
     "a temporary that is not kept": (
         "bsp dgc",
+        LATE_COPIES,
         lambda: replaced(accelerator.CopyStream, "keep", lambda self, tensor: None),
     ),
     "a model that changes while it is copied": (
         "sgp",
+        LATE_COPIES,
         lambda: replaced(accelerator.CopyEvent, "hold", lambda self: None),
     ),
 }
 
 
 def check_defects(folder: str) -> None:
-    for defect, (name, plant) in DEFECTS.items():
+    for defect, (name, delays, plant) in DEFECTS.items():
+        runtime.set_delays(*delays, WORLD.rank)
         expected = train(folder, "gpu", name, EQUAL[name])
         expect(not guarded.found, f"before {defect}: {guarded.found}")
         with plant():
@@ -188,7 +198,7 @@ def check_defects(folder: str) -> None:
             print(f"found: {defect}: differs {differs}, told {was_told}", flush=True)
 
 
-runtime.set_delays(LATE_COPIES if sys.argv[2] == "defects" else COPIES, KERNELS, WORLD.rank)
+runtime.set_delays(COPIES, KERNELS, WORLD.rank)
 guarded.install()
 {"equal": check_equal, "all": check_all, "defects": check_defects}[sys.argv[2]](sys.argv[1])
 if WORLD.rank == 0:
