@@ -25,9 +25,7 @@ pytestmark = [
 def run(folder: Path, what: str) -> str:
     """Three ranks of program.py."""
     build.library()
-    done = run_ranks(3, ["-m", "tests.late.program", str(folder), what], timeout=250)
-    assert done.stdout.endswith("done\n"), repr(done)
-    return done.stdout
+    return run_ranks(3, ["-m", "tests.late.program", str(folder), what], timeout=250).stdout
 
 
 def test_the_device_shows_mistakes() -> None:
@@ -41,14 +39,15 @@ def test_the_device_shows_mistakes() -> None:
 
 @needs("openmpi")
 def test_what_is_the_same_every_time_is_the_same_as_on_the_cpu(tmp_path: Path) -> None:
-    run(tmp_path, "equal")
+    assert run(tmp_path, "equal").endswith("done\n")
 
 
 @needs("openmpi")
 def test_every_algorithm_keeps_its_books(tmp_path: Path) -> None:
-    run(tmp_path, "all")
+    assert run(tmp_path, "all").endswith("done\n")
 
 
 @needs("openmpi")
 def test_planted_mistakes_are_found(tmp_path: Path) -> None:
-    assert run(tmp_path, "defects").count("found: ") == 6
+    printed = run(tmp_path, "defects")
+    assert printed.endswith("done\n") and printed.count("found: ") == 6
