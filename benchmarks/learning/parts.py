@@ -53,6 +53,10 @@ PAIR_AHEAD = {**plainly(PAIR), **LOOKING_AHEAD}
 AHEAD = {"aladdin-ahead": "aladdin-ahead", NESTEROV: "ar-sgd --nesterov"}
 SPREAD_SEEDS = 3
 """Of the parts spread, ahead and slow, at least."""
+AHEAD_VARIANTS = {
+    "lookahead 0.5": "aladdin-ahead --aladdin-ahead-lookahead 0.5",
+}
+"""Tried for the last half point with few workers."""
 LONGER_SEEDS = 2
 MANY_WORKERS = 64
 """Of which each host has as many as with 16 workers on four; their rate is a fifth."""
@@ -125,6 +129,11 @@ def _ahead(args: argparse.Namespace) -> list[Part]:
         rate=0.2,
     )
     return [*few, many]
+
+
+def _ahead_variants(args: argparse.Namespace) -> list[Part]:
+    stand = args.stands["resnet"]
+    return [Part("variants of ahead", stand, args.workers, AHEAD_VARIANTS, 0.5, SPREAD_SEEDS)]
 
 
 def _ahead_longer(args: argparse.Namespace) -> list[Part]:
@@ -240,6 +249,7 @@ _KNOWN: dict[str, Callable[[argparse.Namespace], list[Part]]] = {
     "ahead": _ahead,
     "ahead-vgg": _ahead_vgg,
     "ahead-longer": _ahead_longer,
+    "ahead-variants": _ahead_variants,
     "slow": _slow,
     "race": _race,
     "strategies": _strategies,
