@@ -123,17 +123,19 @@ class CopyStream:
     def copy(self, source: Tensor, target: Tensor) -> CopyEvent:
         """Copy when what has been computed until now is there; does not wait for it.
 
-        ``target`` is to be left alone until the event has happened.
+        ``target`` is to be left alone until the event has happened. ``source`` may be let go: its
+        memory is not given to others before.
         """
         enter(self._device)
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            return CopyEvent(self._stream.record_event(), self._device)
+            event = self._stream.record_event()
+        self._keep(source)
+        return CopyEvent(event, self._device)
 
-    def keep(self, tensor: Tensor) -> None:
-        """Its memory is not given to others before the copies that are under way are over."""
-        tensor.record_stream(self._stream)
+    def _keep(self, source: Tensor) -> None:
+        source.record_stream(self._stream)
 
 
 def _module(name: str) -> Any:

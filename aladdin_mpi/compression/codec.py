@@ -155,9 +155,7 @@ class DenseWire(GradientCodec):
         if self._copies is None:
             return message, None
         staged = torch.empty_like(message, device="cpu", pin_memory=True) if room is None else room
-        event = self.encode(message, staged)
-        self._copies.keep(message)
-        return staged, event
+        return staged, self.encode(message, staged)
 
     def compress(
         self, bucket: Bucket, values: Tensor, samples: int, room: Tensor
