@@ -42,7 +42,7 @@ class InOrder:
         with self._transport.atomic():
             self._held.append(queued)
             self._launch()
-        if after is not None and not queued.is_ready:
+        if after is not None and queued.request is None:
             self._transport.when_happened(after, self._launch)
         return queued
 

@@ -54,23 +54,21 @@ class DrawnImages:
         else:
             numbers = chosen.numpy()
         if self._kept is None:
-            drawn = torch.empty(len(numbers), *self.shape[1:], dtype=self.dtype)
-            self._draw(numbers, drawn)
-            return drawn
+            return self._draw(numbers)
         missing = np.unique(numbers[~self._is_drawn[numbers]])
         if missing.size:
-            drawn = torch.empty(len(missing), *self.shape[1:], dtype=self.dtype)
-            self._draw(missing, drawn)
-            self._kept[torch.from_numpy(missing)] = drawn
+            self._kept[torch.from_numpy(missing)] = self._draw(missing)
             self._is_drawn[missing] = True  # last: another thread may ask for the same ones
         return self._kept[torch.from_numpy(numbers)]
 
-    def _draw(self, numbers: np.ndarray[tuple[int], np.dtype[np.int64]], into: Tensor) -> None:
+    def _draw(self, numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
+        drawn = torch.empty(len(numbers), *self.shape[1:], dtype=self.dtype)
         generator = torch.Generator()
         keys = sample_keys(0, SYNTHESIS, self._split, numbers).tolist()
         for place, (number, key) in enumerate(zip(numbers.tolist(), keys, strict=True)):
             noise = torch.randn(tuple(self.shape[1:]), generator=generator.manual_seed(key))
-            into[place] = noise.mul_(40).add_(self._pattern(number)).clamp_(0, 255)
+            drawn[place] = noise.mul_(40).add_(self._pattern(number)).clamp_(0, 255)
+        return drawn
 
     def _pattern(self, number: int) -> Tensor:
         place = number % self._classes

@@ -71,8 +71,9 @@ def outline(module: nn.Module) -> Outline:
 
 
 def _order(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Its dimensions, that with the largest stride first."""
-    return tuple(sorted(range(parameter.dim()), key=lambda place: -parameter.stride()[place]))
+    """Its dimensions, that with the largest stride first; those of size 1 have no place."""
+    places = [place for place, size in enumerate(parameter.shape) if size > 1]
+    return tuple(sorted(places, key=lambda place: -parameter.stride()[place]))
 
 
 def _in_words(order: tuple[int, ...]) -> str:

@@ -155,7 +155,7 @@ import torch
 from torch import nn
 
 def build(num_classes):
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, num_classes))
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(144, num_classes))
     is_server = os.environ["OMPI_COMM_WORLD_RANK"] == "0"
     return model if is_server else model.to(memory_format=torch.channels_last)
 """
@@ -163,7 +163,7 @@ def build(num_classes):
 
 def test_a_model_that_lies_otherwise_in_memory(tmp_path: Path) -> None:
     """The server would take its values for others."""
-    (tmp_path / "turned.py").write_text(CHANNELS_LAST.replace("1, 4, 3", "2, 4, 3"))
+    (tmp_path / "turned.py").write_text(CHANNELS_LAST)
     (tmp_path / "data.py").write_text(TWO_CHANNELS)
     options = ["--model", "turned:build", "--dataset", "data:data"]
     line = refusal(train(3, tmp_path / "run", *options, modules=tmp_path, check=False))

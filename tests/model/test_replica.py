@@ -423,3 +423,12 @@ def test_backward_outside_a_step_tells_nothing() -> None:
     watched = Watched(perceptron())
     backward(watched.module)
     assert watched.told == []
+
+
+def test_how_parameters_lie_in_memory_is_told_where_it_matters() -> None:
+    """Dimensions of size 1 make no difference in memory."""
+    one, two = nn.Conv2d(1, 4, 3, bias=False), nn.Conv2d(2, 4, 3, bias=False)
+    for module, told in ((one, "[4, 1, 3, 3]"), (two, "[4, 2, 3, 3] channels last")):
+        turned = Replica(module.to(memory_format=torch.channels_last))
+        assert turned.describe() == [told]
+    assert Replica(nn.Conv2d(2, 4, 3, bias=False)).describe() == ["[4, 2, 3, 3]"]
