@@ -93,8 +93,24 @@ def enter(device: torch.device) -> None:
         module.set_device(device)
 
 
+def random_state(device: torch.device) -> Tensor | None:
+    """Where the device's random numbers have come to; None if it is no accelerator."""
+    if not is_accelerator(device):
+        return None
+    enter(device)
+    state: Tensor = _module(device.type).get_rng_state(device)
+    return state
+
+
+def set_random_state(device: torch.device, state: Tensor | None) -> None:
+    """Let them go on from a :func:`random_state`; one of another kind of device is left."""
+    if state is not None and is_accelerator(device):
+        enter(device)
+        _module(device.type).set_rng_state(state, device)
+
+
 class CopyEvent:
-    """A copy that may be under way; any thread may ask for it."""
+    """A copy that may be under way; any thread may ask about it."""
 
     def __init__(self, event: Any, device: torch.device) -> None:
         self._event = event
@@ -112,13 +128,14 @@ class CopyEvent:
 
 
 class CopyStream:
-    """Copies from a device to pinned memory, on a stream beside that of the computing."""
+    """Copies between a device and pinned memory, each way on a stream beside the computing's."""
 
     def __init__(self, device: torch.device) -> None:
         enter(device)
         self._device = device
         self._module = _module(device.type)
         self._stream = self._module.Stream(device)
+        self._way_in = self._module.Stream(device)
 
     def copy(self, source: Tensor, target: Tensor) -> CopyEvent:
         """Copy when what has been computed until now is there; does not wait for it.
@@ -136,6 +153,23 @@ class CopyStream:
 
     def _keep(self, source: Tensor) -> None:
         source.record_stream(self._stream)
+
+    def fetch(self, source: Tensor) -> tuple[Tensor, CopyEvent]:
+        """``source``, in pinned memory, as it comes to the device; does not wait for it.
+
+        What is computed on the device from now on comes after the copy. ``source`` is to be left
+        alone until the event has happened.
+        """
+        enter(self._device)
+        computing = self._module.current_stream(self._device)
+        with self._module.stream(self._way_in):
+            # Memory of this stream: the computing may still use any of its own.
+            target = torch.empty_like(source, device=self._device)
+            target.copy_(source, non_blocking=True)
+            event = CopyEvent(self._way_in.record_event(), self._device)
+        event.hold()
+        target.record_stream(computing)
+        return target, event
 
 
 def _module(name: str) -> Any:

@@ -198,6 +198,31 @@ class ActiveSide(_Side):
         self._outbox.flush()
 
 
+class _DeviceLink:
+    """Between the master, in the host's memory, and a device that computes on the copy.
+
+    Attributes:
+        room: pinned memory of a flat vector. The master itself may be changed while it is copied.
+    """
+
+    def __init__(self, worker: Worker, x: Tensor) -> None:
+        self._transport = worker.transport
+        self._wire = DenseWire(x.dtype, x.device)
+        self.room = self._wire.buffer(x.numel())
+
+    def read(self) -> Tensor:
+        """``room`` on the device."""
+        values, _ = self._wire.fetch(self.room)
+        return values
+
+    def wait_for(self, g: Tensor) -> Tensor:
+        """``g`` on the host, when the device has computed it."""
+        staged, event = self._wire.stage(g, self.room)
+        if event is not None:
+            self._transport.await_event(event)
+        return staged
+
+
 class AdPsgdWorker(TrainingWorker):
     """One worker; even ones are passive, odd ones active.
 
@@ -219,6 +244,7 @@ class AdPsgdWorker(TrainingWorker):
         self.master = host_vector(self.x)
         copy(self.master, self.x)
         on_device = is_accelerator(self.x.device)
+        self._link = _DeviceLink(worker, self.x) if on_device else None
         host_wire = DenseWire(self.wire.dtype, self.master.device) if on_device else self.wire
         self.side: _Side
         if self.index in passive_workers(self.n):
@@ -239,12 +265,16 @@ class AdPsgdWorker(TrainingWorker):
         self._read()
 
     def _read(self) -> None:
+        target = self.x if self._link is None else self._link.room
         for bucket in self.layout.buckets:
             with self.transport.atomic():
-                copy(self.x[bucket.part], self.master[bucket.part])
+                copy(target[bucket.part], self.master[bucket.part])
+        if self._link is not None:
+            copy(self.x, self._link.read())
 
     def _step(self, g: Tensor) -> None:
-        g = g if g.is_meta else g.to(self.master.device)
+        if self._link is not None:
+            g = self._link.wait_for(g)
         for bucket in self.layout.buckets:
             with self.transport.atomic():
                 add(self.master[bucket.part], g[bucket.part], alpha=-self.worker.lr)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aladdin_mpi.algorithms.in_order import Queued
 from aladdin_mpi.algorithms.layer_pieces import Ground, Piece
+from aladdin_mpi.allreduce.in_order import Queued
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.replica import DenseLayer
 from aladdin_mpi.model.vectors import copy, scale
@@ -155,7 +155,7 @@ class DenseWeight(Piece):
         padded = torch.nn.functional.pad(g.view(outputs, -1), (0, n * width - self.layer.inputs))
         scale(padded, share)
         message, filled = self._stage(padded.view(outputs, n, width).transpose(0, 1))
-        self._blocks = torch.empty_like(message)
+        self._blocks = self.ground.wire.buffer(message.numel())
         self._moving = self.ground.to_all(message, self._blocks, filled)
         self._sent.append(message)
 
@@ -183,7 +183,8 @@ class DenseWeight(Piece):
 
     def _received(self, name: str, width: int) -> Tensor:
         values = self._room[name][: self.ground.n * self._rows * width]
-        return values.view(-1, width).to(self.ground.x.device, self.ground.x.dtype)
+        there, _ = self.ground.wire.fetch(values)
+        return there.view(-1, width).to(self.ground.x.dtype)
 
     def _own_columns(self, blocks: Tensor) -> Tensor:
         """Without what fills up the last block."""
@@ -215,8 +216,8 @@ class DenseWeight(Piece):
         assert self._moving is not None
         self.ground.order.wait(self._moving)
         if not self.ground.x.is_meta:
-            blocks = self._gathered.view(self.ground.n, -1).to(self.ground.x.device)
-            for columns, block in zip(self._columns, blocks, strict=True):
+            blocks, _ = self.ground.weights.fetch(self._gathered)
+            for columns, block in zip(self._columns, blocks.view(self.ground.n, -1), strict=True):
                 part = self._matrix[:, columns]
                 part.copy_(block[: part.numel()].view(part.shape))
         self.gathering = False

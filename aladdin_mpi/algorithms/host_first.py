@@ -15,7 +15,7 @@ from aladdin_mpi.parameter_server.intake import TAKEN
 from aladdin_mpi.parameter_server.server_link import GradientLink
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import Request
+from aladdin_mpi.transport.request import Event, Request
 from aladdin_mpi.transport.sealed import SealedTransport, is_void
 
 if TYPE_CHECKING:
@@ -100,7 +100,9 @@ class LeadingLink(GradientLink):
             for buffer in self.received.values():
                 theirs = buffer[bucket.part]
                 if not is_void(theirs):
-                    mine.add_(theirs.to(mine.device))
+                    # It is received into again after the answer to the sum, which left after this.
+                    there, _ = self.wire.fetch(theirs)
+                    mine.add_(there)
 
     def pull(self) -> None:
         """Wait for the model and hand it on."""
@@ -137,6 +139,8 @@ class FollowingLink(GradientLink):
         checked = isinstance(self.transport, SealedTransport)
         self.model = wire.buffer(self.layout.numel) if checked else wire.buffer_for(self.x)
         self.requests: list[Request] = []
+        self.taken: Event | None = None
+        """A device reads the model until then."""
 
     def push(self, batch: Ticket) -> Tensor:
         """Compute, and send each bucket to the leader as it is completed."""
@@ -155,6 +159,8 @@ class FollowingLink(GradientLink):
 
     def pull(self) -> None:
         """Wait for the model from the leader."""
+        if self.taken is not None:
+            self.transport.await_event(self.taken)
         receives = [
             self.transport.irecv(self.model[bucket.part], self.leader, Tag.LOCAL_MODEL)
             for bucket in self.layout.buckets
@@ -163,4 +169,5 @@ class FollowingLink(GradientLink):
         if self.model.data_ptr() != self.x.data_ptr():
             for bucket in self.layout.buckets:
                 if not is_void(self.model[bucket.part]):
-                    copy(self.x[bucket.part], self.model[bucket.part])
+                    there, self.taken = self.wire.fetch(self.model[bucket.part])
+                    copy(self.x[bucket.part], there)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aladdin_mpi.algorithms.in_order import InOrder, Queued
+from aladdin_mpi.allreduce.in_order import InOrder, Queued
 from aladdin_mpi.compression.codec import DenseWire
 from aladdin_mpi.control.refusals import GradientCheck
 from aladdin_mpi.model.layout import Bucket
@@ -54,10 +54,16 @@ class Ground:
         """Collect everyone's ``message``."""
         return self.order.put(lambda: self.transport.iallgather(message, gathered), filled)
 
-    def sum(self, received: Tensor) -> Tensor:
-        """The mean over ranks of what they sent, one a row; on x's device, in its dtype."""
+    def sum(self, received: Tensor, numel: int | None = None) -> Tensor:
+        """The mean over ranks of what they sent, one a row; on x's device, in its dtype.
+
+        Args:
+            received: all that has come.
+            numel: how many values of each row count; None: all.
+        """
         wide = torch.promote_types(self.x.dtype, torch.float32)
-        total = received.to(self.x.device).sum(0, dtype=wide)
+        there, _ = self.wire.fetch(received)
+        total = there[:, :numel].sum(0, dtype=wide)
         return total.div_(self.n).to(self.x.dtype)
 
 
@@ -130,7 +136,7 @@ class GradientPiece(Piece):
         self.ground.order.wait(self._moving)
         if self.ground.x.is_meta:
             return self.own()
-        return self.ground.sum(self._incoming.view(self.ground.n, -1)[:, : self.numel])
+        return self.ground.sum(self._incoming.view(self.ground.n, -1), self.numel)
 
     def own(self) -> Tensor:
         """See :meth:`Piece.own`."""
@@ -150,6 +156,7 @@ class GradientPiece(Piece):
             return
         assert self._moving is not None
         self.ground.order.wait(self._moving)
-        copy(self.ground.x[self.bucket.part], self._gathered[: self.bucket.numel])
+        there, _ = self.ground.weights.fetch(self._gathered[: self.bucket.numel])
+        copy(self.ground.x[self.bucket.part], there)
         self._moving = self._updated = None
         self.gathering = False

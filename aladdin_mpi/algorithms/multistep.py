@@ -18,11 +18,11 @@ import torch
 from pydantic import Field
 
 from aladdin_mpi.algorithms.dense_pieces import DenseBias, DenseWeight
-from aladdin_mpi.algorithms.in_order import InOrder
 from aladdin_mpi.algorithms.layer_cut import choose, cut_at_layers, describe
 from aladdin_mpi.algorithms.layer_hooks import LayerHooks
 from aladdin_mpi.algorithms.layer_pieces import GradientPiece, Ground, Piece
 from aladdin_mpi.algorithms.registry import Algorithm, register
+from aladdin_mpi.allreduce.in_order import InOrder
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.layout import Bucket, Layout

@@ -39,7 +39,7 @@ from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import OwnOptions, RunSettings, own
 from aladdin_mpi.roles.worker import Worker
-from aladdin_mpi.transport.request import PeerFailedError, Request
+from aladdin_mpi.transport.request import Event, PeerFailedError, Request
 from aladdin_mpi.transport.sealed import intact, is_void
 
 if TYPE_CHECKING:
@@ -95,6 +95,8 @@ class _Push:
         self.w = torch.zeros(1, dtype=torch.float64)
         self.values = values
         self.requests: list[Request] = []
+        self.event: Event | None = None
+        """A device reads the values until then."""
 
 
 class SgpWorker(TrainingWorker):
@@ -161,6 +163,8 @@ class SgpWorker(TrainingWorker):
         if source in self.transport.failed or source == self.index:
             return
         push = self._spare.pop()
+        if push.event is not None:
+            self.transport.await_event(push.event)
         push.step = self.steps
         post = self.transport.irecv
         push.requests = [post(push.w, source, Tag.PUSH)]
@@ -196,8 +200,9 @@ class SgpWorker(TrainingWorker):
             theirs = push.values[bucket.part]
             if is_void(theirs):
                 copy(theirs, self.x[bucket.part])  # as if the sender had the same: w is kept
+        values, push.event = self.wire.fetch(push.values)
         with self.transport.atomic():
-            lerp(self.x, push.values, w / (self.w + w))
+            lerp(self.x, values, w / (self.w + w))
             self.w += w
 
     def weight(self, bucket: Bucket) -> float:

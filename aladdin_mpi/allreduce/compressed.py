@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aladdin_mpi.allreduce.base import AllReduce, Pending
+from aladdin_mpi.allreduce.in_order import InOrder, Queued
 from aladdin_mpi.compression.dgc import DeepGradientCompression
 from aladdin_mpi.compression.equal_length import add_packed, pack, packed_length
 from aladdin_mpi.model.layout import Bucket, Layout
@@ -41,45 +42,63 @@ class CompressedAllReduce(AllReduce):
         self._layout = layout
         self._codec = codec
         self._samples = samples
+        self._order = InOrder(transport, most=None)
+        self._rooms: dict[int, _Room] = {}
 
     def start(self, values: Tensor, key: int) -> Pending:
         """See :meth:`AllReduce.start`; what is left out of ``values`` stays in the codec."""
         bucket, codec = self._layout.buckets[key], self._codec
         samples = self._samples()
-        message, event = codec.compress(bucket, values, samples, codec.buffer(bucket.numel))
-        while event is not None and not event.query():
-            pass  # a copy of a few kilobytes from the GPU
         length = packed_length(codec, bucket, samples)
-        part = codec.plain.buffer(length)
-        pack(codec, message, part)
-        gathered = codec.plain.buffer(length * self._transport.size)
-        request = self._transport.iallgather(part, gathered)
-        return _Gathering(self._transport, request, codec, bucket, gathered, values)
+        room = self._rooms.get(key)
+        if room is None or room.part.numel() != length:
+            room = self._rooms[key] = _Room(codec, bucket, length, self._transport.size)
+        message, event = codec.compress(bucket, values, samples, room.message)
+
+        def gather() -> Request:
+            pack(codec, message, room.part)
+            return self._transport.iallgather(room.part, room.gathered)
+
+        return _Gathering(self, self._order.put(gather, event), bucket, room.gathered, values)
+
+    def finish(self, pending: _Gathering) -> Tensor:
+        """Wait for everyone's message and add them."""
+        self._order.wait(pending.queued)
+        bucket, values = pending.bucket, pending.values
+        clear(values)
+        add_packed(self._codec, bucket, pending.gathered, self._transport.size, values)
+        return values
 
     def describe(self) -> str:
         """What does the work."""
         return "all-gather of compressed gradients"
 
 
+class _Room:
+    """A bucket's memory: its message, that brought to everyone's length, and everyone's."""
+
+    def __init__(
+        self, codec: DeepGradientCompression, bucket: Bucket, length: int, ranks: int
+    ) -> None:
+        self.message = codec.buffer(bucket.numel)
+        self.part = codec.plain.buffer(length)
+        self.gathered = codec.plain.buffer(length * ranks)
+
+
 class _Gathering(Pending):
     def __init__(
         self,
-        transport: Transport,
-        request: Request,
-        codec: DeepGradientCompression,
+        owner: CompressedAllReduce,
+        queued: Queued,
         bucket: Bucket,
         gathered: Tensor,
         values: Tensor,
     ) -> None:
-        self._transport = transport
-        self._request = request
-        self._codec = codec
-        self._bucket = bucket
-        self._gathered = gathered
-        self._values = values
+        self.owner = owner
+        self.queued = queued
+        self.bucket = bucket
+        self.gathered = gathered
+        self.values = values
 
     def wait(self) -> Tensor:
-        self._transport.wait(self._request)
-        clear(self._values)
-        add_packed(self._codec, self._bucket, self._gathered, self._transport.size, self._values)
-        return self._values
+        return self.owner.finish(self)

@@ -15,15 +15,13 @@ import torch
 
 from aladdin_mpi.allreduce.base import AllReduce, Pending
 from aladdin_mpi.allreduce.buffers import Buffers
+from aladdin_mpi.allreduce.in_order import InOrder, Queued
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Event, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-EVENT_POLL = 0.0001
-"""Seconds between two looks at a copy from the GPU."""
 
 
 class SingleAllReduce(AllReduce):
@@ -35,35 +33,18 @@ class SingleAllReduce(AllReduce):
         self._transport = transport
         self._moves_bytes = transport.needs_memory
         self._buffers = Buffers(torch.float32, device, self._moves_bytes)
-        self._held: deque[_Single] = deque()
+        self._order = InOrder(transport, most=None)
 
     def start(self, values: Tensor, key: int) -> Pending:
         """See :meth:`AllReduce.start`."""
         buffer, event = self._buffers.load(values, key)
         total = self._buffers.total(buffer, key) if self._moves_bytes else None
-        pending = _Single(self, values, buffer, event, total)
-        with self._transport.atomic():
-            self._held.append(pending)
-            self._launch()
-        if pending.request is None and event is not None:
-            self._transport.when_happened(event, self._launch)
-        return pending
-
-    def _launch(self) -> None:
-        """Begin those, in order, whose values have left the GPU. Also called by any thread."""
-        with self._transport.atomic():
-            while self._held and _happened(self._held[0].event):
-                pending = self._held.popleft()
-                pending.request = self._transport.iallreduce(pending.buffer, pending.total)
+        queued = self._order.put(lambda: self._transport.iallreduce(buffer, total), event)
+        return _Single(self, values, buffer, total, queued)
 
     def finish(self, pending: _Single) -> Tensor:
         """Wait for one sum; on the CPU it stays where it is."""
-        while pending.request is None:
-            self._launch()
-            if pending.request is None:
-                self._transport.sleep(EVENT_POLL)
-        self._transport.wait(pending.request)
-        self._launch()
+        self._order.wait(pending.queued)
         total = pending.buffer if pending.total is None else pending.total
         if pending.buffer is pending.values:
             return total
@@ -83,15 +64,14 @@ class _Single(Pending):
         owner: SingleAllReduce,
         values: Tensor,
         buffer: Tensor,
-        event: Event | None,
         total: Tensor | None,
+        queued: Queued,
     ) -> None:
         self.owner = owner
         self.values = values
         self.buffer = buffer
-        self.event = event
         self.total = total
-        self.request: Request | None = None
+        self.queued = queued
 
     def wait(self) -> Tensor:
         return self.owner.finish(self)
@@ -174,8 +154,8 @@ class DirectAllReduce(AllReduce):
         """Wait for one sum; the second half of those before it has to begin first."""
         while not pending.reduced:
             first = self._scattering[0]
-            while not _happened(first.event):
-                self._transport.sleep(EVENT_POLL)
+            if first.event is not None:
+                self._transport.await_event(first.event)
             self._transport.wait_all(first.own)
             self._advance()
         self._transport.wait_all(pending.others)

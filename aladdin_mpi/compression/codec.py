@@ -147,6 +147,13 @@ class DenseWire(GradientCodec):
             return None
         return self._copies.copy(values, wire)
 
+    def fetch(self, message: Tensor) -> tuple[Tensor, CopyEvent | None]:
+        """A received ``message`` where the vectors live; and what to receive into it again after.
+
+        The message itself where it lies there already.
+        """
+        return (message, None) if self._copies is None else self._copies.fetch(message)
+
     def stage(self, message: Tensor, room: Tensor | None = None) -> tuple[Tensor, Event | None]:
         """A complete ``message`` in memory that the transport can use; and what to send after.
 

@@ -156,7 +156,7 @@ class DeepGradientCompression(GradientCodec):
             self.left = torch.zeros(self._numel, dtype=values.dtype, device=values.device)
         left = self.left[bucket.part].add_(values)
         message = self._take(left) if whole else self._take_largest(bucket, left, samples)
-        return self._wire.stage(message)
+        return self._wire.stage(message, room[: message.numel()])
 
     def _take(self, left: Tensor) -> Tensor:
         """``left`` in the wire's dtype; what rounding loses remains."""
@@ -186,7 +186,6 @@ class DeepGradientCompression(GradientCodec):
         """See :meth:`GradientCodec.add`."""
         if target.is_meta:
             return
-        message = message.to(target.device)
         if message.numel() == bucket.numel:
             self._wire.add(bucket, message, target, alpha)
             return

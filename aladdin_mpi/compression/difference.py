@@ -100,7 +100,7 @@ def _sparse(changed: Tensor, values: Tensor, room: Tensor) -> Tensor:
 
 
 class DifferenceDecoder(ModelDecoder):
-    """A worker's copy of the last model received, in the wire's dtype."""
+    """A worker's copy of the last model received, in the wire's dtype; kept where it is read."""
 
     def __init__(self) -> None:
         self._last: dict[int, Tensor] = {}

@@ -56,8 +56,9 @@ def add_packed(
     if target.is_meta:
         return
     head = _head(codec)
-    for part in gathered.view(parts, -1):
-        length = int(part[:head].view(torch.int32))
+    there, _ = codec.plain.fetch(gathered)
+    for here, part in zip(gathered.view(parts, -1), there.view(parts, -1), strict=True):
+        length = int(here[:head].view(torch.int32))
         codec.add(bucket, part[head : head + length], target, alpha)
 
 

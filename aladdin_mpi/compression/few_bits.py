@@ -91,7 +91,7 @@ class FewBitsCodec(GradientCodec):
 
     def model_decoder(self) -> FewBitsDecoder:
         """See :meth:`GradientCodec.model_decoder`."""
-        return FewBitsDecoder(self._wire.device)
+        return FewBitsDecoder()
 
     # -- memory ----------------------------------------------------------------
     def buffer(self, numel: int) -> Tensor:
@@ -127,9 +127,9 @@ class FewBitsCodec(GradientCodec):
         if target.is_meta:
             return
         if message.numel() == bucket.numel:
-            self._wire.add(bucket, message.to(target.device), target, alpha)
+            self._wire.add(bucket, message, target, alpha)
         else:
-            add_dequantised(message.to(target.device), target, alpha, self._scratch)
+            add_dequantised(message, target, alpha, self._scratch)
 
     # -- checkpoints -------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
@@ -201,14 +201,9 @@ class FewBitsEncoder(ModelEncoder):
 
 
 class FewBitsDecoder(ModelDecoder):
-    """A copy that is, to the bit, the sender's shadow.
+    """A copy that is, to the bit, the sender's shadow; kept where messages are read."""
 
-    Args:
-        device: where the copy is kept.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._copies: dict[int, Tensor] = {}
         self._scratch = Scratch()
 
@@ -222,7 +217,6 @@ class FewBitsDecoder(ModelDecoder):
 
     def decode(self, bucket: Bucket, message: Tensor) -> Tensor | None:
         """See :meth:`ModelDecoder.decode`."""
-        message = message.to(self._device)
         if message.numel() == bucket.numel:
             copy = self._copies.setdefault(bucket.index, torch.empty_like(message))
             return copy.copy_(message)

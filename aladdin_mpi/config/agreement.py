@@ -17,6 +17,7 @@ LOCAL_FIELDS = frozenset(
         "data_dir",
         "device",
         "download",
+        "loader_start_method",
         "loader_workers",
         "overwrite",
         "progress",

@@ -102,6 +102,12 @@ class GeneralOptions(BaseModel):
         group="data",
         ge=0,
     )
+    loader_start_method: Literal["auto", "fork", "forkserver", "spawn"] = option(
+        "auto",
+        "how these processes are started; auto: by forkserver where MPI or a device is in use, if "
+        "the program allows it, else by fork",
+        group="data",
+    )
     cache: Literal["auto", "on", "off"] = option(
         "auto", "keep decoded data in memory; auto: if it fits", group="data"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from math import isfinite
 from typing import TYPE_CHECKING, NamedTuple
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from aladdin_mpi.control.tags import COORDINATOR, Tag
-from aladdin_mpi.model.vectors import is_finite, total
+from aladdin_mpi.model.vectors import clear, is_finite, total
 from aladdin_mpi.transport.base import Transport
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class Refusal(NamedTuple):
         return Refusal(int(reason), int(rank), int(bucket), int(sample), value, int(in_a_row))
 
 
+Found = tuple[Reason, int]
+"""What was found in a gradient, and in which bucket first."""
 NBYTES = 8 * len(Refusal._fields)
 """Of a message."""
 
@@ -74,8 +77,12 @@ class GradientCheck:
 
     From the first bucket that is not finite on, the rest of the gradient is cleared too;
     what came before may have been sent, and is sound. On a CPU a look is one sum over
-    values that backward has just written. On a GPU nothing waits: the sums stay there
-    until :meth:`verdict` asks for them, and clearing depends on them there.
+    values that backward has just written. On a GPU nothing waits: clearing depends on the sums
+    there, and what was found is known when they have come to the host (:func:`found_in`).
+
+    Attributes:
+        found: what was found, on the host.
+        sums: on a GPU: the running sum after each of ``buckets``.
 
     A look costs half as much as adding a gradient to another: 0.2 ms for a bucket of 4 MB and
     6 ms for 25 million values, where adding takes 0.4 and 10 ms (one core of a server). For all
@@ -83,16 +90,16 @@ class GradientCheck:
     """
 
     def __init__(self) -> None:
-        self._found: tuple[Reason, int] | None = None
+        self.found: Found | None = None
         self._refused = False
-        self._running: Tensor | None = None
-        self._sums: list[tuple[int, Tensor]] = []
+        self.buckets: list[int] = []
+        self.sums: list[Tensor] = []
 
     def begin(self) -> None:
         """A gradient begins."""
-        self._found = self._running = None
+        self.found = None
         self._refused = False
-        self._sums.clear()
+        self.buckets, self.sums = [], []
 
     def refuse(self) -> None:
         """Clear all that comes."""
@@ -106,26 +113,31 @@ class GradientCheck:
             self._look_there(values, bucket)
         elif not (self._refused or is_finite(values)):
             self._refused = True
-            self._found = _kind(values.isnan().any().item()), bucket
+            self.found = _kind(values.isnan().any().item()), bucket
         if self._refused:
             values.zero_()
 
     def _look_there(self, values: Tensor, bucket: int) -> None:
         """What is not finite stays so in a running sum."""
-        found = total(values)
-        self._running = found if self._running is None else self._running + found
-        self._sums.append((bucket, self._running))
-        values.masked_fill_(~self._running.isfinite(), 0.0)
+        here = total(values)
+        self.sums.append(self.sums[-1] + here if self.sums else here)
+        self.buckets.append(bucket)
+        self.clear_unsound(values)
 
-    def verdict(self) -> tuple[Reason, int] | None:
-        """What was found, and in which bucket first; None: all was finite. Waits for a GPU."""
-        if self._sums:
-            sums = torch.stack([total for _, total in self._sums]).tolist()
-            for (bucket, _), running in zip(self._sums, sums, strict=True):
-                if not (isfinite(running) or self._found):
-                    self._found = _kind(running != running), bucket
-            self._sums.clear()
-        return self._found
+    def clear_unsound(self, values: Tensor) -> None:
+        """Clear ``values`` if something that was looked at is not finite; on a GPU it decides."""
+        if self.sums:
+            values.masked_fill_(~self.sums[-1].isfinite(), 0.0)
+        elif self.found:
+            clear(values)
+
+
+def found_in(sums: Sequence[float], buckets: Sequence[int]) -> Found | None:
+    """The same of a GPU's sums, when they have come."""
+    for running, bucket in zip(sums, buckets, strict=True):
+        if not isfinite(running):
+            return _kind(running != running), bucket
+    return None
 
 
 def _kind(is_nan: object) -> Reason:

@@ -26,7 +26,9 @@ from torch.utils.data import (
 
 from aladdin_mpi.data.datasets import DatasetPair, MapDataset
 from aladdin_mpi.data.images import ImageArrays
+from aladdin_mpi.data.loader_processes import Start
 from aladdin_mpi.data.loading import (
+    FORKED,
     BatchSource,
     Collate,
     TrainingView,
@@ -60,6 +62,8 @@ class Share:
         batch_size: samples of a batch.
         done: samples that it has had in this period.
         processes: that load ahead.
+        start: how they are started.
+        ahead: without processes, a thread may load the next batches.
         past: periods of the run with other numbers of workers.
     """
 
@@ -69,6 +73,8 @@ class Share:
     batch_size: int
     done: int = 0
     processes: int = 0
+    start: Start = FORKED
+    ahead: bool = False
     past: Sequence[Period] = ()
 
 
@@ -140,7 +146,15 @@ class SampleFeed(Feed):
             self.length(size), share.worker, share.workers, share.seed, order, share.past
         )
         stream.position = share.done
-        return BatchSource(self._dataset, stream, size, share.processes, collate=self._collate)
+        return BatchSource(
+            self._dataset,
+            stream,
+            size,
+            share.processes,
+            start=share.start,
+            collate=self._collate,
+            ahead=share.ahead,
+        )
 
 
 class BatchListFeed(Feed):
@@ -171,7 +185,7 @@ class BatchListFeed(Feed):
         keys = _listed(_epochs_of(self._loader.batch_sampler, seed), numbers)
         view = TrainingView(cast(MapDataset, self._loader.dataset), seed, augment=True)
         collate = self._loader.collate_fn
-        return _Batches(load_in_order(view, keys, share.processes, collate=collate))
+        return _Batches(load_in_order(view, keys, share.processes, share.start, collate))
 
 
 class StreamFeed(Feed):

@@ -12,6 +12,7 @@ from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.exchange import agree, broadcast, gather
 from aladdin_mpi.data import imagefolder
 from aladdin_mpi.data.imagefolder import Fault, Listing
+from aladdin_mpi.data.loader_processes import Start
 from aladdin_mpi.data.loading import load_in_order
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process import console
@@ -51,7 +52,8 @@ def _faults(listings: Sequence[Listing], options: RunOptions, transport: Transpo
         for index in range(transport.rank, len(listing.names), transport.size)
     ]
     pieces = [places[i : i + AT_A_TIME] for i in range(0, len(places), AT_A_TIME)]
-    loaded = load_in_order(_Look(listings), pieces, options.loader_workers, collate=_found)
+    start = Start(options.loader_start_method, tells=transport.rank == 0)
+    loaded = load_in_order(_Look(listings), pieces, options.loader_workers, start, _found)
     return [each for piece in loaded for each in piece]
 
 

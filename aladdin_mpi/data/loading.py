@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,34 +15,35 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from aladdin_mpi.data.datasets import MapDataset, known_classes
 from aladdin_mpi.data.images import ImageArrays, ImageFiles
+from aladdin_mpi.data.load_ahead import How, LoadAhead
+from aladdin_mpi.data.loader_processes import Start
 from aladdin_mpi.data.randomness import AUGMENTATION, sample_keys
-from aladdin_mpi.data.sampler import ShardedStream
+from aladdin_mpi.data.sampler import Int64Array, ShardedStream
 from aladdin_mpi.data.skipped import Skip, SkippedImages, skips_of
 from aladdin_mpi.errors import UserError
 
 Batch = tuple[Tensor, Tensor]
 Key = tuple[int, int]
 Collate = Callable[[list[Any]], Any]
+FORKED = Start()
 
 
 class BatchSource:
     """The training batches of one worker.
 
-    An :class:`~.images.ImageArrays` is read in memory; any other data set goes through a
-    ``DataLoader``, which prefetches. Either way a sample is augmented as a function of
-    (seed, epoch, sample), whatever the number of workers and of loader processes.
+    The next batches are loaded meanwhile, by processes of a ``DataLoader`` or by a thread
+    (:mod:`.load_ahead`). Either way a sample is augmented as a function of (seed, epoch,
+    sample), whatever the number of workers and of loader processes.
 
     Args:
         dataset: the training set.
         stream: which samples; its seed is that of the augmentation too.
         batch_size: samples to prefetch at a time; what is mostly asked for.
-        loader_workers: processes that load ahead; 0 loads when asked. Sets in memory
-            need none.
+        loader_workers: processes that load ahead. Sets in memory need none.
         augment: whether to use the training view.
-        start_method: how loader processes are started. The others than ``fork`` import
-            the program's main module again; where that starts MPI, they would start as
-            a rank that exists already.
+        start: see :mod:`.loader_processes`.
         collate: makes a batch of a list of samples; None: of (input, label) pairs.
+        ahead: without processes, a thread may load the next batches.
     """
 
     def __init__(
@@ -51,8 +53,9 @@ class BatchSource:
         batch_size: int,
         loader_workers: int = 0,
         augment: bool = True,
-        start_method: str = "fork",
+        start: Start = FORKED,
         collate: Collate | None = None,
+        ahead: bool = True,
     ) -> None:
         self.dataset = dataset
         self.stream = stream
@@ -60,8 +63,11 @@ class BatchSource:
         self.batch_size = batch_size
         self.loader_workers = loader_workers
         self.augment = augment
-        self.start_method = start_method
+        self.start = start
         self._view = TrainingView(dataset, stream.seed, augment)
+        self._ahead = ahead
+        self.draws = False
+        """See :class:`~.load_ahead.Loader`."""
         self._loaded: Iterator[Any] | None = None
 
     def next_batch(self, count: int | None = None) -> Any:
@@ -72,15 +78,10 @@ class BatchSource:
             int64 labels (count,).
         """
         count = self.batch_size if count is None else count
-        if isinstance(self.dataset, ImageArrays):
-            epochs, indices = self.stream.take(count)
-            if self.augment:
-                return self.dataset.training_batch(indices, epochs, self.stream.seed)
-            return self.dataset.evaluation_batch(indices)
         if count != self.batch_size:
             # A part of a round, at the end of a segment: what was loaded ahead is cut otherwise.
-            self._loaded = None
-            return self.collate(self._view.__getitems__(_keys(self.stream, count)))
+            self.close()
+            return self.load(self.stream.take(count), How.ALONE)
         if self._loaded is None:
             self._loaded = self._start()
         batch = next(self._loaded)
@@ -89,8 +90,30 @@ class BatchSource:
 
     def _start(self) -> Iterator[Any]:
         # The loader runs ahead on a stream of its own; ours counts what was consumed.
-        keys = _KeyBatches(self.stream.copy(), self.batch_size)
-        return load_in_order(self._view, keys, self.loader_workers, self.start_method, self.collate)
+        stream, size = self.stream.copy(), self.batch_size
+        if self.loader_workers and not isinstance(self.dataset, ImageArrays):
+            keys = _KeyBatches(stream, size)
+            return load_in_order(self._view, keys, self.loader_workers, self.start, self.collate)
+        taken = (stream.take(size) for _ in itertools.count())
+        if self._ahead:
+            return LoadAhead(taken, self)
+        return (self.load(places, How.ALONE) for places in taken)
+
+    def load(self, places: tuple[Int64Array, Int64Array], how: How) -> Any:
+        """See :class:`~.load_ahead.Loader`; ``places`` are the samples' epochs and indices."""
+        epochs, indices = places
+        if isinstance(self.dataset, ImageArrays):
+            if self.augment:
+                return self.dataset.training_batch(indices, epochs, self.stream.seed)
+            return self.dataset.evaluation_batch(indices)
+        keys = list(zip(epochs.tolist(), indices.tolist(), strict=True))
+        samples = self._view.samples(keys, how)
+        if how is not How.TRIAL:
+            return self.collate(samples)
+        before = _positions()
+        batch = self.collate(samples)
+        self.draws = self.draws or self._view.draws or before != _positions()
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in consumed samples; those loaded ahead do not count."""
@@ -102,12 +125,14 @@ class BatchSource:
         self.stream.load_state_dict(state)
 
     def close(self) -> None:
-        """End the loader processes; the next batch would start them again."""
+        """End what loads ahead; the next batch would start it again."""
+        if isinstance(self._loaded, LoadAhead):
+            self._loaded.close()
         self._loaded = None
 
 
 def test_batches(
-    dataset: MapDataset, batch_size: int, loader_workers: int = 0, start_method: str = "fork"
+    dataset: MapDataset, batch_size: int, loader_workers: int = 0, start: Start = FORKED
 ) -> Iterator[Batch]:
     """Yield all samples once, in order and without augmentation; the last batch may be short.
 
@@ -120,20 +145,20 @@ def test_batches(
         places = range(len(dataset))
         batches = [places[i : i + batch_size] for i in range(0, len(places), batch_size)]
         if isinstance(dataset, ImageFiles):
-            yield from _readable_batches(dataset, batches, loader_workers, start_method)
+            yield from _readable_batches(dataset, batches, loader_workers, start)
         else:
-            yield from load_in_order(dataset, batches, loader_workers, start_method)
+            yield from load_in_order(dataset, batches, loader_workers, start)
         return
-    for start in range(0, len(dataset), batch_size):
-        yield dataset.evaluation_batch(slice(start, start + batch_size))
+    for first in range(0, len(dataset), batch_size):
+        yield dataset.evaluation_batch(slice(first, first + batch_size))
 
 
 def _readable_batches(
-    dataset: ImageFiles, batches: Iterable[Any], loader_workers: int, start_method: str
+    dataset: ImageFiles, batches: Iterable[Any], loader_workers: int, start: Start
 ) -> Iterator[Batch]:
     found = False
     view = _ReadableView(dataset)
-    for batch in load_in_order(view, batches, loader_workers, start_method, _collate_if_any):
+    for batch in load_in_order(view, batches, loader_workers, start, _collate_if_any):
         if batch is not None:
             found = True
             yield batch
@@ -153,7 +178,7 @@ def train_batches_for_statistics(
     have come.
     """
     stream = ShardedStream(len(dataset), 0, 1, seed)
-    source = BatchSource(dataset, stream, batch_size, augment=False)
+    source = BatchSource(dataset, stream, batch_size, augment=False, ahead=False)
     for _ in range(count):
         yield source.next_batch()
 
@@ -179,37 +204,48 @@ class _KeyBatches:
 
     def __iter__(self) -> Iterator[list[Key]]:
         while True:
-            yield _keys(self._stream, self._batch_size)
-
-
-def _keys(stream: ShardedStream, count: int) -> list[Key]:
-    epochs, indices = stream.take(count)
-    return list(zip(epochs.tolist(), indices.tolist(), strict=True))
+            epochs, indices = self._stream.take(self._batch_size)
+            yield list(zip(epochs.tolist(), indices.tolist(), strict=True))
 
 
 class TrainingView(Dataset[Any]):
-    """A data set indexed by (epoch, index), with augmentation decided by them and the seed."""
+    """A data set indexed by (epoch, index), with augmentation decided by them and the seed.
+
+    ``draws``: see :class:`~.load_ahead.Loader`.
+    """
 
     def __init__(self, dataset: MapDataset, seed: int, augment: bool) -> None:
         self._dataset = dataset
         self.skipped = skips_of(dataset)
         self._seed = seed
         self._augmented = getattr(dataset, "augmented", None) if augment else None
+        self.draws = False
 
     def __getitems__(self, keys: list[Key]) -> list[Any]:
+        return self.samples(keys)
+
+    def samples(self, keys: list[Key], how: How = How.ALONE) -> list[Any]:
+        """Those of ``keys``; alone with the global generators seeded for each."""
         epochs, indices = torch.tensor(keys).numpy().T
         numbers = sample_keys(self._seed, AUGMENTATION, epochs, indices).tolist()
-        with global_generators_kept():
-            return [
-                self._sample(index, number)
-                for index, number in zip(indices.tolist(), numbers, strict=True)
-            ]
-
-    def _sample(self, index: int, number: int) -> Any:
         if self._augmented is not None:
-            return self._augmented(index, number)
+            return list(map(self._augmented, indices.tolist(), numbers))
+        if how is How.BESIDE:
+            return [self._dataset[index] for index in indices.tolist()]
+        seeded = self._watched if how is How.TRIAL else self._seeded
+        with global_generators_kept():
+            return list(map(seeded, indices.tolist(), numbers))
+
+    def _seeded(self, index: int, number: int) -> Any:
         seed_global_generators(number)
         return self._dataset[index]
+
+    def _watched(self, index: int, number: int) -> Any:
+        seed_global_generators(number)
+        before = _positions()
+        sample = self._dataset[index]
+        self.draws = self.draws or before != _positions()
+        return sample
 
 
 class _ReadableView(Dataset[Any]):
@@ -230,6 +266,13 @@ def seed_global_generators(key: int) -> None:
     np.random.seed(key & 0xFFFFFFFF)
 
 
+def _positions() -> tuple[bytes, Any, Any]:
+    """How far the global generators are."""
+    mine = bytes(torch.default_generator.get_state().numpy())
+    _, _, *position = np.random.get_state()
+    return mine, random.getstate(), position
+
+
 @contextmanager
 def global_generators_kept() -> Iterator[None]:
     """Leave the global generators afterwards as they were before."""
@@ -246,7 +289,7 @@ def load_in_order(
     dataset: Any,
     batches: Iterable[Any],
     loader_workers: int,
-    start_method: str = "fork",
+    start: Start = FORKED,
     collate: Collate | None = None,
 ) -> Iterator[Any]:
     """Batches of the samples that ``batches`` lists, loaded ahead by processes if there are any.
@@ -254,16 +297,20 @@ def load_in_order(
     A UserError in such a process is raised here as it was there, and what ``dataset`` notes as
     skipped there is noted here.
     """
-    loader = DataLoader(
-        _Loading(dataset, collate or _collate),
-        batch_sampler=cast(Any, batches),
-        num_workers=loader_workers,
-        collate_fn=_as_it_is,
-        multiprocessing_context=start_method if loader_workers else None,
-        # Without one of its own it would draw from the global generator.
-        generator=torch.Generator(),
-    )
-    return _unpacked(iter(loader), skips_of(dataset))
+
+    def loader(method: str | None) -> DataLoader[_Loaded]:
+        return DataLoader(
+            _Loading(dataset, collate or _collate),
+            batch_sampler=cast(Any, batches),
+            num_workers=loader_workers,
+            collate_fn=_as_it_is,
+            multiprocessing_context=method,
+            # Without one of its own it would draw from the global generator.
+            generator=torch.Generator(),
+        )
+
+    loaded = start.start(loader) if loader_workers else iter(loader(None))
+    return _unpacked(loaded, skips_of(dataset))
 
 
 class _Loaded(NamedTuple):

@@ -7,13 +7,14 @@ in by one operation.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.bound_gradients import BoundGradients
 from aladdin_mpi.model.bucket_watch import BucketWatch, OnBucket
@@ -167,7 +168,8 @@ class Replica(_Flat):
         self.parameters = torch.empty(self.numel, dtype=dtype, device=device)
         self.others = OtherDtypes()
         self.gradients = BoundGradients(self._parameters, self.others)
-        self._kept: tuple[list[Tensor], list[Tensor]] | None = None
+        self._buffers: list[Tensor] | None = None
+        self._kept: deque[list[Tensor]] = deque()
         for parameter, view in zip(self._parameters, self._cut(self.parameters), strict=True):
             view.copy_(parameter.detach())
             if parameter.dtype == dtype:
@@ -202,18 +204,28 @@ class Replica(_Flat):
 
     def keep_buffers(self) -> None:
         """Remember the module's buffers of real numbers, such as batch norm's statistics."""
-        if self._kept is None:
+        if self._buffers is None:
             assert self.module is not None
-            buffers = [b for b in self.module.buffers() if b.is_floating_point()]
-            self._kept = buffers, [torch.empty_like(b) for b in buffers]
-        buffers, kept = self._kept
-        if buffers:
-            torch._foreach_copy_(kept, buffers)
+            self._buffers = [b for b in self.module.buffers() if b.is_floating_point()]
+            # What a device has made of a step is known when the next one has begun.
+            sets = 2 if is_accelerator(self.parameters.device) else 1
+            for _ in range(sets):
+                self._kept.append([b.clone() for b in self._buffers])
+        self._kept.rotate(-1)
+        if self._buffers:
+            torch._foreach_copy_(self._kept[-1], self._buffers)
 
-    def restore_buffers(self) -> None:
-        """Make them what they were when :meth:`keep_buffers` was called last."""
-        if self._kept is not None and self._kept[0]:
-            torch._foreach_copy_(*self._kept)
+    def restore_buffers(self, steps: int = 0) -> None:
+        """Make them what they were at the last call of :meth:`keep_buffers`.
+
+        Args:
+            steps: at the call so many before that, instead; what has been kept since goes too.
+        """
+        if not self._buffers:
+            return
+        for later in range(len(self._kept) - steps, len(self._kept)):
+            torch._foreach_copy_(self._kept[later], self._kept[-1 - steps])
+        torch._foreach_copy_(self._buffers, self._kept[-1 - steps])
 
     def bind_gradients(self, vector: Tensor) -> None:
         """Let the next gradient go into ``vector``: see :meth:`BoundGradients.bind`."""
@@ -261,7 +273,7 @@ class PhantomReplica(_Flat):
     def keep_buffers(self) -> None:
         """There are none."""
 
-    def restore_buffers(self) -> None:
+    def restore_buffers(self, steps: int = 0) -> None:
         """There are none."""
 
     def bind_gradients(self, vector: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,8 +13,8 @@ from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.model.vectors import lerp
 from aladdin_mpi.parameter_server.frames import Header, Kind, new_header
-from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import Request
+from aladdin_mpi.transport.base import EVENT_POLL, Transport
+from aladdin_mpi.transport.request import Event, Request
 from aladdin_mpi.transport.sealed import is_void
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class _Line:
         self._layout = layout
         self._posted: deque[tuple[Request, Request]] = deque()
         self._oldest: Header | None = None
+        self._held = 0
+        """Models taken whose memory a device still reads."""
         self.ended = False
         self._buffers = [
             (new_header(), codec.buffer(layout.largest))
@@ -48,6 +51,7 @@ class _Line:
         ]
 
     def open(self) -> None:
+        self._await_device()
         self.ended = False
         for header, values in self._buffers:
             self._post(header, values)
@@ -66,6 +70,10 @@ class _Line:
 
     def arrived(self) -> list[Model]:
         """What has come, oldest first; to be given back by :meth:`repost`."""
+        with self._transport.atomic():  # receives may be posted by a handler
+            return self._take_arrived()
+
+    def _take_arrived(self) -> list[Model]:
         found: list[Model] = []
         while not self.ended and self._posted and self._transport.test(self._posted[0][0]):
             data = self._posted[0][1]
@@ -83,12 +91,34 @@ class _Line:
                 break
         return found
 
-    def repost(self, count: int) -> None:
-        """Post receives again for ``count`` models taken from :meth:`arrived`."""
+    def repost(self, count: int, after: Event | None = None) -> None:
+        """Post receives again for ``count`` models taken from :meth:`arrived`.
+
+        Args:
+            count: of those taken first.
+            after: a device reads them until then.
+        """
+        if after is None or after.query():
+            with self._transport.atomic():
+                self._repost(count)
+        else:
+            with self._transport.atomic():
+                self._held += count
+            self._transport.when_happened(after, partial(self._release, count))
+
+    def _release(self, count: int) -> None:
+        self._held -= count
+        self._repost(count)
+
+    def _repost(self, count: int) -> None:
         if not self.ended:
             for _ in range(count):
                 self._buffers.append(self._buffers.pop(0))
                 self._post(*self._buffers[-1])
+
+    def _await_device(self) -> None:
+        while self._held:
+            self._transport.sleep(EVENT_POLL)
 
     def _close(self) -> None:
         self.ended = True
@@ -101,6 +131,8 @@ class _Line:
 
     def next(self) -> Request | None:
         """What a wait for the next arrival has to wait for."""
+        if not self._posted:
+            self._await_device()
         if self.ended or not self._posted:
             return None
         announced, data = self._posted[0]
@@ -123,6 +155,7 @@ class ModelInbox:
     ) -> None:
         self._transport = transport
         self._buckets = len(layout.buckets)
+        self._wire = codec.plain
         self.notes: tuple[float, ...] = ()
         self._differences = codec.model_decoder()
         self._lines = [_Line(transport, s, layout, codec, models) for s in range(layout.servers)]
@@ -145,21 +178,30 @@ class ModelInbox:
             arrived = line.arrived()
             for model in arrived:
                 self.note(model)
-            if not parameters.is_meta:
-                self._blend(arrived, parameters)
-            line.repost(len(arrived))
+            event = None if parameters.is_meta else self._blend(arrived, parameters)
+            if arrived:
+                line.repost(len(arrived), event)
             count += len(arrived)
         return count
 
-    def _blend(self, arrived: list[Model], parameters: Tensor) -> None:
-        values = [self._read(model) for model in arrived]  # of every one, in their order
-        newest = {
-            model.bucket.index: (model, read)
-            for model, read in zip(arrived, values, strict=True)
-            if read is not None
-        }
+    def _blend(self, arrived: list[Model], parameters: Tensor) -> Event | None:
+        """Blend in; until the event that is returned, if any, a device reads the messages."""
+        event: Event | None = None
+        newest: dict[int, tuple[Model, Tensor]] = {}
+        for model in arrived:  # every one, in their order
+            if self._is_damaged(model):
+                continue
+            message, event = self._wire.fetch(model.message)
+            read = message
+            if self._differences is not None:
+                decoded = self._differences.decode(model.bucket, message)
+                if decoded is None:
+                    continue
+                read = decoded
+            newest[model.bucket.index] = model, read
         for model, read in newest.values():
             self.put(parameters, model, read)
+        return event
 
     def note(self, model: Model) -> None:
         """A model has come, with or without values."""
@@ -169,17 +211,15 @@ class ModelInbox:
         """Blend in one bucket, of which ``values`` are the newest."""
         lerp(parameters[model.bucket.part], values, model.alpha)
 
-    def _read(self, model: Model) -> Tensor | None:
-        """The values of all of the model's bucket, if they have come."""
-        damaged = is_void(model.message)
-        if self._differences is None:
-            return None if damaged else model.message
-        if damaged:
+    def _is_damaged(self, model: Model) -> bool:
+        """Whether it was damaged on its way; then its server is asked for the whole bucket."""
+        if not is_void(model.message):
+            return False
+        if self._differences is not None:
             self._differences.lost(model.bucket)
             index = torch.tensor([model.bucket.index])
             self._transport.isend(index, model.bucket.server, Tag.WHOLE)
-            return None
-        return self._differences.decode(model.bucket, model.message)
+        return True
 
     def await_into(self, parameters: Tensor) -> None:
         """Wait for a model from the servers, every bucket once, and blend it in."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isfinite, nan
+from math import nan
 from typing import TYPE_CHECKING
 
 from aladdin_mpi.compression.codec import GradientCodec
@@ -55,6 +55,7 @@ class LocalDifference:
         self.base = self.inbox.base
         self.g = worker.replica.new_vector()
         self._clear()
+        worker.on_loss(self._add_loss)
 
     def _clear(self) -> None:
         self.steps = self._sound = 0
@@ -73,9 +74,10 @@ class LocalDifference:
         self.optimizer.descend(slice(0, g.numel()), g, self.x, worker.lr)
         self._seconds += worker.transport.now() - start
         self.steps += 1
-        if isfinite(worker.loss):
-            self._losses += worker.loss
-            self._sound += 1
+
+    def _add_loss(self, loss: float) -> None:
+        self._losses += loss
+        self._sound += 1
 
     @property
     def step_seconds(self) -> float:
@@ -85,6 +87,7 @@ class LocalDifference:
     @property
     def loss(self) -> float:
         """Mean loss of the local steps since the last push, less those refused; NaN: of none."""
+        self.worker.settle()
         return self._losses / self._sound if self._sound else nan
 
     def push(self, *notes: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.model.bucket_watch import BucketWatch
@@ -26,10 +26,10 @@ class Skip(Enum):
 
 
 SKIPPED = Skip.SKIPPED
-Loss = float | None | Skip
+Loss: TypeAlias = "float | Tensor | Skip | None"
 Compute = Callable[[Ticket], Loss]
 """Does forward and backward of a batch into the bound gradients and returns the loss; None:
-there is none."""
+there is none. A tensor: a device is computing it."""
 
 
 class RealStep:
@@ -63,7 +63,7 @@ class RealStep:
             layout, lambda index: on_bucket(layout.buckets[index]), wait_free
         )
 
-    def compute_into(self, vector: Tensor, batch: Ticket) -> float | None:
+    def compute_into(self, vector: Tensor, batch: Ticket) -> float | Tensor | None:
         """The batch's gradient, into the flat ``vector``; returns the loss."""
         assert self.watch is not None
         _bind(self._replica, vector)
@@ -123,7 +123,7 @@ class ModelledStep:
         self._on_bucket = on_bucket
         self.before_forward: OnBucket | None = None
 
-    def compute_into(self, vector: Tensor, batch: Ticket) -> float | None:
+    def compute_into(self, vector: Tensor, batch: Ticket) -> float | Tensor | None:
         """The batch's gradient, into the flat ``vector``; returns the loss."""
         _bind(self._replica, vector)
         duration = self._pace.duration(self._seconds)
@@ -159,7 +159,7 @@ def _bind(replica: Replica | PhantomReplica, vector: Tensor) -> None:
     replica.keep_buffers()
 
 
-def _end_backward(replica: Replica | PhantomReplica, loss: Loss) -> float | None:
+def _end_backward(replica: Replica | PhantomReplica, loss: Loss) -> float | Tensor | None:
     """The loss, with the gradients where they belong."""
     is_skipped = isinstance(loss, Skip)
     if isinstance(replica, Replica):

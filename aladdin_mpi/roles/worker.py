@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from math import isfinite, nan
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from aladdin_mpi.model.saved import Stateful, saved
 from aladdin_mpi.model.vectors import clear
 from aladdin_mpi.roles.clipping import Clipping
 from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.outcome import Outcome, Outcomes
 from aladdin_mpi.roles.pace import Pace
 from aladdin_mpi.roles.reached import Reached
 from aladdin_mpi.roles.step import Compute, ModelledStep, OnBucket, RealStep
@@ -93,7 +95,9 @@ class Worker(Stateful):
         self._batch_size = batch_size
         self._schedule = schedule
         self._draws = Draws(transport)
-        self._report = Report()
+        self._outcomes = Outcomes(transport, replica.parameters.device)
+        self._reports: deque[Report] = deque()
+        self._on_loss: list[Callable[[float], None]] = []
         self._max_loss = max_loss
         self._lockstep = lockstep
         self._rate = rate
@@ -118,10 +122,12 @@ class Worker(Stateful):
         """Learning rate of the current batch."""
         return self._schedule(self.ticket.start)
 
-    @property
-    def loss(self) -> float:
-        """Loss of the step just computed; not a number with timed computing, or if refused."""
-        return self._report.loss
+    def on_loss(self, action: Callable[[float], None]) -> None:
+        """Have ``action`` called with the finite loss of each step whose gradient is sound.
+
+        Where a device computes, that is a step late; :meth:`settle` waits for it.
+        """
+        self._on_loss.append(action)
 
     @property
     def share(self) -> float:
@@ -154,19 +160,22 @@ class Worker(Stateful):
             yield self.ticket
             self._after_step(self.ticket)
             end = self.ticket.start + self.ticket.whole
+        self.settle()
         self.reached.advance(end, is_stepping=False)
         draws.report(self._take_report())
+        while self._reports:
+            draws.report(self._take_report())
 
     def _take_report(self) -> Report:
+        """The oldest that has not been sent."""
         traffic = self.transport.traffic
-        report = self._report._replace(
+        report = self._reports.popleft() if self._reports else Report()
+        return report._replace(
             waiting=traffic.waiting,
             sent=traffic.bytes_sent,
             steps=self.computed,
             rate=self._rate(self.lr),
         )
-        self._report = Report()
-        return report
 
     def stop(self) -> None:
         """Ask for the end of the run."""
@@ -201,17 +210,20 @@ class Worker(Stateful):
             on_bucket(bucket)
         self._completed.clear()
         if self.ticket.size:
-            self._conclude(loss)
+            self._outcomes.note(self.ticket, loss, self.check)
+            self.settle(self._outcomes.lag)
 
-    def _compute_into(self, vector: Tensor) -> float | None:
+    def _compute_into(self, vector: Tensor) -> float | Tensor | None:
         """Compute; returns the loss. If nothing has been told yet, all of it may be cleared."""
         self._vector = vector
         loss = self.step.compute_into(vector, self.ticket)
         self.computed += 1
         self.samples += self.ticket.size
-        if self._completed and (self._is_too_large(loss) or self.check.verdict()):
-            self.check.refuse()
-            clear(vector)
+        if self._completed:
+            if self._is_too_large(loss):
+                self.check.refuse()
+                clear(vector)
+            self.check.clear_unsound(vector)
         return loss
 
     def _complete(self, bucket: Bucket) -> None:
@@ -221,26 +233,36 @@ class Worker(Stateful):
         self.clipping.clip_part(part, bucket.numel / self.layout.numel)
         self._on_bucket(bucket)
 
-    def _is_too_large(self, loss: float | None) -> bool:
+    def _is_too_large(self, loss: float | Tensor | None) -> bool:
+        """Waits for the device that computes the loss, if there is a largest one."""
         return self._max_loss is not None and loss is not None and not loss <= self._max_loss
 
-    def _conclude(self, loss: float | None) -> None:
-        """The step is computed, and perhaps refused: take note, and tell rank 0 of that."""
-        reason, bucket = self.check.verdict() or (None, -1)
+    def settle(self, lag: int = 0) -> None:
+        """Take note of what the steps have come to, but for the newest ``lag``."""
+        for outcome in self._outcomes.read(lag):
+            self._judge(outcome)
+
+    def _judge(self, outcome: Outcome) -> None:
+        """A step is computed, and perhaps refused: take note, and tell rank 0 of that."""
+        ticket, loss, found = outcome
+        reason, bucket = found or (None, -1)
         if reason is None and self._is_too_large(loss):
             reason = Reason.LOSS
         refused = reason is not None
         if refused:
             self.refused += 1
-            self.replica.restore_buffers()
+            self.replica.restore_buffers(len(self._outcomes))
         elif loss is not None and not isfinite(loss):
             reason = Reason.LOSS_ONLY
+        elif loss is not None:
+            for action in self._on_loss:
+                action(loss)
         self.in_a_row = self.in_a_row + 1 if refused else 0
         value = nan if loss is None else loss
         if reason is not None:
-            where = self.transport.rank, bucket, self.ticket.start
+            where = self.transport.rank, bucket, ticket.start
             report(self.transport, Refusal(reason, *where, value, self.in_a_row))
-        self._report = Report(self.ticket.size, nan if refused else value)
+        self._reports.append(Report(ticket.size, nan if refused else value))
 
     def close(self) -> None:
         """The run is over: take the hooks off the model."""

@@ -15,11 +15,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
+from aladdin_mpi.accelerator import CopyStream, is_accelerator
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import SEALED
+from aladdin_mpi.data.loader_processes import is_loader_process
 from aladdin_mpi.errors import SUSPENDED_STATUS, SuspendedError, UserError
 from aladdin_mpi.process import console, guard, heap, stop_signal
 from aladdin_mpi.run import among_workers
@@ -178,6 +180,7 @@ class DataParallel:
         tell_placement(transport, self.device, servers, self.options.quiet, was_chosen)
         # Timed computing needs no more than the parameters' sizes: they may be on "meta".
         self.module = module if self.options.compute == "timed" else self._placed(module)
+        self._copies = CopyStream(self.device) if is_accelerator(self.device) else None
         self._optimizer = agree(
             transport, lambda: resolve(self.module, self.options, optimizer, scheduler)
         )
@@ -372,7 +375,9 @@ class DataParallel:
             return item.to(self.device) if callable(getattr(item, "to", None)) else item
         if self.options.channels_last and item.dim() == 4:
             item = item.contiguous(memory_format=torch.channels_last)
-        return item.to(self.device, non_blocking=True)
+        if self._copies is None or item.device.type != "cpu" or item.is_sparse:
+            return item.to(self.device, non_blocking=True)
+        return self._copies.fetch(item if item.is_pinned() else item.pin_memory())[0]
 
     # -- loops that are left ----------------------------------------------------------------
     def _note_left(self) -> None:
@@ -535,6 +540,12 @@ def _sealed(transport: Transport) -> Transport:
 
 
 def _over_mpi(timeout: float) -> Transport:
+    if is_loader_process():
+        raise UserError(
+            "DataParallel: expected in a rank of the job, got it in a process that loads data, "
+            'which imports the main file; put what trains under if __name__ == "__main__":, or '
+            "use --loader-start-method fork"
+        )
     from aladdin_mpi.transport.mpi.engine import MpiTransport
 
     guard.install()

@@ -8,6 +8,7 @@ from typing import Any
 
 from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.data.feeds import Feed, SampleFeed, Share, Source, feed_of
+from aladdin_mpi.data.loader_processes import Start
 from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.roles.worker import Worker
@@ -55,7 +56,9 @@ class Deal:
             options.batch_size,
             worker.samples,
             options.loader_workers,
-            past,
+            Start(options.loader_start_method, tells=worker.index == 0),
+            ahead=not worker.transport.models_time,
+            past=past,
         )
         return self.feed.source(share)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from aladdin_mpi.accelerator import random_state, set_random_state
 from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.replica import PhantomReplica, Replica
@@ -35,6 +36,13 @@ def check_plain(value: object, place: str) -> None:
         )
 
 
+class _Position(NamedTuple):
+    """How far random numbers are: the host's and, where one computes, the device's."""
+
+    host: Tensor
+    device: Tensor | None
+
+
 class LocalState:
     """One rank's random state and buffers, for checkpoints.
 
@@ -54,7 +62,15 @@ class LocalState:
         self._user = {} if user is None else user
         self._replica = replica
         self._shared = shared
-        self._random = torch.get_rng_state()
+        self._device = replica.parameters.device
+        self._random = self._position()
+
+    def _position(self) -> _Position:
+        return _Position(torch.get_rng_state(), random_state(self._device))
+
+    def _go_to(self, position: _Position) -> None:
+        torch.set_rng_state(position.host)
+        set_random_state(self._device, position.device)
 
     def share_buffers(self, state: dict[str, Any]) -> None:
         """Take the buffers alone of a state from :meth:`state_dict`."""
@@ -64,7 +80,7 @@ class LocalState:
     def seed(self, number: int) -> None:
         """Begin with this seed."""
         torch.manual_seed(number)
-        self._random = torch.get_rng_state()
+        self._random = self._position()
 
     def computing(self, compute: Compute) -> Compute:
         """``compute``, with this rank's random state."""
@@ -72,26 +88,31 @@ class LocalState:
             return compute
 
         def compute_so(ticket: Ticket) -> Loss:
-            kept = torch.get_rng_state()
-            torch.set_rng_state(self._random)
+            kept = self._position()
+            self._go_to(self._random)
             loss = compute(ticket)
-            self._random = torch.get_rng_state()
-            torch.set_rng_state(kept)
+            self._random = self._position()
+            self._go_to(kept)
             return loss
 
         return compute_so
 
     def state_dict(self) -> dict[str, Any]:
         """The state between two segments."""
-        random = self._random if self._shared else torch.get_rng_state()
+        random = self._random if self._shared else self._position()
         check_plain(self._user, "run.state")
-        return {"random": random, "buffers": self._replica.buffers(), "user": self._user}
+        return {
+            "random": random.host,
+            "device_random": random.device,
+            "buffers": self._replica.buffers(),
+            "user": self._user,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
         self._user.clear()
         self._user.update(state.get("user", {}))
-        self._random = state["random"]
+        self._random = _Position(state["random"], state.get("device_random"))
         if not self._shared:
-            torch.set_rng_state(self._random)
+            self._go_to(self._random)
         self.share_buffers(state)

@@ -8,6 +8,7 @@ from typing import Any
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
+from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.data.feeds import Source
 from aladdin_mpi.errors import UserError
@@ -35,7 +36,7 @@ class Loop:
         self._watch: LoopWatch | None = None
         self._user_side: greenlet | None = None
         self._algorithm_side: greenlet | None = None
-        self._losses: list[float | None] = []
+        self._losses: list[float | Tensor | None] = []
         self._stepped = True
         self.is_last = True
         """Whether the present batch completes its ticket."""
@@ -112,7 +113,7 @@ class Loop:
         if self._watch is not None:
             self._watch.end()
         self._stepped = True
-        self._losses.append(loss.item() if isinstance(loss, Tensor) else loss)
+        self._losses.append(_value(loss))
         if self.is_last:
             self._hand_over()
 
@@ -127,7 +128,23 @@ class Loop:
         self.ticket = self._algorithm_side.switch(value)
 
 
-def _total(losses: list[float | None]) -> float | None:
+def _value(loss: Tensor | float | None) -> Tensor | float | None:
+    """A loss that a device is still computing stays there.
+
+    Raises:
+        UserError: it is no number.
+    """
+    if not isinstance(loss, Tensor):
+        return loss
+    if loss.numel() != 1:
+        raise UserError(
+            "training loop: expected one number as the loss in run.step(loss), got a tensor of "
+            f"shape {list(loss.shape)}; call run.step(loss.mean())"
+        )
+    return loss.detach() if is_accelerator(loss.device) else loss.item()
+
+
+def _total(losses: list[float | Tensor | None]) -> float | Tensor | None:
     """Of the parts of a step's loss, as far as they were told."""
     told = [loss for loss in losses if loss is not None]
     return sum(told) if told else None

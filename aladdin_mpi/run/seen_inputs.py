@@ -81,7 +81,10 @@ class SeenInputs:
         if self._kept and self._bytes + size > MOST_BYTES:
             self.close()
             return
-        self._keep(tree_map(_copy, (args, kwargs)))
+        call = tree_map(_copy, (args, kwargs))
+        if not _is_finite(call):
+            return  # its gradient is refused, and statistics with it would be NaN
+        self._keep(call)
         self._bytes += size
         self._left -= 1
         if not self._left:
@@ -159,6 +162,11 @@ class SeenInputs:
 def _copy(item: Any) -> Any:
     """The loop may use a batch's memory again."""
     return item.detach().cpu().clone() if isinstance(item, Tensor) else item
+
+
+def _is_finite(call: Call) -> bool:
+    tensors = [each for each in tree_flatten(call)[0] if isinstance(each, Tensor)]
+    return all(bool(each.isfinite().all()) for each in tensors)
 
 
 def _on(item: Any, device: torch.device) -> Any:

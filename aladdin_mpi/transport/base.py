@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING
 from aladdin_mpi.transport.request import Event, PeerFailedError, Request
 from aladdin_mpi.transport.wait_set import WaitSet
 
+EVENT_POLL = 0.0001
+"""Seconds between two looks at an event."""
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -232,6 +235,11 @@ class Transport(ABC):
 
         For what a device does, so that a collective starts as soon as its buffer is filled.
         """
+
+    def await_event(self, event: Event) -> None:
+        """Wait until ``event`` has happened; messages move on meanwhile."""
+        while not event.query():
+            self.sleep(EVENT_POLL)
 
     # -- failure and end ------------------------------------------------------
     @property

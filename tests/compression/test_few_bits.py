@@ -293,7 +293,7 @@ def test_a_small_change_of_a_large_model_arrives(bits: int) -> None:
 
 def test_every_worker_has_a_shadow_and_bits_of_its_own() -> None:
     line = Line(1000, 8)
-    decoders = {1: FewBitsDecoder(CPU), 2: FewBitsDecoder(CPU)}
+    decoders = {1: FewBitsDecoder(), 2: FewBitsDecoder()}
     line.encoder.use(2, 4)
     lengths = []
     for rank in (1, 2, 1, 1, 2):

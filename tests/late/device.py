@@ -18,6 +18,10 @@ from tests.late.build import NAME, library
 KIND = "late"
 
 
+states = [torch.zeros(1, dtype=torch.uint8) for _ in range(16)]
+"""In place of the devices' random states; nothing draws from there."""
+
+
 def _load() -> Any:
     spec = importlib.util.spec_from_file_location(NAME, library())
     assert spec is not None and spec.loader is not None
@@ -35,6 +39,8 @@ def _module() -> types.ModuleType:
     module.current_device = runtime.current_device
     module.set_device = _set_device
     module.manual_seed_all = lambda seed: None
+    module.get_rng_state = lambda device: states[device.index].clone()
+    module.set_rng_state = lambda state, device: states[device.index].copy_(state)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.Stream, module.Event = torch.Stream, torch.Event
     module.current_stream = lambda device=None: torch.accelerator.current_stream(device)

@@ -1,6 +1,6 @@
 """Run under mpirun by test_late.py: training on the device "late" against training on the CPU.
 
-The arguments: the folder for the runs, and ``equal``, ``all`` or ``defects``.
+The arguments: the folder for the runs, and one of ``CHECKS``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from torch.utils.data import Subset
 
 from aladdin_mpi import DataParallel, accelerator, load_dataset
 from aladdin_mpi.algorithms.registry import ALGORITHMS
-from aladdin_mpi.allreduce import over_transport
+from aladdin_mpi.allreduce import in_order, over_transport
+from aladdin_mpi.compression.codec import DenseWire
+from aladdin_mpi.parameter_server import inbox
 from tests.late import guarded
-from tests.late.device import runtime
+from tests.late.device import runtime, states
 
 WORLD = MPI.COMM_WORLD
 STEPS = 5
@@ -30,13 +32,15 @@ COPIES, KERNELS = 4000, 100
 LATE_COPIES, LATE_KERNELS = (30_000, 100), (0, 2000)
 """The same where a mistake is to show: it must not depend on what else the cores do."""
 
+DGC = {"compression": "dgc", "dgc": {"sample": 1.0}}
+"""With the largest values exactly, as a device chooses them; a CPU estimates from a sample."""
 EQUAL: dict[str, dict[str, Any]] = {
     "ar-sgd": {},
     "ar-sgd bf16": {"wire": "bf16"},
-    "ar-sgd dgc": {"compression": "dgc"},
+    "ar-sgd dgc": DGC,
     "bsp": {},
     "bsp bf16": {"wire": "bf16"},
-    "bsp dgc": {"compression": "dgc"},
+    "bsp dgc": DGC,
     "bsp host-first": {"bsp": {"host_first": True}},
     "bsp checksum": {"checksum": True},
     "local-sgd": {},
@@ -48,14 +52,38 @@ EQUAL: dict[str, dict[str, Any]] = {
 """Those whose result is the same every time: it has to be the CPU's, to the bit."""
 
 
+OTHER_DELAYS = [(200, 0), (15_000, 200), (500, 2500)]
+"""Short copies, long ones, slow kernels."""
+WITH_OTHER_DELAYS = ("ar-sgd", "bsp bf16", "bsp dgc", "sgp")
+RESUMED = ("ar-sgd dgc", "bsp", "multistep", "sgp")
+FEW_BITS: dict[str, dict[str, Any]] = {
+    "aladdin-ahead fp32": {"wire": "fp32"},
+    "aladdin-ahead int4": {"wire": "int4"},
+    "bsp int8": {"wire": "int8"},
+    "asp clip": {"clip": 1.0},
+}
+STALLS = (
+    "items",
+    "operators that the host waits for",
+    "blocking copies to the host",
+    "blocking copies to a device",
+    "pageable copies to a device",
+    "waits for a stream",
+    "waits for a device",
+    "waits for an event",
+)
+"""What keeps the host from giving out more work until the device is done with some."""
+WARM_UP = 4
+"""Steps in which an algorithm may still find out about the model."""
+
+
 own: set[int] = set()
 """The devices that this rank has had: what a former run has left may still touch its own."""
 
 
-def train(folder: str, device: str, name: str, options: dict[str, Any]) -> torch.Tensor:
-    """The trained parameters; a step for each batch of 16."""
+def network() -> nn.Sequential:
     torch.manual_seed(0)
-    module = nn.Sequential(
+    return nn.Sequential(
         nn.Conv2d(1, 4, 3),
         nn.ReLU(),
         nn.Flatten(),
@@ -63,32 +91,53 @@ def train(folder: str, device: str, name: str, options: dict[str, Any]) -> torch
         nn.ReLU(),
         nn.Linear(24, 10),
     )
-    algorithm = name.split()[0]
-    run = DataParallel(
-        module,
-        algorithm=algorithm,
-        device=device,
-        samples=16 * STEPS * WORLD.size,
-        batch_size=16,
-        lr=0.02,
-        lr_schedule="constant",
-        bucket_mb=0.004,
-        run_dir=f"{folder}/{name.replace(' ', '-')}-{device}",
-        quiet=True,
-        overwrite=True,
+
+
+def make(module: nn.Module, folder: str, device: str, name: str, **options: Any) -> DataParallel:
+    """A run with a step for each batch of 16."""
+    settings = {
+        "algorithm": name.split()[0],
+        "device": device,
+        "samples": 16 * STEPS * WORLD.size,
+        "batch_size": 16,
+        "lr": 0.02,
+        "lr_schedule": "constant",
+        "warmup_epochs": 0,
+        "bucket_mb": 0.004,
+        "run_dir": f"{folder}/{name.replace(' ', '-')}-{device}",
+        "quiet": True,
+        "overwrite": "resume" not in options,
         **options,
-    )
-    runtime.forget()
+    }
+    return DataParallel(module, **settings)
+
+
+def losses(run: DataParallel, module: nn.Module) -> Iterator[torch.Tensor]:
+    """Of the run's batches; a step is made when the next is asked for."""
     few: Any = Subset(cast(Any, load_dataset("digits").train), range(480))
     for images, labels in run.batches(few):
         loss = nn.functional.cross_entropy(module(images), labels)
         loss.backward()
+        yield loss
         run.step(loss)
+
+
+def parameters(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().cpu().reshape(-1) for p in module.parameters()])
+
+
+def train(folder: str, device: str, name: str, options: dict[str, Any]) -> torch.Tensor:
+    """The trained parameters."""
+    module = network()
+    run = make(module, folder, device, name, **options)
+    runtime.forget()
+    for _ in losses(run, module):
+        pass
     if accelerator.is_accelerator(run.device):
         own.add(run.device.index)
     others = set(runtime.touched()) - own
     expect(not others, f"{name}: {run.device} is this rank's, and {others} were touched")
-    return torch.cat([p.detach().cpu().reshape(-1) for p in module.parameters()])
+    return parameters(module)
 
 
 def expect(is_so: bool, what: str) -> None:
@@ -105,10 +154,113 @@ def anywhere(flag: bool) -> bool:
 def check_equal(folder: str) -> None:
     for name, options in EQUAL.items():
         expected = train(folder, "cpu", name, options)
-        result = train(folder, "gpu", name, options)
-        error = (result - expected).abs().max().item()
-        expect(torch.equal(result, expected), f"{name}: differs from the CPU's by {error}")
+        delays = OTHER_DELAYS if name in WITH_OTHER_DELAYS else []
+        for copies, kernels in [(COPIES, KERNELS), *delays]:
+            runtime.set_delays(copies, kernels, WORLD.rank)
+            result = train(folder, "gpu", name, options)
+            where = f"{name}, copies {copies} us, kernels {kernels} us"
+            error = (result - expected).abs().max().item()
+            expect(torch.equal(result, expected), f"{where}: differs from the CPU's by {error}")
+            expect(not guarded.found, f"{where}: handed over too early: {guarded.found}")
+        runtime.set_delays(COPIES, KERNELS, WORLD.rank)
+
+
+def check_resume(folder: str) -> None:
+    """A run that goes on from a checkpoint is the one without a break."""
+    for name in RESUMED:
+        options = EQUAL[name]
+        whole, half = 16 * 24, 16 * 12  # whole rounds of two workers, and of three
+        results = []
+        for device in ("cpu", "gpu"):
+            module = network()
+            run = make(module, folder, device, name, samples=whole, **options)
+            set_random_state(run, 7)
+            for _ in losses(run, module):
+                pass
+            results.append(parameters(module))
+            where = f"{folder}/{name.replace(' ', '-')}-{device}-half"
+            module = network()
+            short = make(module, folder, device, name, samples=half, run_dir=where, **options)
+            set_random_state(short, 9)
+            for _ in losses(short, module):
+                pass
+            module = network()
+            last = make(module, folder, device, name, samples=whole, resume=where, **options)
+            set_random_state(last, 5)
+            for _ in losses(last, module):
+                pass
+            results.append(parameters(module))
+            if last.device.type != "cpu" and not last.is_server:
+                state = int(states[last.device.index])
+                expect(state == 9, f"{name}: the device's random numbers are at {state}, not at 9")
+        errors = [(result - results[0]).abs().max().item() for result in results]
+        expect(not any(errors), f"{name}: CPU, resumed there, device, resumed there: {errors}")
         expect(not guarded.found, f"{name}: handed over too early: {guarded.found}")
+
+
+def check_refused(folder: str) -> None:
+    """A gradient that is not finite is refused on the device, where that is known a step late."""
+    for name in ("bsp", "ar-sgd", "ar-sgd whole"):
+        results = []
+        for device in ("cpu", "gpu"):
+            module = network()
+            module.insert(1, nn.BatchNorm2d(4))
+            run = make(module, folder, device, name, wait_free="whole" not in name)
+            few: Any = Subset(cast(Any, load_dataset("digits").train), range(480))
+            for number, (images, labels) in enumerate(run.batches(few)):
+                if number in (1, 2) and run.is_first:
+                    images[0] = torch.nan
+                loss = nn.functional.cross_entropy(module(images), labels)
+                loss.backward()
+                run.step(loss)
+            means = [value for key, value in module.state_dict().items() if "running" in key]
+            expect(all(bool(each.isfinite().all()) for each in means), f"{name}: {device} buffers")
+            results.append(parameters(module))
+            if WORLD.rank == 0:
+                refused = run.summary["gradients_refused"]
+                expect(refused == 2, f"{name} on {device}: {refused} refused")
+        expect(bool(results[0].isfinite().all()), f"{name}: not finite")
+        expect(torch.equal(*results), f"{name}: differs from the CPU's")
+
+
+def set_random_state(run: DataParallel, number: int) -> None:
+    if run.device.type != "cpu":
+        states[run.device.index].fill_(number)
+
+
+def check_budget(folder: str) -> None:
+    """In a step nothing waits for the device, but for what its outcome is a step later."""
+    runtime.set_delays(500, 0, WORLD.rank)
+    names: dict[str, dict[str, Any]] = {name: {} for name in sorted(ALGORITHMS)}
+    names |= EQUAL | FEW_BITS
+    for name, options in names.items():
+        module = network()
+        run = make(module, folder, "gpu", name, samples=16 * 12 * WORLD.size, **options)
+        begun: list[dict[str, int]] = []
+        for _ in losses(run, module):
+            begun.append(runtime.counts())
+        if len(begun) > WARM_UP + 1:
+            first, last = begun[WARM_UP], begun[-1]
+            stalls = {what: last[what] - first.get(what, 0) for what in STALLS if what in last}
+            stalls = {what: count for what, count in stalls.items() if count}
+            expect(not stalls, f"{name}: in {len(begun) - 1 - WARM_UP} steps {stalls}")
+        steps = WORLD.allreduce(len(begun), MPI.MAX)
+        expect(steps > WARM_UP + 1, f"{name}: no rank has made more than {steps} steps")
+
+
+def check_ahead(folder: str) -> None:
+    """With slow kernels the device still computes when the host is done with a step."""
+    runtime.set_delays(100, 2000, WORLD.rank)
+    for name in ("aladdin", "aladdin-ahead"):
+        module = network()
+        run = make(module, folder, "gpu", name)
+        behind = []
+        computed: list[Any] = []
+        for _ in losses(run, module):
+            behind += [not event.query() for event in computed]
+            computed = [torch.accelerator.current_stream().record_event()]
+        if not run.is_server:
+            expect(sum(behind) >= len(behind) - 1, f"{name}: the host has waited: {behind}")
 
 
 def check_all(folder: str) -> None:
@@ -135,6 +287,28 @@ def copy_at_once(self: accelerator.CopyStream, source: torch.Tensor, target: tor
     with self._module.stream(self._stream):
         target.copy_(source, non_blocking=True)
         return accelerator.CopyEvent(self._stream.record_event(), self._device)
+
+
+@contextmanager
+def copies_that_hold_nothing() -> Iterator[None]:
+    """Of what the device copies to the host: it computes on at once."""
+    copy = accelerator.CopyStream.copy
+
+    def loose(self: Any, source: torch.Tensor, target: torch.Tensor) -> Any:
+        event = copy(self, source, target)
+        event.hold = lambda: None  # type: ignore[method-assign]
+        return event
+
+    with replaced(accelerator.CopyStream, "copy", loose):
+        yield
+
+
+def fetch_at_once(self: DenseWire, message: torch.Tensor) -> Any:
+    """:meth:`DenseWire.fetch` of which the device computes on at once."""
+    if self._copies is None:
+        return message, None
+    with replaced(accelerator.CopyEvent, "hold", lambda self: None):
+        return self._copies.fetch(message)
 
 
 @contextmanager
@@ -168,7 +342,7 @@ DEFECTS: dict[str, tuple[str, tuple[int, int], Callable[[], Any]]] = {
     "a sum before its event": (
         "ar-sgd",
         LATE_COPIES,
-        lambda: replaced(over_transport, "_happened", lambda event: True),
+        lambda: replaced(in_order.Queued, "is_ready", True),
     ),
     "a receive into memory that a copy reads": (
         "ar-sgd bf16",
@@ -183,7 +357,19 @@ DEFECTS: dict[str, tuple[str, tuple[int, int], Callable[[], Any]]] = {
     "a model that changes while it is copied": (
         "sgp",
         LATE_COPIES,
-        lambda: replaced(accelerator.CopyEvent, "hold", lambda self: None),
+        copies_that_hold_nothing,
+    ),
+    "a model that is read before it has come": (
+        "bsp",
+        LATE_COPIES,
+        lambda: replaced(DenseWire, "fetch", fetch_at_once),
+    ),
+    "a model received into memory that a copy reads": (
+        "bsp",
+        LATE_COPIES,
+        lambda: replaced(
+            inbox._Line, "repost", lambda self, count, after=None: self._repost(count)
+        ),
     ),
 }
 
@@ -205,6 +391,15 @@ def check_defects(folder: str) -> None:
 
 runtime.set_delays(COPIES, KERNELS, WORLD.rank)
 guarded.install()
-{"equal": check_equal, "all": check_all, "defects": check_defects}[sys.argv[2]](sys.argv[1])
+CHECKS = {
+    "equal": check_equal,
+    "resume": check_resume,
+    "refused": check_refused,
+    "budget": check_budget,
+    "ahead": check_ahead,
+    "all": check_all,
+    "defects": check_defects,
+}
+CHECKS[sys.argv[2]](sys.argv[1])
 if WORLD.rank == 0:
     print("done", flush=True)

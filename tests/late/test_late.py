@@ -43,6 +43,26 @@ def test_what_is_the_same_every_time_is_the_same_as_on_the_cpu(tmp_path: Path) -
 
 
 @needs("openmpi")
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    assert run(tmp_path, "resume").endswith("done\n")
+
+
+@needs("openmpi")
+def test_what_is_not_finite_is_refused(tmp_path: Path) -> None:
+    assert run(tmp_path, "refused").endswith("done\n")
+
+
+@needs("openmpi")
+def test_nothing_in_a_step_waits_for_the_device(tmp_path: Path) -> None:
+    assert run(tmp_path, "budget").endswith("done\n")
+
+
+@needs("openmpi")
+def test_the_host_runs_ahead_of_slow_kernels(tmp_path: Path) -> None:
+    assert run(tmp_path, "ahead").endswith("done\n")
+
+
+@needs("openmpi")
 def test_every_algorithm_keeps_its_books(tmp_path: Path) -> None:
     assert run(tmp_path, "all").endswith("done\n")
 
@@ -50,4 +70,4 @@ def test_every_algorithm_keeps_its_books(tmp_path: Path) -> None:
 @needs("openmpi")
 def test_planted_mistakes_are_found(tmp_path: Path) -> None:
     printed = run(tmp_path, "defects")
-    assert printed.endswith("done\n") and printed.count("found: ") == 6
+    assert printed.endswith("done\n") and printed.count("found: ") == 8

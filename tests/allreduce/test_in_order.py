@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.algorithms import in_order
-from aladdin_mpi.algorithms.in_order import EVENT_POLL, UNDER_WAY, InOrder, Queued
+from aladdin_mpi.allreduce import in_order
+from aladdin_mpi.allreduce.in_order import UNDER_WAY, InOrder, Queued
 from aladdin_mpi.config.options import SimulateOptions
 from aladdin_mpi.run import simulator
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import EVENT_POLL, Transport
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.layer import Layer
 from aladdin_mpi.transport.request import Event, PeerFailedError, Request

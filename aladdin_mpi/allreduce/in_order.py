@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import EVENT_POLL, Transport
 from aladdin_mpi.transport.request import Event, Request
 
-EVENT_POLL = 0.0001
-"""Seconds between two looks at a copy from the GPU."""
 UNDER_WAY = 2
 """Collectives under way at a time. With one the links idle from its end on one rank to the start
 of the next on another; with more the first ones end later (docs/algorithms.md)."""
@@ -27,10 +25,10 @@ class InOrder:
     ones in the same order, and may start no others meanwhile.
 
     Args:
-        most: collectives under way at a time.
+        most: collectives under way at a time; None: as many as there are.
     """
 
-    def __init__(self, transport: Transport, most: int = UNDER_WAY) -> None:
+    def __init__(self, transport: Transport, most: int | None = UNDER_WAY) -> None:
         self._transport = transport
         self._most = most
         self._held: deque[Queued] = deque()
@@ -51,19 +49,24 @@ class InOrder:
         # Whoever starts one: the next must not overtake it.
         with self._transport.atomic():
             self._under_way = [request for request in self._under_way if not request.done]
-            while len(self._under_way) < self._most and self._held and self._held[0].is_ready:
+            while not self._is_full and self._held and self._held[0].is_ready:
                 queued = self._held.popleft()
                 queued.request = queued.start()
-                if not queued.request.done:
+                if self._most is not None and not queued.request.done:
                     self._under_way.append(queued.request)
                     self._transport.when_done(queued.request, self._launch)
+
+    @property
+    def _is_full(self) -> bool:
+        return self._most is not None and len(self._under_way) >= self._most
 
     def wait(self, queued: Queued) -> None:
         """Wait until it has ended."""
         self._launch()
         while queued.request is None:
             # Not started: it is behind others, or behind a copy from the GPU.
-            if len(under_way := self._under_way) >= self._most:
+            under_way = self._under_way
+            if self._is_full:
                 self._transport.wait_any(under_way)
             else:
                 self._transport.sleep(EVENT_POLL)
