@@ -93,6 +93,23 @@ def enter(device: torch.device) -> None:
         module.set_device(device)
 
 
+def configure(device: torch.device, tf32: bool, benchmark: bool) -> None:
+    """How exactly an accelerator computes; what is not asked for stays as it is.
+
+    Args:
+        device: nothing is done for a CPU.
+        tf32: products of fp32 matrices may have ten bits of mantissa.
+        benchmark: cuDNN tries out its convolutions.
+    """
+    if not is_accelerator(device):
+        return
+    if tf32:
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
+    if benchmark:
+        torch.backends.cudnn.benchmark = True
+
+
 def random_state(device: torch.device) -> Tensor | None:
     """Where the device's random numbers have come to; None if it is no accelerator."""
     if not is_accelerator(device):

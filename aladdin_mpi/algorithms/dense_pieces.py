@@ -131,10 +131,10 @@ class DenseWeight(Piece):
         wire = self.ground.wire
         return wire.stage(values.to(wire.dtype).reshape(-1))
 
-    def send(self, g: Tensor, share: float) -> None:
+    def send(self, g: Tensor, share: float, loss_scale: float) -> None:
         """See :meth:`Piece.send`: the errors, or the gradient's columns."""
         if self.by_errors:
-            self._send_errors(share)
+            self._send_errors(share / loss_scale)
         else:
             self._send_gradient(g[self.bucket.part], share)
 
@@ -144,7 +144,8 @@ class DenseWeight(Piece):
         if self.ground.x.is_meta:
             message, filled = self.ground.wire.buffer(rows * outputs), None
         else:
-            values = stacked(self.capture.errors, rows, outputs, self.ground.x) * share
+            errors = stacked(self.capture.errors, rows, outputs, self.ground.x)
+            values = errors.to(self.ground.x.dtype) * share
             self.ground.check.look(values, self.bucket.index)
             message, filled = self._stage(values)
         self._moving = self.ground.gather(message, received, filled)
@@ -235,7 +236,7 @@ class DenseBias(Piece):
         self._message = torch.empty(0)
         self._updated: Tensor | None = None
 
-    def send(self, g: Tensor, share: float) -> None:
+    def send(self, g: Tensor, share: float, loss_scale: float) -> None:
         """See :meth:`Piece.send`: the errors, which the weight sends, are enough."""
         if self._weight.by_errors:
             return

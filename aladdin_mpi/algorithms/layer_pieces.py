@@ -78,12 +78,13 @@ class Piece(ABC):
         self.gathering = False
 
     @abstractmethod
-    def send(self, g: Tensor, share: float) -> None:
+    def send(self, g: Tensor, share: float, loss_scale: float) -> None:
         """The gradient of the piece is there: send everyone's part of it.
 
         Args:
             g: the flat gradient.
             share: what this rank's gradient weighs; the mean share is 1.
+            loss_scale: what backward's errors, but not the gradient, are multiplied by.
         """
 
     @abstractmethod
@@ -122,7 +123,7 @@ class GradientPiece(Piece):
         self._moving: Queued | None = None
         self._updated: Tensor | None = None
 
-    def send(self, g: Tensor, share: float) -> None:
+    def send(self, g: Tensor, share: float, loss_scale: float) -> None:
         """See :meth:`Piece.send`."""
         values = g[self.bucket.part]
         if share != 1.0:

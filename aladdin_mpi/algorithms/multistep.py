@@ -137,7 +137,7 @@ class MultistepWorker(TrainingWorker):
         """The gradients of a piece are there."""
         self.finish_all()  # of layers that have taken no part in the forward pass
         self.send_activations(at_last=True)
-        self.pieces[bucket.index].send(self.g, self.worker.share)
+        self.pieces[bucket.index].send(self.g, self.worker.share, self.worker.loss_scale)
 
     # -- after it, from the bottom layer up: sum, update, all-gather -----------------
     def update(self) -> None:

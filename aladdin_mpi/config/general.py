@@ -22,7 +22,7 @@ DEFAULT_EPOCHS = 30.0
 SGD_RATE, OTHER_RATE = 0.01, 0.001
 SGD_DECAY = 1e-4
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
 Wire = Literal["auto", "fp32", "bf16", "int8", "int4"]
 Augment = Literal[
     "auto", "none", "crop-flip", "imagenet", "autoaugment", "randaugment", "trivialaugment"
@@ -239,7 +239,21 @@ class GeneralOptions(BaseModel):
         gt=0,
     )
     precision: Precision = option(
-        "fp32", "of the forward and backward pass; bf16: autocast", group="optimisation"
+        "fp32",
+        "of the forward and backward pass; bf16, fp16: autocast, for fp16 with a loss scale that "
+        "all workers share",
+        group="optimisation",
+    )
+    tf32: bool = option(
+        False,
+        "let GPUs multiply fp32 matrices and convolve with ten bits of mantissa (TF32)",
+        group="optimisation",
+    )
+    cudnn_benchmark: bool = option(
+        False,
+        "let cuDNN try out which of its convolutions is fastest, for inputs of a few sizes; the "
+        "result is then not the same every time",
+        group="optimisation",
     )
     channels_last: bool = option(False, "store images channels-last", group="optimisation")
     bn_batches: int = option(

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from math import log2
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from aladdin_mpi.control.loss_scale import LossScale
 from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Request
@@ -31,13 +33,15 @@ class Ticket(NamedTuple):
 
     Without rounds a ticket is a round of its own. ``whole`` is 0 when none are left;
     ``size`` alone is 0 for a worker that gets nothing of a last, small round. ``absent``
-    are the ranks of failed workers that take no part in the round, the same for all.
+    are the ranks of failed workers that take no part in the round, the same for all. ``scale`` is
+    that of losses in half precision.
     """
 
     start: int
     size: int
     whole: int
     absent: tuple[int, ...] = ()
+    scale: float = 1.0
 
     def size_of(self, worker: int, workers: int) -> int:
         """How many of the round's samples go to a worker."""
@@ -105,6 +109,7 @@ class Budget:
         self.passed_over = 0
         """Of those drawn: granted to nobody."""
         self.limit = 0
+        self.loss_scale = LossScale()
         self._is_open = False
         self._early: list[tuple[int, int]] = []
         self._lockstep = lockstep > 0
@@ -120,7 +125,9 @@ class Budget:
 
     def _draw(self, source: int, message: Tensor) -> None:
         want, samples, loss, waiting, sent, steps, *rate = message.view(torch.float64).tolist()
-        self._computed[source] += samples > 0
+        if samples > 0:
+            self._computed[source] += 1
+            self.loss_scale.count()
         self._on_report(source, Report(int(samples), loss, waiting, int(sent), int(steps), *rate))
         if want == STOP:
             self.total = self.limit = self.drawn
@@ -140,12 +147,14 @@ class Budget:
         ticket = self._part_of_round(rank, want) if self._lockstep else self._take(want)
         if ticket.size:
             self._granted[rank].append(ticket.size)
-        self._transport.isend(torch.tensor([*ticket[:3], *ticket.absent]), rank, Tag.GRANT)
+        numbers = [*ticket[:3], int(log2(ticket.scale)), *ticket.absent]
+        self._transport.isend(torch.tensor(numbers), rank, Tag.GRANT)
 
     def _take(self, want: int) -> Ticket:
         count = min(want, max(self.limit - self.drawn, 0))
         self.drawn += count
-        return Ticket(self.drawn - count, count, count)
+        scale = 2.0**self.loss_scale.exponent
+        return Ticket(self.drawn - count, count, count, scale=scale)
 
     def _part_of_round(self, rank: int, want: int) -> Ticket:
         """The worker's part of its next round, which is decided when the first one asks."""
@@ -229,7 +238,7 @@ class Draws:
 
     def request(self, want: int, report: Report) -> None:
         """Ask for ``want`` samples, and report; :meth:`take` gets the answer."""
-        grant = torch.zeros(3 + self._transport.size, dtype=torch.int64)
+        grant = torch.zeros(4 + self._transport.size, dtype=torch.int64)
         self._grants.append((self._transport.irecv(grant, COORDINATOR, Tag.GRANT), grant))
         self._send(want, report)
 
@@ -258,5 +267,6 @@ class Draws:
                 self._ahead = min(2 * self._ahead, MOST_AHEAD)
             self._transport.wait(receive)
         self._computing = True
-        start, size, whole, *absent = grant.tolist()[: receive.nbytes // grant.itemsize]
-        return Ticket(start, size, whole, tuple(absent))
+        numbers = grant.tolist()[: receive.nbytes // grant.itemsize]
+        start, size, whole, exponent, *absent = numbers
+        return Ticket(start, size, whole, tuple(absent), 2.0**exponent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import log10
 from typing import TYPE_CHECKING, Any
 
+from aladdin_mpi.control.budget import Budget
 from aladdin_mpi.control.refusals import NBYTES, Reason, Refusal
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import UserError
@@ -34,13 +35,15 @@ class Ledger(Stateful):
 
     Args:
         first_worker: the rank of worker 0.
+        budget: whose loss scale is halved where a gradient overflows.
     """
 
     SAVED = saved(counts="_counts", first="_first")
 
-    def __init__(self, transport: Transport, first_worker: int) -> None:
+    def __init__(self, transport: Transport, first_worker: int, budget: Budget) -> None:
         self._transport = transport
         self._first_worker = first_worker
+        self._budget = budget
         self._counts: dict[tuple[int, str], int] = {}
         self._first: dict[tuple[int, str], str] = {}
         self._ended = False
@@ -59,6 +62,9 @@ class Ledger(Stateful):
 
     def _hear(self, source: int, message: Tensor) -> None:
         refusal = Refusal.unpack(message)
+        if refusal.reason == Reason.SCALE:
+            self._halve_scale(refusal)
+            return
         kind = KINDS[Reason(refusal.reason)]
         key = refusal.rank, kind
         count = self._counts[key] = self._counts.get(key, 0) + 1
@@ -70,6 +76,14 @@ class Ledger(Stateful):
         if refusal.in_a_row >= MOST_IN_A_ROW and not self._ended:
             self._ended = True  # several threads may run handlers: the error is told once
             raise UserError(_last_words(self._name(refusal.rank), refusal, why))
+
+    def _halve_scale(self, refusal: Refusal) -> None:
+        budget, scale = self._budget, self._budget.loss_scale
+        if scale.overflowed(refusal.sample, budget.drawn):
+            self._print(
+                f"{self._name(refusal.rank)}: a gradient overflows float16 at sample "
+                f"{refusal.sample}: the loss scale is now {2**scale.exponent}"
+            )
 
     def checkpoint_skipped(self, samples: int, doubt: str) -> None:
         """Say that no checkpoint is written, and why."""

@@ -32,6 +32,8 @@ class Reason(IntEnum):
     """What arrived at a server is not finite, though its sender had checked it."""
     CHECKSUM = 6
     """What arrived is not what was sent."""
+    SCALE = 7
+    """As the first two, of a loss that was scaled for half precision."""
 
 
 class Refusal(NamedTuple):

@@ -12,7 +12,7 @@ from aladdin_mpi.control.refusals import GradientCheck, Reason, Refusal, report
 from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.model.replica import PhantomReplica, Replica
 from aladdin_mpi.model.saved import Stateful, saved
-from aladdin_mpi.model.vectors import clear
+from aladdin_mpi.model.vectors import clear, scale
 from aladdin_mpi.roles.clipping import Clipping
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.outcome import Outcome, Outcomes
@@ -88,6 +88,8 @@ class Worker(Stateful):
         self.computed = 0
         self.refused = 0
         self.in_a_row = 0
+        self.loss_scale = 1.0
+        """What the loss of the present step has been multiplied by."""
         self.reached = Reached(transport)
         self.check = GradientCheck()
         self.clipping = clipping
@@ -186,6 +188,14 @@ class Worker(Stateful):
         self._draws.pass_over(samples)
 
     # -- gradients ----------------------------------------------------------------------
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The present step's loss, to be differentiated in half precision.
+
+        Of the gradients that come from it the scale is taken off again.
+        """
+        self.loss_scale = self.ticket.scale
+        return loss * self.loss_scale
+
     def gradient(self, vector: Tensor, on_bucket: OnBucket | None = None) -> None:
         """Compute the current batch's gradient into the flat ``vector``, whatever it holds.
 
@@ -198,6 +208,7 @@ class Worker(Stateful):
         self._on_bucket = on_bucket if self.clipping.tells_at_once else self._completed.append
         self.clipping.begin()
         self.check.begin()
+        self.loss_scale = 1.0
         loss = None
         if self.ticket.size:
             loss = self._compute_into(vector)
@@ -210,7 +221,7 @@ class Worker(Stateful):
             on_bucket(bucket)
         self._completed.clear()
         if self.ticket.size:
-            self._outcomes.note(self.ticket, loss, self.check)
+            self._outcomes.note(self.ticket._replace(scale=self.loss_scale), loss, self.check)
             self.settle(self._outcomes.lag)
 
     def _compute_into(self, vector: Tensor) -> float | Tensor | None:
@@ -229,6 +240,8 @@ class Worker(Stateful):
     def _complete(self, bucket: Bucket) -> None:
         """Backward has completed a bucket: look at it and tell of it."""
         part = self._vector[bucket.part]
+        if self.loss_scale != 1.0:
+            scale(part, 1 / self.loss_scale)
         self.check.look(part, bucket.index)
         self.clipping.clip_part(part, bucket.numel / self.layout.numel)
         self._on_bucket(bucket)
@@ -246,6 +259,9 @@ class Worker(Stateful):
         """A step is computed, and perhaps refused: take note, and tell rank 0 of that."""
         ticket, loss, found = outcome
         reason, bucket = found or (None, -1)
+        was_scaled = reason is not None and ticket.scale != 1.0
+        if was_scaled:
+            reason = Reason.SCALE
         if reason is None and self._is_too_large(loss):
             reason = Reason.LOSS
         refused = reason is not None
@@ -257,7 +273,8 @@ class Worker(Stateful):
         elif loss is not None:
             for action in self._on_loss:
                 action(loss)
-        self.in_a_row = self.in_a_row + 1 if refused else 0
+        if not was_scaled:  # a smaller scale is tried first
+            self.in_a_row = self.in_a_row + 1 if refused else 0
         value = nan if loss is None else loss
         if reason is not None:
             where = self.transport.rank, bucket, ticket.start

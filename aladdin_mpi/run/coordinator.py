@@ -90,7 +90,7 @@ class Coordinator:
         self._first_worker = transport.size - workers
         self.server = server
         self.budget = Budget(transport, plan.total, self._report, lockstep)
-        self.ledger = Ledger(transport, self._first_worker)
+        self.ledger = Ledger(transport, self._first_worker, self.budget)
         self.failures = Failures(
             transport, self.budget, self._first_worker, needed, self.moment, silence
         )
@@ -221,6 +221,7 @@ class Coordinator:
         return {
             "drawn": self.budget.drawn,
             "passed_over": self.budget.passed_over,
+            "loss_scale": self.budget.loss_scale.state_dict(),
             "seconds": self._seconds,
             "waiting": self._waiting,
             "sent": self._sent,
@@ -241,6 +242,8 @@ class Coordinator:
         """Take up a state from :meth:`state_dict`."""
         self.budget.drawn = state["drawn"]
         self.budget.passed_over = state.get("passed_over", 0)
+        if "loss_scale" in state:
+            self.budget.loss_scale.load_state_dict(state["loss_scale"])
         self._seconds = state["seconds"]
         self._waiting, self._sent = state["waiting"], state["sent"]
         self._steps = state["steps"]

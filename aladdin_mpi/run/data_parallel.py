@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from aladdin_mpi.accelerator import CopyStream, is_accelerator
+from aladdin_mpi.accelerator import CopyStream, configure, is_accelerator
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.exchange import agree
@@ -176,6 +176,7 @@ class DataParallel:
         )
         if self.device.type == "cpu":
             heap.keep_freed()
+        configure(self.device, self.options.tf32, self.options.cudnn_benchmark)
         was_chosen = self.options.device != "auto"
         tell_placement(transport, self.device, servers, self.options.quiet, was_chosen)
         # Timed computing needs no more than the parameters' sizes: they may be on "meta".
@@ -441,6 +442,19 @@ class DataParallel:
                 "run.step(loss), or leave --max-loss out"
             )
         self._loop.step(loss)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call ``backward()`` of where forward is in float16, in place of a GradScaler.
+
+        In float16 small gradients would be zero. The loss is multiplied by a factor that all
+        workers share, which is taken off the gradients again before anybody sees them; one that
+        overflows is left out, and the factor halved for all.
+
+        Args:
+            loss: of the batch, as :meth:`step` is given it too.
+        """
+        with self._words():
+            return self._ready().worker.scale_loss(loss)
 
     def clip_grad_norm_(self, max_norm: float) -> None:
         """Clip the gradient of this step, between ``backward()`` and :meth:`step`.

@@ -85,5 +85,6 @@ def _refuse_scaler() -> None:
         if scales and each._scale is not None:
             raise UserError(
                 "training loop: a GradScaler has scaled the loss, and so the gradients; use "
-                "autocast with bfloat16, which needs none"
+                "run.scale(loss).backward() in its place, or autocast with bfloat16, which needs "
+                "no scale"
             )

@@ -30,6 +30,9 @@ SIZE_PREFIX = "size:"
 """``--model size:MB`` names a model by the size of its parameters alone, for timed computing."""
 
 
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 def train(options: RunOptions, transport: Transport) -> dict[str, Any]:
     """Train as ``options`` say; every rank calls it. Returns the summary at rank 0."""
     if options.compute == "timed":
@@ -39,7 +42,7 @@ def train(options: RunOptions, transport: Transport) -> dict[str, Any]:
     run = DataParallel(module, options, transport=transport, evaluate=_evaluation(options, data))
     for inputs, labels in run.batches(data.train):
         loss = _loss(module, inputs, labels, options.precision) / options.accumulate
-        loss.backward()
+        (run.scale(loss) if options.precision == "fp16" else loss).backward()
         run.step(loss)
     return run.summary
 
@@ -68,7 +71,8 @@ def _prepare(
 
 
 def _loss(module: nn.Module, inputs: Tensor, labels: Tensor, precision: str) -> Tensor:
-    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=precision == "bf16"):
+    dtype = AUTOCAST.get(precision)
+    with torch.autocast(inputs.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
         outputs = module(inputs)
     return functional.cross_entropy(outputs.float(), labels)
 
