@@ -9,6 +9,7 @@ hundreds of MB: so whatever is done with a device here chooses it first (:func:`
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ HOST = ("cpu", "meta")
 BUS = Path("/sys/bus/pci/devices")
 NVIDIA = "0x10de"
 GPU_MAKERS = (NVIDIA, "0x1002", "0x8086")
+LEAST_REGISTERED = 1 << 20
+"""Bytes; what rounding adds to less is little."""
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -91,6 +94,36 @@ def enter(device: torch.device) -> None:
     module = _module(device.type)
     if module.current_device() != device.index:
         module.set_device(device)
+
+
+class _Pages(mmap.mmap):
+    """Memory of the host that the device's driver knows, so that it copies there by itself."""
+
+    runtime: Any = None
+
+    def __del__(self) -> None:
+        if self.runtime is not None:
+            self.runtime.cudaHostUnregister(self.address)
+
+    address: int = 0
+
+
+def pinned(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A zeroed vector of host memory, from and to which copies of ``device`` go on by themselves.
+
+    As long as was asked for: torch's own would be rounded up to a power of two.
+    """
+    nbytes = numel * dtype.itemsize
+    runtime = getattr(_module(device.type), "cudart", None)
+    if runtime is not None and nbytes >= LEAST_REGISTERED:
+        enter(device)
+        pages = _Pages(-1, nbytes)
+        memory = torch.frombuffer(pages, dtype=dtype, count=numel)
+        address = memory.data_ptr()
+        if int(runtime().cudaHostRegister(address, nbytes, 0)) == 0:
+            pages.runtime, pages.address = runtime(), address
+            return memory
+    return torch.zeros(numel, dtype=dtype, pin_memory=True)
 
 
 def configure(device: torch.device, tf32: bool, benchmark: bool) -> None:

@@ -54,9 +54,12 @@ class Buffers:
         """Memory for the sum of :meth:`load`'s buffer, for a library that does not add in place."""
         total = self._totals.get(key)
         if total is None or total.numel() != buffer.numel():
-            total = torch.zeros_like(buffer, pin_memory=buffer.is_pinned())
-            self._totals[key] = total
+            total = self._totals[key] = self.like(buffer)
         return total
+
+    def like(self, buffer: Tensor) -> Tensor:
+        """Cleared memory of the same length and kind as one of :meth:`load`'s buffers."""
+        return self._wire.buffer(buffer.numel())
 
     @staticmethod
     def store(buffer: Tensor, values: Tensor) -> None:

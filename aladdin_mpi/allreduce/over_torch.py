@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 from datetime import timedelta
@@ -83,6 +84,7 @@ class TorchAllReduce(AllReduce):
         self._transport = transport
         backend = _backend(device)
         self._backend_name = backend
+        on_device = backend == "nccl"
         limit = timeout_of(transport)
         torch.distributed.init_process_group(
             backend,
@@ -90,8 +92,9 @@ class TorchAllReduce(AllReduce):
             rank=transport.rank,
             world_size=transport.size,
             timeout=FOR_EVER if limit is None else timedelta(seconds=limit + MARGIN),
+            **(_bound_to(device) if on_device else {}),
         )
-        on_device = backend == "nccl"
+        self._waits_there = on_device
         self._buffers = Buffers(wire_dtype, device, moves_bytes=True, on_device=on_device)
 
     def start(self, values: Tensor, key: int) -> Pending:
@@ -100,7 +103,7 @@ class TorchAllReduce(AllReduce):
         self._transport.traffic.bytes_sent += allreduce_bytes(buffer.nbytes, self._transport.size)
         work = torch.distributed.all_reduce(buffer, async_op=True)
         assert work is not None
-        return _Work(self._transport, work, values, buffer, key)
+        return _Work(self._transport, work, values, buffer, key, self._waits_there)
 
     def describe(self) -> str:
         """See :meth:`AllReduce.describe`."""
@@ -113,22 +116,37 @@ class TorchAllReduce(AllReduce):
 
 
 class _Work(Pending):
+    """``waits_there``: the GPU waits for the sum, in the order of its stream, and not the host."""
+
     def __init__(
-        self, transport: Transport, work: dist.Work, values: Tensor, buffer: Tensor, key: int
+        self,
+        transport: Transport,
+        work: dist.Work,
+        values: Tensor,
+        buffer: Tensor,
+        key: int,
+        waits_there: bool,
     ) -> None:
         self._transport = transport
         self._work = work
         self._values = values
         self._buffer = buffer
         self._key = key
+        self._waits_there = waits_there
 
     def wait(self) -> Tensor:
-        what = f"torch.distributed's sum of bucket {self._key}"
-        # For a GPU `wait` only tells the current stream to wait; its time would be no one's.
-        wait_until(self._work.is_completed, self._transport, what)
+        if not self._waits_there:
+            what = f"torch.distributed's sum of bucket {self._key}"
+            wait_until(self._work.is_completed, self._transport, what)
         self._work.wait()
         Buffers.store(self._buffer, self._values)
         return self._values
+
+
+def _bound_to(device: torch.device) -> dict[str, Any]:
+    """NCCL makes its communicator for this device at once, where torch lets one say so (2.3)."""
+    accepted = inspect.signature(torch.distributed.init_process_group).parameters
+    return {"device_id": device} if "device_id" in accepted else {}
 
 
 def _meet(transport: Transport) -> Any:

@@ -97,7 +97,8 @@ class DirectAllReduce(AllReduce):
         buffer, event = self._buffers.load(values, key)
         space = self._spaces.get(key)
         if space is None or space.gathered.numel() != values.numel():
-            space = self._spaces[key] = _Space(self._transport, buffer)
+            gathered = self._buffers.like(buffer)
+            space = self._spaces[key] = _Space(self._transport, buffer, gathered)
         pending = _Direct(self, values, buffer, event, space)
         self._exchange(pending)
         self._scattering.append(pending)
@@ -200,13 +201,13 @@ class _Space:
     once. ``parts[i]`` is rank i's part, ``received[i]`` what rank i sends of this rank's.
     """
 
-    def __init__(self, transport: Transport, buffer: Tensor) -> None:
+    def __init__(self, transport: Transport, buffer: Tensor, gathered: Tensor) -> None:
         rank, ranks, numel = transport.rank, transport.size, buffer.numel()
         self.rank = rank
         self.peers = [(rank + step) % ranks for step in range(1, ranks)]
         bounds = [numel * i // ranks for i in range(ranks + 1)]
         self.parts = [slice(bounds[i], bounds[i + 1]) for i in range(ranks)]
-        self.gathered = torch.zeros_like(buffer, pin_memory=buffer.is_pinned())
+        self.gathered = gathered
         own = buffer[self.parts[rank]]
         self.received = {peer: torch.zeros_like(own) for peer in self.peers}
 

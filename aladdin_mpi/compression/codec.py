@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aladdin_mpi.accelerator import CopyEvent, CopyStream, is_accelerator
+from aladdin_mpi.accelerator import CopyEvent, CopyStream, is_accelerator, pinned
 from aladdin_mpi.compression.models import ModelDecoder, ModelEncoder
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import add
@@ -128,8 +128,9 @@ class DenseWire(GradientCodec):
         Cleared: timed computing sends it as it is, and what the memory held before may look like
         a message that was damaged on its way.
         """
-        pinned = self._copies is not None
-        return torch.zeros(numel, dtype=self.dtype, device=self._memory, pin_memory=pinned)
+        if self._copies is not None:
+            return pinned(numel, self.dtype, self.device)
+        return torch.zeros(numel, dtype=self.dtype, device=self._memory)
 
     def buffer_for(self, vector: Tensor) -> Tensor:
         """A buffer as long as ``vector``: ``vector`` itself where it can be sent as it is."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from aladdin_mpi import accelerator
 from tests.late.device import KIND, runtime
 
 DEVICE = torch.device(KIND, 2)
@@ -157,6 +158,27 @@ def test_memory_is_counted() -> None:
     before, _, pinned_before, _ = runtime.memory_used()
     held = torch.zeros(1000, device=DEVICE), torch.zeros(5000, pin_memory=True)
     now, most, pinned, _ = runtime.memory_used()
-    assert now - before == 4096 and most >= now and pinned - pinned_before == 20480
+    assert now - before == 4096 and most >= now and pinned - pinned_before == 32768
     del held
     assert runtime.memory_used()[0] == before
+
+
+def test_pinned_memory_is_as_much_as_was_asked_for() -> None:
+    now, _ = runtime.memory_used()[2:]
+    numel = 5 * 2**18 + 1000  # 5 MiB and a bit: rounded up they would be 8
+    buffer = accelerator.pinned(numel, torch.float32, DEVICE)
+    assert buffer.is_pinned() and not buffer.any()
+    assert runtime.memory_used()[2] - now == 4 * numel
+    part = buffer[1000:]
+    del buffer
+    fetched, event = accelerator.CopyStream(DEVICE).fetch(part.fill_(3.0))
+    assert runtime.memory_used()[2] - now == 4 * numel  # a part of it is in use still
+    assert not event.query()
+    del part
+    assert runtime.memory_used()[2] == now
+    assert (fetched == 3).all().item()
+
+
+def test_a_little_of_it_is_torchs() -> None:
+    small = accelerator.pinned(1000, torch.bfloat16, DEVICE)
+    assert small.is_pinned() and not small.any()

@@ -42,10 +42,25 @@ def _module() -> types.ModuleType:
     module.get_rng_state = lambda device: states[device.index].clone()
     module.set_rng_state = lambda state, device: states[device.index].copy_(state)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    module.cudart = _Runtime
     module.Stream, module.Event = torch.Stream, torch.Event
     module.current_stream = lambda device=None: torch.accelerator.current_stream(device)
     module.stream = _on
     return module
+
+
+class _Runtime:
+    """What the package asks of CUDA's runtime."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
+        runtime.register_host(address, nbytes)
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:
+        runtime.unregister_host(address)
+        return 0
 
 
 def _set_device(device: torch.device | int) -> None:

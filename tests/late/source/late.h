@@ -95,6 +95,9 @@ c10::Allocator* pinned_allocator();
 void keep_for(const c10::DataPtr& memory, const c10::Stream& stream);
 // Holds a block of pinned memory; null where `address` is not in one.
 std::shared_ptr<void> pinned(const void* address);
+// Memory that is the host's own becomes pinned, and is no more: waits for copies under way.
+void register_host(uintptr_t address, size_t bytes);
+void unregister_host(uintptr_t address);
 std::vector<long> memory_used();  // device now and at most, pinned now and at most
 
 // Host memory that a copy under way reads or writes, until the object is gone.

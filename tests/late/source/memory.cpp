@@ -75,18 +75,37 @@ struct DeviceAllocator final : c10::Allocator {
 };
 
 // -- pinned --
+// As torch's own, which is rounded up to a power of two.
+size_t power_of_two(size_t bytes) {
+  size_t power = ALIGNMENT;
+  while (power < bytes) power *= 2;
+  return power;
+}
+
 struct PinnedBlock {
-  explicit PinnedBlock(size_t size) : bytes(rounded(size)) {
+  explicit PinnedBlock(size_t size) : bytes(power_of_two(size)), owns(true) {
     address = std::aligned_alloc(ALIGNMENT, bytes);
   }
-  ~PinnedBlock() { std::free(address); }
+  // Memory of somebody else.
+  PinnedBlock(void* memory, size_t size) : address(memory), bytes(size), owns(false) {}
+  ~PinnedBlock() {
+    if (owns) std::free(address);
+  }
   void* address;
   size_t bytes;
+  bool owns;
 };
 
 std::mutex pinned_mutex;
 std::map<uintptr_t, std::shared_ptr<PinnedBlock>> pinned_blocks;
 long pinned_now = 0, pinned_most = 0;
+
+void keep(std::shared_ptr<PinnedBlock> block) {
+  std::lock_guard<std::mutex> lock(pinned_mutex);
+  pinned_now += static_cast<long>(block->bytes);
+  pinned_most = std::max(pinned_most, pinned_now);
+  pinned_blocks[reinterpret_cast<uintptr_t>(block->address)] = std::move(block);
+}
 
 // Copies under way hold the block: it is freed with the last of them.
 void unpin(void* address) {
@@ -103,10 +122,7 @@ struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     auto block = std::make_shared<PinnedBlock>(bytes);
     count("pinned allocations");
-    std::lock_guard<std::mutex> lock(pinned_mutex);
-    pinned_blocks[reinterpret_cast<uintptr_t>(block->address)] = block;
-    pinned_now += static_cast<long>(block->bytes);
-    pinned_most = std::max(pinned_most, pinned_now);
+    keep(block);
     return {block->address, block->address, &unpin, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &unpin; }
@@ -148,6 +164,18 @@ std::shared_ptr<void> pinned(const void* address) {
   if (next == pinned_blocks.begin()) return nullptr;
   auto& [start, block] = *std::prev(next);
   return place < start + block->bytes ? std::shared_ptr<void>(block) : nullptr;
+}
+
+void register_host(uintptr_t address, size_t bytes) {
+  keep(std::make_shared<PinnedBlock>(reinterpret_cast<void*>(address), bytes));
+}
+
+void unregister_host(uintptr_t address) {
+  std::shared_ptr<void> block = pinned(reinterpret_cast<void*>(address));
+  if (!block) return;
+  auto bytes = static_cast<PinnedBlock*>(block.get())->bytes;
+  while (uses_of(address, bytes)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  unpin(reinterpret_cast<void*>(address));
 }
 
 std::vector<long> memory_used() {

@@ -428,5 +428,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("touched", &late::touched, "The devices that have a context.");
   m.def("forget", &late::forget);
   m.def("memory_used", &late::memory_used);
+  m.def("register_host", &late::register_host);
+  m.def("unregister_host", &late::unregister_host);
   m.def("uses_of", &late::uses_of, "1: a copy under way reads there; 2: one writes; 3: both.");
 }
