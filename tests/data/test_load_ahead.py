@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, default_collate
 
+from aladdin_mpi.data import load_ahead
 from aladdin_mpi.data.load_ahead import AHEAD, THREAD, TRIALS
 from aladdin_mpi.data.loading import BatchSource
 from aladdin_mpi.data.sampler import ShardedStream
@@ -104,7 +105,8 @@ def test_so_is_what_is_put_together_at_random() -> None:
     assert set(data.threads) == {"MainThread"}
 
 
-def test_fast_data_are_loaded_without_a_thread() -> None:
+def test_fast_data_are_loaded_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_ahead, "LEAST_SECONDS", 1.0)  # whatever else the cores do
     data = Samples(seconds=0.0)
     batches(source(data), [2] * 8)
     assert set(data.threads) == {"MainThread"}
