@@ -87,6 +87,19 @@ def identity(device: torch.device) -> str:
     return "/".join([*seen, str(device.index)])
 
 
+def bus_address(device: torch.device) -> str | None:
+    """Where an accelerator is on the PCI bus, as the system writes it; None: torch does not say."""
+    if not is_accelerator(device):
+        return None
+    properties = getattr(_module(device.type), "get_device_properties", None)
+    found = properties(device) if properties is not None else None
+    bus = getattr(found, "pci_bus_id", None)
+    if not isinstance(bus, int):
+        return None
+    domain = getattr(found, "pci_domain_id", 0)
+    return f"{domain:04x}:{bus:02x}:{getattr(found, 'pci_device_id', 0):02x}.0"
+
+
 def enter(device: torch.device) -> None:
     """Make ``device`` the one of this thread; nothing if it is no accelerator."""
     if not is_accelerator(device):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from aladdin_mpi.config.options import TrainOptions, parse
 from tests import warm
 from tests.commands import EPOCH, metrics, rises, simulate, summary, train
 from tests.launch import ROOT, Completed, environment, needs, run_ranks, turn
@@ -136,6 +137,38 @@ def test_a_cluster_is_rehearsed(tmp_path: Path) -> None:
     rates = [summary(tmp_path / f"aladdin-{n}")["samples_per_second"] for n in (8, 16, 64)]
     assert rates[1] > 1.5 * rates[0]
     assert rates[2] > 3 * rates[1]
+
+
+STUB = """#!/bin/bash
+printf '%s\\n' "$@" >"$ASKED"
+"""
+
+
+@pytest.mark.parametrize("own", ["", "--model resnet20 --dataset cifar10 --run-dir runs/mine"])
+def test_what_is_asked_of_pbs_mpiexec(tmp_path: Path, own: str) -> None:
+    """The script itself, with something in place of the site's module and mpiexec."""
+    (tmp_path / "mpiexec").write_text(STUB)
+    (tmp_path / "mpiexec").chmod(0o755)
+    (tmp_path / "nodes").write_text("a\na\nb\nb\n")
+    surroundings = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "BASH_FUNC_module%%": '() { [ "$*" = "load frameworks" ]; }',
+        "ASKED": str(tmp_path / "asked"),
+        "PBS_NODEFILE": str(tmp_path / "nodes"),
+        "PBS_JOBID": "17.aurora",
+        "PBS_O_WORKDIR": str(tmp_path),
+        "PYTHON": "python3",
+        **({"OPTIONS": own} if own else {}),
+    }
+    script = ["bash", str(ROOT / "examples" / "pbs_aurora.sh")]
+    subprocess.run(script, env=surroundings, check=True, timeout=60)
+    words = (tmp_path / "asked").read_text().split()
+    assert words[:4] == ["-n", "24", "--ppn", "12"]
+    assert words[4] == "--cpu-bind" and words[5].count(":") == 12  # a list for each rank
+    assert words[6:9] == ["python3", "-m", "aladdin_mpi.train"]
+    options = parse(TrainOptions, words[9:], "train", "")
+    assert (options.device, options.resume) == ("xpu", "auto")
+    assert str(options.run_dir) == ("runs/mine" if own else "runs/17.aurora")
 
 
 # -- in virtual time ----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from aladdin_mpi.config.fields import dotted
 
 LOCAL_FIELDS = frozenset(
     {
+        "bind_cores",
         "cache",
         "data_dir",
         "device",

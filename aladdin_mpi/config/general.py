@@ -74,6 +74,12 @@ class GeneralOptions(BaseModel):
         "which cuda (also AMD's) and xpu (Intel's) name",
         group="run",
     )
+    bind_cores: Literal["auto", "off"] = option(
+        "auto",
+        "bind each worker to cores near its GPU, where several workers of a host have one and the "
+        "launcher has left all of them the same cores",
+        group="run",
+    )
     timeout: float = option(
         1800.0, "longest wait for another rank", unit="SECONDS", group="run", gt=0
     )

@@ -38,6 +38,7 @@ from aladdin_mpi.run.epochs import Batches, Epoch, HeldBack
 from aladdin_mpi.run.evaluation import Evaluate
 from aladdin_mpi.run.loop import Loop
 from aladdin_mpi.run.loop_watch import LoopWatch
+from aladdin_mpi.run.near_cores import bind_to_near
 from aladdin_mpi.run.origin import find_origin
 from aladdin_mpi.run.own_optimizer import Asked, resolve, settings_for
 from aladdin_mpi.run.own_words import in_own_words
@@ -177,6 +178,8 @@ class DataParallel:
         if self.device.type == "cpu":
             heap.keep_freed()
         configure(self.device, self.options.tf32, self.options.cudnn_benchmark)
+        may_bind = self.options.bind_cores == "auto"
+        bind_to_near(transport, self.device if may_bind else torch.device("cpu"))
         was_chosen = self.options.device != "auto"
         tell_placement(transport, self.device, servers, self.options.quiet, was_chosen)
         # Timed computing needs no more than the parameters' sizes: they may be on "meta".

@@ -13,6 +13,7 @@ import torch
 from aladdin_mpi.accelerator import are_hidden, identity, is_accelerator, on_the_bus
 from aladdin_mpi.control.exchange import gather
 from aladdin_mpi.process import console, guard
+from aladdin_mpi.run.near_cores import as_cpulist
 from aladdin_mpi.transport.base import Transport
 
 LONG = 32
@@ -133,11 +134,4 @@ def _cores(cores: Sequence[int]) -> str:
     """``cores 0-7,16``."""
     if not cores:
         return ""
-    runs: list[list[int]] = []
-    for core in cores:
-        if runs and core == runs[-1][-1] + 1:
-            runs[-1].append(core)
-        else:
-            runs.append([core])
-    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"{'cores' if len(cores) > 1 else 'core'} {','.join(shown)}"
+    return f"{'cores' if len(cores) > 1 else 'core'} {as_cpulist(cores)}"

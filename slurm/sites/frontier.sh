@@ -16,3 +16,6 @@ INTERFACE=${INTERFACE:-hsn0}
 SITE_SRUN=(--gpu-bind=none --cpu-bind=none)
 SITE_CORES=(49-55 57-63 17-23 25-31 1-7 9-15 33-39 41-47)
 export MIOPEN_USER_DB_PATH="/tmp/miopen-$USER" MIOPEN_CUSTOM_CACHE_DIR="/tmp/miopen-$USER"
+# MPI is given memory of the host only. With 1, which some modules set, Cray MPICH ends the job at
+# its start unless mpi4py is linked to its library for GPUs ("GTL library is not linked").
+export MPICH_GPU_SUPPORT_ENABLED=0

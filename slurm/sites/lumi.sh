@@ -15,3 +15,6 @@ SRUN_MPI=${SRUN_MPI:-cray_shasta}
 INTERFACE=${INTERFACE:-hsn0}
 SITE_SRUN=(--gpu-bind=none --cpu-bind=none)
 SITE_CORES=(49-54 57-62 17-22 25-30 1-6 9-14 33-38 41-46)
+# MPI is given memory of the host only. With 1, which some modules set, Cray MPICH ends the job at
+# its start unless mpi4py is linked to its library for GPUs ("GTL library is not linked").
+export MPICH_GPU_SUPPORT_ENABLED=0

@@ -1,0 +1,43 @@
+#!/bin/bash
+# Train on ALCF Aurora: 6 GPUs of two tiles each and 104 cores a node, PBS Pro. From the folder
+# that the run is to be in:
+#
+#   qsub -A PROJECT -l select=4 -l walltime=01:00:00 -q prod examples/pbs_aurora.sh
+#
+# or, with options of aladdin_mpi.train:
+#
+#   OPTIONS="--model resnet50 --run-dir runs/a" qsub -v OPTIONS -A PROJECT ... examples/pbs_aurora.sh
+#
+# A rank for each tile, the first ones of which are the servers: with one server of four nodes 47
+# workers. The same run folder goes on where it was (--resume auto), so submit it again, or several
+# times with -W depend=afterany:JOB. Modules, the list of cores and the tiles follow ALCF's user
+# guide (docs.alcf.anl.gov/aurora). Not tried there by the authors.
+#PBS -N aladdin
+#PBS -l filesystems=home:flare
+#PBS -l place=scatter
+#PBS -k doe
+#PBS -j oe
+set -euo pipefail
+
+cd "${PBS_O_WORKDIR:-.}"
+set +u # `module` uses variables that may not be set
+module load frameworks
+set -u
+
+# Each tile is a device, xpu:0 to xpu:11; all ranks of a node see all of them, and the program
+# gives each worker one.
+export ZE_FLAT_DEVICE_HIERARCHY=FLAT
+unset ZE_AFFINITY_MASK
+# MPI is given memory of the host only.
+export MPIR_CVAR_ENABLE_GPU=0
+export OMP_NUM_THREADS=8 PYTHONUNBUFFERED=1
+
+TILES=12
+# Eight cores for each rank, near its tile; cores 0 and 52 are the system's.
+CORES=list:1-8:9-16:17-24:25-32:33-40:41-48:53-60:61-68:69-76:77-84:85-92:93-100
+NODES=$(sort -u "$PBS_NODEFILE" | wc -l)
+read -ra options <<<"${OPTIONS:---model resnet50 --dataset synthetic:3x224x224:1000:1281167}"
+
+exec mpiexec -n $((NODES * TILES)) --ppn "$TILES" --cpu-bind "$CORES" \
+    "${PYTHON:-python}" -m aladdin_mpi.train --device xpu --bind-cores off \
+    --run-dir "runs/${PBS_JOBID:-aurora}" --resume auto "${options[@]}"
