@@ -135,8 +135,8 @@ class GeneralOptions(BaseModel):
     )
     corrupt_images: Literal["stop", "skip"] = option(
         "stop",
-        "of --dataset imagefolder: end the run at an image that cannot be read; or name it once, "
-        "train on the next one instead, and leave it out of the test",
+        "of --dataset imagefolder and shards: end the run at an image that cannot be read; or "
+        "name it once, train on the next one instead, and leave it out of the test",
         group="data",
     )
     check_images: bool = option(
@@ -461,13 +461,17 @@ class GeneralOptions(BaseModel):
             ),
             *(
                 (
-                    is_given and self.dataset != "imagefolder",
-                    f"{flag}: expected only with the data set imagefolder, got {self.dataset}; "
-                    "leave it out",
+                    is_given and self.dataset not in sets,
+                    f"{flag}: expected only with the data set {' or '.join(sets)}, got "
+                    f"{self.dataset}; leave it out",
                 )
-                for flag, is_given in (
-                    ("--corrupt-images skip", self.corrupt_images == "skip"),
-                    ("--check-images", self.check_images),
+                for flag, is_given, sets in (
+                    (
+                        "--corrupt-images skip",
+                        self.corrupt_images == "skip",
+                        ("imagefolder", "shards"),
+                    ),
+                    ("--check-images", self.check_images, ("imagefolder",)),
                 )
             ),
             (

@@ -17,11 +17,13 @@ from torch import Tensor
 from aladdin_mpi.config.fields import kebab
 from aladdin_mpi.data import builtin_sets, imagefolder, recipes, synthetic
 from aladdin_mpi.data.imagefolder import Fault, Listing
+from aladdin_mpi.data.shard_index import find_shards, indexed
+from aladdin_mpi.data.shards import ShardImages
 from aladdin_mpi.data.skipped import SkippedImages
 from aladdin_mpi.data.user_code import call_with_accepted, import_function
 from aladdin_mpi.errors import UserError
 
-NAMES = ("digits", *builtin_sets.VISION_SETS, "imagefolder", "synthetic")
+NAMES = ("digits", *builtin_sets.VISION_SETS, "imagefolder", "shards", "synthetic")
 CACHE_CHOICES = ("auto", "on", "off")
 CORRUPT_CHOICES = ("stop", "skip")
 
@@ -73,7 +75,7 @@ def load_dataset(
 
     Args:
         name: ``digits``, ``mnist``, ``fashion-mnist``, ``cifar10``, ``cifar100``,
-            ``imagefolder``, ``synthetic``, ``synthetic:CxHxW:CLASSES:COUNT``, or
+            ``imagefolder``, ``shards``, ``synthetic``, ``synthetic:CxHxW:CLASSES:COUNT``, or
             ``package.module:function``. A function is given those of ``data_dir``,
             ``download``, ``image_size``, ``augment`` that it has parameters for, and returns
             a :class:`DatasetPair` or (train, test).
@@ -85,9 +87,9 @@ def load_dataset(
             into the cache folder, ``off`` decodes as needed, ``auto`` is ``on`` for up to
             2 GiB decoded. Sets of large images are always decoded as needed.
         augment: one of :data:`.recipes.CHOICES`; ``auto`` is what is said below.
-        corrupt_images: of ``imagefolder``: ``stop`` raises an error at an image that cannot
-            be read; ``skip`` notes it, puts the next one in its place in the training set,
-            and leaves it out of :func:`.loading.test_batches`.
+        corrupt_images: of ``imagefolder`` and ``shards``: ``stop`` raises an error at an image
+            that cannot be read; ``skip`` notes it, puts the next one in its place in the
+            training set, and leaves it out of :func:`.loading.test_batches`.
         faults: those that are known to be corrupt; None: nobody has looked.
 
     Small images (all of one size, at most 64 pixels) are cropped after padding by an
@@ -109,6 +111,8 @@ def load_dataset(
     with _LOADING:
         if name == "imagefolder":
             return _load_imagefolder(data_dir, look, cache, corrupt_images == "skip", faults)
+        if name == "shards":
+            return _load_shards(data_dir, look, corrupt_images == "skip")
         return _load(name, data_dir, download, look)
 
 
@@ -182,6 +186,16 @@ def _load_imagefolder(
         ]
     splits = tuple(imagefolder.load_split(each, recipe, size, cache, skipped) for each in listings)
     return _pair("imagefolder", splits, len(classes))
+
+
+@lru_cache(maxsize=4)
+def _load_shards(data_dir: Path | None, look: Look, skip: bool) -> DatasetPair:
+    skipped = SkippedImages() if skip else None
+    recipe = recipes.for_folder(None, look.image_size, look.augment)
+    splits = tuple(
+        ShardImages(shards, indexed(shards), recipe, skipped) for shards in find_shards(data_dir)
+    )
+    return _pair("shards", splits, int(splits[0].targets.max()) + 1)
 
 
 def _mended(

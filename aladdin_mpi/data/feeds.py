@@ -39,6 +39,7 @@ from aladdin_mpi.data.loading import (
 from aladdin_mpi.data.loading import describe as describe_pairs
 from aladdin_mpi.data.randomness import SHUFFLING, sample_keys
 from aladdin_mpi.data.sampler import Int64Array, Period, ShardedStream
+from aladdin_mpi.data.shards import ShardImages
 from aladdin_mpi.data.skipped import SkippedImages, skips_of
 from aladdin_mpi.errors import UserError
 
@@ -142,6 +143,8 @@ class SampleFeed(Feed):
         """See :meth:`Feed.source`."""
         size = share.batch_size
         order = None if self._sampler is None else _order(self._sampler, share.seed)
+        if order is None and isinstance(self._dataset, ShardImages):
+            order = _as_it_lies(self._dataset, share)
         stream = ShardedStream(
             self.length(size), share.worker, share.workers, share.seed, order, share.past
         )
@@ -296,6 +299,16 @@ def _order(sampler: Any, seed: int) -> Callable[[int], Int64Array] | None:
         return lambda epoch: indices
     epochs = _epochs_of(sampler, seed)
     return lambda epoch: np.asarray(epochs(epoch), dtype=np.int64)
+
+
+def _as_it_lies(dataset: ShardImages, share: Share) -> Callable[[int], Int64Array]:
+    """Each worker reads shards of its own."""
+    if share.past:
+        raise UserError(
+            "--allow-resize: expected data whose order does not depend on the number of workers, "
+            "got shards; resume with as many workers as before"
+        )
+    return lambda epoch: dataset.reading_order(epoch, share.workers, share.seed)
 
 
 def _epochs_of(sampler: Any, seed: int) -> Callable[[int], list[Any]]:

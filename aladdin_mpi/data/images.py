@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -175,26 +175,36 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
     def _tried(self, index: int) -> Image.Image | None:
         """None where it cannot be read, and that is no error."""
         try:
-            return decode(self._path(index), self.size)
+            return self._decode(index)
         except CorruptImageError as error:
             if self.skipped is None:
                 raise
             self.skipped.add(error.path, error.why)
             return None
 
+    def _decode(self, index: int) -> Image.Image:
+        return decode(self._path(index), self.size)
+
     def _path(self, index: int) -> Path:
         return self.root / os.fsdecode(self._names[index])
 
 
-def decode(path: Path, size: tuple[int, int] | None = None) -> Image.Image:
+def decode(
+    path: Path, size: tuple[int, int] | None = None, data: BinaryIO | None = None
+) -> Image.Image:
     """Read one image file as RGB.
+
+    Args:
+        path: of the file.
+        size: (width, height) that it must have; None for any.
+        data: its content; None: it is read.
 
     Raises:
         CorruptImageError: it cannot be read.
         UserError: it has another (width, height) than ``size``.
     """
     try:
-        with Image.open(path) as file:
+        with Image.open(path if data is None else data) as file:
             image = file.convert("RGB")
     except MemoryError:
         raise

