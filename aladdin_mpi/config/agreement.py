@@ -25,6 +25,7 @@ LOCAL_FIELDS = frozenset(
         "quiet",
         "resume",
         "run_dir",
+        "stage",
         "timeout",
     }
 )

@@ -100,6 +100,13 @@ class GeneralOptions(BaseModel):
     data_dir: Path | None = option(
         None, "folder of the data set, for those that need one", unit="FOLDER", group="data"
     )
+    stage: Path | None = option(
+        None,
+        "folder on each host's own disk that --data-dir is copied to before training, once for "
+        "each host; what is there already is not copied again",
+        unit="FOLDER",
+        group="data",
+    )
     download: bool = option(False, "fetch the data set if it is not there", group="data")
     loader_workers: int = option(
         0,
@@ -450,6 +457,11 @@ class GeneralOptions(BaseModel):
             (
                 self.nesterov and self.momentum == 0,
                 "--nesterov: expected a momentum above 0, got 0; add --momentum 0.9",
+            ),
+            (
+                self.stage is not None and self.data_dir is None,
+                f"--stage {self.stage}: expected with --data-dir, got it without; add --data-dir "
+                "FOLDER, or leave it out",
             ),
             (
                 self.resume == AUTO and self.run_dir is None,

@@ -13,6 +13,7 @@ from aladdin_mpi.errors import UserError
 
 NO_EFFECT = {
     "precision": "put forward and loss into torch.autocast",
+    "stage": "copy the data before",
     "data_dir": "give batches() the data set",
     "download": "give batches() the data set",
     "cache": "give batches() the data set",

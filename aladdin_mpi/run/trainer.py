@@ -19,6 +19,7 @@ from aladdin_mpi.data.described_sets import describe_set
 from aladdin_mpi.data.image_check import check_images
 from aladdin_mpi.data.imagefolder import Fault
 from aladdin_mpi.data.models import build_model
+from aladdin_mpi.data.staging import stage
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.run.evaluation import Measurement, reestimate_batch_norm
@@ -37,14 +38,21 @@ def train(options: RunOptions, transport: Transport) -> dict[str, Any]:
     """Train as ``options`` say; every rank calls it. Returns the summary at rank 0."""
     if options.compute == "timed":
         return _rehearse(options, transport)
-    faults = check_images(options, transport)
-    data, module = agree(transport, lambda: _prepare(options, faults))
+    local = _staged(options, transport)
+    faults = check_images(local, transport)
+    data, module = agree(transport, lambda: _prepare(local, faults))
     run = DataParallel(module, options, transport=transport, evaluate=_evaluation(options, data))
     for inputs, labels in run.batches(data.train):
         loss = _loss(module, inputs, labels, options.precision) / options.accumulate
         (run.scale(loss) if options.precision == "fp16" else loss).backward()
         run.step(loss)
     return run.summary
+
+
+def _staged(options: RunOptions, transport: Transport) -> RunOptions:
+    """The options with the folder that this rank reads its data from."""
+    data_dir = stage(transport, options.data_dir, options.stage, options.quiet)
+    return options.model_copy(update={"data_dir": data_dir})
 
 
 def _prepare(
