@@ -1,0 +1,86 @@
+"""The recipes for containers: built and run where the tools are, looked at where they are not."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT
+
+FOLDER = ROOT / "tools" / "container"
+TRAINING = ["python", "-m", "aladdin_mpi.train", "--epochs", "1", "--run-dir", "/tmp/run"]
+
+
+def copied(recipe: str) -> set[str]:
+    """What a recipe takes from the project."""
+    text = (FOLDER / recipe).read_text()
+    if recipe == "Dockerfile":
+        lines = re.findall(r"^COPY (.*) \S+$", text, re.M)
+        return {name for line in lines for name in line.split()}
+    (files,) = re.findall(r"%files\n(.*?)\n\n", text, re.S)
+    return {line.split()[0] for line in files.splitlines()}
+
+
+@pytest.mark.parametrize("recipe", ["Dockerfile", "aladdin_mpi.def"])
+def test_what_is_copied_is_enough_to_install(recipe: str, tmp_path: Path) -> None:
+    for name in copied(recipe):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tmp_path / name, symlinks=True)
+        else:
+            shutil.copy(source, tmp_path / name)
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [*build, "--wheel-dir", "wheel", "."],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tmp_path / "wheel").glob("aladdin_mpi-*.whl")
+    assert wheel.stat().st_size > 300_000
+
+
+def test_both_recipes_make_the_same() -> None:
+    assert copied("Dockerfile") == copied("aladdin_mpi.def")
+    installs = {
+        re.findall(r"pip install .*", (FOLDER / name).read_text())[0]
+        for name in ("Dockerfile", "aladdin_mpi.def")
+    }
+    assert len(installs) == 1
+
+
+def has_docker() -> bool:
+    if shutil.which("docker") is None:
+        return False
+    return subprocess.run(["docker", "info"], capture_output=True, timeout=60).returncode == 0
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not has_docker(), reason="there is no docker, or its daemon does not run")
+def test_docker_trains_on_three_ranks() -> None:
+    run("docker", "build", "-t", "aladdin_mpi-test", "-f", str(FOLDER / "Dockerfile"), ".")
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "3"]
+    printed = run("docker", "run", "--rm", "aladdin_mpi-test", *mpirun, *TRAINING)
+    assert "test accuracy" in printed
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("apptainer") is None, reason="apptainer is not installed")
+def test_apptainer_trains_on_three_ranks(tmp_path: Path) -> None:
+    image = str(tmp_path / "aladdin_mpi.sif")
+    run("apptainer", "build", image, str(FOLDER / "aladdin_mpi.def"))
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "3"]
+    assert "test accuracy" in run("apptainer", "exec", image, *mpirun, *TRAINING)
