@@ -59,6 +59,7 @@ PASSES = (
     Pass("gpt", ("--quick", "--out", WORK)),
     Pass("intake"),
     Pass("step"),
+    Pass("feed"),
     Pass("gradient"),
     Pass("kernels"),
     Pass("heap"),
