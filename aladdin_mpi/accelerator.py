@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,12 +114,12 @@ class _Pages(mmap.mmap):
     """Memory of the host that the device's driver knows, so that it copies there by itself."""
 
     runtime: Any = None
+    address: int = 0
 
     def __del__(self) -> None:
         if self.runtime is not None:
-            self.runtime.cudaHostUnregister(self.address)
-
-    address: int = 0
+            with suppress(Exception):  # at the program's end the driver may have gone before
+                self.runtime.cudaHostUnregister(self.address)
 
 
 def pinned(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from aladdin_mpi.data.augment import LargeImages, SmallImages
+from aladdin_mpi.data.folder_index import files_below
 from aladdin_mpi.data.host_cache import cached_array
 from aladdin_mpi.data.images import CorruptImageError, ImageArrays, ImageFiles, decode
 from aladdin_mpi.data.skipped import SkippedImages
@@ -98,23 +99,14 @@ def list_images(root: Path, classes: Sequence[str]) -> Listing:
     unknown = [name for name in class_names(root) if name not in numbers]
     if unknown:
         raise UserError(f"--data-dir: {root} has a class {unknown[0]!r} that is not in train")
-    names: list[str] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        found = _images_below(root, name)
-        names += found
-        labels += [label] * len(found)
+    names = files_below(root, _is_image)
     if not names:
         raise UserError(f"--data-dir: no images in {root}/CLASS/; known: {' '.join(SUFFIXES)}")
-    return Listing(root, names, labels)
+    return Listing(root, names, [numbers[name.partition("/")[0]] for name in names])
 
 
-def _images_below(root: Path, name: str) -> list[str]:
-    found = []
-    for folder, _, files in os.walk(root / name):
-        inside = os.path.relpath(folder, root)
-        found += [f"{inside}/{each}" for each in files if each.lower().endswith(SUFFIXES)]
-    return sorted(found)
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(SUFFIXES)
 
 
 def common_small_size(listings: Sequence[Listing], skip: bool) -> tuple[int, int] | None:

@@ -66,8 +66,12 @@ class Outcomes:
     def note(self, ticket: Ticket, loss: float | Tensor | None, check: GradientCheck) -> None:
         """A step has been computed, or given to the device."""
         there = list(check.sums)
-        known = None if isinstance(loss, torch.Tensor) else loss
-        if isinstance(loss, torch.Tensor):
+        known: float | None = None
+        if not isinstance(loss, torch.Tensor):
+            known = loss
+        elif self._copies is None:
+            known = loss.item()  # of another device than the model's
+        else:
             there.append(loss)
         coming = self._send(there, check.buckets) if there else None
         self._unread.append((Outcome(ticket, known, check.found), coming))
