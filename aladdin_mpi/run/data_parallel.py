@@ -12,10 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from aladdin_mpi.accelerator import CopyStream, configure, is_accelerator
+from aladdin_mpi.accelerator import configure
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.exchange import agree
@@ -33,6 +32,7 @@ from aladdin_mpi.run.asked import (
 )
 from aladdin_mpi.run.assembly import Task, assemble
 from aladdin_mpi.run.deal import Deal, deal
+from aladdin_mpi.run.delivery import Delivery
 from aladdin_mpi.run.device import choose_device
 from aladdin_mpi.run.epochs import Batches, Epoch, HeldBack
 from aladdin_mpi.run.evaluation import Evaluate
@@ -184,14 +184,15 @@ class DataParallel:
         tell_placement(transport, self.device, servers, self.options.quiet, was_chosen)
         # Timed computing needs no more than the parameters' sizes: they may be on "meta".
         self.module = module if self.options.compute == "timed" else self._placed(module)
-        self._copies = CopyStream(self.device) if is_accelerator(self.device) else None
         self._optimizer = agree(
             transport, lambda: resolve(self.module, self.options, optimizer, scheduler)
         )
         self._evaluate = evaluate
         self._servers = servers
         self._rank: Rank | None = None
-        self._loop = Loop(self.options.batch_size, self._deliver)
+        self._loop = Loop(
+            self.options.batch_size, Delivery(self.device, self.options.channels_last)
+        )
         self._batches: Iterator[Any] | None = None
         self._ended = self._left = False
         self._hooks: list[RemovableHandle] = []
@@ -369,19 +370,6 @@ class DataParallel:
         finally:
             if watch is not None:
                 watch.close()
-
-    def _deliver(self, batch: Any) -> Any:
-        return tree_map(self._to_device, batch)
-
-    def _to_device(self, item: Any) -> Any:
-        if not isinstance(item, Tensor):
-            # Such as the batches of a tokenizer, which are no containers that torch knows.
-            return item.to(self.device) if callable(getattr(item, "to", None)) else item
-        if self.options.channels_last and item.dim() == 4:
-            item = item.contiguous(memory_format=torch.channels_last)
-        if self._copies is None or item.device.type != "cpu" or item.is_sparse:
-            return item.to(self.device, non_blocking=True)
-        return self._copies.fetch(item if item.is_pinned() else item.pin_memory())[0]
 
     # -- loops that are left ----------------------------------------------------------------
     def _note_left(self) -> None:

@@ -171,9 +171,8 @@ def test_pinned_memory_is_as_much_as_was_asked_for() -> None:
     assert runtime.memory_used()[2] - now == 4 * numel
     part = buffer[1000:]
     del buffer
-    fetched, event = accelerator.CopyStream(DEVICE).fetch(part.fill_(3.0))
+    fetched, _ = accelerator.CopyStream(DEVICE).fetch(part.fill_(3.0))
     assert runtime.memory_used()[2] - now == 4 * numel  # a part of it is in use still
-    assert not event.query()
     del part
     assert runtime.memory_used()[2] == now
     assert (fetched == 3).all().item()

@@ -29,9 +29,9 @@ WORLD = MPI.COMM_WORLD
 STEPS = 5
 COPIES, KERNELS = 4000, 100
 """Longest delays in microseconds."""
-LATE_COPIES, LATE_KERNELS = (30_000, 100), (0, 2000)
+LATE_COPIES, LATE_KERNELS = (20_000, 100), (0, 2000)
 """The same where a mistake is to show: it must not depend on what else the cores do."""
-LATE_AT_ONE = (100_000 if WORLD.rank == 0 else 100, 100)
+LATE_AT_ONE = (60_000 if WORLD.rank == 0 else 100, 100)
 """Its neighbour's model is there, and changes its own, long before that is copied."""
 
 DGC = {"compression": "dgc", "dgc": {"sample": 1.0}}
@@ -54,7 +54,7 @@ EQUAL: dict[str, dict[str, Any]] = {
 """Those whose result is the same every time: it has to be the CPU's, to the bit."""
 
 
-OTHER_DELAYS = [(200, 0), (15_000, 200), (500, 2500)]
+OTHER_DELAYS = [(200, 0), (10_000, 0), (500, 1000)]
 """Short copies, long ones, slow kernels."""
 WITH_OTHER_DELAYS = ("ar-sgd", "bsp bf16", "bsp dgc", "sgp")
 RESUMED = ("ar-sgd dgc", "bsp", "multistep", "sgp")
@@ -237,7 +237,7 @@ def check_budget(folder: str) -> None:
     names |= EQUAL | FEW_BITS
     for name, options in names.items():
         module = network()
-        run = make(module, folder, "gpu", name, samples=16 * 12 * WORLD.size, **options)
+        run = make(module, folder, "gpu", name, samples=16 * 9 * WORLD.size, **options)
         begun: list[dict[str, int]] = []
         for _ in losses(run, module):
             begun.append(runtime.counts())
@@ -252,7 +252,7 @@ def check_budget(folder: str) -> None:
 
 def check_ahead(folder: str) -> None:
     """With slow kernels the device still computes when the host is done with a step."""
-    runtime.set_delays(100, 2000, WORLD.rank)
+    runtime.set_delays(100, 1500, WORLD.rank)
     for name in ("aladdin", "aladdin-ahead"):
         module = network()
         run = make(module, folder, "gpu", name)

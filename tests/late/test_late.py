@@ -38,33 +38,19 @@ def test_the_device_shows_mistakes() -> None:
 
 
 @needs("openmpi")
-def test_what_is_the_same_every_time_is_the_same_as_on_the_cpu(tmp_path: Path) -> None:
-    assert run(tmp_path, "equal").endswith("done\n")
-
-
-@needs("openmpi")
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    assert run(tmp_path, "resume").endswith("done\n")
-
-
-@needs("openmpi")
-def test_what_is_not_finite_is_refused(tmp_path: Path) -> None:
-    assert run(tmp_path, "refused").endswith("done\n")
-
-
-@needs("openmpi")
-def test_nothing_in_a_step_waits_for_the_device(tmp_path: Path) -> None:
-    assert run(tmp_path, "budget").endswith("done\n")
-
-
-@needs("openmpi")
-def test_the_host_runs_ahead_of_slow_kernels(tmp_path: Path) -> None:
-    assert run(tmp_path, "ahead").endswith("done\n")
-
-
-@needs("openmpi")
-def test_every_algorithm_keeps_its_books(tmp_path: Path) -> None:
-    assert run(tmp_path, "all").endswith("done\n")
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param("equal", id="the result is the CPU's, where it is the same every time"),
+        pytest.param("resume", id="a resumed run is the uninterrupted one"),
+        pytest.param("refused", id="what is not finite is refused"),
+        pytest.param("budget", id="nothing in a step waits for the device"),
+        pytest.param("ahead", id="the host runs ahead of slow kernels"),
+        pytest.param("all", id="every algorithm keeps its books"),
+    ],
+)
+def test_over_mpi(tmp_path: Path, what: str) -> None:
+    assert run(tmp_path, what).endswith("done\n")
 
 
 @needs("openmpi")
