@@ -205,7 +205,7 @@ class DenseWeight(Piece):
 
     def gather(self, values: Tensor) -> None:
         """See :meth:`Piece.gather`."""
-        self._sent = [values]  # to be kept while it is copied
+        self._sent.clear()
         filled = self.ground.weights.encode(values, self._message[: values.numel()])
         self._moving = self.ground.gather(self._message, self._gathered, filled)
         self.gathering = True

@@ -121,7 +121,6 @@ class GradientPiece(Piece):
         self._mine = self._incoming[:part] if same else ground.weights.buffer(part)
         self._gathered = self._outgoing if same else ground.weights.buffer(n * part)
         self._moving: Queued | None = None
-        self._updated: Tensor | None = None
 
     def send(self, g: Tensor, share: float, loss_scale: float) -> None:
         """See :meth:`Piece.send`."""
@@ -146,7 +145,6 @@ class GradientPiece(Piece):
 
     def gather(self, values: Tensor) -> None:
         """See :meth:`Piece.gather`."""
-        self._updated = values  # to be kept while it is copied
         filled = self.ground.weights.encode(values, self._mine[: values.numel()])
         self._moving = self.ground.gather(self._mine, self._gathered, filled)
         self.gathering = True
@@ -159,5 +157,5 @@ class GradientPiece(Piece):
         self.ground.order.wait(self._moving)
         there, _ = self.ground.weights.fetch(self._gathered[: self.bucket.numel])
         copy(self.ground.x[self.bucket.part], there)
-        self._moving = self._updated = None
+        self._moving = None
         self.gathering = False

@@ -49,24 +49,25 @@ class InOrder:
         # Whoever starts one: the next must not overtake it.
         with self._transport.atomic():
             self._under_way = [request for request in self._under_way if not request.done]
-            while not self._is_full and self._held and self._held[0].is_ready:
+            while not self._are_most(self._under_way) and self._held and self._held[0].is_ready:
                 queued = self._held.popleft()
                 queued.request = queued.start()
                 if self._most is not None and not queued.request.done:
                     self._under_way.append(queued.request)
                     self._transport.when_done(queued.request, self._launch)
 
-    @property
-    def _is_full(self) -> bool:
-        return self._most is not None and len(self._under_way) >= self._most
+    def _are_most(self, under_way: list[Request]) -> bool:
+        """Whether these are as many as may be."""
+        return self._most is not None and len(under_way) >= self._most
 
     def wait(self, queued: Queued) -> None:
         """Wait until it has ended."""
         self._launch()
         while queued.request is None:
             # Not started: it is behind others, or behind a copy from the GPU.
-            under_way = self._under_way
-            if self._is_full:
+            if self._are_most(
+                under_way := self._under_way
+            ):  # which a handler may replace meanwhile
                 self._transport.wait_any(under_way)
             else:
                 self._transport.sleep(EVENT_POLL)

@@ -24,6 +24,8 @@ from aladdin_mpi.errors import UserError
 
 Batch = tuple[Tensor, Tensor]
 Key = tuple[int, int]
+Places = tuple[Int64Array, Int64Array]
+"""Epochs and indices of samples."""
 Collate = Callable[[list[Any]], Any]
 FORKED = Start()
 
@@ -99,15 +101,14 @@ class BatchSource:
             return LoadAhead(taken, self)
         return (self.load(places, How.ALONE) for places in taken)
 
-    def load(self, places: tuple[Int64Array, Int64Array], how: How) -> Any:
+    def load(self, places: Places, how: How) -> Any:
         """See :class:`~.load_ahead.Loader`; ``places`` are the samples' epochs and indices."""
-        epochs, indices = places
         if isinstance(self.dataset, ImageArrays):
+            epochs, indices = places
             if self.augment:
                 return self.dataset.training_batch(indices, epochs, self.stream.seed)
             return self.dataset.evaluation_batch(indices)
-        keys = list(zip(epochs.tolist(), indices.tolist(), strict=True))
-        samples = self._view.samples(keys, how)
+        samples = self._view.samples(_keys(places), how)
         if how is not How.TRIAL:
             return self.collate(samples)
         before = _positions()
@@ -204,8 +205,12 @@ class _KeyBatches:
 
     def __iter__(self) -> Iterator[list[Key]]:
         while True:
-            epochs, indices = self._stream.take(self._batch_size)
-            yield list(zip(epochs.tolist(), indices.tolist(), strict=True))
+            yield _keys(self._stream.take(self._batch_size))
+
+
+def _keys(places: Places) -> list[Key]:
+    epochs, indices = places
+    return list(zip(epochs.tolist(), indices.tolist(), strict=True))
 
 
 class TrainingView(Dataset[Any]):
@@ -225,25 +230,30 @@ class TrainingView(Dataset[Any]):
         return self.samples(keys)
 
     def samples(self, keys: list[Key], how: How = How.ALONE) -> list[Any]:
-        """Those of ``keys``; alone with the global generators seeded for each."""
+        """Those of ``keys``; but for BESIDE the global generators are kept, and seeded for each."""
         epochs, indices = torch.tensor(keys).numpy().T
         numbers = sample_keys(self._seed, AUGMENTATION, epochs, indices).tolist()
-        if self._augmented is not None:
-            return list(map(self._augmented, indices.tolist(), numbers))
         if how is How.BESIDE:
-            return [self._dataset[index] for index in indices.tolist()]
+            return list(map(self._sample, indices.tolist(), numbers))
         seeded = self._watched if how is How.TRIAL else self._seeded
         with global_generators_kept():
             return list(map(seeded, indices.tolist(), numbers))
 
-    def _seeded(self, index: int, number: int) -> Any:
-        seed_global_generators(number)
+    def _sample(self, index: int, number: int) -> Any:
+        if self._augmented is not None:
+            return self._augmented(index, number)
         return self._dataset[index]
 
+    def _seeded(self, index: int, number: int) -> Any:
+        if self._augmented is None:
+            seed_global_generators(number)
+        return self._sample(index, number)
+
     def _watched(self, index: int, number: int) -> Any:
-        seed_global_generators(number)
+        if self._augmented is None:
+            seed_global_generators(number)
         before = _positions()
-        sample = self._dataset[index]
+        sample = self._sample(index, number)
         self.draws = self.draws or before != _positions()
         return sample
 

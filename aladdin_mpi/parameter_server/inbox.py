@@ -192,13 +192,11 @@ class ModelInbox:
             if self._is_damaged(model):
                 continue
             message, event = self._wire.fetch(model.message)
-            read = message
+            read: Tensor | None = message
             if self._differences is not None:
-                decoded = self._differences.decode(model.bucket, message)
-                if decoded is None:
-                    continue
-                read = decoded
-            newest[model.bucket.index] = model, read
+                read = self._differences.decode(model.bucket, message)
+            if read is not None:
+                newest[model.bucket.index] = model, read
         for model, read in newest.values():
             self.put(parameters, model, read)
         return event

@@ -124,3 +124,17 @@ def test_an_error_is_raised_where_its_batch_is_asked_for() -> None:
         ahead.next_batch()
     with pytest.raises(UserError, match="sample 7"):
         ahead.next_batch()
+
+
+def test_an_augmentation_of_ones_own_leaves_the_training_its_random_numbers() -> None:
+    class Own(Samples):
+        def augmented(self, index: int, key: int) -> tuple[int, float]:
+            return index, torch.rand(1).item()
+
+    data = Own()
+    before = torch.get_rng_state()
+    one = source(data)
+    for _ in range(TRIALS + 2):
+        one.next_batch()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert one.draws
