@@ -82,6 +82,14 @@ def near(address: str | None, bus: Path = BUS) -> tuple[int, ...]:
         return ()
 
 
+def nearness(device: torch.device, cores: Sequence[int], bus: Path = BUS) -> str:
+    """How ``cores`` lie to ``device``: "near", "far", or "" for some of both or nobody knows."""
+    wanted = set(near(bus_address(device), bus))
+    if not wanted or not cores:
+        return ""
+    return "near" if wanted.issuperset(cores) else "far" if wanted.isdisjoint(cores) else ""
+
+
 def cpulist(text: str) -> tuple[int, ...]:
     """The cores of a list such as "18-23,66-71"."""
     found: list[int] = []

@@ -162,6 +162,17 @@ def test_more_workers_than_cores(tmp_path: Path) -> None:
     assert bound(places(tmp_path, ["0000:03:00.0"] * 2, 4), tmp_path) == {1: "", 2: "0"}
 
 
+def test_how_cores_lie_to_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree(tmp_path, {"0000:03:00.0": "0-3", "0000:44:00.0": ""})
+    addresses = [None, "0000:03:00.0", "0000:44:00.0"]
+    monkeypatch.setattr(near_cores, "bus_address", lambda device: addresses[device.index])
+    gpu = torch.device("cuda", 1)
+    found = [near_cores.nearness(gpu, each, tmp_path) for each in ([1, 2], [4, 5], [3, 4], [])]
+    assert found == ["near", "far", "", ""]
+    assert near_cores.nearness(torch.device("cuda", 0), [1], tmp_path) == ""
+    assert near_cores.nearness(torch.device("cuda", 2), [1], tmp_path) == ""
+
+
 @pytest.mark.parametrize("text", ["", "3", "0-3", "0-3,8,10-11"])
 def test_lists_of_cores(text: str) -> None:
     assert as_cpulist(cpulist(text)) == text
