@@ -28,6 +28,7 @@ GPU_MAKERS = (NVIDIA, "0x1002", "0x8086")
 LEAST_REGISTERED = 1 << 20
 """Bytes; what rounding adds to less is little."""
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_MASKS = (*_VISIBLE, "ZE_AFFINITY_MASK")
 
 
 def kind() -> str | None:
@@ -84,7 +85,7 @@ def identity(device: torch.device) -> str:
     uuid = getattr(properties(device), "uuid", None) if properties is not None else None
     if uuid is not None:
         return str(uuid)
-    seen = [os.environ[name] for name in _VISIBLE if name in os.environ]  # torch below 2.4
+    seen = [os.environ[name] for name in _MASKS if name in os.environ]  # torch below 2.4
     return "/".join([*seen, str(device.index)])
 
 

@@ -24,20 +24,23 @@ set +u # `module` uses variables that may not be set
 module load frameworks
 set -u
 
-# Each tile is a device, xpu:0 to xpu:11; all ranks of a node see all of them, and the program
-# gives each worker one.
+# Each tile is a device, and a rank sees that of its place on the node, as by ALCF's
+# gpu_tile_compact.sh. If all saw all, the workers of the first node would take tiles one place
+# before their cores, since the server has the first place.
 export ZE_FLAT_DEVICE_HIERARCHY=FLAT
-unset ZE_AFFINITY_MASK
+# shellcheck disable=SC2016 # each rank has a place of its own
+WITH_TILE=(bash -c 'ZE_AFFINITY_MASK=$PALS_LOCAL_RANKID exec "$@"' with_tile)
 # MPI is given memory of the host only.
 export MPIR_CVAR_ENABLE_GPU=0
 export OMP_NUM_THREADS=8 PYTHONUNBUFFERED=1
 
 TILES=12
-# Eight cores for each rank, near its tile; cores 0 and 52 are the system's.
+# Eight cores for each rank, near its tile, by the launcher, since torch does not tell where such a
+# GPU is; cores 0 and 52 are the system's.
 CORES=list:1-8:9-16:17-24:25-32:33-40:41-48:53-60:61-68:69-76:77-84:85-92:93-100
 NODES=$(sort -u "$PBS_NODEFILE" | wc -l)
 read -ra options <<<"${OPTIONS:---model resnet50 --dataset synthetic:3x224x224:1000:1281167}"
 
 exec mpiexec -n $((NODES * TILES)) --ppn "$TILES" --cpu-bind "$CORES" \
-    "${PYTHON:-python}" -m aladdin_mpi.train --device xpu --bind-cores off \
-    --run-dir "runs/${PBS_JOBID:-aurora}" --resume auto "${options[@]}"
+    "${WITH_TILE[@]}" "${PYTHON:-python}" -m aladdin_mpi.train --device xpu \
+    --bind-cores off --run-dir "runs/${PBS_JOBID:-aurora}" --resume auto "${options[@]}"

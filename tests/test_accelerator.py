@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,3 +112,15 @@ def test_gpus_are_told_apart_by_what_they_are() -> None:
     assert _are_apart([["a", "GPU-1"], ["a", "GPU-2"], ["b", "GPU-1"]])
     assert not _are_apart([["a", "GPU-1"], ["a", "GPU-1"]])
     assert not _are_apart([["a", "GPU-1"], None])
+
+
+def test_without_a_number_of_its_own_a_gpu_is_what_the_task_is_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace())
+    monkeypatch.setattr(accelerator, "_module", lambda name: module)
+    found = set()
+    for tile in ("0", "1"):
+        monkeypatch.setenv("ZE_AFFINITY_MASK", tile)
+        found.add(accelerator.identity(torch.device("xpu", 0)))
+    assert len(found) == 2

@@ -139,16 +139,22 @@ def test_a_cluster_is_rehearsed(tmp_path: Path) -> None:
     assert rates[2] > 3 * rates[1]
 
 
-STUB = """#!/bin/bash
-printf '%s\\n' "$@" >"$ASKED"
+MPIEXEC = """#!/bin/bash
+printf '%s\\n' "${@:1:6}" >"$ASKED"
+shift 6
+PALS_LOCAL_RANKID=7 exec "$@"
+"""
+PYTHON = """#!/bin/bash
+printf '%s\\n' "$ZE_FLAT_DEVICE_HIERARCHY $ZE_AFFINITY_MASK" "$@" >>"$ASKED"
 """
 
 
 @pytest.mark.parametrize("own", ["", "--model resnet20 --dataset cifar10 --run-dir runs/mine"])
 def test_what_is_asked_of_pbs_mpiexec(tmp_path: Path, own: str) -> None:
-    """The script itself, with something in place of the site's module and mpiexec."""
-    (tmp_path / "mpiexec").write_text(STUB)
-    (tmp_path / "mpiexec").chmod(0o755)
+    """The script itself, with something in place of the site's module, mpiexec and one rank."""
+    for name, text in (("mpiexec", MPIEXEC), ("python3", PYTHON)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
     (tmp_path / "nodes").write_text("a\na\nb\nb\n")
     surroundings = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
@@ -162,10 +168,10 @@ def test_what_is_asked_of_pbs_mpiexec(tmp_path: Path, own: str) -> None:
     }
     script = ["bash", str(ROOT / "examples" / "pbs_aurora.sh")]
     subprocess.run(script, env=surroundings, check=True, timeout=60)
-    words = (tmp_path / "asked").read_text().split()
+    words = (tmp_path / "asked").read_text().splitlines()
     assert words[:4] == ["-n", "24", "--ppn", "12"]
     assert words[4] == "--cpu-bind" and words[5].count(":") == 12  # a list for each rank
-    assert words[6:9] == ["python3", "-m", "aladdin_mpi.train"]
+    assert words[6:9] == ["FLAT 7", "-m", "aladdin_mpi.train"]  # the tile of the rank's place
     options = parse(TrainOptions, words[9:], "train", "")
     assert (options.device, options.resume) == ("xpu", "auto")
     assert str(options.run_dir) == ("runs/mine" if own else "runs/17.aurora")

@@ -61,6 +61,13 @@ def test_constraints_pin_all_that_is_installed() -> None:
     assert names - pins() == set(), "add these to constraints.txt"
 
 
+def test_the_build_needs_setuptools_alone() -> None:
+    """All else that it names would be fetched for every install, and every image."""
+    text = (ROOT / "pyproject.toml").read_text()
+    (needs,) = re.findall(r"^requires = \[(.*)\]$", text, re.M)
+    assert [Requirement(each.strip('" ')).name for each in needs.split(",")] == ["setuptools"]
+
+
 def test_install_replaces_nothing_that_is_there() -> None:
     done = run(
         *(sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-"),

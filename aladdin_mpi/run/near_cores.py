@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.transport.base import Transport
 
 THREADS = Path("/proc/self/task")
+CPUS = Path("/sys/devices/system/cpu")
 
 
 class Place(NamedTuple):
@@ -34,7 +37,17 @@ class Place(NamedTuple):
     allowed: tuple[int, ...]
 
 
-def bind_to_near(transport: Transport, device: torch.device, bus: Path = BUS) -> None:
+class Share(NamedTuple):
+    """What a rank is bound to: the part ``place`` of ``parts`` equal ones of ``cores``."""
+
+    cores: tuple[int, ...]
+    place: int
+    parts: int
+
+
+def bind_to_near(
+    transport: Transport, device: torch.device, bus: Path = BUS, cpus: Path = CPUS
+) -> None:
     """Bind this process to cores near ``device``, unless that is none or the launcher has bound it.
 
     All ranks call it.
@@ -44,10 +57,14 @@ def bind_to_near(transport: Transport, device: torch.device, bus: Path = BUS) ->
     allowed = as_cpulist(sorted(os.sched_getaffinity(0)))
     mine = transport.rank, transport.host, as_cpulist(near(bus_address(device), bus)), allowed
     told = [_place(each) for each in gather(transport, mine)]
-    dealt = {str(rank): as_cpulist(cores) for rank, cores in deal(told).items()}
-    mine_now = broadcast(transport, dealt).get(str(transport.rank))
-    if mine_now is not None:
-        bind(cpulist(mine_now))
+    dealt = {
+        str(rank): (as_cpulist(share.cores), share.place, share.parts)
+        for rank, share in deal(told).items()
+    }
+    share = broadcast(transport, dealt).get(str(transport.rank))
+    if share is not None:
+        cores, place, parts = share
+        bind(split(cpulist(cores), parts, cpus)[place])
 
 
 def _place(told: Sequence[Any]) -> Place:
@@ -65,6 +82,14 @@ def near(address: str | None, bus: Path = BUS) -> tuple[int, ...]:
         return ()
 
 
+def nearness(device: torch.device, cores: Sequence[int], bus: Path = BUS) -> str:
+    """How ``cores`` lie to ``device``: "near", "far", or "" for some of both or nobody knows."""
+    wanted = set(near(bus_address(device), bus))
+    if not wanted or not cores:
+        return ""
+    return "near" if wanted.issuperset(cores) else "far" if wanted.isdisjoint(cores) else ""
+
+
 def cpulist(text: str) -> tuple[int, ...]:
     """The cores of a list such as "18-23,66-71"."""
     found: list[int] = []
@@ -79,15 +104,15 @@ def as_cpulist(cores: Sequence[int]) -> str:
     return ",".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in _runs(cores))
 
 
-def deal(places: Sequence[Place]) -> dict[int, tuple[int, ...]]:
-    """Who is bound to which cores; ranks that are left alone are not in it."""
-    found: dict[int, tuple[int, ...]] = {}
+def deal(places: Sequence[Place]) -> dict[int, Share]:
+    """Who is bound to what; ranks that are left alone are not in it."""
+    found: dict[int, Share] = {}
     for host in {place.host for place in places}:
         found |= _deal_on_host([place for place in places if place.host == host])
     return found
 
 
-def _deal_on_host(places: Sequence[Place]) -> dict[int, tuple[int, ...]]:
+def _deal_on_host(places: Sequence[Place]) -> dict[int, Share]:
     if len({place.allowed for place in places}) > 1:
         return {}  # the launcher has dealt the cores
     sharing: dict[tuple[int, ...], list[int]] = {}
@@ -98,20 +123,35 @@ def _deal_on_host(places: Sequence[Place]) -> dict[int, tuple[int, ...]]:
     if sum(map(len, bound.values())) < 2:
         return {}  # nobody to keep apart from
     return {
-        rank: part
+        rank: Share(cores, place, len(ranks))
         for cores, ranks in bound.items()
-        for rank, part in zip(ranks, split(cores, len(ranks)), strict=True)
-        if part
+        for place, rank in enumerate(ranks)
     }
 
 
-def split(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Equal parts, each with as much of every run of numbers: hyperthreads stay together."""
-    parts = []
-    for i in range(count):
-        cut = [run[len(run) * i // count : len(run) * (i + 1) // count] for run in _runs(cores)]
-        parts.append(tuple(core for run in cut for core in run))
-    return parts
+def split(cores: Sequence[int], count: int, cpus: Path = CPUS) -> list[tuple[int, ...]]:
+    """Equal parts; hyperthreads of one core stay together, if there are enough cores for that."""
+    whole: dict[tuple[int, ...], list[int]] = {}
+    for core in cores:
+        whole.setdefault(siblings(core, cpus), []).append(core)
+    pieces = list(whole.values()) if len(whole) >= count else [[core] for core in cores]
+    cuts = [len(pieces) * i // count for i in range(count + 1)]
+    return [
+        tuple(sorted(core for piece in pieces[first:last] for core in piece))
+        for first, last in pairwise(cuts)
+    ]
+
+
+def siblings(core: int, cpus: Path = CPUS) -> tuple[int, ...]:
+    """The hyperthreads of the core that ``core`` is one of; itself alone where nobody knows.
+
+    Their numbers may be far apart (0 and 64) or neighbours, as may the cores of a socket (0, 2, 4):
+    numbers alone do not tell.
+    """
+    try:
+        return cpulist((cpus / f"cpu{core}" / "topology" / "thread_siblings_list").read_text())
+    except (OSError, ValueError):
+        return (core,)
 
 
 def _runs(cores: Sequence[int]) -> list[list[int]]:
@@ -125,11 +165,14 @@ def _runs(cores: Sequence[int]) -> list[list[int]]:
 
 
 def bind(cores: Sequence[int]) -> None:
-    """Bind all threads of this process, those that there are already too."""
+    """Bind all threads of this process, those that there are already too.
+
+    Where the system forbids it, as some containers do, or there are no ``cores``, nothing is done.
+    """
+    if not cores:
+        return
     for thread in THREADS.iterdir() if THREADS.is_dir() else []:
-        try:
+        with suppress(OSError):  # it has ended meanwhile, or may not be bound
             os.sched_setaffinity(int(thread.name), cores)
-        except ProcessLookupError:
-            continue  # it has ended meanwhile
-    if torch.get_num_threads() > len(cores):
+    if os.sched_getaffinity(0) <= set(cores) and torch.get_num_threads() > len(cores):
         torch.set_num_threads(len(cores))

@@ -13,7 +13,7 @@ import torch
 from aladdin_mpi.accelerator import are_hidden, identity, is_accelerator, on_the_bus
 from aladdin_mpi.control.exchange import gather
 from aladdin_mpi.process import console, guard
-from aladdin_mpi.run.near_cores import as_cpulist
+from aladdin_mpi.run.near_cores import as_cpulist, nearness
 from aladdin_mpi.transport.base import Transport
 
 LONG = 32
@@ -27,7 +27,7 @@ def tell_placement(
     quiet: bool = False,
     was_chosen: bool = True,
 ) -> None:
-    """Print at rank 0 where every rank computes, and warn of GPUs that are shared or idle.
+    """Print at rank 0 where every rank computes, and warn of GPUs shared, idle, or far from it.
 
     All ranks call it. In virtual time there is nothing to tell.
 
@@ -44,11 +44,12 @@ def tell_placement(
     if facts and not quiet:
         lines = by_rank(facts) if len(facts) <= LONG else by_host(facts)
         console.say("\n".join(lines), sys.stdout)
-    guard.warn([*shared_gpus(facts), *idle_gpus(facts)])
+    guard.warn([*shared_gpus(facts), *idle_gpus(facts), *far_cores(facts)])
 
 
 def place(rank: int, device: torch.device, servers: int, was_chosen: bool = True) -> dict[str, Any]:
     """What the other ranks are told of this one: its host, role, device and cores."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     fell_back = not (rank < servers or was_chosen or is_accelerator(device) or are_hidden())
     return {
         "rank": rank,
@@ -57,14 +58,16 @@ def place(rank: int, device: torch.device, servers: int, was_chosen: bool = True
         "device": str(device),
         "gpu": identity(device) if is_accelerator(device) else None,
         "idle_gpus": on_the_bus() if fell_back else 0,
-        "cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+        "cores": cores,
+        "nearness": nearness(device, cores),
     }
 
 
 def by_rank(facts: Sequence[dict[str, Any]]) -> list[str]:
     """A line for each rank."""
     table = [
-        [f"rank {f['rank']}", f["host"], f["role"], f["device"], _cores(f["cores"])] for f in facts
+        [f"rank {f['rank']}", f["host"], f["role"], f["device"], _cores(f["cores"]), _lie(f)]
+        for f in facts
     ]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
@@ -95,7 +98,8 @@ def _kind(ranks: Sequence[dict[str, Any]]) -> str:
             counts = sorted({len(fact["cores"]) for fact in those})
             cores = " or ".join(map(str, counts))
             plural = "s" * (len(those) > 1)
-            parts.append(f"{len(those)} {role}{plural} on {devices}, {cores} cores each")
+            near = ", near their GPUs" * all(fact["nearness"] == "near" for fact in those)
+            parts.append(f"{len(those)} {role}{plural} on {devices}, {cores} cores each{near}")
     return "; ".join(parts)
 
 
@@ -128,6 +132,23 @@ def idle_gpus(facts: Iterable[dict[str, Any]]) -> list[str]:
         "the torch that is installed, and at whether the job was given GPUs; --device cpu if that "
         "is meant"
     ]
+
+
+def far_cores(facts: Iterable[dict[str, Any]]) -> list[str]:
+    """A warning of workers that are bound to cores far from their GPUs, in one line."""
+    far = [fact for fact in facts if fact["nearness"] == "far"]
+    if not far:
+        return []
+    hosts = list(dict.fromkeys(fact["host"] for fact in far))
+    return [
+        f"workers on {_span(hosts)} ({len(far)} in all) are bound to cores far from their GPUs: "
+        "let the launcher bind none (srun --cpu-bind=none, mpirun --bind-to none), and the program "
+        "binds each to those near its own"
+    ]
+
+
+def _lie(fact: dict[str, Any]) -> str:
+    return {"near": "near its GPU", "far": "far from its GPU"}.get(fact["nearness"], "")
 
 
 def _cores(cores: Sequence[int]) -> str:

@@ -13,8 +13,12 @@ import pytest
 import torch
 
 from aladdin_mpi import accelerator
-from aladdin_mpi.run.near_cores import Place, as_cpulist, cpulist, deal, near, split
+from aladdin_mpi.run import near_cores
+from aladdin_mpi.run.near_cores import Place, as_cpulist, bind_to_near, cpulist, deal, near, split
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.layer import Layer
 from tests.launch import ROOT
+from tests.virtual_lab import lab, run
 
 MACHINES = {
     # Two EPYC 7402 in four domains each; GPUs 0 to 3 are on the domains 3, 1, 7, 5.
@@ -38,17 +42,23 @@ MACHINES = {
         },
     ),
 }
-SHARED = {
-    # Two sockets with three GPUs each.
+AURORA = {
+    # Two sockets with three GPUs each, and a list for each socket.
     **{f"0000:{bus}:00.0": "0-51,104-155" for bus in ("18", "42", "6c")},
     **{f"0001:{bus}:00.0": "52-103,156-207" for bus in ("18", "42", "6c")},
 }
 
 
-def tree(root: Path, gpus: dict[str, str]) -> Path:
-    for address, cores in gpus.items():
+def tree(root: Path, gpus: dict[str, str], *cores: str) -> Path:
+    """Made-up folders of the system: each GPU's near cores, and each core's hyperthreads."""
+    for address, cpus in gpus.items():
         (root / address).mkdir()
-        (root / address / "local_cpulist").write_text(cores + "\n")
+        (root / address / "local_cpulist").write_text(cpus + "\n")
+    for threads in cores:
+        for number in cpulist(threads):
+            folder = root / f"cpu{number}" / "topology"
+            folder.mkdir(parents=True)
+            (folder / "thread_siblings_list").write_text(threads + "\n")
     return root
 
 
@@ -62,41 +72,70 @@ def places(root: Path, gpus: list[str], cores: int, servers: int = 1) -> list[Pl
     ]
 
 
+def bound(ranks: list[Place], root: Path) -> dict[int, str]:
+    """What each rank is bound to."""
+    return {
+        rank: as_cpulist(split(share.cores, share.parts, root)[share.place])
+        for rank, share in deal(ranks).items()
+    }
+
+
 @pytest.mark.parametrize("name", MACHINES)
 def test_each_worker_gets_the_cores_near_its_gpu(name: str, tmp_path: Path) -> None:
     cores, gpus = MACHINES[name]
-    found = deal(places(tree(tmp_path, gpus), list(gpus), cores))
-    assert {rank: as_cpulist(each) for rank, each in found.items()} == dict(
-        enumerate(gpus.values(), start=1)
-    )
+    found = bound(places(tree(tmp_path, gpus), list(gpus), cores), tmp_path)
+    assert found == dict(enumerate(gpus.values(), start=1))
 
 
 def test_workers_whose_gpus_are_near_the_same_cores_divide_them(tmp_path: Path) -> None:
-    found = deal(places(tree(tmp_path, SHARED), list(SHARED), 208))
-    shown = [as_cpulist(found[rank]) for rank in range(1, 7)]
-    assert shown[:3] == ["0-16,104-120", "17-33,121-137", "34-51,138-155"]
-    assert shown[3:] == ["52-68,156-172", "69-85,173-189", "86-103,190-207"]
-    assert sorted(core for cores in found.values() for core in cores) == list(range(208))
+    tree(tmp_path, AURORA, *(f"{core},{core + 104}" for core in range(104)))
+    found = bound(places(tmp_path, list(AURORA), 208), tmp_path)
+    assert list(found.values()) == [
+        *("0-16,104-120", "17-33,121-137", "34-51,138-155"),
+        *("52-68,156-172", "69-85,173-189", "86-103,190-207"),
+    ]
+
+
+def test_one_list_for_all_gpus(tmp_path: Path) -> None:
+    gpus = {f"0000:{bus}:00.0": "0-15" for bus in ("01", "02", "03", "04")}
+    tree(tmp_path, gpus, *(f"{core},{core + 8}" for core in range(8)))
+    assert bound(places(tmp_path, list(gpus), 16), tmp_path) == {
+        **{1: "0-1,8-9", 2: "2-3,10-11"},
+        **{3: "4-5,12-13", 4: "6-7,14-15"},
+    }
+
+
+def test_sockets_that_are_numbered_in_turn(tmp_path: Path) -> None:
+    """As many machines have it: one socket's cores are even, and no two are neighbours."""
+    even, odd = "0,2,4,6,8,10,12,14", "1,3,5,7,9,11,13,15"
+    gpus = {"0000:01:00.0": even, "0000:02:00.0": even, "0000:81:00.0": odd, "0000:82:00.0": odd}
+    tree(tmp_path, gpus, *(f"{core},{core + 8}" for core in range(8)))
+    assert list(bound(places(tmp_path, list(gpus), 16), tmp_path).values()) == [
+        *("0,2,8,10", "4,6,12,14"),
+        *("1,3,9,11", "5,7,13,15"),
+    ]
+
+
+def test_hyperthreads_that_are_neighbours_stay_together(tmp_path: Path) -> None:
+    tree(tmp_path, {}, "0-3", "4-7", "8-11", "12-15", "16-19")
+    shown = [as_cpulist(part) for part in split(range(20), 3, tmp_path)]
+    assert shown == ["0-3", "4-11", "12-19"]
+    assert [as_cpulist(part) for part in split(range(4), 2, tmp_path)] == ["0-1", "2-3"]
 
 
 def test_only_cores_of_the_job_count(tmp_path: Path) -> None:
     cores, gpus = MACHINES["JUWELS Booster"]
     job = tuple(range(48))  # without hyperthreads
     ranks = [p._replace(allowed=job) for p in places(tree(tmp_path, gpus), list(gpus), cores)]
-    assert [as_cpulist(each) for each in deal(ranks).values()] == [
-        "18-23",
-        "6-11",
-        "42-47",
-        "30-35",
-    ]
+    assert list(bound(ranks, tmp_path).values()) == ["18-23", "6-11", "42-47", "30-35"]
 
 
 def test_hosts_are_dealt_one_by_one(tmp_path: Path) -> None:
     cores, gpus = MACHINES["Perlmutter"]
     one = places(tree(tmp_path, gpus), list(gpus), cores, servers=0)
     other = [place._replace(rank=place.rank + 4, host=1) for place in one]
-    found = deal([*one, *other])
-    assert all(found[rank] == found[rank + 4] for rank in range(4))
+    found = bound([*one, *other], tmp_path)
+    assert list(found.values()) == [*gpus.values()] * 2
 
 
 def test_a_launcher_that_has_bound_is_obeyed(tmp_path: Path) -> None:
@@ -119,9 +158,19 @@ def test_a_worker_alone_keeps_all_cores(tmp_path: Path) -> None:
 
 
 def test_more_workers_than_cores(tmp_path: Path) -> None:
-    assert split((0,), 2) == [(), (0,)]
-    found = deal(places(tree(tmp_path, {"0000:03:00.0": "0"}), ["0000:03:00.0"] * 2, 4))
-    assert found == {2: (0,)}
+    tree(tmp_path, {"0000:03:00.0": "0"})
+    assert bound(places(tmp_path, ["0000:03:00.0"] * 2, 4), tmp_path) == {1: "", 2: "0"}
+
+
+def test_how_cores_lie_to_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree(tmp_path, {"0000:03:00.0": "0-3", "0000:44:00.0": ""})
+    addresses = [None, "0000:03:00.0", "0000:44:00.0"]
+    monkeypatch.setattr(near_cores, "bus_address", lambda device: addresses[device.index])
+    gpu = torch.device("cuda", 1)
+    found = [near_cores.nearness(gpu, each, tmp_path) for each in ([1, 2], [4, 5], [3, 4], [])]
+    assert found == ["near", "far", "", ""]
+    assert near_cores.nearness(torch.device("cuda", 0), [1], tmp_path) == ""
+    assert near_cores.nearness(torch.device("cuda", 2), [1], tmp_path) == ""
 
 
 @pytest.mark.parametrize("text", ["", "3", "0-3", "0-3,8,10-11"])
@@ -137,6 +186,37 @@ def test_the_address_is_as_the_system_writes_it(monkeypatch: pytest.MonkeyPatch)
     told["pci_bus_id"] = None  # an older torch
     assert accelerator.bus_address(torch.device("cuda", 0)) is None
     assert accelerator.bus_address(torch.device("cpu")) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no processes")
+def test_a_rank_binds_itself_to_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the device's address to the system's call, with three ranks that tell each other."""
+    gpus = {"0000:01:00.0": "0-7", "0000:02:00.0": "0-7"}
+    tree(tmp_path, gpus, *(f"{core},{core + 4}" for core in range(4)))
+    addresses = dict(zip((1, 2), gpus, strict=True))
+    calls: list[list[int]] = []
+    monkeypatch.setattr(near_cores, "bus_address", lambda device: addresses.get(device.index))
+    monkeypatch.setattr(near_cores, "bind", lambda cores: calls.append(list(cores)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+
+    def rank(transport: Transport) -> None:
+        layer = Layer(transport)
+        layer.shares_process = False  # as over MPI
+        bind_to_near(layer, torch.device("cuda", transport.rank), tmp_path, tmp_path)
+
+    run(3, rank, lab(1))
+    assert sorted(calls) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_a_system_that_forbids_binding_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr(os, "sched_setaffinity", refuse, raising=False)
+    near_cores.bind((10_000,))
+    near_cores.bind(())
+    assert torch.get_num_threads() == before
 
 
 BIND = """

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from aladdin_mpi.run import placement
-from aladdin_mpi.run.placement import by_host, by_rank, idle_gpus, place, shared_gpus
+from aladdin_mpi.run.placement import by_host, by_rank, far_cores, idle_gpus, place, shared_gpus
 from tests.commands import train
 
 
-def fact(rank: int, host: str, gpu: str | None, index: int = 0, cores: int = 4) -> dict[str, Any]:
+def fact(
+    rank: int, host: str, gpu: str | None, index: int = 0, cores: int = 4, nearness: str = ""
+) -> dict[str, Any]:
     return {
         "rank": rank,
         "host": host,
@@ -23,6 +25,7 @@ def fact(rank: int, host: str, gpu: str | None, index: int = 0, cores: int = 4) 
         "gpu": gpu,
         "idle_gpus": 0,
         "cores": [*range(cores), 40],
+        "nearness": nearness,
     }
 
 
@@ -32,6 +35,21 @@ def test_a_line_for_each_rank() -> None:
         "rank 0  n1   server  cpu     cores 0-3,40",
         "rank 1  n12  worker  cuda:3  cores 0-3,40",
     ]
+
+
+def test_cores_near_a_gpu_are_told_and_those_far_from_it_warned_of() -> None:
+    ways = ["near", "far", ""]
+    facts = [fact(i, "n1", f"GPU-{i}", i, nearness=way) for i, way in enumerate(ways)]
+    assert by_rank(facts) == [
+        "rank 0  n1  worker  cuda:0  cores 0-3,40  near its GPU",
+        "rank 1  n1  worker  cuda:1  cores 0-3,40  far from its GPU",
+        "rank 2  n1  worker  cuda:2  cores 0-3,40",
+    ]
+    (warning,) = far_cores(facts)
+    assert warning.startswith("workers on n1 (1 in all) are bound to cores far from their GPUs: ")
+    assert far_cores([facts[0], facts[2]]) == []
+    assert by_host([facts[0]])[1] == "  n1: 1 worker on cuda:0, 5 cores each, near their GPUs"
+    assert by_host(facts)[1].endswith("5 cores each")
 
 
 def test_many_ranks_in_few_lines() -> None:
