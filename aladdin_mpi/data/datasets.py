@@ -195,7 +195,9 @@ def _load_shards(data_dir: Path | None, look: Look, skip: bool) -> DatasetPair:
     splits = tuple(
         ShardImages(shards, indexed(shards), recipe, skipped) for shards in find_shards(data_dir)
     )
-    return _pair("shards", splits, int(splits[0].targets.max()) + 1)
+    classes = int(splits[0].targets.max()) + 1
+    splits[1].check_classes(classes)
+    return _pair("shards", splits, classes)
 
 
 def _mended(

@@ -55,6 +55,20 @@ class ShardImages(ImageFiles):
         """An order of all samples: worker w of n gets the places w, w + n, ... of it."""
         return _order(tuple(map(len, self._entries)), epoch, workers, seed)
 
+    def check_classes(self, count: int) -> None:
+        """See that no class is unknown to the training set, which has ``count``.
+
+        Raises:
+            UserError: names the first sample of one that is.
+        """
+        unknown = np.flatnonzero(self.targets.numpy() >= count)
+        if len(unknown):
+            first = int(unknown[0])
+            raise UserError(
+                f"{self._path(first)}: expected a class of the training shards, 0 to {count - 1}, "
+                f"got {int(self.targets[first])}; look at --data-dir"
+            )
+
     # -- reading ------------------------------------------------------------------------
     def _decode(self, index: int) -> Image.Image:
         shard, entry = self._place(index)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from aladdin_mpi.data import shard_index
 from aladdin_mpi.data import shards as shards_module
 from aladdin_mpi.data.datasets import load_dataset
 from aladdin_mpi.data.feeds import SampleFeed, Share
@@ -89,7 +90,10 @@ def order_of(data: ShardImages, worker: int, workers: int, count: int, done: int
     return source.stream.copy().take(count)[1]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("layout", ["{split}/{shard:06d}.tar", "{split}-{shard:06d}.tar"])
+@pytest.mark.parametrize(
+    "layout",
+    ["{split}/{shard:06d}.tar", "{split}-{shard:06d}.tar", "imagenet-{split}-{shard:06d}.tar"],
+)
 def test_samples_are_found_and_decoded(tmp_path: Path, layout: str) -> None:
     write(tmp_path / "data", layout)
     pair = load_dataset("shards", tmp_path / "data", image_size=SIDE, augment="none")
@@ -123,6 +127,46 @@ def test_a_shard_is_indexed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     load_dataset_cache_clear()
     assert len(load(root)) == TRAIN + 1
     assert opened == [changed]
+
+
+def fill(shard: Path, files: dict[str, bytes]) -> None:
+    with tarfile.open(shard, "w") as archive:
+        for name, content in files.items():
+            add(archive, name, content)
+
+
+@pytest.mark.parametrize(
+    ("files", "label"),
+    [
+        ({"a.cls": b"2", "a.jpg": picture(0), "a.json": b'{"width": 8}'}, 2),
+        ({"a.JPEG": picture(0), "a.json": b'{"cls": 1, "text": "x"}'}, 1),
+        ({"a.jpg": picture(0), "a.cls": b" 1\n", "a.seg.png": b"", "a.txt": b""}, 1),
+        ({"._a.jpg": b"", "a.jpg": picture(0), "._a.cls": b"", "a.cls": b"1", "README": b""}, 1),
+    ],
+)
+def test_other_files_of_a_sample_do_not_disturb(
+    tmp_path: Path, files: dict[str, bytes], label: int
+) -> None:
+    root = write(tmp_path / "data")
+    fill(root / "train/000000.tar", files)
+    data = load(root)
+    assert len(data) == TRAIN - SIZES["train"][0] + 1
+    assert int(data.targets[0]) == label
+
+
+def test_ranks_that_start_together_share_the_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = [tmp_path / str(number) for number in range(20)]
+    seen: list[Path] = []
+    monkeypatch.setattr(shard_index, "_cached", seen.append)
+    for _ in range(2):
+        shard_index.indexed(shards)
+    first, second = seen[:20], seen[20:]
+    assert sorted(first) == sorted(second) == sorted(shards)
+    # Neither lies behind the other: it would meet only shards that the other has just begun.
+    start = second.index(first[0])
+    assert second[start:] + second[:start] != first
 
 
 # -- the order ------------------------------------------------------------------------------
@@ -208,17 +252,17 @@ def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
     [
         ({"a.png": picture(0)}, "expected a label of sample a, got none; known are cls json"),
         ({"a.cls": b"1"}, "expected an image of sample a, got none; known are jpg"),
-        ({"a.png": picture(0), "a.cls": b"cat"}, "expected the number of a class in a.cls, got"),
-        ({"a.png": picture(0), "a.json": b"{}"}, "expected the number of a class in a.json, got"),
+        ({"a.png": picture(0), "a.cls": b"cat"}, "in a.cls, got b'cat'"),
+        ({"a.png": picture(0), "a.json": b"{}"}, "expected the number of a class, 0 or above, in"),
+        ({"a.png": picture(0), "a.json": b'{"label": 1.5}'}, "in a.json, got"),
+        ({"a.png": picture(0), "a.cls": b"-1"}, "0 or above, in a.cls, got b'-1'; write"),
         ({"README": b""}, "expected samples of an image and a label, got none"),
     ],
 )
 def test_a_bad_shard_is_named(tmp_path: Path, files: dict[str, bytes], error: str) -> None:
     root = write(tmp_path / "data")
     shard = root / "train" / "000001.tar"
-    with tarfile.open(shard, "w") as archive:
-        for name, content in files.items():
-            add(archive, name, content)
+    fill(shard, files)
     with pytest.raises(UserError) as raised:
         load(root)
     assert str(shard) in str(raised.value) and error in str(raised.value)
@@ -228,6 +272,28 @@ def test_what_is_no_tar_file_is_named(tmp_path: Path) -> None:
     root = write(tmp_path / "data")
     (root / "train" / "000001.tar").write_bytes(b"no tar file" * 100)
     with pytest.raises(UserError, match=r"000001.tar: cannot be read as a tar file"):
+        load(root)
+
+
+def test_half_a_shard_is_named(tmp_path: Path) -> None:
+    shard = write(tmp_path / "data") / "train/000001.tar"
+    shard.write_bytes(shard.read_bytes()[: 5 * 512 + 100])
+    with pytest.raises(UserError, match=r"000001.tar: cannot be read .*unexpected end of data"):
+        load(tmp_path / "data")
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    shard = write(tmp_path / "data") / "train/000001.tar"
+    shard.unlink()
+    shard.symlink_to("gone")
+    with pytest.raises(UserError, match=r"000001.tar: cannot be read .*; replace or remove it"):
+        load(tmp_path / "data")
+
+
+def test_a_class_that_training_does_not_have_is_named(tmp_path: Path) -> None:
+    root = write(tmp_path / "data")
+    fill(root / "test/000001.tar", {"a.png": picture(0), "a.cls": b"3"})
+    with pytest.raises(UserError, match=r"000001.tar/a.png: expected .* 0 to 2, got 3; look"):
         load(root)
 
 
