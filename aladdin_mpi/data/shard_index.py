@@ -72,6 +72,17 @@ def indexed(shards: Sequence[Path]) -> list[Entries]:
     return [found[place] for place in range(len(shards))]
 
 
+def packed(entries: Entries) -> Entries | Path:
+    """To send to another process of the host: the file that they are mapped from, if they are."""
+    name = getattr(entries, "filename", None)
+    return entries if name is None else Path(name)
+
+
+def unpacked(sent: Entries | Path) -> Entries:
+    """What :func:`packed` has made, as entries again."""
+    return _mapped(np.load(sent, mmap_mode="c")) if isinstance(sent, Path) else sent
+
+
 def _cached(shard: Path) -> Entries:
     try:
         state = shard.stat()
@@ -79,7 +90,10 @@ def _cached(shard: Path) -> Entries:
         raise UserError(f"{shard}: cannot be read ({error}); replace or remove it") from error
     seen = f"shard index, version 2\0{shard.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
     digest = hashlib.sha256(os.fsencode(seen)).hexdigest()[:32]
-    raw = cached_array(f"shard-{digest}", lambda: _read(shard).view(np.uint8))
+    return _mapped(cached_array(f"shard-{digest}", lambda: _read(shard).view(np.uint8)))
+
+
+def _mapped(raw: npt.NDArray[np.uint8]) -> Entries:
     return raw.view(ENTRY)
 
 

@@ -72,6 +72,7 @@ def _prepare(
         options.augment,
         options.corrupt_images,
         faults,
+        options.shuffle_buffer,
     )
     torch.manual_seed(options.seed)
     module = build_model(options.model, data.num_classes, data.in_channels, data.image_size)

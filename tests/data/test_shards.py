@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import pickle
 import tarfile
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
 from aladdin_mpi.data import shard_index
 from aladdin_mpi.data import shards as shards_module
@@ -75,7 +78,7 @@ def write(root: Path, layout: str = "{split}/{shard:06d}.tar") -> Path:
     return root
 
 
-def load(root: Path, **options: str) -> ShardImages:
+def load(root: Path, **options: str | int) -> ShardImages:
     found = load_dataset("shards", root, **options).train  # type: ignore[arg-type]
     assert isinstance(found, ShardImages)
     return found
@@ -181,12 +184,8 @@ def test_each_epoch_has_every_sample_once(tmp_path: Path, workers: int) -> None:
     assert tuple(data.reading_order(0, workers, seed=6)) != orders[0]
 
 
-def test_each_worker_reads_its_shards_from_beginning_to_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards_module, "WINDOW", 1)  # nothing is moved
-    shards_module._order.cache_clear()
-    data = load(write(tmp_path / "data"))
+def test_each_worker_reads_its_shards_from_beginning_to_end(tmp_path: Path) -> None:
+    data = load(write(tmp_path / "data"), shuffle_buffer=1)  # nothing is moved
     bounds = np.cumsum([0, *SIZES["train"]])
     touched = []
     for worker in range(2):
@@ -197,20 +196,13 @@ def test_each_worker_reads_its_shards_from_beginning_to_end(
         assert all(np.diff(mine)[np.diff(where) == 0] == 1)
         touched.append(set(runs))
     assert len(touched[0] & touched[1]) <= 1  # the one at their border
-    shards_module._order.cache_clear()
 
 
-def test_no_sample_is_moved_further_than_the_window(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards_module, "WINDOW", 1)
-    shards_module._order.cache_clear()
-    data = load(write(tmp_path / "data"))
-    straight = data.reading_order(0, 1, seed=5).tolist()
-    monkeypatch.setattr(shards_module, "WINDOW", 10)
-    shards_module._order.cache_clear()
-    moved = data.reading_order(0, 1, seed=5).tolist()
-    shards_module._order.cache_clear()
+def test_no_sample_is_moved_further_than_the_buffer(tmp_path: Path) -> None:
+    root = write(tmp_path / "data")
+    straight, moved = (
+        load(root, shuffle_buffer=size).reading_order(0, 1, seed=5).tolist() for size in (1, 10)
+    )
     distances = [abs(moved.index(sample) - straight.index(sample)) for sample in range(TRAIN)]
     assert max(distances) <= 10 and sum(distance > 0 for distance in distances) > TRAIN / 2
 
@@ -220,6 +212,27 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
     for worker in range(3):
         whole = order_of(data, worker, 3, 60)
         assert (order_of(data, worker, 3, 40, done=20) == whole[20:]).all()
+
+
+def test_batches_are_the_same_whoever_loads_and_after_a_break(tmp_path: Path) -> None:
+    data = load(write(tmp_path / "data"), image_size=SIDE, shuffle_buffer=10)
+    per_worker, seen = 10, []
+    for worker in range(2):
+        whole = batches(data, per_worker, Share(worker, 2, seed=5, batch_size=4))
+        for done, processes in ((0, 1), (0, 2), (12, 0), (12, 2)):
+            part = Share(worker, 2, seed=5, batch_size=4, done=done, processes=processes)
+            found = batches(data, per_worker - done // 4, part)
+            for (inputs, labels), (mine, my_labels) in zip(found, whole[done // 4 :], strict=True):
+                assert torch.equal(inputs, mine) and torch.equal(labels, my_labels)
+        seen += [len(labels) for _, labels in whole]
+    assert sum(seen) == TRAIN  # one epoch, all of which the two have together
+
+
+def batches(data: ShardImages, count: int, of: Share) -> list[tuple[Tensor, Tensor]]:
+    source = SampleFeed(data, pairs=True).source(of)
+    found = [source.next_batch(of.batch_size) for _ in range(count)]
+    source.close()  # type: ignore[attr-defined]
+    return found
 
 
 def test_other_numbers_of_workers_are_refused(tmp_path: Path) -> None:
@@ -236,6 +249,28 @@ def test_it_can_be_sent_to_a_process(tmp_path: Path) -> None:
     other = pickle.loads(pickle.dumps(data))
     for index in (0, 35, TRAIN - 1):
         assert torch.equal(other[index][0], data[index][0])
+    assert [entries.tolist() for entries in other._entries] == [e.tolist() for e in data._entries]
+
+
+def test_a_process_is_not_sent_the_index(tmp_path: Path) -> None:
+    root = write(tmp_path / "data")
+    small = len(pickle.dumps(load(root)))
+    with tarfile.open(root / "train/000000.tar", "a") as archive:
+        for number in range(1000):
+            add(archive, f"more_{number}.png", b"")
+            add(archive, f"more_{number}.cls", b"1")
+    load_dataset_cache_clear()
+    grown = len(pickle.dumps(load(root))) - small
+    assert grown < 1000 * (8 + 2)  # a label, and next to nothing of the index
+
+
+def test_without_a_cache_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ALADDIN_MPI_CACHE", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="cannot use the cache"):
+        data = load(write(tmp_path / "data"))
+    other = pickle.loads(pickle.dumps(data))
+    assert torch.equal(other[35][0], data[35][0])
 
 
 def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,15 +359,59 @@ def test_an_image_that_cannot_be_read_is_named_or_skipped(tmp_path: Path) -> Non
     assert data.skipped.take()[0][0].endswith("000001.tar/n0/img_00033.png")
 
 
+def test_a_read_that_fails_is_as_a_bad_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write(tmp_path / "data")
+    stops, skips = load(root), load(root, corrupt_images="skip")
+    first = int(stops._entries[1]["offset"][3])
+    read = os.pread
+
+    def broken(handle: int, size: int, offset: int) -> bytes:
+        if offset == first:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(handle, size, offset)
+
+    monkeypatch.setattr(os, "pread", broken)
+    with pytest.raises(UserError, match=r"img_00033.png: not a readable image .*Input/output"):
+        stops[33]
+    assert torch.equal(skips[33][0], skips[34][0])
+
+
+def test_the_buffer_has_a_size() -> None:
+    with pytest.raises(UserError, match="--shuffle-buffer: expected at least 1 sample, got 0"):
+        load_dataset("shards", shuffle_buffer=0)
+
+
 # -- as a user runs it --------------------------------------------------------------------------
 @needs("openmpi")
-@pytest.mark.parametrize("loaders", [0, 1])
-def test_training(tmp_path: Path, loaders: int, cache: Path) -> None:
+def test_training(tmp_path: Path, cache: Path) -> None:
     root = write(tmp_path / "data")
     words = ["--dataset", "shards", "--data-dir", root, "--model", "resnet20", "--image-size", SIDE]
     words += ["--augment", "none", "--epochs", 4, "--batch-size", 8, "--bn-batches", 5]
+    words += ["--lr", 0.02, "--shuffle-buffer", 20]
     env = {"ALADDIN_MPI_CACHE": str(cache)}
-    train(3, tmp_path / "run", *words, "--loader-workers", loaders, "--lr", 0.02, env=env)
+    train(3, tmp_path / "run", *words, "--loader-workers", 1, env=env)
     found = summary(tmp_path / "run")
     assert found["samples"] == 4 * TRAIN
     assert found["test_accuracy"] > 0.6  # chance is 0.33
+
+
+@needs("openmpi")
+def test_a_resumed_run_ends_as_one_without_a_break(tmp_path: Path, cache: Path) -> None:
+    root = write(tmp_path / "data")
+    damage(root, 33)
+    words = ["--dataset", "shards", "--data-dir", root, "--model", "resnet20", "--image-size", SIDE]
+    words += ["--algorithm", "ar-sgd", "--batch-size", 4, "--bn-batches", 1, "--shuffle-buffer", 20]
+    words += ["--corrupt-images", "skip", "--lr-schedule", "constant", "--warmup-epochs", 0]
+    env = {"ALADDIN_MPI_CACHE": str(cache)}
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train(2, whole, *words, "--epochs", 2, env=env)
+    train(2, broken, *words, "--samples", 56, "--loader-workers", 1, env=env)
+    train(2, None, "--resume", broken, "--epochs", 2, "--loader-workers", 0, env=env)
+    first, second = summary(whole), summary(broken)
+    assert second["samples"] == 2 * TRAIN
+    assert second["test_loss"] == first["test_loss"]
+    assert (
+        second["skipped"] == first["skipped"] == [str(root / "train/000001.tar/n0/img_00033.png")]
+    )
