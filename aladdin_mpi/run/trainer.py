@@ -51,7 +51,7 @@ def train(options: RunOptions, transport: Transport) -> dict[str, Any]:
 
 def _staged(options: RunOptions, transport: Transport) -> RunOptions:
     """The options with the folder that this rank reads its data from."""
-    data_dir = stage(transport, options.data_dir, options.stage, options.quiet)
+    data_dir = stage(transport, options.data_dir, options.stage, options.timeout, options.quiet)
     return options.model_copy(update={"data_dir": data_dir})
 
 
