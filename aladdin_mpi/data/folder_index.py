@@ -43,14 +43,20 @@ def files_below(root: Path, is_wanted: Callable[[str], bool]) -> list[str]:
     path = (
         cache_dir() / f"folder-{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:32]}.npz"
     )
+    asked = time.time_ns()
     try:
         with one_at_a_time(path):  # the other ranks of the host wait, and then read
+            looked = time.time_ns()
             kept = _load(path)
+            if kept is not None and _seen(path) >= asked:
+                return kept.names  # another rank has looked while this one waited
             if kept is not None and _is_current(root, kept):
+                _note(path, looked)
                 return kept.names
             found = _walk(root, is_wanted)
             if max(found.changed, default=0) < (time.time() - UNSURE) * 1e9:
                 _save(path, found)
+                _note(path, looked)
     except OSError:  # a cache that cannot be written
         return _walk(root, is_wanted).names
     return found.names
@@ -78,6 +84,15 @@ def _is_current(root: Path, kept: Found) -> bool:
     except OSError:
         return False
     return now == kept.changed
+
+
+def _note(path: Path, looked: int) -> None:
+    """Keep, as the time of the index, when a rank has begun to look at the folders."""
+    os.utime(path, ns=(looked, looked))
+
+
+def _seen(path: Path) -> int:
+    return path.stat().st_mtime_ns
 
 
 def _save(path: Path, found: Found) -> None:
