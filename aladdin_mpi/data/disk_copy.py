@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from aladdin_mpi.data.host_cache import one_at_a_time
+from aladdin_mpi.data.host_cache import index_beside, one_at_a_time
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process.units import number
 
@@ -77,6 +77,7 @@ class DiskCopy:
                 self._prepare(listing, missing)
                 with ThreadPoolExecutor(COPIES) as pool:
                     list(pool.map(self._copy, missing))
+                index_beside(self.target).mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(
                 f"{option}: cannot copy {self.source} there ({error}); look at it, and give a "

@@ -4,7 +4,8 @@ The files of a sample lie one behind the other and have one name up to the first
 part: ``n01440764_10026.jpg``, ``n01440764_10026.cls``. A label is a number, in a file ``cls`` or,
 where there is none, as ``label`` or ``cls`` in one called ``json``.
 
-Only the headers are read, once for each shard and host: its index is kept in the cache folder.
+Only the headers are read, once for each shard and host: its index is kept where :func:`.index_dir`
+says.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aladdin_mpi.data.host_cache import cached_array
+from aladdin_mpi.data.host_cache import cached_array, index_dir
 from aladdin_mpi.errors import UserError
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "ppm", "bmp")
@@ -68,7 +69,8 @@ def indexed(shards: Sequence[Path]) -> list[Entries]:
     # Each shard is read by one rank of the host. One order for all of them, or such that begin
     # at neighbours, would have all wait for the one that is ahead.
     order = random.Random().sample(range(len(shards)), len(shards))
-    found = {place: _cached(shards[place]) for place in order}
+    folder = index_dir(shards[0].resolve().parent)
+    found = {place: _cached(shards[place], folder) for place in order}
     return [found[place] for place in range(len(shards))]
 
 
@@ -83,14 +85,14 @@ def unpacked(sent: Entries | Path) -> Entries:
     return _mapped(np.load(sent, mmap_mode="c")) if isinstance(sent, Path) else sent
 
 
-def _cached(shard: Path) -> Entries:
+def _cached(shard: Path, folder: Path) -> Entries:
     try:
         state = shard.stat()
     except OSError as error:
         raise UserError(f"{shard}: cannot be read ({error}); replace or remove it") from error
     seen = f"shard index, version 2\0{shard.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
     digest = hashlib.sha256(os.fsencode(seen)).hexdigest()[:32]
-    return _mapped(cached_array(f"shard-{digest}", lambda: _read(shard).view(np.uint8)))
+    return _mapped(cached_array(f"shard-{digest}", lambda: _read(shard).view(np.uint8), folder))
 
 
 def _mapped(raw: npt.NDArray[np.uint8]) -> Entries:

@@ -93,6 +93,16 @@ def test_who_waits_for_another_rank_does_not_look_again(
     assert len(looks) == 2
 
 
+def test_another_hosts_look_is_not_this_hosts(root: Path, tmp_path: Path) -> None:
+    files_below(root, is_wanted)
+    (index,) = (tmp_path / "cache").glob("folder-*.npz")
+    later = time.time_ns() + 3600 * 10**9
+    os.utime(index, ns=(later, later))
+    (root / "c").mkdir()  # as on a disk of another host
+    (root / "c/new.jpg").touch()
+    assert "c/new.jpg" in files_below(root, is_wanted)
+
+
 @pytest.mark.parametrize("place", ["a/new.jpg", "a/deeper/new.jpg", "c/new.jpg"])
 def test_a_new_file_is_found(root: Path, walks: list[Path], place: str) -> None:
     files_below(root, is_wanted)

@@ -162,7 +162,7 @@ def test_ranks_that_start_together_share_the_shards(
 ) -> None:
     shards = [tmp_path / str(number) for number in range(20)]
     seen: list[Path] = []
-    monkeypatch.setattr(shard_index, "_cached", seen.append)
+    monkeypatch.setattr(shard_index, "_cached", lambda shard, folder: seen.append(shard))
     for _ in range(2):
         shard_index.indexed(shards)
     first, second = seen[:20], seen[20:]
@@ -170,6 +170,14 @@ def test_ranks_that_start_together_share_the_shards(
     # Neither lies behind the other: it would meet only shards that the other has just begun.
     start = second.index(first[0])
     assert second[start:] + second[:start] != first
+
+
+def test_the_index_lies_beside_the_data_where_it_has_a_folder(tmp_path: Path, cache: Path) -> None:
+    root = write(tmp_path / "data")
+    (tmp_path / "data.index").mkdir()
+    assert len(load(root)) == TRAIN
+    assert len(list((tmp_path / "data.index").glob("shard-*.npy"))) == 6
+    assert not cache.exists()
 
 
 # -- the order ------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from aladdin_mpi.data.disk_copy import UNFINISHED, DiskCopy
+from aladdin_mpi.data.host_cache import index_dir
 from aladdin_mpi.data.staging import place, stage
 from aladdin_mpi.errors import RefusedError, UserError
 from aladdin_mpi.transport.virtual.engine import VirtualTransport
@@ -49,6 +50,7 @@ def test_all_is_copied_once(data: Path, tmp_path: Path) -> None:
     target = place(data, tmp_path / "disk")
     assert copy(data, target) == 1000 * sum(range(20))
     assert files(target) == files(data)
+    assert index_dir(target / "train") == target.with_name(f"{target.name}.index")
     assert copy(data, target) == 0
 
 
@@ -211,7 +213,7 @@ def test_training_reads_the_copy(tmp_path: Path) -> None:
     words += ["--cache", "off", "--samples", 24, "--batch-size", 4, "--stage", tmp_path / "disk"]
     done = train(3, tmp_path / "run", *words)
     assert len(re.findall(r"aladdin_mpi: copied \S+ GB to .*disk/images-", done.stderr)) == 1
-    (staged,) = (path for path in (tmp_path / "disk").iterdir() if path.is_dir())
+    staged = place(tmp_path / "images", tmp_path / "disk")
     assert files(staged) == files(tmp_path / "images")
     assert summary(tmp_path / "run")["samples"] == 24
     again = train(3, tmp_path / "again", *words)
