@@ -18,6 +18,8 @@ LENGTHS = ("epochs", "samples", "steps")
 """Each says how long a run is."""
 DEFAULT_EPOCHS = 30.0
 """The length of a run when none of them is given."""
+SHUFFLE_BUFFER = 4096
+"""Samples."""
 
 SGD_RATE, OTHER_RATE = 0.01, 0.001
 SGD_DECAY = 1e-4
@@ -106,6 +108,14 @@ class GeneralOptions(BaseModel):
         "each host; what is there already is not copied again",
         unit="FOLDER",
         group="data",
+    )
+    shuffle_buffer: int = option(
+        SHUFFLE_BUFFER,
+        "of shards: places by which a sample may be moved out of its shard's order, as by a "
+        "shuffle buffer of this size; 1: by none",
+        unit="SAMPLES",
+        group="data",
+        ge=1,
     )
     download: bool = option(False, "fetch the data set if it is not there", group="data")
     loader_workers: int = option(
@@ -484,6 +494,11 @@ class GeneralOptions(BaseModel):
                         ("imagefolder", "shards"),
                     ),
                     ("--check-images", self.check_images, ("imagefolder",)),
+                    (
+                        f"--shuffle-buffer {self.shuffle_buffer}",
+                        self.shuffle_buffer != SHUFFLE_BUFFER,
+                        ("shards",),
+                    ),
                 )
             ),
             (

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.config.fields import kebab
+from aladdin_mpi.config.general import SHUFFLE_BUFFER
 from aladdin_mpi.data import builtin_sets, imagefolder, recipes, synthetic
 from aladdin_mpi.data.imagefolder import Fault, Listing
 from aladdin_mpi.data.shard_index import find_shards, indexed
@@ -70,6 +71,7 @@ def load_dataset(
     augment: str = "auto",
     corrupt_images: str = "stop",
     faults: tuple[Fault, ...] | None = None,
+    shuffle_buffer: int = SHUFFLE_BUFFER,
 ) -> DatasetPair:
     """Return the data set called ``name``; the ranks of one process share it.
 
@@ -91,6 +93,8 @@ def load_dataset(
             that cannot be read; ``skip`` notes it, puts the next one in its place in the
             training set, and leaves it out of :func:`.loading.test_batches`.
         faults: those that are known to be corrupt; None: nobody has looked.
+        shuffle_buffer: of ``shards``: a sample is moved by less than this many places out of the
+            order in which its shard has it; 1: by none.
 
     Small images (all of one size, at most 64 pixels) are cropped after padding by an
     eighth of their height and mirrored for training; larger ones get ImageNet's recipe.
@@ -100,6 +104,11 @@ def load_dataset(
     """
     if image_size is not None and image_size < 1:
         raise UserError(f"image_size: expected at least 1 pixel, got {image_size}")
+    if shuffle_buffer < 1:
+        raise UserError(
+            f"--shuffle-buffer: expected at least 1 sample, got {shuffle_buffer}; give 1 to read "
+            "each shard as it is"
+        )
     for flag, value, choices in (
         ("--cache", cache, CACHE_CHOICES),
         ("--augment", augment, recipes.CHOICES),
@@ -112,7 +121,7 @@ def load_dataset(
         if name == "imagefolder":
             return _load_imagefolder(data_dir, look, cache, corrupt_images == "skip", faults)
         if name == "shards":
-            return _load_shards(data_dir, look, corrupt_images == "skip")
+            return _load_shards(data_dir, look, corrupt_images == "skip", shuffle_buffer)
         return _load(name, data_dir, download, look)
 
 
@@ -189,13 +198,16 @@ def _load_imagefolder(
 
 
 @lru_cache(maxsize=4)
-def _load_shards(data_dir: Path | None, look: Look, skip: bool) -> DatasetPair:
+def _load_shards(data_dir: Path | None, look: Look, skip: bool, shuffle_buffer: int) -> DatasetPair:
     skipped = SkippedImages() if skip else None
     recipe = recipes.for_folder(None, look.image_size, look.augment)
     splits = tuple(
-        ShardImages(shards, indexed(shards), recipe, skipped) for shards in find_shards(data_dir)
+        ShardImages(shards, indexed(shards), recipe, skipped, shuffle_buffer)
+        for shards in find_shards(data_dir)
     )
-    return _pair("shards", splits, int(splits[0].targets.max()) + 1)
+    classes = int(splits[0].targets.max()) + 1
+    splits[1].check_classes(classes)
+    return _pair("shards", splits, classes)
 
 
 def _mended(

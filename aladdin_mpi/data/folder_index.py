@@ -1,8 +1,8 @@
 """The names of the files below a folder, found once for each host.
 
 A folder of a million images on a parallel file system takes minutes to walk through. What was found
-is kept in the cache folder, with the time at which each folder in it was changed: as long as these
-are the same, no file has come, gone or been renamed.
+is kept where :func:`.index_dir` says, with the time at which each folder in it was changed: as long
+as these are the same, no file has come, gone or been renamed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zipfile import BadZipFile
 import numpy as np
 import numpy.typing as npt
 
-from aladdin_mpi.data.host_cache import cache_dir, one_at_a_time
+from aladdin_mpi.data.host_cache import index_dir, one_at_a_time
 from aladdin_mpi.process.files import written_whole
 
 UNSURE = 2.0
@@ -40,17 +40,23 @@ def files_below(root: Path, is_wanted: Callable[[str], bool]) -> list[str]:
         root: holds the class folders; files in itself do not count.
         is_wanted: whether a file of this name does; the same at every call.
     """
-    path = (
-        cache_dir() / f"folder-{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:32]}.npz"
-    )
+    resolved = root.resolve()
+    digest = hashlib.sha256(os.fsencode(resolved)).hexdigest()[:32]
+    path = index_dir(resolved) / f"folder-{digest}.npz"
+    asked = time.time_ns()
     try:
         with one_at_a_time(path):  # the other ranks of the host wait, and then read
+            looked = time.time_ns()
             kept = _load(path)
+            if kept is not None and _is_just_seen(path, root, kept, asked):
+                return kept.names
             if kept is not None and _is_current(root, kept):
+                _note(path, looked)
                 return kept.names
             found = _walk(root, is_wanted)
             if max(found.changed, default=0) < (time.time() - UNSURE) * 1e9:
                 _save(path, found)
+                _note(path, looked)
     except OSError:  # a cache that cannot be written
         return _walk(root, is_wanted).names
     return found.names
@@ -78,6 +84,19 @@ def _is_current(root: Path, kept: Found) -> bool:
     except OSError:
         return False
     return now == kept.changed
+
+
+def _note(path: Path, looked: int) -> None:
+    """Keep, as the time of the index, when a rank has begun to look at the folders."""
+    os.utime(path, ns=(looked, looked))
+
+
+def _is_just_seen(path: Path, root: Path, kept: Found, asked: int) -> bool:
+    """Whether another rank has looked while this one waited.
+
+    One of another host, with the same cache folder, may have looked at another disk.
+    """
+    return path.stat().st_mtime_ns >= asked and root.stat().st_mtime_ns == kept.changed[0]
 
 
 def _save(path: Path, found: Found) -> None:

@@ -33,6 +33,22 @@ def cache_dir() -> Path:
     return Path(chosen) if chosen else Path.home() / ".cache" / "aladdin_mpi"
 
 
+def index_dir(data: Path) -> Path:
+    """Where it is kept what lies where in ``data``.
+
+    That is ``DIR.index`` beside a folder ``DIR`` which holds them, where there is one, as beside a
+    copy on a host's own disk: the path of which means other data on another host. Otherwise it is
+    the cache folder.
+    """
+    beside = (index_beside(each) for each in (data, *data.parents) if each.name)
+    return next((each for each in beside if each.is_dir()), cache_dir())
+
+
+def index_beside(folder: Path) -> Path:
+    """``DIR.index`` for ``DIR``."""
+    return folder.with_name(f"{folder.name}.index")
+
+
 @contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
     """Let one process at a time into the block, for the given ``path``.
@@ -45,14 +61,16 @@ def one_at_a_time(path: Path) -> Iterator[None]:
         yield
 
 
-def cached_array(key: str, build: Callable[[], UInt8Array]) -> UInt8Array:
-    """Return what ``build`` makes, from the cache if it is there.
+def cached_array(
+    key: str, build: Callable[[], UInt8Array], folder: Path | None = None
+) -> UInt8Array:
+    """Return what ``build`` makes, from ``folder``, by default the cache, if it is there.
 
     The array is mapped from the file, so that the ranks of a host share its memory. If
     the cache cannot be used, a warning says so and the array is built for this process
     alone.
     """
-    path = cache_dir() / f"{key}.npy"
+    path = (folder or cache_dir()) / f"{key}.npy"
     try:
         if not path.exists():
             with one_at_a_time(path):

@@ -14,17 +14,16 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from aladdin_mpi.config.general import SHUFFLE_BUFFER
 from aladdin_mpi.data.augment import LargeImages, SmallImages
-from aladdin_mpi.data.images import ImageFiles, Int64Array, decode
+from aladdin_mpi.data.images import CorruptImageError, ImageFiles, Int64Array, decode
 from aladdin_mpi.data.randomness import SHUFFLING, sample_keys
-from aladdin_mpi.data.shard_index import Entries
+from aladdin_mpi.data.shard_index import Entries, packed, unpacked
 from aladdin_mpi.data.skipped import SkippedImages
 from aladdin_mpi.errors import UserError
 
-WINDOW = 4096
-"""Samples by which a sample may be moved out of its shard's order."""
-MOST_OPEN = 16
-"""Shards that a process keeps open."""
+MOST_OPEN = 64
+"""Shards that a process keeps open: as many as a shuffle buffer reaches over."""
 
 
 class ShardImages(ImageFiles):
@@ -35,6 +34,7 @@ class ShardImages(ImageFiles):
         entries: what lies where in each.
         recipe: what to do with a decoded image.
         skipped: see :class:`ImageFiles`.
+        shuffle_buffer: places by which a sample may be moved out of its shard's order.
     """
 
     def __init__(
@@ -43,22 +43,49 @@ class ShardImages(ImageFiles):
         entries: Sequence[Entries],
         recipe: SmallImages | LargeImages,
         skipped: SkippedImages | None = None,
+        shuffle_buffer: int = SHUFFLE_BUFFER,
     ) -> None:
         labels = np.concatenate([each["label"] for each in entries])
         super().__init__(shards[0].parent, (), labels.tolist(), recipe, None, skipped)
         self._shards = list(shards)
         self._entries = list(entries)
         self._starts = np.cumsum([0, *map(len, entries)])
+        self._window = shuffle_buffer
         self._files = _Files()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A hundred megabytes of an ImageNet, for each loader process, unless they are mapped.
+        return {**self.__dict__, "_entries": list(map(packed, self._entries))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._entries = list(map(unpacked, state["_entries"]))
 
     def reading_order(self, epoch: int, workers: int, seed: int) -> Int64Array:
         """An order of all samples: worker w of n gets the places w, w + n, ... of it."""
-        return _order(tuple(map(len, self._entries)), epoch, workers, seed)
+        return _order(tuple(map(len, self._entries)), epoch, workers, seed, self._window)
+
+    def check_classes(self, count: int) -> None:
+        """See that no class is unknown to the training set, which has ``count``.
+
+        Raises:
+            UserError: names the first sample of one that is.
+        """
+        unknown = np.flatnonzero(self.targets.numpy() >= count)
+        if len(unknown):
+            first = int(unknown[0])
+            raise UserError(
+                f"{self._path(first)}: expected a class of the training shards, 0 to {count - 1}, "
+                f"got {int(self.targets[first])}; look at --data-dir"
+            )
 
     # -- reading ------------------------------------------------------------------------
     def _decode(self, index: int) -> Image.Image:
         shard, entry = self._place(index)
-        data = self._files.read(self._shards[shard], int(entry["offset"]), int(entry["size"]))
+        try:
+            data = self._files.read(self._shards[shard], int(entry["offset"]), int(entry["size"]))
+        except OSError as error:
+            raise CorruptImageError(self._path(index), str(error)) from error
         return decode(self._path(index), self.size, io.BytesIO(data))
 
     def _path(self, index: int) -> Path:
@@ -91,7 +118,8 @@ class _Files:
         """A part of a file.
 
         Raises:
-            UserError: it cannot be opened.
+            UserError: the file cannot be opened.
+            OSError: the part cannot be read.
         """
         if self._process != os.getpid():
             self._begin()  # it was forked
@@ -118,11 +146,11 @@ def _opened(path: Path) -> int:
 
 
 @lru_cache(maxsize=4)
-def _order(sizes: tuple[int, ...], epoch: int, workers: int, seed: int) -> Int64Array:
+def _order(sizes: tuple[int, ...], epoch: int, workers: int, seed: int, window: int) -> Int64Array:
     """Shards in an order by the seed, dealt to the workers as they lie; then moved a little.
 
     Each worker's part is read from beginning to end, but for the first and last of its shards, in
-    which a neighbour's part may end or begin. In it a sample is moved by less than ``WINDOW``
+    which a neighbour's part may end or begin. In it a sample is moved by less than ``window``
     places, as a shuffle buffer of that size does.
     """
     starts = np.cumsum([0, *sizes])
@@ -132,15 +160,15 @@ def _order(sizes: tuple[int, ...], epoch: int, workers: int, seed: int) -> Int64
     start = 0
     for worker in range(workers):
         length = len(range(worker, len(row), workers))
-        order[worker::workers] = _moved(row[start : start + length], epoch, seed)
+        order[worker::workers] = _moved(row[start : start + length], epoch, seed, window)
         start += length
     order.flags.writeable = False
     return order
 
 
-def _moved(part: Int64Array, epoch: int, seed: int) -> Int64Array:
-    """The same samples, each later by a number below ``WINDOW`` that is drawn for it."""
+def _moved(part: Int64Array, epoch: int, seed: int, window: int) -> Int64Array:
+    """The same samples, each later by a number below ``window`` that is drawn for it."""
     draws = sample_keys(seed, SHUFFLING, epoch, part) >> np.uint64(11)
-    places = np.arange(len(part)) + draws.astype(np.float64) * (WINDOW / 2.0**53)
+    places = np.arange(len(part)) + draws.astype(np.float64) * (window / 2.0**53)
     moved: Int64Array = part[np.argsort(places, kind="stable")]
     return moved

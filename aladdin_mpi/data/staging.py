@@ -8,55 +8,43 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
 from pathlib import Path
-from typing import NamedTuple
 
-from aladdin_mpi.control.exchange import agree
-from aladdin_mpi.data.host_cache import one_at_a_time
+from aladdin_mpi.control.exchange import agree, broadcast, gather
+from aladdin_mpi.data.disk_copy import DiskCopy
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process import console
+from aladdin_mpi.process.units import duration, number
 from aladdin_mpi.transport.base import Transport
 
-COPIES = 8
-"""Files that are copied at a time."""
-KEPT_FREE = 0.02
-"""Share of the disk that is left alone."""
-UNFINISHED = ".unfinished"
-
-
-class File(NamedTuple):
-    """Of the data: its path below their folder, its bytes, and when it was changed."""
-
-    name: str
-    size: int
-    changed: int
+MOST_APART = 10.0
+"""Seconds after which ranks hear of each other again."""
+TOLD_EVERY = 60.0
+"""Seconds."""
 
 
 def stage(
-    transport: Transport, data_dir: Path | None, disk: Path | None, quiet: bool
+    transport: Transport, data_dir: Path | None, disk: Path | None, timeout: float, quiet: bool
 ) -> Path | None:
     """Copy ``data_dir`` to this host's ``disk``, if it has one; returns where the data are then.
 
-    All ranks call it. What is there already is not copied again, and a file has its name when it is
-    complete.
+    All ranks call it. It may take longer than ``timeout``, as long as something is copied.
 
     Raises:
-        UserError: there is nothing to copy, or no room.
+        UserError: there is nothing to copy, no room, or nothing moves for ``timeout`` seconds.
     """
-    if data_dir is None or disk is None:
-        agree(transport, lambda: 0)
-        return data_dir
-    target = place(data_dir, disk)
-    is_first = transport.rank == min(
-        rank for rank in range(transport.size) if transport.hosts[rank] == transport.host
-    )
-    copied = agree(transport, lambda: copy(data_dir, target) if is_first else 0)
-    if is_first and copied and not quiet:
-        where = transport.host_name(transport.rank)
-        console.say(f"aladdin_mpi: copied {copied / 1e9:.2f} GB to {target} of {where}")
+    target, copying = data_dir, None
+    if data_dir is not None and disk is not None:
+        target = place(data_dir, disk)
+        if transport.rank == transport.hosts.index(transport.host):
+            copying = _Copying(DiskCopy(data_dir, target), timeout)
+    try:
+        _wait_for_all(transport, copying, min(MOST_APART, timeout / 4), None if quiet else target)
+    finally:
+        if copying is not None:
+            copying.close()
     return target
 
 
@@ -66,61 +54,81 @@ def place(data_dir: Path, disk: Path) -> Path:
     return disk / f"{data_dir.resolve().name}-{digest}"
 
 
-def copy(data_dir: Path, target: Path) -> int:
-    """Copy what is not there yet; returns its bytes.
-
-    Raises:
-        UserError: see :func:`stage`.
-    """
-    files = list(listed(data_dir))
-    if not files:
-        raise UserError(f"--data-dir {data_dir}: expected files to copy by --stage, got none")
-    try:
-        with one_at_a_time(target):  # two jobs may share the host
-            missing = [file for file in files if not _is_there(target, file)]
-            _check_room(target, sum(file.size for file in missing))
-            for folder in {(target / file.name).parent for file in missing}:
-                folder.mkdir(parents=True, exist_ok=True)
-            with ThreadPoolExecutor(COPIES) as pool:
-                list(pool.map(lambda file: _copy(data_dir, target, file), missing))
-    except OSError as error:
-        raise UserError(
-            f"--stage {target.parent}: cannot copy the data there ({error}); give a folder on the "
-            "host's own disk that can be written, or leave the option out"
-        ) from error
-    return sum(file.size for file in missing)
-
-
-def listed(data_dir: Path) -> Iterator[File]:
-    """All files, those that links lead to among them."""
-    for folder, _, names in os.walk(data_dir, followlinks=True):
-        for name in names:
-            path = Path(folder, name)
-            state = path.stat()
-            yield File(str(path.relative_to(data_dir)), state.st_size, int(state.st_mtime))
-
-
-def _is_there(target: Path, file: File) -> bool:
-    try:
-        state = (target / file.name).stat()
-    except OSError:
-        return False
-    return (state.st_size, int(state.st_mtime)) == (file.size, file.changed)
-
-
-def _check_room(target: Path, needed: int) -> None:
-    disk = shutil.disk_usage(target.parent)
-    free = disk.free - int(KEPT_FREE * disk.total)
-    if needed > free:
-        raise UserError(
-            f"--stage {target.parent}: expected {needed / 1e9:.1f} GB free, got {free / 1e9:.1f}; "
-            "give a larger disk, or leave the option out"
+def _wait_for_all(
+    transport: Transport, copying: _Copying | None, pause: float, told_of: Path | None
+) -> None:
+    """Until the hosts' copies are complete. No rank waits for another for longer than a pause."""
+    start = told = time.monotonic()
+    busy = True
+    while busy:
+        has_ended = agree(transport, lambda: copying is None or copying.has_ended(pause))
+        copy = copying.copy if copying is not None else None
+        mine = [not has_ended, copy.copied, copy.needed] if copy is not None else None
+        hosts = [each for each in gather(transport, mine) if each is not None]
+        busy = broadcast(transport, any(is_busy for is_busy, *_ in hosts))
+        copied, needed = (sum(each[i] for each in hosts) for i in (1, 2))
+        now = time.monotonic()
+        if not copied or told_of is None or (busy and now - told < TOLD_EVERY):
+            continue
+        told = now
+        of = f" of {_gigabytes(needed)}" if busy else ""
+        where = f" of {len(hosts)} hosts" if len(hosts) > 1 else ""
+        console.say(
+            f"aladdin_mpi: copied {_gigabytes(copied)}{of} to {told_of}{where} in "
+            f"{duration(now - start)}"
         )
 
 
-def _copy(data_dir: Path, target: Path, file: File) -> None:
-    final = target / file.name
-    partial = final.with_name(f"{final.name}{UNFINISHED}")
-    shutil.copyfile(data_dir / file.name, partial)
-    os.utime(partial, (file.changed, file.changed))
-    partial.replace(final)
+def _gigabytes(count: int) -> str:
+    return f"{number(count / 1e9, 3)} GB"
+
+
+class _Copying:
+    """A copy under way in a thread.
+
+    Args:
+        copy: to be made.
+        timeout: seconds for which nothing may move.
+    """
+
+    def __init__(self, copy: DiskCopy, timeout: float) -> None:
+        self.copy = copy
+        self._timeout = timeout
+        self._seen = -1
+        self._since = time.monotonic()
+        self._problem: BaseException | None = None
+        # It may wait for another job, or a file system that hangs; the program's end does not.
+        self._thread = threading.Thread(target=self._run, name="aladdin_mpi staging", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.copy.make()
+        except BaseException as problem:
+            self._problem = problem
+
+    def has_ended(self, seconds: float) -> bool:
+        """Wait for its end for ``seconds``.
+
+        Raises:
+            UserError: it could not be made, or does not go on.
+        """
+        self._thread.join(seconds)
+        if not self._thread.is_alive():
+            if self._problem is not None:
+                raise self._problem
+            return True
+        now = time.monotonic()
+        if self.copy.moves != self._seen:
+            self._seen, self._since = self.copy.moves, now
+        elif now - self._since > self._timeout:
+            raise UserError(
+                f"--stage {self.copy.target.parent}: expected the copy to go on, got nothing for "
+                f"{self._timeout:g} s; another job copies the same data there, or a file system "
+                "hangs: look at both, or give a longer --timeout"
+            )
+        return False
+
+    def close(self) -> None:
+        """Copy no more."""
+        self.copy.is_stopped = True

@@ -20,6 +20,7 @@ NO_EFFECT = {
     "image_size": "give batches() images of that size",
     "augment": "give batches() a data set that augments its samples",
     "corrupt_images": "give batches() a data set that does it",
+    "shuffle_buffer": "give load_dataset() one",
     "check_images": "look at the images before",
 }
 """Options that only the built-in training follows, and what to do in a loop of one's own."""

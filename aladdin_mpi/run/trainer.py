@@ -51,7 +51,7 @@ def train(options: RunOptions, transport: Transport) -> dict[str, Any]:
 
 def _staged(options: RunOptions, transport: Transport) -> RunOptions:
     """The options with the folder that this rank reads its data from."""
-    data_dir = stage(transport, options.data_dir, options.stage, options.quiet)
+    data_dir = stage(transport, options.data_dir, options.stage, options.timeout, options.quiet)
     return options.model_copy(update={"data_dir": data_dir})
 
 
@@ -72,6 +72,7 @@ def _prepare(
         options.augment,
         options.corrupt_images,
         faults,
+        options.shuffle_buffer,
     )
     torch.manual_seed(options.seed)
     module = build_model(options.model, data.num_classes, data.in_channels, data.image_size)

@@ -274,6 +274,7 @@ def test_an_algorithm_brings_its_options_in_one_line(config: Path) -> None:
         ("--compute-time 1", ["--compute-time: expected only with timed", "--compute timed"]),
         ("--check-images", ["--check-images: expected only with the data set imagefolder"]),
         ("--corrupt-images skip", ["skip: expected only", "got digits; leave it out"]),
+        ("--shuffle-buffer 9", ["--shuffle-buffer 9: expected only with the data set shards"]),
         ("--config no.toml", ["--config: expected a TOML file, got 'no.toml'", "check the path"]),
     ],
 )

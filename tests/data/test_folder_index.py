@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from aladdin_mpi.data import folder_index
 from aladdin_mpi.data.folder_index import files_below
+from aladdin_mpi.data.host_cache import one_at_a_time
 
 PAST = time.time_ns() - 3600 * 10**9
 
@@ -55,6 +60,47 @@ def test_they_are_found_once(root: Path, walks: list[Path]) -> None:
     for _ in range(3):
         assert files_below(root, is_wanted) == FOUND
     assert walks == [root]
+
+
+def test_who_waits_for_another_rank_does_not_look_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    files_below(root, is_wanted)
+    (index,) = (tmp_path / "cache").glob("folder-*.npz")
+    looks, compare = [], folder_index._is_current
+
+    def watched(*args: Any) -> bool:
+        looks.append(args)
+        return compare(*args)
+
+    asked = threading.Semaphore(0)
+
+    def telling(path: Path) -> AbstractContextManager[None]:
+        asked.release()
+        return one_at_a_time(path)
+
+    monkeypatch.setattr(folder_index, "_is_current", watched)
+    monkeypatch.setattr(folder_index, "one_at_a_time", telling)
+    with ThreadPoolExecutor(3) as ranks:
+        with one_at_a_time(index):
+            waiting = [ranks.submit(files_below, root, is_wanted) for _ in range(3)]
+            for _ in waiting:
+                asked.acquire(timeout=60)
+        assert [each.result() for each in waiting] == [FOUND] * 3
+    assert len(looks) == 1
+    (root / "a/new.jpg").touch()  # who asks afterwards does look
+    assert "a/new.jpg" in files_below(root, is_wanted)
+    assert len(looks) == 2
+
+
+def test_another_hosts_look_is_not_this_hosts(root: Path, tmp_path: Path) -> None:
+    files_below(root, is_wanted)
+    (index,) = (tmp_path / "cache").glob("folder-*.npz")
+    later = time.time_ns() + 3600 * 10**9
+    os.utime(index, ns=(later, later))
+    (root / "c").mkdir()  # as on a disk of another host
+    (root / "c/new.jpg").touch()
+    assert "c/new.jpg" in files_below(root, is_wanted)
 
 
 @pytest.mark.parametrize("place", ["a/new.jpg", "a/deeper/new.jpg", "c/new.jpg"])

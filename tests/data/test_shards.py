@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import pickle
 import tarfile
 from pathlib import Path
@@ -11,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
+from aladdin_mpi.data import shard_index
 from aladdin_mpi.data import shards as shards_module
 from aladdin_mpi.data.datasets import load_dataset
 from aladdin_mpi.data.feeds import SampleFeed, Share
@@ -74,7 +78,7 @@ def write(root: Path, layout: str = "{split}/{shard:06d}.tar") -> Path:
     return root
 
 
-def load(root: Path, **options: str) -> ShardImages:
+def load(root: Path, **options: str | int) -> ShardImages:
     found = load_dataset("shards", root, **options).train  # type: ignore[arg-type]
     assert isinstance(found, ShardImages)
     return found
@@ -89,7 +93,10 @@ def order_of(data: ShardImages, worker: int, workers: int, count: int, done: int
     return source.stream.copy().take(count)[1]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("layout", ["{split}/{shard:06d}.tar", "{split}-{shard:06d}.tar"])
+@pytest.mark.parametrize(
+    "layout",
+    ["{split}/{shard:06d}.tar", "{split}-{shard:06d}.tar", "imagenet-{split}-{shard:06d}.tar"],
+)
 def test_samples_are_found_and_decoded(tmp_path: Path, layout: str) -> None:
     write(tmp_path / "data", layout)
     pair = load_dataset("shards", tmp_path / "data", image_size=SIDE, augment="none")
@@ -125,6 +132,54 @@ def test_a_shard_is_indexed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert opened == [changed]
 
 
+def fill(shard: Path, files: dict[str, bytes]) -> None:
+    with tarfile.open(shard, "w") as archive:
+        for name, content in files.items():
+            add(archive, name, content)
+
+
+@pytest.mark.parametrize(
+    ("files", "label"),
+    [
+        ({"a.cls": b"2", "a.jpg": picture(0), "a.json": b'{"width": 8}'}, 2),
+        ({"a.JPEG": picture(0), "a.json": b'{"cls": 1, "text": "x"}'}, 1),
+        ({"a.jpg": picture(0), "a.cls": b" 1\n", "a.seg.png": b"", "a.txt": b""}, 1),
+        ({"._a.jpg": b"", "a.jpg": picture(0), "._a.cls": b"", "a.cls": b"1", "README": b""}, 1),
+    ],
+)
+def test_other_files_of_a_sample_do_not_disturb(
+    tmp_path: Path, files: dict[str, bytes], label: int
+) -> None:
+    root = write(tmp_path / "data")
+    fill(root / "train/000000.tar", files)
+    data = load(root)
+    assert len(data) == TRAIN - SIZES["train"][0] + 1
+    assert int(data.targets[0]) == label
+
+
+def test_ranks_that_start_together_share_the_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = [tmp_path / str(number) for number in range(20)]
+    seen: list[Path] = []
+    monkeypatch.setattr(shard_index, "_cached", lambda shard, folder: seen.append(shard))
+    for _ in range(2):
+        shard_index.indexed(shards)
+    first, second = seen[:20], seen[20:]
+    assert sorted(first) == sorted(second) == sorted(shards)
+    # Neither lies behind the other: it would meet only shards that the other has just begun.
+    start = second.index(first[0])
+    assert second[start:] + second[:start] != first
+
+
+def test_the_index_lies_beside_the_data_where_it_has_a_folder(tmp_path: Path, cache: Path) -> None:
+    root = write(tmp_path / "data")
+    (tmp_path / "data.index").mkdir()
+    assert len(load(root)) == TRAIN
+    assert len(list((tmp_path / "data.index").glob("shard-*.npy"))) == 6
+    assert not cache.exists()
+
+
 # -- the order ------------------------------------------------------------------------------
 @pytest.mark.parametrize("workers", [1, 3, 4, 7])
 def test_each_epoch_has_every_sample_once(tmp_path: Path, workers: int) -> None:
@@ -137,12 +192,8 @@ def test_each_epoch_has_every_sample_once(tmp_path: Path, workers: int) -> None:
     assert tuple(data.reading_order(0, workers, seed=6)) != orders[0]
 
 
-def test_each_worker_reads_its_shards_from_beginning_to_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards_module, "WINDOW", 1)  # nothing is moved
-    shards_module._order.cache_clear()
-    data = load(write(tmp_path / "data"))
+def test_each_worker_reads_its_shards_from_beginning_to_end(tmp_path: Path) -> None:
+    data = load(write(tmp_path / "data"), shuffle_buffer=1)  # nothing is moved
     bounds = np.cumsum([0, *SIZES["train"]])
     touched = []
     for worker in range(2):
@@ -153,20 +204,13 @@ def test_each_worker_reads_its_shards_from_beginning_to_end(
         assert all(np.diff(mine)[np.diff(where) == 0] == 1)
         touched.append(set(runs))
     assert len(touched[0] & touched[1]) <= 1  # the one at their border
-    shards_module._order.cache_clear()
 
 
-def test_no_sample_is_moved_further_than_the_window(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards_module, "WINDOW", 1)
-    shards_module._order.cache_clear()
-    data = load(write(tmp_path / "data"))
-    straight = data.reading_order(0, 1, seed=5).tolist()
-    monkeypatch.setattr(shards_module, "WINDOW", 10)
-    shards_module._order.cache_clear()
-    moved = data.reading_order(0, 1, seed=5).tolist()
-    shards_module._order.cache_clear()
+def test_no_sample_is_moved_further_than_the_buffer(tmp_path: Path) -> None:
+    root = write(tmp_path / "data")
+    straight, moved = (
+        load(root, shuffle_buffer=size).reading_order(0, 1, seed=5).tolist() for size in (1, 10)
+    )
     distances = [abs(moved.index(sample) - straight.index(sample)) for sample in range(TRAIN)]
     assert max(distances) <= 10 and sum(distance > 0 for distance in distances) > TRAIN / 2
 
@@ -176,6 +220,27 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
     for worker in range(3):
         whole = order_of(data, worker, 3, 60)
         assert (order_of(data, worker, 3, 40, done=20) == whole[20:]).all()
+
+
+def test_batches_are_the_same_whoever_loads_and_after_a_break(tmp_path: Path) -> None:
+    data = load(write(tmp_path / "data"), image_size=SIDE, shuffle_buffer=10)
+    per_worker, seen = 10, []
+    for worker in range(2):
+        whole = batches(data, per_worker, Share(worker, 2, seed=5, batch_size=4))
+        for done, processes in ((0, 1), (0, 2), (12, 0), (12, 2)):
+            part = Share(worker, 2, seed=5, batch_size=4, done=done, processes=processes)
+            found = batches(data, per_worker - done // 4, part)
+            for (inputs, labels), (mine, my_labels) in zip(found, whole[done // 4 :], strict=True):
+                assert torch.equal(inputs, mine) and torch.equal(labels, my_labels)
+        seen += [len(labels) for _, labels in whole]
+    assert sum(seen) == TRAIN  # one epoch, all of which the two have together
+
+
+def batches(data: ShardImages, count: int, of: Share) -> list[tuple[Tensor, Tensor]]:
+    source = SampleFeed(data, pairs=True).source(of)
+    found = [source.next_batch(of.batch_size) for _ in range(count)]
+    source.close()  # type: ignore[attr-defined]
+    return found
 
 
 def test_other_numbers_of_workers_are_refused(tmp_path: Path) -> None:
@@ -192,6 +257,28 @@ def test_it_can_be_sent_to_a_process(tmp_path: Path) -> None:
     other = pickle.loads(pickle.dumps(data))
     for index in (0, 35, TRAIN - 1):
         assert torch.equal(other[index][0], data[index][0])
+    assert [entries.tolist() for entries in other._entries] == [e.tolist() for e in data._entries]
+
+
+def test_a_process_is_not_sent_the_index(tmp_path: Path) -> None:
+    root = write(tmp_path / "data")
+    small = len(pickle.dumps(load(root)))
+    with tarfile.open(root / "train/000000.tar", "a") as archive:
+        for number in range(1000):
+            add(archive, f"more_{number}.png", b"")
+            add(archive, f"more_{number}.cls", b"1")
+    load_dataset_cache_clear()
+    grown = len(pickle.dumps(load(root))) - small
+    assert grown < 1000 * (8 + 2)  # a label, and next to nothing of the index
+
+
+def test_without_a_cache_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ALADDIN_MPI_CACHE", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="cannot use the cache"):
+        data = load(write(tmp_path / "data"))
+    other = pickle.loads(pickle.dumps(data))
+    assert torch.equal(other[35][0], data[35][0])
 
 
 def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,17 +295,17 @@ def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
     [
         ({"a.png": picture(0)}, "expected a label of sample a, got none; known are cls json"),
         ({"a.cls": b"1"}, "expected an image of sample a, got none; known are jpg"),
-        ({"a.png": picture(0), "a.cls": b"cat"}, "expected the number of a class in a.cls, got"),
-        ({"a.png": picture(0), "a.json": b"{}"}, "expected the number of a class in a.json, got"),
+        ({"a.png": picture(0), "a.cls": b"cat"}, "in a.cls, got b'cat'"),
+        ({"a.png": picture(0), "a.json": b"{}"}, "expected the number of a class, 0 or above, in"),
+        ({"a.png": picture(0), "a.json": b'{"label": 1.5}'}, "in a.json, got"),
+        ({"a.png": picture(0), "a.cls": b"-1"}, "0 or above, in a.cls, got b'-1'; write"),
         ({"README": b""}, "expected samples of an image and a label, got none"),
     ],
 )
 def test_a_bad_shard_is_named(tmp_path: Path, files: dict[str, bytes], error: str) -> None:
     root = write(tmp_path / "data")
     shard = root / "train" / "000001.tar"
-    with tarfile.open(shard, "w") as archive:
-        for name, content in files.items():
-            add(archive, name, content)
+    fill(shard, files)
     with pytest.raises(UserError) as raised:
         load(root)
     assert str(shard) in str(raised.value) and error in str(raised.value)
@@ -228,6 +315,28 @@ def test_what_is_no_tar_file_is_named(tmp_path: Path) -> None:
     root = write(tmp_path / "data")
     (root / "train" / "000001.tar").write_bytes(b"no tar file" * 100)
     with pytest.raises(UserError, match=r"000001.tar: cannot be read as a tar file"):
+        load(root)
+
+
+def test_half_a_shard_is_named(tmp_path: Path) -> None:
+    shard = write(tmp_path / "data") / "train/000001.tar"
+    shard.write_bytes(shard.read_bytes()[: 5 * 512 + 100])
+    with pytest.raises(UserError, match=r"000001.tar: cannot be read .*unexpected end of data"):
+        load(tmp_path / "data")
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    shard = write(tmp_path / "data") / "train/000001.tar"
+    shard.unlink()
+    shard.symlink_to("gone")
+    with pytest.raises(UserError, match=r"000001.tar: cannot be read .*; replace or remove it"):
+        load(tmp_path / "data")
+
+
+def test_a_class_that_training_does_not_have_is_named(tmp_path: Path) -> None:
+    root = write(tmp_path / "data")
+    fill(root / "test/000001.tar", {"a.png": picture(0), "a.cls": b"3"})
+    with pytest.raises(UserError, match=r"000001.tar/a.png: expected .* 0 to 2, got 3; look"):
         load(root)
 
 
@@ -258,15 +367,59 @@ def test_an_image_that_cannot_be_read_is_named_or_skipped(tmp_path: Path) -> Non
     assert data.skipped.take()[0][0].endswith("000001.tar/n0/img_00033.png")
 
 
+def test_a_read_that_fails_is_as_a_bad_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write(tmp_path / "data")
+    stops, skips = load(root), load(root, corrupt_images="skip")
+    first = int(stops._entries[1]["offset"][3])
+    read = os.pread
+
+    def broken(handle: int, size: int, offset: int) -> bytes:
+        if offset == first:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(handle, size, offset)
+
+    monkeypatch.setattr(os, "pread", broken)
+    with pytest.raises(UserError, match=r"img_00033.png: not a readable image .*Input/output"):
+        stops[33]
+    assert torch.equal(skips[33][0], skips[34][0])
+
+
+def test_the_buffer_has_a_size() -> None:
+    with pytest.raises(UserError, match="--shuffle-buffer: expected at least 1 sample, got 0"):
+        load_dataset("shards", shuffle_buffer=0)
+
+
 # -- as a user runs it --------------------------------------------------------------------------
 @needs("openmpi")
-@pytest.mark.parametrize("loaders", [0, 1])
-def test_training(tmp_path: Path, loaders: int, cache: Path) -> None:
+def test_training(tmp_path: Path, cache: Path) -> None:
     root = write(tmp_path / "data")
     words = ["--dataset", "shards", "--data-dir", root, "--model", "resnet20", "--image-size", SIDE]
     words += ["--augment", "none", "--epochs", 4, "--batch-size", 8, "--bn-batches", 5]
+    words += ["--lr", 0.02, "--shuffle-buffer", 20]
     env = {"ALADDIN_MPI_CACHE": str(cache)}
-    train(3, tmp_path / "run", *words, "--loader-workers", loaders, "--lr", 0.02, env=env)
+    train(3, tmp_path / "run", *words, "--loader-workers", 1, env=env)
     found = summary(tmp_path / "run")
     assert found["samples"] == 4 * TRAIN
     assert found["test_accuracy"] > 0.6  # chance is 0.33
+
+
+@needs("openmpi")
+def test_a_resumed_run_ends_as_one_without_a_break(tmp_path: Path, cache: Path) -> None:
+    root = write(tmp_path / "data")
+    damage(root, 33)
+    words = ["--dataset", "shards", "--data-dir", root, "--model", "resnet20", "--image-size", SIDE]
+    words += ["--algorithm", "ar-sgd", "--batch-size", 4, "--bn-batches", 1, "--shuffle-buffer", 20]
+    words += ["--corrupt-images", "skip", "--lr-schedule", "constant", "--warmup-epochs", 0]
+    env = {"ALADDIN_MPI_CACHE": str(cache)}
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train(2, whole, *words, "--epochs", 2, env=env)
+    train(2, broken, *words, "--samples", 56, "--loader-workers", 1, env=env)
+    train(2, None, "--resume", broken, "--epochs", 2, "--loader-workers", 0, env=env)
+    first, second = summary(whole), summary(broken)
+    assert second["samples"] == 2 * TRAIN
+    assert second["test_loss"] == first["test_loss"]
+    assert (
+        second["skipped"] == first["skipped"] == [str(root / "train/000001.tar/n0/img_00033.png")]
+    )

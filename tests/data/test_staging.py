@@ -5,17 +5,31 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from aladdin_mpi.data.staging import UNFINISHED, copy, listed, place
-from aladdin_mpi.errors import UserError
+from aladdin_mpi.data.disk_copy import UNFINISHED, DiskCopy
+from aladdin_mpi.data.host_cache import index_dir
+from aladdin_mpi.data.staging import place, stage
+from aladdin_mpi.errors import RefusedError, UserError
+from aladdin_mpi.transport.virtual.engine import VirtualTransport
 from tests.commands import refusal, summary, train
-from tests.launch import needs
+from tests.launch import Completed, needs, run_ranks
+from tests.virtual_lab import lab, run
+
+
+def copy(source: Path, target: Path) -> int:
+    """Returns the bytes that had to be copied."""
+    one = DiskCopy(source, target)
+    one.make()
+    assert one.copied == one.needed
+    return one.copied
 
 
 def files(root: Path) -> dict[str, bytes]:
@@ -36,6 +50,7 @@ def test_all_is_copied_once(data: Path, tmp_path: Path) -> None:
     target = place(data, tmp_path / "disk")
     assert copy(data, target) == 1000 * sum(range(20))
     assert files(target) == files(data)
+    assert index_dir(target / "train") == target.with_name(f"{target.name}.index")
     assert copy(data, target) == 0
 
 
@@ -50,26 +65,61 @@ def test_what_has_changed_or_is_missing_is_copied_again(data: Path, tmp_path: Pa
     assert files(target) == files(data)
 
 
+def test_what_is_gone_from_the_data_goes_from_the_copy(data: Path, tmp_path: Path) -> None:
+    target = place(data, tmp_path / "disk")
+    (data / "train/empty").mkdir()
+    (data / "train/extra").mkdir()
+    (data / "train/extra/20.bin").touch()
+    copy(data, target)
+    assert (target / "train/empty").is_dir()  # it counts as a class
+    shutil.rmtree(data / "train/extra")
+    (data / "train/1/7.bin").unlink()
+    copy(data, target)
+    assert files(target) == files(data)
+    assert not (target / "train/extra").exists()
+
+
 def test_an_interrupted_copy_is_not_used(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = place(data, tmp_path / "disk")
-    whole = shutil.copyfile
+    go_on = DiskCopy._go_on
 
-    def broken(source: Path, to: Path) -> None:
-        whole(source, to)
-        if source.name == "7.bin":
-            to.write_bytes(b"half")
+    def broken(self: DiskCopy) -> None:
+        go_on(self)
+        if self.copied:
             raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(shutil, "copyfile", broken)
-    with pytest.raises(UserError, match=r"--stage .*disk: cannot copy the data there .*error"):
+    monkeypatch.setattr(DiskCopy, "_go_on", broken)
+    with pytest.raises(UserError, match=r"--stage .*disk: cannot copy .* there .*error"):
         copy(data, target)
-    assert (target / f"train/1/7.bin{UNFINISHED}").exists()
-    assert not (target / "train/1/7.bin").exists()
+    partial = [path for path in target.rglob("*") if path.name.endswith(UNFINISHED)]
+    assert partial and not any(path.with_suffix("").exists() for path in partial)
     monkeypatch.undo()
     copy(data, target)
     assert files(target) == files(data)
+
+
+def test_a_file_that_changes_meanwhile_is_named(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = DiskCopy._prepare
+
+    def late(self: DiskCopy, *args: Any) -> None:
+        prepare(self, *args)
+        (data / "train/1/7.bin").write_bytes(b"shorter")
+
+    monkeypatch.setattr(DiskCopy, "_prepare", late)
+    with pytest.raises(UserError, match=r"7.bin has changed meanwhile"):
+        copy(data, place(data, tmp_path / "disk"))
+
+
+def test_a_stopped_copy_ends(data: Path, tmp_path: Path) -> None:
+    one = DiskCopy(data, place(data, tmp_path / "disk"))
+    one.is_stopped = True
+    with pytest.raises(UserError, match="stopped"):
+        one.make()
+    assert not files(one.target)
 
 
 def test_there_has_to_be_room(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +127,7 @@ def test_there_has_to_be_room(data: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     copy(data, place(data, tmp_path / "disk"))
     full.free = 20_100_000  # of which a fiftieth of the disk is left alone
-    with pytest.raises(UserError, match=r"--stage .*: expected 0.0 GB free, got 0.0"):
+    with pytest.raises(UserError, match=r"--stage .*: expected 0.00019 GB free, got 0.0001;"):
         copy(data, place(data, tmp_path / "other"))
     assert not list((tmp_path / "other").rglob("*.bin"))
 
@@ -90,7 +140,20 @@ def test_folders_of_one_name_lie_apart(tmp_path: Path) -> None:
 
 def test_links_are_followed(data: Path, tmp_path: Path) -> None:
     (tmp_path / "linked").symlink_to(data)
-    assert {file.name for file in listed(tmp_path / "linked")} == set(files(data))
+    target = place(tmp_path / "linked", tmp_path / "disk")
+    copy(tmp_path / "linked", target)
+    assert files(target) == files(data)
+
+
+def test_a_link_that_leads_nowhere_is_named(data: Path, tmp_path: Path) -> None:
+    (data / "train/0/gone.bin").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"--data-dir .*: expected files .*gone.bin.*; repair or"):
+        copy(data, tmp_path / "disk/data")
+
+
+def test_a_folder_within_the_data_is_refused(data: Path) -> None:
+    with pytest.raises(UserError, match=r"--stage .*: expected a folder outside of --data-dir"):
+        copy(data, place(data, data / "disk"))
 
 
 def test_an_empty_folder_is_named(tmp_path: Path) -> None:
@@ -99,18 +162,58 @@ def test_an_empty_folder_is_named(tmp_path: Path) -> None:
         copy(tmp_path / "empty", tmp_path / "disk/empty")
 
 
-@needs("openmpi")
-def test_training_reads_the_copy(tmp_path: Path) -> None:
+def images(tmp_path: Path) -> Path:
     for split, count in (("train", 12), ("test", 6)):
         for number in range(count):
             path = tmp_path / f"images/{split}/{number % 2}/{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(np.full((8, 8, 3), 100 * (number % 2), dtype=np.uint8)).save(path)
-    words = ["--dataset", "imagefolder", "--data-dir", tmp_path / "images", "--model", "resnet20"]
+    return tmp_path / "images"
+
+
+def test_one_rank_of_each_host_copies(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def main(transport: VirtualTransport) -> tuple[int, int, Path | None]:
+        disk = tmp_path / f"disk-{transport.host}" if transport.host < 2 else None
+        return transport.rank, transport.host, stage(transport, data, disk, 60, quiet=False)
+
+    before = threading.active_count()
+    found = run(6, main, lab(3))
+    assert {host for _, host, _ in found} == {0, 1, 2}
+    for _, host, where in found:
+        assert where == (data if host == 2 else place(data, tmp_path / f"disk-{host}"))
+        assert where is not None and files(where) == files(data)
+    told = capfd.readouterr().err
+    assert re.findall(r"copied (\S+) GB to .*disk-0/data-\w+ of 2 hosts", told) == ["0.00038"]
+    assert threading.active_count() == before
+
+
+def test_a_host_without_room_ends_it_for_all(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def usage(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(total=10**9, free=10**9 if path.name == "disk-0" else 0)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+
+    def main(transport: VirtualTransport) -> str:
+        with pytest.raises((UserError, RefusedError)) as raised:
+            stage(transport, data, tmp_path / f"disk-{transport.host}", 60, quiet=True)
+        return str(raised.value)
+
+    told, *others = run(4, main, lab(2))
+    assert re.search(r"^rank \d: --stage .*disk-1: expected 0.00019 GB free, got 0;", told)
+    assert not any(others)
+
+
+@needs("openmpi")
+def test_training_reads_the_copy(tmp_path: Path) -> None:
+    words = ["--dataset", "imagefolder", "--data-dir", images(tmp_path), "--model", "resnet20"]
     words += ["--cache", "off", "--samples", 24, "--batch-size", 4, "--stage", tmp_path / "disk"]
     done = train(3, tmp_path / "run", *words)
-    assert len(re.findall(r"aladdin_mpi: copied 0.00 GB to .*disk/images-", done.stderr)) == 1
-    (staged,) = (path for path in (tmp_path / "disk").iterdir() if path.is_dir())
+    assert len(re.findall(r"aladdin_mpi: copied \S+ GB to .*disk/images-", done.stderr)) == 1
+    staged = place(tmp_path / "images", tmp_path / "disk")
     assert files(staged) == files(tmp_path / "images")
     assert summary(tmp_path / "run")["samples"] == 24
     again = train(3, tmp_path / "again", *words)
@@ -121,3 +224,47 @@ def test_training_reads_the_copy(tmp_path: Path) -> None:
 def test_it_is_asked_for_with_data(tmp_path: Path) -> None:
     error = refusal(train(2, tmp_path / "run", "--stage", tmp_path / "disk", check=False))
     assert "disk: expected with --data-dir, got it without" in error
+
+
+SLOW = """
+import os
+import sys
+import time
+
+from aladdin_mpi import train
+from aladdin_mpi.data.disk_copy import DiskCopy
+
+go_on = DiskCopy._go_on
+
+def slow(self):
+    go_on(self)
+    time.sleep(float(os.environ["DELAY"]) if self.copied else 0)
+
+DiskCopy._go_on = slow
+sys.exit(train.main())
+"""
+
+
+def slowly(tmp_path: Path, delay: float, timeout: float) -> Completed:
+    """A training whose copy takes ``delay`` seconds for every few files."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = ["--data-dir", images(tmp_path), "--dataset", "imagefolder", "--model", "resnet20"]
+    words += ["--samples", 24, "--batch-size", 4, "--stage", tmp_path / "disk"]
+    words += ["--timeout", timeout, "--run-dir", tmp_path / "run"]
+    env = {"DELAY": str(delay)}
+    return run_ranks(3, [str(tmp_path / "slow.py"), *map(str, words)], env=env, check=False)
+
+
+@needs("openmpi")
+def test_a_copy_may_take_longer_than_a_wait(tmp_path: Path) -> None:
+    done = slowly(tmp_path, delay=4, timeout=10)  # 18 files, eight at a time
+    assert done.returncode == 0, done
+    seconds = re.search(r"copied .* in (\d+) s", done.stderr)
+    assert seconds is not None and int(seconds[1]) >= 11
+
+
+@needs("openmpi")
+def test_a_copy_that_does_not_go_on_ends_the_job(tmp_path: Path) -> None:
+    done = slowly(tmp_path, delay=60, timeout=1)
+    assert "--stage" in refusal(done) and "got nothing for 1 s; another job" in refusal(done)
+    assert done.seconds < 40
