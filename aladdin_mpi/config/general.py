@@ -389,6 +389,12 @@ class GeneralOptions(BaseModel):
     eval_every: float = option(
         1.0, "time between evaluations; 0: only at the end", unit="EPOCHS", group="output", ge=0
     )
+    evaluate_on: Literal["auto", "rank-0", "workers"] = option(
+        "auto",
+        "rank-0: on its CPU; workers: each measures an equal part of the test set, on its device; "
+        "auto: workers if all of them have a GPU",
+        group="output",
+    )
     log_every: int | None = option(
         None,
         "samples between two lines of metrics",

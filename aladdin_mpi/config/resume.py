@@ -22,6 +22,7 @@ RESUME_FIELDS = (LOCAL_FIELDS - {"run_dir", "overwrite"}) | {
     "check_images",
     "checkpoint_every",
     "corrupt_images",
+    "evaluate_on",
     "log_every",
     "epochs",
     "samples",

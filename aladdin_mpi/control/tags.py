@@ -23,6 +23,10 @@ class Tag(IntEnum):
     """From rank 0: send me your part of the model."""
     SHARD = 6
     """The answer: one bucket in a frame."""
+    EVALUATE = 23
+    """From rank 0, and from worker to worker: a piece of the model that is to be measured."""
+    EVALUATED = 24
+    """Worker to rank 0: sums over its part of the test data."""
     BARRIER = 12
     """To rank 0: I am here; and its answer: all are."""
     LOCAL_GRADIENT = 9

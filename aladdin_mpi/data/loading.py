@@ -133,41 +133,36 @@ class BatchSource:
 
 
 def test_batches(
-    dataset: MapDataset, batch_size: int, loader_workers: int = 0, start: Start = FORKED
+    dataset: MapDataset,
+    batch_size: int,
+    loader_workers: int = 0,
+    start: Start = FORKED,
+    part: int = 0,
+    parts: int = 1,
 ) -> Iterator[Batch]:
     """Yield all samples once, in order and without augmentation; the last batch may be short.
 
-    Images that are skipped are left out.
-
-    Raises:
-        UserError: no image can be read.
+    Of ``parts`` equal parts only the one that is asked for. Images that are skipped are left out.
     """
+    first, end = len(dataset) * part // parts, len(dataset) * (part + 1) // parts
     if not isinstance(dataset, ImageArrays):
-        places = range(len(dataset))
-        batches = [places[i : i + batch_size] for i in range(0, len(places), batch_size)]
+        batches = [range(i, min(i + batch_size, end)) for i in range(first, end, batch_size)]
         if isinstance(dataset, ImageFiles):
             yield from _readable_batches(dataset, batches, loader_workers, start)
         else:
             yield from load_in_order(dataset, batches, loader_workers, start)
         return
-    for first in range(0, len(dataset), batch_size):
-        yield dataset.evaluation_batch(slice(first, first + batch_size))
+    for start_of_batch in range(first, end, batch_size):
+        yield dataset.evaluation_batch(slice(start_of_batch, min(start_of_batch + batch_size, end)))
 
 
 def _readable_batches(
     dataset: ImageFiles, batches: Iterable[Any], loader_workers: int, start: Start
 ) -> Iterator[Batch]:
-    found = False
     view = _ReadableView(dataset)
     for batch in load_in_order(view, batches, loader_workers, start, _collate_if_any):
         if batch is not None:
-            found = True
             yield batch
-    if not found:
-        raise UserError(
-            f"--corrupt-images skip: expected a readable image in {dataset.root}, got none; look "
-            "at --data-dir"
-        )
 
 
 def train_batches_for_statistics(
@@ -179,9 +174,12 @@ def train_batches_for_statistics(
     have come.
     """
     stream = ShardedStream(len(dataset), 0, 1, seed)
-    source = BatchSource(dataset, stream, batch_size, augment=False, ahead=False)
-    for _ in range(count):
-        yield source.next_batch()
+    places = (stream.take(batch_size)[1] for _ in range(count))
+    if isinstance(dataset, ImageArrays):
+        yield from map(dataset.evaluation_batch, places)
+    else:
+        # The global generators are left alone: a thread may be drawing from them.
+        yield from load_in_order(dataset, (indices.tolist() for indices in places), 0)
 
 
 def describe(dataset: MapDataset) -> dict[str, Any]:

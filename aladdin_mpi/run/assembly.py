@@ -35,10 +35,11 @@ from aladdin_mpi.run.building import (
 from aladdin_mpi.run.checkpoint import CheckpointStore
 from aladdin_mpi.run.context import Context, make_context, server_count
 from aladdin_mpi.run.coordinator import Coordinator
-from aladdin_mpi.run.evaluation import Evaluate, Measurement, Snapshots
+from aladdin_mpi.run.divided_evaluation import DividedEvaluation, is_divided
 from aladdin_mpi.run.failures import record_losses
 from aladdin_mpi.run.handshake import check_agreement
 from aladdin_mpi.run.local_state import LocalState
+from aladdin_mpi.run.measurement import Evaluate, Measurement
 from aladdin_mpi.run.model_exchange import share_model
 from aladdin_mpi.run.origin import Origin
 from aladdin_mpi.run.own_figures import OwnFigures
@@ -50,6 +51,7 @@ from aladdin_mpi.run.resumption import Resumption, go_on
 from aladdin_mpi.run.schedule import LearningRate
 from aladdin_mpi.run.seen_inputs import SeenInputs
 from aladdin_mpi.run.segments import Segments
+from aladdin_mpi.run.snapshots import Snapshots
 from aladdin_mpi.run.suspension import Suspension
 from aladdin_mpi.run.variance import ModelVariance, draw_places
 from aladdin_mpi.transport.base import Transport
@@ -63,7 +65,7 @@ class Task:
         epoch: samples of one epoch.
         data: facts about this rank's data, in which all must agree.
         compute: see :class:`Worker`; ``may_clip`` likewise.
-        evaluate: see :class:`Evaluator`; None: no evaluations. Unless it is a
+        evaluate: see :class:`.Evaluator`; None: no evaluations. Unless it is a
             :class:`Measurement`, the module has batch norm's statistics estimated before.
         optimizer: None: momentum SGD.
         schedule: factor of the learning rate by the samples drawn; None: as the options say.
@@ -114,7 +116,7 @@ def assemble(
         coordinator = make_coordinator(context, role, plan, lr, record)
     # It outlives this rank, so it must not hold it, with all its vectors.
     guard.remedy = partial(_remedy, folder.path)
-    measuring = _measuring(context, role, seen, task.evaluate)
+    measuring = _measuring(context, role, seen, task.evaluate, skips)
     local.seed(options.seed * 1_000_003 + transport.rank + 1)
     store = CheckpointStore(folder.path)
     segments = _segments(context, role, coordinator, local, store, plan, task.origin, described)
@@ -185,7 +187,11 @@ def _role(
 
 
 def _measuring(
-    context: Context, role: Role, seen: SeenInputs | None, evaluate: Evaluate | None
+    context: Context,
+    role: Role,
+    seen: SeenInputs | None,
+    evaluate: Evaluate | None,
+    skips: SkipReports,
 ) -> Measuring:
     if not context.is_real:
         evaluate = None
@@ -196,7 +202,10 @@ def _measuring(
     sizes = [prod(shape) for shape in context.replica.shapes]
     places = draw_places(sizes, context.options.seed)
     variance = ModelVariance(transport, layout, role, places, context.algorithm.lockstep)
-    return Measuring(seen, evaluate, snapshots, variance)
+    divided = None
+    if isinstance(evaluate, Measurement) and is_divided(context, evaluate):
+        divided = DividedEvaluation(context, evaluate, skips.pass_on)
+    return Measuring(seen, evaluate, divided, snapshots, variance)
 
 
 def _segments(
@@ -243,6 +252,7 @@ def _open(
         folder,
         skips,
         measuring.evaluate,
+        measuring.divided,
         measuring.snapshots,
         measuring.variance,
     )

@@ -13,12 +13,15 @@ from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.role import Role
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.run.coordinator import Coordinator
-from aladdin_mpi.run.evaluation import Evaluate, Evaluator, Snapshots
+from aladdin_mpi.run.divided_evaluation import DividedEvaluation
 from aladdin_mpi.run.evaluations import Evaluations
+from aladdin_mpi.run.evaluator import Evaluator
+from aladdin_mpi.run.measurement import Evaluate
 from aladdin_mpi.run.plan import Plan
 from aladdin_mpi.run.progress import Progress
 from aladdin_mpi.run.recorder import Metrics
 from aladdin_mpi.run.schedule import LearningRate
+from aladdin_mpi.run.snapshots import Snapshots
 from aladdin_mpi.run.training_log import TrainingLog
 from aladdin_mpi.run.variance import ModelVariance
 
@@ -57,6 +60,7 @@ def open_books(
     folder: Path,
     skips: SkipReports,
     evaluate: Evaluate | None,
+    divided: DividedEvaluation | None,
     snapshots: Snapshots,
     variance: ModelVariance,
 ) -> Books:
@@ -76,7 +80,9 @@ def open_books(
         context.options.quiet,
     )
     metrics = Metrics(folder, drawn)
-    evaluator = _evaluator(context, skips, evaluate) if evaluate is not None else None
+    evaluator = None
+    if evaluate is not None:
+        evaluator = _evaluator(context, skips, evaluate, divided)
     return Books(
         coordinator,
         metrics,
@@ -85,10 +91,12 @@ def open_books(
     )
 
 
-def _evaluator(context: Context, skips: SkipReports, evaluate: Evaluate) -> Evaluator:
+def _evaluator(
+    context: Context, skips: SkipReports, evaluate: Evaluate, divided: DividedEvaluation | None
+) -> Evaluator:
     def measure(module: nn.Module) -> Mapping[str, float]:
         figures = evaluate(module)
         skips.pass_on()  # rank 0 reads images too
         return figures
 
-    return Evaluator(context.module, measure, not context.transport.models_time)
+    return Evaluator(context.module, measure, not context.transport.models_time, divided)

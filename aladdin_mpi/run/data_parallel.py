@@ -35,9 +35,9 @@ from aladdin_mpi.run.deal import Deal, deal
 from aladdin_mpi.run.delivery import Delivery
 from aladdin_mpi.run.device import choose_device
 from aladdin_mpi.run.epochs import Batches, Epoch, HeldBack
-from aladdin_mpi.run.evaluation import Evaluate
 from aladdin_mpi.run.loop import Loop
 from aladdin_mpi.run.loop_watch import LoopWatch
+from aladdin_mpi.run.measurement import Evaluate
 from aladdin_mpi.run.near_cores import bind_to_near
 from aladdin_mpi.run.origin import find_origin
 from aladdin_mpi.run.own_optimizer import Asked, resolve, settings_for

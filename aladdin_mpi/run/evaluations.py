@@ -10,8 +10,9 @@ from torch import Tensor
 
 from aladdin_mpi.control.budget import Report
 from aladdin_mpi.run.coordinator import Coordinator
-from aladdin_mpi.run.evaluation import Evaluator, Snapshots
+from aladdin_mpi.run.evaluator import Evaluator
 from aladdin_mpi.run.recorder import Metrics
+from aladdin_mpi.run.snapshots import Snapshots
 from aladdin_mpi.run.variance import ModelVariance
 from aladdin_mpi.transport.base import Transport
 
@@ -113,23 +114,27 @@ class Evaluations:
                 self._coordinator.marks.measuring = None
 
     # -- at the end of the run ------------------------------------------------------
-    def at_end(self, model: Tensor, variance: float | None) -> dict[str, float] | None:
+    def at_end(
+        self, model: Tensor, variance: float | None, measured: Mapping[str, float] | None
+    ) -> dict[str, float] | None:
         """Measure the trained model; None: nothing measures it.
 
         ``variance`` is that among the workers' models. The evaluation that is under way is waited
-        for, and no worker's answer any more.
+        for, and no worker's answer any more. ``measured`` is what the workers have measured, if
+        they have.
         """
         if self._evaluator is None:
             return None
         self._evaluator.wait()
         with self._transport.atomic():
             self._variance.give_up()
-        measured = dict(self._evaluator.measure(model))
+        if measured is None:
+            measured = self._evaluator.measure(model)
         drawn = self._coordinator.budget.drawn
         if not self._metrics.has("eval", drawn):
             self._take_variance(drawn, variance)
             self._take_figures(self._coordinator.moment(), measured)
-        return measured
+        return dict(measured)
 
     def buffers(self) -> list[Tensor]:
         """Those of the model that was measured; none where nothing is."""

@@ -22,6 +22,7 @@ NO_EFFECT = {
     "corrupt_images": "give batches() a data set that does it",
     "shuffle_buffer": "give load_dataset() one",
     "check_images": "look at the images before",
+    "evaluate_on": "rank 0 calls evaluate(), with a module on its CPU",
 }
 """Options that only the built-in training follows, and what to do in a loop of one's own."""
 _ARGUMENTS = {leaf.flag: as_argument(path) for path, leaf in leaves(RunOptions).items()}

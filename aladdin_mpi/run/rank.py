@@ -16,13 +16,15 @@ from aladdin_mpi.roles.role import Role, TrainingWorker
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.run.books import Books
 from aladdin_mpi.run.context import Context
-from aladdin_mpi.run.evaluation import Evaluate, Snapshots
+from aladdin_mpi.run.divided_evaluation import DividedEvaluation
+from aladdin_mpi.run.measurement import Evaluate
 from aladdin_mpi.run.model_exchange import collect_model, share_buffers
 from aladdin_mpi.run.own_figures import OwnFigures
 from aladdin_mpi.run.plan import Plan
 from aladdin_mpi.run.run_folder import OpenFolder
 from aladdin_mpi.run.seen_inputs import SeenInputs
 from aladdin_mpi.run.segments import Segments
+from aladdin_mpi.run.snapshots import Snapshots
 from aladdin_mpi.run.summary import Trained, summarise
 from aladdin_mpi.run.suspension import Suspension
 from aladdin_mpi.run.variance import ModelVariance
@@ -35,10 +37,12 @@ class Measuring:
     Attributes:
         seen: calls of the module, for batch norm; None: nobody needs them.
         evaluate: None: no evaluations.
+        divided: None: workers have no part in it.
     """
 
     seen: SeenInputs | None
     evaluate: Evaluate | None
+    divided: DividedEvaluation | None
     snapshots: Snapshots
     variance: ModelVariance
 
@@ -79,6 +83,9 @@ class Rank:
     @property
     def evaluating(self) -> bool:
         """Whether an evaluation goes on in a thread of its own."""
+        divided = self.measuring.divided
+        if divided is not None and divided.busy:
+            return True
         return self.books is not None and self.books.evaluations.busy
 
     def suspend(self) -> None:
@@ -108,9 +115,11 @@ class Rank:
         if seen is not None:
             seen.complete()
             share_buffers(context, context.servers)
-        trained = Trained(
-            model, variance, waiting, self.figures.late, seen, self.skips.are_possible
-        )
+        divided, measured = self.measuring.divided, None
+        if divided is not None and model is not None:
+            measured = divided.at_end(model, context.options.timeout)
+        late, may_skip = self.figures.late, self.skips.are_possible
+        trained = Trained(model, variance, waiting, late, seen, measured, may_skip)
         summary = summarise(context, self.role, self.books, self.folder.path, trained)
         if seen is not None:
             share_buffers(context, 0)
@@ -119,5 +128,7 @@ class Rank:
 
     def _leave(self) -> None:
         self.heartbeats.close()
+        if self.measuring.divided is not None:
+            self.measuring.divided.close()
         self.role.close()
         self.folder.release()

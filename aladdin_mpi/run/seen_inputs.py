@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.process import guard
-from aladdin_mpi.run.evaluation import Call, Evaluate, batch_norms, reestimate_batch_norm
+from aladdin_mpi.run.measurement import Call, Evaluate, batch_norms, reestimate_batch_norm
 from aladdin_mpi.transport.base import Transport
 
 MOST_BYTES = 128 * 2**20

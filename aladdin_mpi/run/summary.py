@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class Trained:
         waiting: seconds that this rank waited in training.
         late: figures of the user's loop that came too late for a message.
         seen: calls of the module, for batch norm; None: nobody needs them.
+        measured: by the workers, whose batch norm's statistics the module has; None: they have not.
         may_skip: whether images may have been skipped.
     """
 
@@ -46,6 +47,7 @@ class Trained:
     waiting: float
     late: Sequence[dict[str, float]]
     seen: SeenInputs | None
+    measured: Mapping[str, float] | None
     may_skip: bool
 
 
@@ -95,7 +97,9 @@ def _measure(context: Context, books: Books, trained: Trained) -> dict[str, floa
     """The trained model's figures; its module gets the buffers that belong to it."""
     measured = None
     if trained.model is not None:
-        measured = books.evaluations.at_end(trained.model, trained.variance)
+        measured = books.evaluations.at_end(trained.model, trained.variance, trained.measured)
+    if trained.measured is not None:
+        return measured or {}
     if measured is not None:
         buffers = context.module.buffers()
         for buffer, theirs in zip(buffers, books.evaluations.buffers(), strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.exchange import agree
@@ -22,7 +22,7 @@ from aladdin_mpi.data.models import build_model
 from aladdin_mpi.data.staging import stage
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.run.data_parallel import DataParallel
-from aladdin_mpi.run.evaluation import Measurement, reestimate_batch_norm
+from aladdin_mpi.run.measurement import Measurement, Sums, reestimate_batch_norm
 from aladdin_mpi.run.origin import samples_of
 from aladdin_mpi.transport.base import Transport
 
@@ -87,27 +87,54 @@ def _loss(module: nn.Module, inputs: Tensor, labels: Tensor, precision: str) -> 
 
 
 def _evaluation(options: RunOptions, data: DatasetPair) -> Measurement:
-    def evaluate(module: nn.Module) -> Mapping[str, float]:
+    def prepare(module: nn.Module) -> None:
         batches = loading.train_batches_for_statistics(
             data.train, options.batch_size, options.bn_batches, options.seed
         )
-        reestimate_batch_norm(module, (((inputs,), {}) for inputs, _ in batches))
-        return measure(module, data)
+        device = _device_of(module)
+        reestimate_batch_norm(module, (((inputs.to(device),), {}) for inputs, _ in batches))
 
-    return Measurement(evaluate)
+    def sums(module: nn.Module, part: int, parts: int) -> Sums:
+        # On a device there is room for a training batch, and training's is there meanwhile.
+        on_device = is_accelerator(_device_of(module))
+        batch_size = options.batch_size if on_device else EVALUATION_BATCH
+        return test_sums(module, data, part, parts, batch_size)
+
+    return Measurement(prepare, sums, test_figures)
 
 
-def measure(module: nn.Module, data: DatasetPair) -> dict[str, float]:
-    """Accuracy (0 to 1) and mean cross-entropy of ``module`` on the test data."""
+def test_sums(module: nn.Module, data: DatasetPair, part: int, parts: int, batch_size: int) -> Sums:
+    """What ``module`` gets right, and its cross-entropy, summed over a part of the test data."""
     right, loss, count = 0, 0.0, 0
+    device = _device_of(module)
     module.eval()
     with torch.no_grad():
-        for inputs, labels in loading.test_batches(data.test, EVALUATION_BATCH):
+        for batch in loading.test_batches(data.test, batch_size, part=part, parts=parts):
+            inputs, labels = (each.to(device) for each in batch)
             outputs = module(inputs)
             loss += functional.cross_entropy(outputs, labels, reduction="sum").item()
             right += int((outputs.argmax(1) == labels).sum())
             count += len(labels)
-    return {"test_accuracy": right / count, "test_loss": loss / count}
+    return {"right": right, "loss": loss, "count": count}
+
+
+def test_figures(sums: Sums) -> dict[str, float]:
+    """Accuracy (0 to 1) and mean cross-entropy.
+
+    Raises:
+        UserError: no image could be read.
+    """
+    count = sums["count"]
+    if not count:
+        raise UserError(
+            "--corrupt-images skip: expected a readable image in the test set, got none; look at "
+            "--data-dir"
+        )
+    return {"test_accuracy": sums["right"] / count, "test_loss": sums["loss"] / count}
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
 
 
 def _rehearse(options: RunOptions, transport: Transport) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from aladdin_mpi.data.images import ImageArrays, ImageFiles
 from aladdin_mpi.data.loading import BatchSource
 from aladdin_mpi.data.sampler import ShardedStream
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.run import trainer
 from aladdin_mpi.run.simulator import simulate
 from tests.commands import summary, train
 
@@ -121,8 +122,9 @@ def test_a_folder_without_readable_images_ends_the_run(
     data = load(root)
     for path in [*root.glob("test/*/*"), *root.glob("train/dog/*")]:
         path.unlink()
-    with pytest.raises(UserError, match=r"expected a readable image in .*test, got none"):
-        list(loading.test_batches(data.test, 4))
+    assert not list(loading.test_batches(data.test, 4))
+    with pytest.raises(UserError, match=r"expected a readable image in the test set, got none"):
+        trainer.test_figures({"right": 0, "loss": 0.0, "count": 0})
     monkeypatch.setattr(images, "MOST_IN_A_ROW", 6)
     with pytest.raises(
         UserError, match=r"the last 6 images cannot .*train/dog/0.png; look at .*train"

@@ -5,6 +5,7 @@ The arguments: the folder for the runs, and one of ``CHECKS``.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,10 @@ from aladdin_mpi import DataParallel, accelerator, load_dataset
 from aladdin_mpi.algorithms.registry import ALGORITHMS
 from aladdin_mpi.allreduce import in_order, over_transport
 from aladdin_mpi.compression.codec import DenseWire
+from aladdin_mpi.data import loading
 from aladdin_mpi.parameter_server import inbox
+from aladdin_mpi.run import trainer
+from aladdin_mpi.run.measurement import Measurement, reestimate_batch_norm
 from tests.late import guarded
 from tests.late.device import runtime, states
 
@@ -79,6 +83,16 @@ WARM_UP = 4
 """Steps in which an algorithm may still find out about the model."""
 
 
+DIGITS = load_dataset("digits")
+EVALUATED: dict[str, Any] = {
+    "evaluate": Measurement(
+        lambda module: reestimate_batch_norm(module, _first_images(module)),
+        lambda module, part, parts: trainer.test_sums(module, DIGITS, part, parts, 64),
+        trainer.test_figures,
+    )
+}
+
+
 own: set[int] = set()
 """The devices that this rank has had: what a former run has left may still touch its own."""
 
@@ -93,6 +107,12 @@ def network() -> nn.Sequential:
         nn.ReLU(),
         nn.Linear(24, 10),
     )
+
+
+def _first_images(module: nn.Module) -> Iterator[Any]:
+    device = next(module.parameters()).device
+    for images, _ in loading.train_batches_for_statistics(DIGITS.train, 32, 2, 0):
+        yield (images.to(device),), {}
 
 
 def make(module: nn.Module, folder: str, device: str, name: str, **options: Any) -> DataParallel:
@@ -273,6 +293,38 @@ def check_all(folder: str) -> None:
         expect(not guarded.found, f"{name}: handed over too early: {guarded.found}")
 
 
+def check_evaluation(folder: str) -> None:
+    """What the workers measure in parts, each on its device, is what rank 0 measures alone."""
+    for name in ("ar-sgd", "bsp"):
+        found, models = [], []
+        for device in ("cpu", "gpu"):
+            module = network()
+            module.insert(1, nn.BatchNorm2d(4))
+            run = make(module, folder, device, name, eval_every=0.1, **EVALUATED)
+            runtime.forget()
+            for _ in losses(run, module):
+                pass
+            if run.device.type != "cpu":
+                own.add(run.device.index)
+                expect(set(runtime.touched()) <= own, f"{name}: touched {runtime.touched()}")
+            models.append(module.state_dict())
+            if WORLD.rank == 0:
+                assert run.run_dir is not None
+                lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
+                found.append([json.loads(line) for line in lines if '"eval"' in line])
+                parts = run._rank.measuring.divided if run._rank else None
+                expect((parts is not None) == (device == "gpu"), f"{name}, {device}: {parts}")
+        if WORLD.rank == 0:
+            for key, value in models[0].items():
+                other = models[1][key].cpu()
+                expect(torch.allclose(value.cpu(), other, rtol=1e-5), f"{name}: {key} differs")
+            alone, shared = (lines[-1] for lines in found)
+            expect(len(found[1]) > 1, f"{name}: {found[1]}")
+            for key in ("test_accuracy", "test_loss"):
+                error = abs(alone[key] - shared[key])
+                expect(error < 1e-5, f"{name}: {key}: {alone[key]} and {shared[key]}")
+
+
 # -- mistakes that have to be found --------------------------------------------------------
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
@@ -400,6 +452,7 @@ CHECKS = {
     "refused": check_refused,
     "budget": check_budget,
     "ahead": check_ahead,
+    "evaluation": check_evaluation,
     "all": check_all,
     "defects": check_defects,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from aladdin_mpi.run.evaluation import reestimate_batch_norm
+from aladdin_mpi.run.measurement import reestimate_batch_norm
 
 
 def test_they_are_the_plain_means_over_the_batches() -> None:

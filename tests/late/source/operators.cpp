@@ -151,7 +151,10 @@ IValue with_tensors(const IValue& value, Change change) {
 
 void write(const IValue& target, const IValue& result) {
   if (target.isTensor()) {
-    if (target.toTensor().defined()) target.toTensor().copy_(result.toTensor());
+    // In evaluation a CPU's batch norm saves nothing, whatever its sizes were foretold to be.
+    if (target.toTensor().defined() && result.toTensor().numel() > 0) {
+      target.toTensor().copy_(result.toTensor());
+    }
   } else if (target.isList()) {
     for (size_t i = 0; i < target.toListRef().size(); ++i) {
       write(target.toListRef()[i], result.toListRef()[i]);

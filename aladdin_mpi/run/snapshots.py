@@ -1,76 +1,19 @@
-"""Evaluation of the global model: beside training, never inside it."""
+"""Copies of the global model, taken beside training, never inside it."""
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Bucket, Layout
-from aladdin_mpi.model.replica import Replica
 from aladdin_mpi.roles.role import Role
 from aladdin_mpi.transport.base import Transport
 
-Evaluate = Callable[[nn.Module], Mapping[str, float]]
-"""Measures a model; what it returns goes into the metrics, such as ``test_accuracy``."""
-
-
-Record = Callable[[dict[str, Any], Mapping[str, float]], None]
-"""Takes what is known of the moment of a copy, and what was measured."""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """An evaluation that estimates batch norm's statistics by itself."""
-
-    evaluate: Evaluate
-
-    def __call__(self, module: nn.Module) -> Mapping[str, float]:
-        """Measure ``module``."""
-        return self.evaluate(module)
-
-
 FRAME_BYTES = 16
 """Before the values of a bucket: its number and their weight."""
-
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a module's forward pass."""
-
-
-def batch_norms(module: nn.Module) -> list[_BatchNorm]:
-    """The parts of ``module`` that have running statistics."""
-    return [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-
-
-def reestimate_batch_norm(module: nn.Module, calls: Iterable[Call]) -> None:
-    """Estimate the running statistics of all batch norms anew by training passes.
-
-    No gradient method transmits these statistics, and an average of models has none
-    that would fit it. A model without batch norm costs nothing.
-    """
-    norms = batch_norms(module)
-    if not norms:
-        return
-    momenta = [norm.momentum for norm in norms]
-    mode = module.training
-    module.train()
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # the plain mean over all batches
-    with torch.no_grad():
-        for args, kwargs in calls:
-            module(*args, **kwargs)
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
-    module.train(mode)
 
 
 class Snapshots:
@@ -171,62 +114,6 @@ class Snapshots:
     def _finish(self) -> None:
         if not self._missing:
             self._done(self._vector)
-
-
-class Evaluator:
-    """Measures copies of the global model, in a thread of its own over MPI.
-
-    In virtual time an evaluation takes no time, and is made on the spot. Over MPI one
-    that is due while another still runs is left out.
-
-    Args:
-        module: as at the start; it is copied.
-        evaluate: the measurement.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        evaluate: Evaluate,
-        threaded: bool,
-    ) -> None:
-        self.module = copy.deepcopy(module).cpu()
-        self._replica = Replica(self.module)
-        self._evaluate = evaluate
-        self._threaded = threaded
-        self._thread: threading.Thread | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether an evaluation is under way."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def submit(self, vector: Tensor, moment: dict[str, Any], record: Record) -> None:
-        """Evaluate a copy of the model taken at ``moment``; ``record`` is called with both."""
-        if not self._threaded:
-            self._run(vector, moment, record)
-            return
-        self._thread = threading.Thread(
-            target=self._run, args=(vector, moment, record), name="evaluation", daemon=True
-        )
-        self._thread.start()
-
-    def _run(self, vector: Tensor, moment: dict[str, Any], record: Record) -> None:
-        record(moment, self.measure(vector))
-
-    def measure(self, vector: Tensor) -> Mapping[str, float]:
-        """Measure the model with the parameters ``vector`` now."""
-        self._replica.set(vector)
-        state = torch.get_rng_state()
-        try:
-            return self._evaluate(self.module)
-        finally:
-            torch.set_rng_state(state)
-
-    def wait(self) -> None:
-        """Wait for the evaluation under way."""
-        if self._thread is not None:
-            self._thread.join()
 
 
 def _nobody(vector: Tensor) -> None:
