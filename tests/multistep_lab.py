@@ -177,7 +177,7 @@ def run_rank(job: Job, transport: Transport) -> Result:
         first_layer.register_forward_hook(lambda *_: probe(role))
     budget = None
     if transport.rank == 0:
-        budget = Budget(transport, job.samples, lambda rank, report: None, transport.size)
+        budget = Budget(transport, job.samples, lambda rank, report: None, range(transport.size))
     transport.exclude_from_traffic(Tag.DRAW, Tag.GRANT)  # only what the algorithm sends is counted
     start = transport.now()
     for segment in range(job.segments):

@@ -200,7 +200,8 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
         transport.on_message(
             Tag.REFUSAL, NBYTES, lambda _, message: refusals.append(Refusal.unpack(message))
         )
-        lockstep = job.workers if job.kind.lockstep else 0
+        size = transport.size
+        lockstep = range(size - job.workers, size) if job.kind.lockstep else ()
         budget = Budget(
             transport, job.samples, lambda r, report: reports.append((r, report)), lockstep
         )

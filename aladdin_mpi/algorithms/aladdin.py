@@ -361,6 +361,7 @@ register(
         ),
         lambda server, optimizer, run: AladdinServer(server, optimizer, own(run, AladdinOptions)),
         options=AladdinOptions,
+        node_sums=True,
         compresses=True,
         few_bits=True,
         optimizers="by-value",

@@ -274,6 +274,7 @@ register(
         ),
         lambda server, optimizer, run: AheadServer(server),
         options=AladdinAheadOptions,
+        node_sums=True,
         layout=fine_layout,
         few_bits=True,
         whole_models=False,

@@ -130,6 +130,7 @@ register(
             worker, optimizer, wire, own(run, ArSgdOptions)
         ),
         options=ArSgdOptions,
+        node_sums=True,
         lockstep=True,
         holder="first",
         compresses=True,

@@ -87,6 +87,7 @@ register(
         ),
         lambda server, optimizer, run: AspServer(server, optimizer, own(run, AspOptions)),
         options=AspOptions,
+        node_sums=True,
         compresses=True,
         few_bits=True,
         optimizers="by-value",

@@ -147,6 +147,11 @@ def _check(run: RunSettings) -> None:
     """The workers of a host add up whole gradients."""
     if not own(run, BspOptions).host_first:
         return
+    if run.node_sums:
+        raise UserError(
+            "--node-sums: expected without --bsp-host-first, which adds up on the host too; leave "
+            "one of the two out"
+        )
     if run.compression != "none":
         raise UserError(
             f"--compression {run.compression}: expected without --bsp-host-first, which adds up "
@@ -169,6 +174,7 @@ register(
             server, optimizer, own(run, BspOptions), momentum=run.compression == "none"
         ),
         options=BspOptions,
+        node_sums=True,
         lockstep=True,
         compresses=True,
         few_bits=True,

@@ -106,6 +106,7 @@ register(
             worker, optimizer, wire, own(run, LocalSgdOptions)
         ),
         options=LocalSgdOptions,
+        node_sums=True,
         lockstep=True,
         holder="all",
         needs_all=lambda run: True,

@@ -57,6 +57,7 @@ class Algorithm:
         few_bits: its gradients and models can be sent in few bits.
         whole_models: models go whole in bf16, which the algorithm can do with.
         auto_wire: what ``--wire auto`` is, at first where it adapts.
+        node_sums: whether a node can be one of its workers.
         needs_all: whether, with these options, it cannot go on without every worker.
         collective: its gradients or models travel in collectives, which have no checksums.
         optimizers: those that it can do with.
@@ -80,6 +81,7 @@ class Algorithm:
     few_bits: bool = False
     whole_models: bool = True
     auto_wire: str = "fp32"
+    node_sums: bool = False
     needs_all: Callable[[RunSettings], bool] = lambda run: False
     collective: bool = False
     optimizers: Optimizers = "any"
@@ -189,6 +191,35 @@ def check_wire(algorithm: Algorithm, options: RunSettings) -> None:
             f"--wire {options.wire}: expected without --compression {options.compression}, whose "
             "values are few; use --wire bf16, or leave one of the two out"
         )
+
+
+def check_node_sums(algorithm: Algorithm, options: RunSettings) -> None:
+    """Check that ``--node-sums`` suits the algorithm and its options.
+
+    Raises:
+        UserError: it has not been shown to, or an option needs each worker's own gradient.
+    """
+    if not options.node_sums:
+        return
+    if not algorithm.node_sums:
+        able = ", ".join(sorted(a.name for a in ALGORITHMS.values() if a.node_sums))
+        raise UserError(
+            f"--node-sums: expected an algorithm whose worker can be a node ({able}), got "
+            f"{algorithm.name}; leave the option out"
+        )
+    for flag, is_given, why in (
+        ("--max-loss", options.max_loss is not None, "which looks at each worker's loss"),
+        (
+            f"--compression {options.compression}",
+            options.compression != "none" and algorithm.collective,
+            f"which {algorithm.name} sends in a collective of all workers",
+        ),
+        ("--allow-resize", options.allow_resize, "as workers are nodes then"),
+    ):
+        if is_given:
+            raise UserError(
+                f"--node-sums: expected without {flag}, {why}; leave one of the two out"
+            )
 
 
 def check_checksum(algorithm: Algorithm, options: RunSettings) -> None:

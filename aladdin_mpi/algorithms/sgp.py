@@ -232,6 +232,7 @@ register(
             worker, optimizer, wire, own(run, SgpOptions)
         ),
         options=SgpOptions,
+        node_sums=True,
         lockstep=True,
         holder="all",
         least_workers=2,
@@ -253,6 +254,7 @@ register(
         "osgp",
         _osgp_worker,
         options=OsgpOptions,
+        node_sums=True,
         lockstep=True,
         holder="all",
         least_workers=2,

@@ -51,13 +51,18 @@ def make(
             f"all-reduce: expected mpi or auto in virtual time, got {name}; {name} needs real "
             "ranks: start them with mpirun"
         )
+    elif name == "horovod" and not transport.has_collectives:
+        raise UserError(
+            "all-reduce: expected mpi or torch with --node-sums, where not all ranks take part in "
+            "it, got horovod; leave one of the two out"
+        )
     if name == "horovod":
         _check(name, transport, over_horovod.obstacle(device, wire_dtype))
         return HorovodAllReduce(transport, device)
     if name == "torch":
         _check(name, transport, over_torch.obstacle(device))
         return TorchAllReduce(transport, device, wire_dtype)
-    if wire_dtype == torch.float32:
+    if wire_dtype == torch.float32 and transport.has_collectives:
         return SingleAllReduce(transport, device)
     return DirectAllReduce(transport, device, wire_dtype)
 
@@ -93,6 +98,4 @@ def _check(name: str, transport: Transport, obstacle: str | None) -> None:
 
 def _count(transport: Transport, flag: bool) -> int:
     """On how many ranks ``flag`` is true."""
-    total = torch.tensor([int(flag)])
-    transport.wait(transport.iallreduce(total))
-    return int(total)
+    return int(broadcast(transport, sum(gather(transport, flag))))

@@ -12,6 +12,7 @@ import torch
 
 from aladdin_mpi.allreduce.base import AllReduce, Pending, timeout_of, wait_until
 from aladdin_mpi.allreduce.buffers import Buffers
+from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.volume import allreduce_bytes
@@ -164,7 +165,7 @@ def _meet(transport: Transport) -> Any:
             told = f"{address} {store.port}"
         except (UserError, RuntimeError) as error:
             problem = str(error)
-    told = share(transport, told)
+    told = broadcast(transport, told)
     if told and store is None:
         address, port = told.split()
         try:
@@ -174,9 +175,7 @@ def _meet(transport: Transport) -> Any:
                 f"all-reduce torch: rank {transport.rank} cannot reach rank 0 at {address}, port "
                 f"{port} ({error}); {REMEDY}"
             )
-    failures = torch.tensor([int(store is None)])
-    transport.wait(transport.iallreduce(failures))
-    if int(failures):
+    if broadcast(transport, any(gather(transport, store is None))):
         raise UserError(problem or ELSEWHERE)
     return store
 
@@ -204,14 +203,3 @@ def _own_address(transport: Transport) -> str:
             f"{REMEDY}"
         ) from error
     return address
-
-
-def share(transport: Transport, text: str) -> str:
-    """Rank 0's ``text`` at every rank."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    length = torch.tensor([data.numel()])
-    transport.wait(transport.ibroadcast(length, 0))
-    if transport.rank:
-        data = torch.zeros(int(length), dtype=torch.uint8)
-    transport.wait(transport.ibroadcast(data, 0))
-    return bytes(data.tolist()).decode()

@@ -69,6 +69,22 @@ class GeneralOptions(BaseModel):
     servers: int = option(
         1, "parameter servers, for algorithms that have one", unit="RANKS", group="run", ge=1
     )
+    node_sums: bool = option(
+        False,
+        "the workers of a host make one step together: their gradients are added up on the host, "
+        "and for the algorithm they are one worker, so that one message leaves the host and one "
+        "model comes to it",
+        group="run",
+    )
+    node_size: int | None = option(
+        None,
+        "with --node-sums: most workers that are one, where a host has several nodes, such as "
+        "containers",
+        unit="WORKERS",
+        group="run",
+        default_text="all of a host",
+        ge=1,
+    )
     seed: int = option(0, "seed of everything that is drawn by chance", group="run", ge=0)
     device: Literal["auto", "cpu", "gpu", "cuda", "xpu"] = option(
         "auto",
@@ -473,6 +489,11 @@ class GeneralOptions(BaseModel):
             (
                 self.nesterov and self.momentum == 0,
                 "--nesterov: expected a momentum above 0, got 0; add --momentum 0.9",
+            ),
+            (
+                self.node_size is not None and not self.node_sums,
+                "--node-size: expected with --node-sums, got it without; add --node-sums, or leave "
+                "it out",
             ),
             (
                 self.stage is not None and self.data_dir is None,

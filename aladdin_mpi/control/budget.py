@@ -8,7 +8,7 @@ a worker reports on its last step, which is all that metrics need to travel.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import log2
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -90,9 +90,8 @@ class Budget:
     Args:
         total: samples of the whole run.
         on_report: called with (rank, report, samples drawn) for every draw.
-        lockstep: the number of workers that advance in rounds, each round dealt evenly
-            to all of them, so that every worker takes as many steps; 0: each draws
-            for itself.
+        lockstep: the ranks that advance in rounds, each round dealt evenly to all of them, so
+            that every one takes as many steps; none: each draws for itself.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class Budget:
         transport: Transport,
         total: int,
         on_report: Callable[[int, Report], None],
-        lockstep: int = 0,
+        lockstep: Sequence[int] = (),
     ) -> None:
         self._transport = transport
         self._on_report = on_report
@@ -112,8 +111,8 @@ class Budget:
         self.loss_scale = LossScale()
         self._is_open = False
         self._early: list[tuple[int, int]] = []
-        self._lockstep = lockstep > 0
-        self._workers = list(range(transport.size - lockstep, transport.size))
+        self._lockstep = bool(lockstep)
+        self._workers = list(lockstep)
         self._absent: list[int] = []
         self._rounds: list[_Round] = []
         self._turns = [0] * transport.size

@@ -19,6 +19,8 @@ class Tag(IntEnum):
     """To the coordinator of the budget."""
     GRANT = 4
     """Its answer."""
+    NODE_TICKET = 25
+    """Leader of a node to its other workers: a part of the node's samples."""
     SNAPSHOT = 5
     """From rank 0: send me your part of the model."""
     SHARD = 6

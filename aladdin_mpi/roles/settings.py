@@ -20,6 +20,9 @@ class RunSettings(Protocol):
     compression: Literal["none", "dgc"]
     wire: Literal["auto", "fp32", "bf16", "int8", "int4"]
     checksum: bool
+    node_sums: bool
+    max_loss: float | None
+    allow_resize: bool
     quiet: bool
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import isfinite, nan
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from aladdin_mpi.model.saved import Stateful, saved
 from aladdin_mpi.model.vectors import clear, scale
 from aladdin_mpi.roles.clipping import Clipping
 from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.node import NodeLeader
 from aladdin_mpi.roles.outcome import Outcome, Outcomes
 from aladdin_mpi.roles.pace import Pace
 from aladdin_mpi.roles.reached import Reached
@@ -37,7 +38,8 @@ class Worker(Stateful):
     """One worker's replica and its supply of batches and gradients.
 
     ``index`` counts the workers from 0, ``count`` is their number and ``servers``
-    that of the servers, which are ranks 0 to ``servers`` - 1.
+    that of the servers, which are ranks 0 to ``servers`` - 1. Where a node is one worker, all
+    that an algorithm sees of it is its leader.
 
     A gradient that is not finite is refused where it is made, so that no algorithm has to
     know: what is not sound is cleared before anybody is told of it, and everything else
@@ -45,6 +47,7 @@ class Worker(Stateful):
     ``in_a_row`` those at the end of the steps so far.
 
     Args:
+        transport: among the servers and workers of the algorithm.
         compute: see :data:`~aladdin_mpi.roles.step.Compute`.
         pace: with ``seconds``, time is modelled.
         batch_size: samples of one step.
@@ -57,6 +60,9 @@ class Worker(Stateful):
         rate: of the schedule's learning rate makes the one of the present step, where rank 0
             does not know it.
         after_step: called with a batch when the algorithm has done all that it asks for.
+        whole: the transport among all ranks, where that is another one.
+        node: the other workers of this node, which this one leads.
+        draws: where the samples come from; None: from rank 0.
     """
 
     SAVED = saved("samples", "computed", "refused", "in_a_row", pace="_pace.random")
@@ -75,15 +81,21 @@ class Worker(Stateful):
         max_loss: float | None = None,
         rate: Callable[[float], float | None] = _unknown,
         after_step: Callable[[Ticket], None] = _nothing,
+        whole: Transport | None = None,
+        node: NodeLeader | None = None,
+        draws: Draws | None = None,
     ) -> None:
         self.transport = transport
+        self.whole = whole or transport
         self.layout = layout
         self.replica = replica
         self.parameters: Tensor = replica.parameters
         self.servers = layout.servers
         self.index = transport.rank - layout.servers
         self.count = transport.size - layout.servers
-        self.ticket = Ticket(0, 0, 0)
+        self.ticket = self.part = Ticket(0, 0, 0)
+        """The present step's, and this rank's part of it, which is all but where it leads a node.
+        """
         self.samples = 0
         self.computed = 0
         self.refused = 0
@@ -96,8 +108,9 @@ class Worker(Stateful):
         self._pace = pace
         self._batch_size = batch_size
         self._schedule = schedule
-        self._draws = Draws(transport)
-        self._outcomes = Outcomes(transport, replica.parameters.device)
+        self._node = node
+        self._draws = draws or Draws(self.whole)
+        self._outcomes = Outcomes(self.whole, replica.parameters.device)
         self._reports: deque[Report] = deque()
         self._on_loss: list[Callable[[float], None]] = []
         self._max_loss = max_loss
@@ -150,14 +163,19 @@ class Worker(Stateful):
         network is slow, so that drawing costs no waiting.
         """
         draws, end = self._draws, self.reached.samples
+        node, size = self._node, self._batch_size
         draws.open()
-        draws.request(self._batch_size, self._take_report())
+        if node is not None:
+            size *= node.size
+            node.open()
+        draws.request(size, self._take_report())
         while draws.outstanding:
             self.ticket = draws.take()
+            self.part = self.ticket if node is None else node.deal(self.ticket)
             if self.ticket.whole == 0:
                 continue  # so are those asked for after it
             for _ in range(draws.short):
-                draws.request(self._batch_size, self._take_report())
+                draws.request(size, self._take_report())
             self.reached.advance(self.ticket.start, is_stepping=True)
             yield self.ticket
             self._after_step(self.ticket)
@@ -209,27 +227,30 @@ class Worker(Stateful):
         self.clipping.begin()
         self.check.begin()
         self.loss_scale = 1.0
+        self._vector = vector
+        if self._node is not None:
+            self._node.begin(vector)
         loss = None
-        if self.ticket.size:
+        if self.part.size:
             loss = self._compute_into(vector)
         else:
             clear(vector)
             for bucket in self.layout.buckets:
-                self._on_bucket(bucket)
+                for each in self._summed(bucket):
+                    self._on_bucket(each)
         self.clipping.end(vector, is_computed=self.ticket.size > 0)
         for bucket in self._completed:
             on_bucket(bucket)
         self._completed.clear()
-        if self.ticket.size:
-            self._outcomes.note(self.ticket._replace(scale=self.loss_scale), loss, self.check)
+        if self.part.size:
+            self._outcomes.note(self.part._replace(scale=self.loss_scale), loss, self.check)
             self.settle(self._outcomes.lag)
 
     def _compute_into(self, vector: Tensor) -> float | Tensor | None:
         """Compute; returns the loss. If nothing has been told yet, all of it may be cleared."""
-        self._vector = vector
-        loss = self.step.compute_into(vector, self.ticket)
+        loss = self.step.compute_into(vector, self.part)
         self.computed += 1
-        self.samples += self.ticket.size
+        self.samples += self.part.size
         if self._completed:
             if self._is_too_large(loss):
                 self.check.refuse()
@@ -238,10 +259,19 @@ class Worker(Stateful):
         return loss
 
     def _complete(self, bucket: Bucket) -> None:
-        """Backward has completed a bucket: look at it and tell of it."""
-        part = self._vector[bucket.part]
+        """Backward has completed a bucket."""
         if self.loss_scale != 1.0:
-            scale(part, 1 / self.loss_scale)
+            scale(self._vector[bucket.part], 1 / self.loss_scale)
+        for each in self._summed(bucket):
+            self._tell(each)
+
+    def _summed(self, bucket: Bucket) -> Iterable[Bucket]:
+        """With this one of this worker: the buckets that are complete on the node."""
+        return (bucket,) if self._node is None else self._node.complete(bucket)
+
+    def _tell(self, bucket: Bucket) -> None:
+        """A bucket's gradient is there: look at it and tell of it."""
+        part = self._vector[bucket.part]
         self.check.look(part, bucket.index)
         self.clipping.clip_part(part, bucket.numel / self.layout.numel)
         self._on_bucket(bucket)
@@ -277,8 +307,8 @@ class Worker(Stateful):
             self.in_a_row = self.in_a_row + 1 if refused else 0
         value = nan if loss is None else loss
         if reason is not None:
-            where = self.transport.rank, bucket, ticket.start
-            report(self.transport, Refusal(reason, *where, value, self.in_a_row))
+            where = self.whole.rank, bucket, ticket.start
+            report(self.whole, Refusal(reason, *where, value, self.in_a_row))
         self._reports.append(Report(ticket.size, nan if refused else value))
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ def allreduce(worker: Worker, value: float | Tensor) -> tuple[Tensor, int]:
     Each sends its own to all others, and adds them up in the order of the workers: all have the
     same sum, to the bit. A collective of MPI would need the servers too.
     """
-    transport = worker.transport
+    transport = worker.whole
     mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(-1).contiguous()
     others = [
         rank for rank in transport.living if rank >= worker.servers and rank != transport.rank

@@ -201,7 +201,9 @@ def _measuring(
     snapshots = Snapshots(transport, layout, role, context.holders)
     sizes = [prod(shape) for shape in context.replica.shapes]
     places = draw_places(sizes, context.options.seed)
-    variance = ModelVariance(transport, layout, role, places, context.algorithm.lockstep)
+    variance = ModelVariance(
+        transport, layout, role, places, context.leaders, context.algorithm.lockstep
+    )
     divided = None
     if isinstance(evaluate, Measurement) and is_divided(context, evaluate):
         divided = DividedEvaluation(context, evaluate, skips.pass_on)
@@ -266,8 +268,8 @@ def _prospects(context: Context) -> str:
     """What becomes of the run if a worker dies, where something can be done."""
     if context.transport.models_time or not context.transport.survives:
         return ""
-    if context.algorithm.needs_all(context.options):
-        return f"ULFM: is there, but {context.options.algorithm} needs every worker"
+    if context.needs_all is not None:
+        return f"ULFM: is there, but {context.needs_all} needs every worker"
     return "ULFM: if workers die the others go on"
 
 

@@ -48,8 +48,8 @@ def make_coordinator(
         context.workers,
         role.server if isinstance(role, Server) else None,
         skips,
-        context.workers if algorithm.lockstep else 0,
-        options.algorithm if algorithm.needs_all(options) else None,
+        context.leaders if algorithm.lockstep else (),
+        context.needs_all,
         options.worker_timeout,
     )
 

@@ -20,6 +20,8 @@ from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.clipping import Clipping
+from aladdin_mpi.roles.led_worker import LedWorker
+from aladdin_mpi.roles.node import LedDraws, NodeLeader
 from aladdin_mpi.roles.pace import Pace
 from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.step import Compute
@@ -43,7 +45,7 @@ def make_optimizer(context: Context, own: OwnOptimizer | None) -> Optimizer:
     if own is None:
         sgd = momentum_sgd(options, x)
         if options.compression != "none" and options.dgc.clip is not None:
-            sgd.clip = options.dgc.clip / sqrt(context.workers)
+            sgd.clip = options.dgc.clip / sqrt(len(context.leaders))
         return sgd
     optimizer = TorchOptimizer(own.given, context.module, x, own.scheduler)
     registry.check_optimizer(context.algorithm, options, optimizer)
@@ -98,7 +100,7 @@ def make_server(
         raise ValueError(f"{context.algorithm.name} has no servers")
     notes = len(optimizer.settings())
     x = context.replica.parameters
-    server = kind(context.transport, context.layout, x, wire, lr, notes)
+    server = kind(context.among, context.layout, x, wire, lr, notes)
     return make(server, optimizer, context.options)
 
 
@@ -120,9 +122,13 @@ def make_worker(
     computing: Computing,
 ) -> TrainingWorker:
     """The algorithm's part on a worker; ``lr`` is the learning rate as a function of samples."""
-    options, algorithm = context.options, context.algorithm
+    options, algorithm, transport = context.options, context.algorithm, context.transport
+    is_led, size = context.is_led, len(context.node)
+    node = None
+    if size > 1 and not is_led:
+        node = NodeLeader(transport, context.layout, context.node, context.replica.parameters)
     worker = Worker(
-        context.transport,
+        transport if is_led else context.among,
         context.layout,
         context.replica,
         computing.compute,
@@ -130,7 +136,7 @@ def make_worker(
         options.step_size,
         lr,
         Clipping(
-            options.clip,
+            None if is_led else options.clip,
             "own" if options.compression != "none" else algorithm.clips,
             computing.may_clip,
             options.wait_free and options.max_loss is None,
@@ -139,7 +145,12 @@ def make_worker(
         options.max_loss,
         (lambda lr: lr * optimizer.rate) if isinstance(optimizer, TorchOptimizer) else _by_rank_0,
         computing.after_step,
+        transport,
+        node,
+        LedDraws(transport, context.node[0]) if is_led else None,
     )
+    if is_led:
+        return LedWorker(worker, optimizer, context.node[0])
     return algorithm.worker(worker, optimizer, wire, options)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
@@ -12,7 +14,9 @@ from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.layout import Bucket, Layout, cut
 from aladdin_mpi.model.replica import PhantomReplica, Replica, outline
+from aladdin_mpi.run.nodes import make_nodes
 from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.part import PartOfRanks
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class Context:
         module: on its device.
         replica: of the module.
         layout: how the flat model is cut.
+        nodes: ranks of the workers of each node, where a node is one worker of the algorithm.
     """
 
     transport: Transport
@@ -31,6 +36,25 @@ class Context:
     module: nn.Module
     replica: Replica | PhantomReplica
     layout: Layout
+    nodes: Sequence[Sequence[int]] = ()
+
+    @property
+    def leaders(self) -> list[int]:
+        """The ranks that are workers of the algorithm."""
+        return [node[0] for node in self.nodes] or [*range(self.servers, self.transport.size)]
+
+    @property
+    def node(self) -> Sequence[int]:
+        """The ranks that are one worker with this one."""
+        rank = self.transport.rank
+        return next((node for node in self.nodes if rank in node), [rank])
+
+    @cached_property
+    def among(self) -> Transport:
+        """The transport among servers and workers of the algorithm; of them this is one."""
+        if not self.nodes:
+            return self.transport
+        return PartOfRanks(self.transport, [*range(self.servers), *self.leaders])
 
     @property
     def servers(self) -> int:
@@ -39,8 +63,20 @@ class Context:
 
     @property
     def workers(self) -> int:
-        """Their number."""
+        """How many ranks compute."""
         return self.transport.size - self.layout.servers
+
+    @property
+    def needs_all(self) -> str | None:
+        """What cannot go on without every worker; None: the run can."""
+        if self.options.node_sums:
+            return "--node-sums"
+        return self.options.algorithm if self.algorithm.needs_all(self.options) else None
+
+    @property
+    def is_led(self) -> bool:
+        """Whether this rank computes for another one."""
+        return not self.is_server and self.transport.rank != self.node[0]
 
     @property
     def is_server(self) -> bool:
@@ -74,7 +110,8 @@ def make_context(
     servers = server_count(options, algorithm)
     layout = make_layout(options, algorithm, replica, servers, transport.size - servers)
     agree(transport, lambda: _check(transport, options, replica, layout))
-    return Context(transport, options, algorithm, module, replica, layout)
+    nodes = agree(transport, lambda: make_nodes(options, algorithm, transport, servers))
+    return Context(transport, options, algorithm, module, replica, layout, nodes)
 
 
 def _make_replica(options: RunOptions, module: nn.Module) -> Replica | PhantomReplica:

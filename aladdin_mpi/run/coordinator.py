@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -79,7 +79,7 @@ class Coordinator:
         workers: int,
         server: ParameterServer | None,
         skips: SkipRecord,
-        lockstep: int = 0,
+        lockstep: Sequence[int] = (),
         needed: str | None = None,
         silence: float = 0.0,
     ) -> None:

@@ -213,6 +213,7 @@ class DataParallel:
         registry.check_ranks(algorithm, self.transport.size, self.options.servers)
         registry.check_compression(algorithm, self.options)
         registry.check_wire(algorithm, self.options)
+        registry.check_node_sums(algorithm, self.options)
         registry.check_checksum(algorithm, self.options)
         algorithm.check(self.options)
         return algorithm

@@ -43,20 +43,21 @@ class Deal:
         """A worker's batches, from where it has come to; None where nothing is calculated.
 
         Args:
-            worker: whose they are.
+            worker: whose they are; of a node that is one worker each has its own.
             past: periods of the run with other numbers of workers.
         """
         options = self.options
         if options.compute == "timed" or self.feed is None:
             return None
+        index, count = worker.whole.rank - worker.servers, worker.whole.size - worker.servers
         share = Share(
-            worker.index,
-            worker.count,
+            index,
+            count,
             options.seed,
             options.batch_size,
             worker.samples,
             options.loader_workers,
-            Start(options.loader_start_method, tells=worker.index == 0),
+            Start(options.loader_start_method, tells=index == 0),
             ahead=not worker.transport.models_time,
             past=past,
         )

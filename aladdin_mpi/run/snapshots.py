@@ -104,7 +104,7 @@ class Snapshots:
         mine = self._vector[bucket.part]
         if len(self._holders[bucket]) == 1:
             mine.copy_(values)
-        else:
+        elif weight:
             # The running mean: exact when all are the same.
             self._weights[bucket.index] += weight
             mine.lerp_(values.to(mine.device, mine.dtype), weight / self._weights[bucket.index])

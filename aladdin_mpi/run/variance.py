@@ -84,6 +84,7 @@ class ModelVariance:
     Args:
         role: this rank's.
         places: of the sample; the same on all ranks.
+        workers: the ranks whose models these are.
         lockstep: whether workers go in rounds.
     """
 
@@ -93,6 +94,7 @@ class ModelVariance:
         layout: Layout,
         role: Role,
         places: Places,
+        workers: Sequence[int],
         lockstep: bool,
     ) -> None:
         self._transport = transport
@@ -105,7 +107,7 @@ class ModelVariance:
             for i, bucket in enumerate(layout.buckets)
         ]
         self._lockstep = lockstep
-        self._workers = range(layout.servers, transport.size)
+        self._workers = workers
         self._open: dict[int, _Answers] = {}
         transport.exclude_from_traffic(Tag.SAMPLE, Tag.SAMPLED)
         if transport.rank == 0:

@@ -66,6 +66,8 @@ class Transport(ABC):
     """Whether what is sent must lie in memory; otherwise tensors without any will do."""
     survives: bool
     """Whether the living are told of a rank's death and can go on."""
+    has_collectives = True
+    """Whether its ranks are all, so that the engine's collectives are there."""
     progresses: bool
     """Whether messages move, and are handled, while the rank computes."""
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from aladdin_mpi.allreduce import choose
-from aladdin_mpi.allreduce.over_torch import share
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.transport import volume
 from aladdin_mpi.transport.virtual.engine import VirtualTransport
@@ -127,11 +126,6 @@ def test_says_what_it_is(name: str) -> None:
             "virtual network: messages in bfloat16, added in float32",
         ]
     ]
-
-
-def test_a_text_is_shared() -> None:
-    texts = run(5, lambda t: share(t, "hôte 1234" if t.rank == 0 else "other"))
-    assert texts == ["hôte 1234"] * 5
 
 
 # -- the convention -------------------------------------------------------------------

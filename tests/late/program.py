@@ -49,6 +49,8 @@ EQUAL: dict[str, dict[str, Any]] = {
     "bsp dgc": DGC,
     "bsp host-first": {"bsp": {"host_first": True}},
     "bsp checksum": {"checksum": True},
+    "bsp node": {"node_sums": True},
+    "bsp node bf16": {"node_sums": True, "wire": "bf16"},
     "local-sgd": {},
     "multistep": {},
     "multistep activations": {"multistep": {"exchange": "activations"}},

@@ -105,7 +105,9 @@ def measured(
 
     def main(transport: VirtualTransport) -> float | None:
         role = Still(models[transport.rank])
-        variance = ModelVariance(transport, layout, role, places, False)
+        variance = ModelVariance(
+            transport, layout, role, places, range(servers, transport.size), False
+        )
         transport.sleep(1.0)
         if transport.rank == 0:
             variance.take(100, tell)
