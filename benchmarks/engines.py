@@ -129,12 +129,17 @@ class LabEngine(Engine):
         lab = self._lab_for(cell)
         args = ["-m", "aladdin_mpi.train", *cell.options(run_dir), *cell.mpi_extra]
         environment = self._for_horovod() if "horovod" in cell.mpi_extra else {}
+        before = lab.bytes_sent()
         with BusyCores() as busy:
             limit = _LIMIT + 4 * cell.seconds
             done = lab.run(cell.placement, args, timeout=limit, env=environment)
         if done.returncode != 0:
             raise UserError(f"{cell.describe()}: the run failed:\n{done.stdout}{done.stderr}")
-        return {"cores busy": busy.cores, "stolen": busy.stolen}
+        return {
+            "cores busy": busy.cores,
+            "stolen": busy.stolen,
+            "sent between hosts, MB": (lab.bytes_sent() - before) / 1e6,
+        }
 
     def _for_horovod(self) -> dict[str, str]:
         if self._resting is None:

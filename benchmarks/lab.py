@@ -135,6 +135,11 @@ class Lab:
         """The IPv4 address of a host, on its interface eth0. Host names are not resolved."""
         return f"{NETWORK}.{host + 1}"
 
+    def bytes_sent(self) -> int:
+        """What all hosts have sent to others, headers included, since the lab was built."""
+        names = map(self.host_name, range(self.hosts))
+        return sum(netns.bytes_sent(name, netns.INTERFACE) for name in names)
+
     def host_command(self, host: int, program: Sequence[str]) -> list[str]:
         """The command that runs `program` on one host, without MPI."""
         if not 0 <= host < self.hosts:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import json
 import os
 import shutil
 import signal
@@ -84,6 +85,17 @@ def limit_rate(namespace: str, device: str, gbit: float) -> None:
     queue = max(QUEUE_BYTES, int(QUEUE_SECONDS * gbit * 1e9 / 8))
     limit = ["rate", f"{int(gbit * 1e9)}bit", "burst", str(burst), "limit", str(burst + queue)]
     run_tool("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *limit)
+
+
+def bytes_sent(namespace: str, device: str) -> int:
+    """What `device` of `namespace` has sent, headers included."""
+    shown = subprocess.run(
+        ["ip", "-n", namespace, "-s", "-j", "link", "show", "dev", device],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(json.loads(shown.stdout)[0]["stats64"]["tx"]["bytes"])
 
 
 def add_switch(namespace: str, address: str) -> None:

@@ -40,6 +40,7 @@ _SHARED = ("--quick", "--work", WORK)
 PASSES = (
     Pass("stragglers", _SHARED),
     Pass("scaling", _SHARED),
+    Pass("node_sums", _SHARED),
     Pass("agreement", _SHARED, needs_lab=True),
     Pass("calibration", ("--repeats", "2"), needs_lab=True),
     Pass(
