@@ -10,9 +10,9 @@ if [ -n "${OMPI_COMM_WORLD_RANK:-}" ]; then # mpirun's ranks see Slurm's numbers
     place=$OMPI_COMM_WORLD_LOCAL_RANK
 fi
 if [ "$rank" -ge "$ALADDIN_SERVERS" ]; then
-    # Ranks go node after node: only on the first is the place on the node the rank itself.
-    if [ "$rank" = "$place" ]; then
-        place=$((place - ALADDIN_SERVERS))
+    # Servers come first, on whichever nodes; then the workers, as many on each node.
+    if [ -n "${ALADDIN_WORKERS:-}" ]; then
+        place=$(((rank - ALADDIN_SERVERS) % ALADDIN_WORKERS))
     fi
     read -ra cores <<<"$ALADDIN_CORES"
     exec taskset -c "${cores[place % ${#cores[@]}]}" "$@"

@@ -4,6 +4,7 @@
 # SIGUSR2, which Slurm sends to this shell before the time limit, and SIGUSR1 go to the ranks.
 STEP=
 CAME=
+SPREAD_SERVERS=${SPREAD_SERVERS:-no}
 trap 'pass_on USR1' USR1
 trap 'pass_on USR2' USR2
 
@@ -73,21 +74,30 @@ count_servers() {
     SERVERS=$("$PYTHON" -m aladdin_mpi.servers "${OPTIONS[@]}") || exit $?
 }
 
-# place_ranks SERVERS WORKERS HOSTS...: so many workers on each host, the servers before those of
-# the first. Sets PLACES (the host of each rank) and SLOTS (HOST:RANKS).
+# place_ranks SERVERS WORKERS HOSTS...: so many workers on each host, and the servers on the first
+# one, or dealt to the hosts in turn. Sets PLACES (the host of each rank) and SLOTS (HOST:RANKS).
 place_ranks() {
-    local servers=$1 workers=$2 host count i
+    local servers=$1 workers=$2 among=1 place count i
     shift 2
+    local hosts=("$@")
+    case $SPREAD_SERVERS in
+        yes) among=$# ;;
+        no) ;;
+        *) fail "SPREAD_SERVERS: expected yes or no, got '$SPREAD_SERVERS'" ;;
+    esac
     PLACES=()
     SLOTS=()
-    for host in "$@"; do
-        count=$((workers + servers))
-        servers=0
-        SLOTS+=("$host:$count")
-        for ((i = 0; i < count; i++)); do
-            PLACES+=("$host")
+    for ((i = 0; i < servers; i++)); do
+        PLACES+=("${hosts[i % among]}")
+    done
+    for place in "${!hosts[@]}"; do
+        count=$((workers + (place < among ? (servers - place + among - 1) / among : 0)))
+        SLOTS+=("${hosts[place]}:$count")
+        for ((i = 0; i < workers; i++)); do
+            PLACES+=("${hosts[place]}")
         done
     done
+    export ALADDIN_WORKERS=$workers
 }
 
 # start_ranks PROGRAM...: start it in the background on all PLACES, so that this shell can pass
@@ -131,10 +141,10 @@ start_srun() {
 }
 
 start_mpirun() {
-    local list
-    list=$(IFS=,; echo "${SLOTS[*]}")
-    mpirun -np "${#PLACES[@]}" --host "$list" --map-by :OVERSUBSCRIBE --bind-to none \
-        "${SITE_MPIRUN[@]}" "$@" &
+    PLACES_FILE=$(mktemp "${TMPDIR:-/tmp}/aladdin-places.XXXXXX")
+    printf '%s\n' "${PLACES[@]}" >"$PLACES_FILE"
+    mpirun -np "${#PLACES[@]}" --hostfile "$PLACES_FILE" --map-by seq:OVERSUBSCRIBE \
+        --bind-to none "${SITE_MPIRUN[@]}" "$@" &
     STEP=$!
 }
 

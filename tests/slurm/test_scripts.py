@@ -51,6 +51,22 @@ def test_two_nodes_train_and_the_workers_are_bound(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("srun", marks=pytest.mark.long)])
+def test_servers_are_spread(cluster: SlurmCluster, launcher: str) -> None:
+    env = {"SPREAD_SERVERS": "yes", "LAUNCHER": launcher}
+    nodes = [*GPU_NODES, "--nodes=2"]
+    job = submit(cluster, "train.sbatch", nodes, ["--servers", 3, *TIMED, "--samples", 640], env)
+    assert job.wait() == "COMPLETED", job.output()
+    told = [line[1:3] for line in ranks(job.output())]
+    assert told == [
+        ["n1", "server"],
+        ["n2", "server"],
+        ["n1", "server"],
+        *[[node, "worker"] for node in ("n1", "n1", "n2", "n2")],
+    ]
+
+
+@pytest.mark.slow
 def test_servers_and_workers_on_nodes_of_their_own(cluster: SlurmCluster) -> None:
     run_dir = cluster.shared / "het"
     options = ["-p", "cpu", "--ntasks=2", "--cpus-per-task=1", ":", *GPU_NODES, "--nodes=2"]

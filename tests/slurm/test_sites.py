@@ -82,6 +82,7 @@ def test_a_rank_is_bound_to_the_cores_of_its_gpu(tmp_path: Path) -> None:
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
             "ALADDIN_CORES": cores,
             "ALADDIN_SERVERS": "2",
+            "ALADDIN_WORKERS": "4",
             "SLURM_PROCID": str(rank),
             "SLURM_LOCALID": str(place),
         }
