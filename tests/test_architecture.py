@@ -27,9 +27,9 @@ LAYERS = (
     "data",
     "run",
     "accelerate",
-    "comparison",
+    "comparison probing",
     "servers slurm",
-    "compare simulate train",
+    "compare probe simulate train",
 )
 """Folders of the package, the lowest first, and the files beside them."""
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}

@@ -102,8 +102,18 @@ def read_part(model: type[BaseModel], name: str, file: Path, named_by: str) -> S
     Raises:
         UserError: a figure is so large that it must be in another unit.
     """
+    return _as_part(model, name, _table(file, named_by), str(file))
+
+
+def parse_part(model: type[BaseModel], name: str, text: str, file: str) -> Settings:
+    """As :func:`read_part`, of a file's text. ``file`` names it in errors."""
+    return _as_part(model, name, tomllib.loads(text), file)
+
+
+def _as_part(model: type[BaseModel], name: str, table: dict[str, Any], file: str) -> Settings:
     beside = extra(model.model_fields[name]).get("beside", [])
-    found = read_toml(_in_file(model, name), file, named_by)
+    found: Settings = {}
+    _collect(_in_file(model, name), table, (), file, found)
     inner = submodel(model.model_fields[name])
     assert inner is not None
     for path, setting in found.items():
