@@ -18,7 +18,7 @@ from aladdin_mpi.config.settings import build, parse_part
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process.files import write_new, write_whole
 
-KEY_WIDTH = 34
+KEY_WIDTH = 32
 TITLE = "A cluster, for: python -m aladdin_mpi.simulate --cluster"
 HINT = "Edit what is wrong. What is left out is left to the options of aladdin_mpi.simulate."
 
@@ -65,8 +65,17 @@ def rendered(source: str, sections: Sequence[Section]) -> str:
 def _line(entry: Entry) -> str:
     if entry.value is None:
         return f"# {entry.key}: {entry.comment}"
-    text = tomli_w.dumps({entry.key: entry.value}).replace("\n    ", " ").replace(",\n]", " ]")
-    return f"{text.strip():{KEY_WIDTH}}# {entry.comment}"
+    text = f"{entry.key} = {_value(entry.value)}"
+    if len(text) < KEY_WIDTH:
+        return f"{text:{KEY_WIDTH}}# {entry.comment}"
+    return f"# {entry.comment}\n{text}"
+
+
+def _value(value: Any) -> str:
+    """In one line, which a writer of TOML would break."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    return tomli_w.dumps({"x": value}).strip().removeprefix("x = ")
 
 
 def _table(entry: Entry) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the command does: describe or measure, tell, write."""
+"""The command where a cluster is described: understand, tell, write."""
 
 from __future__ import annotations
 
