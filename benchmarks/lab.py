@@ -135,6 +135,11 @@ class Lab:
         """The IPv4 address of a host, on its interface eth0. Host names are not resolved."""
         return f"{NETWORK}.{host + 1}"
 
+    def limit_rate(self, host: int, gbit: float) -> None:
+        """Give the link of a host another rate, in Gbit/s, each way."""
+        netns.limit_rate(self.host_name(host), netns.INTERFACE, gbit)
+        netns.limit_rate(f"{self.name}-switch", f"h{host}", gbit)
+
     def host_command(self, host: int, program: Sequence[str]) -> list[str]:
         """The command that runs `program` on one host, without MPI."""
         if not 0 <= host < self.hosts:

@@ -132,7 +132,7 @@ def test_algorithms_know_neither_engine() -> None:
         for module in imports(path)
         if f"{module}.".startswith(tuple(f"{engine}." for engine in engines))
     }
-    assert knowing == {"process", "transport", "run", "train"}
+    assert knowing == {"probe", "process", "transport", "run", "train"}
 
 
 def test_only_reports_ask_which_engine_it_is() -> None:
