@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from aladdin_mpi.config import cli
-from aladdin_mpi.config.fields import kebab, option
+from aladdin_mpi.config.fields import extra, kebab, option
 from aladdin_mpi.config.general import Factor, Precision, Worker
 from aladdin_mpi.config.settings import Settings, build
 from aladdin_mpi.errors import UserError
@@ -27,7 +27,8 @@ ABOUT = (
     "network, and how long a step takes. Either from what you say of it, without MPI, or measured "
     "on the cluster itself: mpirun -np N python -m aladdin_mpi.probe --model NAME --batch-size N."
 )
-LongestStep = 1e5
+OUTPUT, DESCRIPTION, MEASURING = "output", "a description, without MPI", "measuring, under mpirun"
+LONGEST_STEP = 1e5
 """Seconds."""
 MOST_HOSTS = 1_000_000
 Gbit = Annotated[float, Field(gt=0, le=FASTEST_GBIT)]
@@ -39,21 +40,21 @@ class ProbeOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     # -- output
-    out: Path = option(Path("cluster.toml"), "the file to write", unit="FILE", group="output")
-    overwrite: bool = option(False, "replace the file if it is there", group="output")
+    out: Path = option(Path("cluster.toml"), "the file to write", unit="FILE", group=OUTPUT)
+    overwrite: bool = option(False, "replace the file if it is there", group=OUTPUT)
 
     # -- description
     describe: str | None = option(
         None,
         f'the cluster in words, such as "{EXAMPLE}, one node 3x slower"',
         unit="TEXT",
-        group="description: written without MPI",
+        group=DESCRIPTION,
     )
     nodes: int | None = option(
         None,
         "hosts of the cluster",
         unit="HOSTS",
-        group="description: written without MPI",
+        group=DESCRIPTION,
         ge=1,
         le=MOST_HOSTS,
     )
@@ -61,7 +62,7 @@ class ProbeOptions(BaseModel):
         None,
         "workers on each host",
         unit="WORKERS",
-        group="description: written without MPI",
+        group=DESCRIPTION,
         default_text="1, where a cluster is described",
         ge=1,
         le=MOST_HOSTS,
@@ -70,7 +71,7 @@ class ProbeOptions(BaseModel):
         None,
         "each host's link, each way",
         unit="GBIT/S",
-        group="description: written without MPI",
+        group=DESCRIPTION,
         gt=0,
         le=FASTEST_GBIT,
     )
@@ -78,13 +79,13 @@ class ProbeOptions(BaseModel):
         {},
         "hosts, counted from 0, whose link has another rate",
         unit="HOST=GBIT/S",
-        group="description: written without MPI",
+        group=DESCRIPTION,
     )
     latency_us: float | None = option(
         None,
         "between two hosts",
         unit="MICROSECONDS",
-        group="description: written without MPI",
+        group=DESCRIPTION,
         ge=0,
         le=LONGEST_US,
     )
@@ -92,7 +93,7 @@ class ProbeOptions(BaseModel):
         None,
         "of the path inside a host",
         unit="GBIT/S",
-        group="description: written without MPI",
+        group=DESCRIPTION,
         gt=0,
         le=FASTEST_GBIT,
     )
@@ -100,7 +101,7 @@ class ProbeOptions(BaseModel):
         None,
         "inside a host",
         unit="MICROSECONDS",
-        group="description: written without MPI",
+        group=DESCRIPTION,
         ge=0,
         le=LONGEST_US,
     )
@@ -108,7 +109,7 @@ class ProbeOptions(BaseModel):
         None,
         "memory bandwidth of one process",
         unit="GBYTE/S",
-        group="description: written without MPI",
+        group=DESCRIPTION,
         gt=0,
         le=FASTEST_GBYTE,
     )
@@ -116,15 +117,15 @@ class ProbeOptions(BaseModel):
         None,
         "time of a step of a worker that is not slowed down",
         unit="SECONDS",
-        group="description: written without MPI",
+        group=DESCRIPTION,
         gt=0,
-        le=LongestStep,
+        le=LONGEST_STEP,
     )
     jitter: float | None = option(
         None,
         "relative standard deviation of the time of a step",
         unit="FRACTION",
-        group="description: written without MPI",
+        group=DESCRIPTION,
         ge=0,
         le=10,
     )
@@ -132,49 +133,47 @@ class ProbeOptions(BaseModel):
         {},
         "workers, counted from 0, that are slower by a factor",
         unit="WORKER=FACTOR",
-        group="description: written without MPI",
+        group=DESCRIPTION,
     )
     node_slowdown: dict[Host, Factor] = option(
         {},
         "hosts, counted from 0, all workers of which are slower by a factor",
         unit="HOST=FACTOR",
-        group="description: written without MPI",
+        group=DESCRIPTION,
     )
 
     # -- measuring
     model: str = option(
         "digits",
         "model whose steps are timed, as for aladdin_mpi.train: a name, or package.module:function",
-        group="measuring: under mpirun",
+        group=MEASURING,
     )
     dataset: str = option(
         "digits",
         "data set whose shape the model's input has, such as cifar10, imagenet or "
         "synthetic:3x32x32:10:10000; its values are drawn",
-        group="measuring: under mpirun",
+        group=MEASURING,
     )
     batch_size: int = option(
-        32, "batch of one worker's step", unit="SAMPLES", group="measuring: under mpirun", ge=1
+        32, "batch of one worker's step", unit="SAMPLES", group=MEASURING, ge=1
     )
     image_size: int | None = option(
         None,
         "side of the images",
         unit="PIXELS",
-        group="measuring: under mpirun",
+        group=MEASURING,
         default_text="that of the data set",
         ge=1,
     )
-    precision: Precision = option(
-        "fp32", "of the forward and backward pass", group="measuring: under mpirun"
-    )
+    precision: Precision = option("fp32", "of the forward and backward pass", group=MEASURING)
     device: Literal["auto", "cpu", "gpu", "cuda", "xpu"] = option(
-        "auto", "where workers compute", group="measuring: under mpirun"
+        "auto", "where workers compute", group=MEASURING
     )
     seconds: float = option(
         60.0,
         "how long it may take, beside its start",
         unit="SECONDS",
-        group="measuring: under mpirun",
+        group=MEASURING,
         ge=1,
         le=3600,
     )
@@ -196,12 +195,10 @@ class ProbeOptions(BaseModel):
         return self
 
 
-DESCRIBING = {
-    name
-    for name, info in ProbeOptions.model_fields.items()
-    if str((info.json_schema_extra or {})["group"]).startswith("description")  # type: ignore[index]
-}
-OUTPUT = {"out", "overwrite"}
+def _of_group(group: str) -> set[str]:
+    return {
+        name for name, info in ProbeOptions.model_fields.items() if extra(info)["group"] == group
+    }
 
 
 def read(argv: Sequence[str] | None) -> tuple[ProbeOptions, bool]:
@@ -212,7 +209,7 @@ def read(argv: Sequence[str] | None) -> tuple[ProbeOptions, bool]:
     """
     given = cli.read(ProbeOptions, argv, PROG, ABOUT)
     named = {path[0]: setting for path, setting in given.items()}
-    describes = bool(DESCRIBING & named.keys())
+    describes = bool(_of_group(DESCRIPTION) & named.keys())
     if describes:
         _check_only_described(given)
         text = named.get("describe")
@@ -228,8 +225,9 @@ def read(argv: Sequence[str] | None) -> tuple[ProbeOptions, bool]:
 
 
 def _check_only_described(given: Settings) -> None:
+    measuring = _of_group(MEASURING)
     for (name, *_), setting in given.items():
-        if name not in DESCRIBING | OUTPUT:
+        if name in measuring:
             raise UserError(
                 f"{setting.origin}: expected only where a cluster is measured, got it beside a "
                 f"description; leave --{kebab(name)} out, or measure without one"

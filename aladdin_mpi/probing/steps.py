@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from aladdin_mpi.accelerator import Stopwatch
+from aladdin_mpi.accelerator import Stopwatch, enter
 from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.data.described_sets import describe_set
 from aladdin_mpi.data.models import build_model
@@ -40,12 +40,19 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Task:
-    """A model with a batch, on their device."""
+    """A model with a batch, and the device that they are for."""
 
     module: nn.Module
     inputs: Tensor
     labels: Tensor
     precision: str
+    device: torch.device
+
+    def moved(self) -> Task:
+        """The same on its device."""
+        module = self.module.to(self.device)
+        inputs, labels = self.inputs.to(self.device), self.labels.to(self.device)
+        return replace(self, module=module, inputs=inputs, labels=labels)
 
 
 @dataclass(frozen=True)
@@ -76,10 +83,10 @@ def make_task(options: ProbeOptions, device: torch.device) -> Task:
         )
     data = describe_set(options.dataset, None, False, options.image_size)
     torch.manual_seed(0)
-    module = build_model(options.model, data.classes, data.channels, data.size).to(device)
-    shape = (options.batch_size, data.channels, data.size, data.size)
-    labels = torch.randint(data.classes, (options.batch_size,), device=device)
-    return Task(module.train(), torch.randn(shape, device=device), labels, options.precision)
+    module = build_model(options.model, data.classes, data.channels, data.size).train()
+    inputs = torch.randn(options.batch_size, data.channels, data.size, data.size)
+    labels = torch.randint(data.classes, (options.batch_size,))
+    return Task(module, inputs, labels, options.precision, device)
 
 
 def time_steps(transport: Transport, task: Task, seconds: float) -> StepTimes:
@@ -88,9 +95,11 @@ def time_steps(transport: Transport, task: Task, seconds: float) -> StepTimes:
     Raises:
         RuntimeError: the device cannot compute them, for want of memory for example.
     """
+    enter(task.device)
+    task = task.moved()
     replica = Replica(task.module)
     layout = cut(replica.numel, 0, max(4e-6, 4e-6 * replica.numel / BUCKETS), 4e-6 * replica.numel)
-    watch = Stopwatch(task.inputs.device)
+    watch = Stopwatch(task.device)
     begun: list[Any] = []
     there: list[tuple[Bucket, Any]] = []
 
@@ -118,8 +127,7 @@ def time_steps(transport: Transport, task: Task, seconds: float) -> StepTimes:
 
 def _loss(task: Task) -> Tensor:
     dtype = AUTOCAST.get(task.precision)
-    kind = task.inputs.device.type
-    with torch.autocast(kind, dtype or torch.bfloat16, enabled=dtype is not None):
+    with torch.autocast(task.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
         outputs = task.module(task.inputs)
     return functional.cross_entropy(outputs.float(), task.labels)
 

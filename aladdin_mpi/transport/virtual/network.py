@@ -57,26 +57,34 @@ class _Link:
 class _Flow:
     """The messages of one rank to one other; ``into`` is None inside a host.
 
-    ``ready`` is when its next piece may start.
+    ``ready`` is when its next piece may start, ``seconds_per_byte`` that of the slowest link on
+    its way, and ``is_even`` says that the links on its way are alike.
     """
 
-    __slots__ = ("active", "arrived", "into", "link", "queue", "ready", "source", "undelivered")
+    __slots__ = (
+        "active",
+        "arrived",
+        "into",
+        "is_even",
+        "link",
+        "queue",
+        "ready",
+        "seconds_per_byte",
+        "source",
+        "undelivered",
+    )
 
     def __init__(self, source: int, link: _Link, into: _Link | None) -> None:
         self.source = source
         self.link = link
         self.into = into
+        self.seconds_per_byte = max(way.seconds_per_byte for way in (link, into or link))
+        self.is_even = into is None or into.seconds_per_byte == link.seconds_per_byte
         self.queue: deque[Message] = deque()
         self.undelivered: dict[int, deque[Message]] = {}
         self.arrived = 0.0
         self.ready = 0.0
         self.active = False
-
-    @property
-    def seconds_per_byte(self) -> float:
-        """Of the slowest link on its way."""
-        own = self.link.seconds_per_byte
-        return own if self.into is None else max(own, self.into.seconds_per_byte)
 
 
 class Network:
@@ -188,7 +196,11 @@ class Network:
         arrival = now + duration + link.latency
         into = flow.into
         if into is not None:
-            arrival = self._pass_in(flow, into, piece, overhead, duration)
+            into.carried += piece
+            if flow.is_even:
+                into.free = arrival = max(now + link.latency, into.free) + duration
+            else:
+                arrival = self._pass_in(flow, into, piece, overhead, duration)
         message.unsent -= piece
         if not message.unsent:
             flow.queue.popleft()
@@ -200,8 +212,10 @@ class Network:
     def _pass_in(
         self, flow: _Flow, into: _Link, piece: int, overhead: float, leaving: float
     ) -> float:
-        """When a piece is through the link ``into``, that takes ``leaving`` seconds to leave."""
-        into.carried += piece
+        """When a piece is through ``into``, another link than that which it takes so long to leave.
+
+        Of two equal links it is the end of the piece's time on ``into``, and no flow is held back.
+        """
         first = self._clock.now + into.latency
         passing = piece * into.seconds_per_byte + overhead
         into.free = max(first, into.free) + passing
