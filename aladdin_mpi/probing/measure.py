@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median_low
 from typing import Any
 
 from aladdin_mpi.control.barrier import barrier
@@ -28,7 +27,8 @@ STEPS, NETWORK, INSIDE, MEMORY = 0.35, 0.4, 0.15, 0.03
 ENOUGH = 0.85
 """Of the time has passed: no further pair of hosts is begun."""
 STRAGGLES = 1.2
-"""Whose step takes longer by this factor than the median rank's is slow."""
+"""Whose step takes longer by this factor than the median rank's is slow, if the middle halves of
+their steps lie apart as well: a busy machine alone makes medians differ."""
 QUARTILES = 1.349
 """Standard deviations between the quartiles of a normal distribution."""
 
@@ -71,10 +71,10 @@ class Measured:
     spare: tuple[int, int] | None = None
 
     @property
-    def usual_step(self) -> float | None:
-        """Seconds of a step of a rank that is not slow; None: nobody's was timed."""
-        times = [steps.seconds.value for steps in self.steps.values()]
-        return median_low(times) if times else None
+    def usual_step(self) -> Figure | None:
+        """Seconds of a step of the median rank; None: nobody's was timed."""
+        times = sorted((steps.seconds for steps in self.steps.values()), key=lambda t: t.value)
+        return times[(len(times) - 1) // 2] if times else None
 
     def alike(self) -> list[RankSteps]:
         """The steps of the ranks that are not slow."""
@@ -84,10 +84,13 @@ class Measured:
     def stragglers(self) -> dict[int, float]:
         """The slow ranks, with their factors."""
         usual = self.usual_step
+        if usual is None:
+            return {}
+        times = {rank: steps.seconds for rank, steps in self.steps.items()}
         return {
-            rank: steps.seconds.value / usual
-            for rank, steps in self.steps.items()
-            if usual is not None and steps.seconds.value > STRAGGLES * usual
+            rank: seconds.value / usual.value
+            for rank, seconds in times.items()
+            if seconds.value > STRAGGLES * usual.value and seconds.low > usual.high
         }
 
 

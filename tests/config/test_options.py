@@ -273,7 +273,10 @@ def test_toml_reads_back_equal(line: str, model: type[RunOptions], config: Path)
 
 
 def test_toml_of_a_cluster_reads_back_equal(config: Path) -> None:
-    options = simulated("--hosts 3 --ranks-per-host 5 --deaths 1=2.5 --pauses 3:10:2.5,0:1:1")
+    options = simulated(
+        "--hosts 3 --ranks-per-host 5 --deaths 1=2.5 --pauses 3:10:2.5,0:1:1 --links 2=1.5 "
+        "--backward-shape 0.1:0.5,0.6:0.7 --forward-share 0.2 --workers 2 --worker-hosts 2,0"
+    )
     assert options.cluster.pauses == ((3, 10.0, 2.5), (0, 1.0, 1.0))
     config.write_text(to_toml(options))
     assert simulated(f"--config {config}") == options

@@ -14,7 +14,7 @@ from aladdin_mpi.probing import measure as measuring
 from aladdin_mpi.probing.cluster_file import check, rendered
 from aladdin_mpi.probing.figures import figure
 from aladdin_mpi.probing.links import Network, measure_network
-from aladdin_mpi.probing.measure import Measured, measure
+from aladdin_mpi.probing.measure import Measured, RankSteps, measure
 from aladdin_mpi.probing.measured_cluster import sections, stragglers, told
 from aladdin_mpi.probing.options import ProbeOptions
 from aladdin_mpi.probing.steps import StepTimes, make_task, simplified, time_steps
@@ -160,6 +160,17 @@ def test_without_time_for_all_pairs_it_says_what_is_missing() -> None:
     assert "# links of hosts 3 were not measured for want of time\n" in text(found)
     assert "# 10 pairs of hosts were left out for want of time\n" in text(found)
     assert simulated(found).cluster.links == {}
+
+
+def test_on_a_busy_machine_medians_alone_make_no_straggler() -> None:
+    def rank(*seconds: float) -> RankSteps:
+        return RankSteps(figure(seconds), 0.0, 0.3, [])
+
+    usual, busy, slow = rank(0.9, 1.0, 1.4, 1.5), rank(0.9, 1.5, 1.6, 2.0), rank(3.0, 3.1, 3.2)
+    steps = {0: usual, 1: usual, 2: usual, 3: busy, 4: slow}
+    found = Measured([0] * 5, ["a"], Network(1), steps)
+    assert list(found.stragglers()) == [4]
+    assert len(found.alike()) == 4
 
 
 def test_a_shared_network_is_told_of() -> None:
