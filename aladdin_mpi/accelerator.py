@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,6 +173,33 @@ def set_random_state(device: torch.device, state: Tensor | None) -> None:
     if state is not None and is_accelerator(device):
         enter(device)
         _module(device.type).set_rng_state(state, device)
+
+
+class Stopwatch:
+    """Moments in what a device computes, in its own order; of a CPU the host's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = _module(device.type) if is_accelerator(device) else None
+        self._device = device
+
+    def stamp(self) -> Any:
+        """This moment, as one that :meth:`between` takes; the host does not wait for the device."""
+        if self._module is None:
+            return time.perf_counter()
+        event = self._module.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def finish(self) -> None:
+        """Wait until all that was stamped is over."""
+        if self._module is not None:
+            self._module.synchronize(self._device)
+
+    def between(self, first: Any, last: Any) -> float:
+        """Seconds from one stamp to another; both are over."""
+        if self._module is None:
+            return float(last - first)
+        return float(first.elapsed_time(last)) / 1e3
 
 
 class CopyEvent:

@@ -140,6 +140,11 @@ class Lab:
         names = map(self.host_name, range(self.hosts))
         return sum(netns.bytes_sent(name, netns.INTERFACE) for name in names)
 
+    def limit_rate(self, host: int, gbit: float) -> None:
+        """Give the link of a host another rate, in Gbit/s, each way."""
+        netns.limit_rate(self.host_name(host), netns.INTERFACE, gbit)
+        netns.limit_rate(f"{self.name}-switch", f"h{host}", gbit)
+
     def host_command(self, host: int, program: Sequence[str]) -> list[str]:
         """The command that runs `program` on one host, without MPI."""
         if not 0 <= host < self.hosts:

@@ -124,3 +124,35 @@ def test_without_a_number_of_its_own_a_gpu_is_what_the_task_is_shown(
         monkeypatch.setenv("ZE_AFFINITY_MASK", tile)
         found.add(accelerator.identity(torch.device("xpu", 0)))
     assert len(found) == 2
+
+
+def test_a_stopwatch_asks_the_device_when_it_is_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its events tell milliseconds; nothing but ``finish`` waits for it."""
+    waited: list[object] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            assert not waited
+
+        def elapsed_time(self, last: Event) -> float:
+            assert waited
+            return 250.0
+
+    fake = SimpleNamespace(Event=Event, synchronize=waited.append)
+    monkeypatch.setattr(accelerator, "_module", lambda name: fake)
+    device = torch.device("cuda:0")
+    watch = accelerator.Stopwatch(device)
+    first, last = watch.stamp(), watch.stamp()
+    watch.finish()
+    assert waited == [device]
+    assert watch.between(first, last) == 0.25
+
+
+def test_of_a_cpu_the_host_s_clock_counts() -> None:
+    watch = accelerator.Stopwatch(torch.device("cpu"))
+    first, last = watch.stamp(), watch.stamp()
+    watch.finish()
+    assert 0 <= watch.between(first, last) < 60

@@ -27,9 +27,9 @@ LAYERS = (
     "data",
     "run",
     "accelerate",
-    "comparison",
+    "comparison probing",
     "servers slurm",
-    "compare simulate train",
+    "compare probe simulate train",
 )
 """Folders of the package, the lowest first, and the files beside them."""
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
@@ -132,7 +132,7 @@ def test_algorithms_know_neither_engine() -> None:
         for module in imports(path)
         if f"{module}.".startswith(tuple(f"{engine}." for engine in engines))
     }
-    assert knowing == {"process", "transport", "run", "train"}
+    assert knowing == {"probe", "process", "transport", "run", "train"}
 
 
 def test_only_reports_ask_which_engine_it_is() -> None:

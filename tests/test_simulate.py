@@ -63,6 +63,22 @@ def test_a_cluster_from_a_file_and_from_the_command_line(tmp_path: Path) -> None
     assert slow["seconds"] > 2 * fast["seconds"]
 
 
+def test_a_cluster_of_unequal_hosts_is_one_file(tmp_path: Path) -> None:
+    """Its computing too; the slow link holds up its own worker, and typed options go over it."""
+    (tmp_path / "cluster.toml").write_text(
+        "hosts = 4\nworkers = 4\nplacement = 'workers'\nbandwidth-gbit = 10\ncompute-time = 0.05\n"
+        "backward-shape = [[0.9, 0.1]]\n[links]\n3 = 0.2\n"
+    )
+    words = ["--algorithm", "bsp", "--compute", "timed", "--model", "size:4", "--samples", 1280]
+    words += ["--cluster", tmp_path / "cluster.toml"]
+    simulate(tmp_path / "slow", *words)
+    simulate(tmp_path / "equal", *words, "--links", "none")
+    slow, equal = (summary(tmp_path / name) for name in ("slow", "equal"))
+    # A round: 4 MB to host 3 and back at 0.2 Gbit/s.
+    assert slow["seconds"] - equal["seconds"] == pytest.approx(10 * 2 * 0.16, rel=0.2)
+    assert (slow["workers"], slow["samples"]) == (4, 1280)
+
+
 def test_throughput_alone(tmp_path: Path) -> None:
     options = ["--model", "resnet50", "--compute", "timed", "--compute-time", 0.2]
     options += ["--samples", 6400, "--workers", 64, "--servers", 8, "--hosts", 16]

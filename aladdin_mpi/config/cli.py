@@ -16,7 +16,14 @@ from typing import Any
 from pydantic import BaseModel
 
 from aladdin_mpi.config.fields import Leaf, extra, kebab, leaves, submodel
-from aladdin_mpi.config.settings import Setting, Settings, did_you_mean, overlay, read_toml
+from aladdin_mpi.config.settings import (
+    Setting,
+    Settings,
+    did_you_mean,
+    overlay,
+    read_part,
+    read_toml,
+)
 from aladdin_mpi.errors import UserError
 
 Argv = Sequence[str] | None
@@ -40,10 +47,8 @@ def read(model: type[BaseModel], argv: Argv, prog: str, description: str) -> Set
     if "config" in given:
         settings = read_toml(model, Path(given.pop("config")), "--config")
     for name, info in model.model_fields.items():
-        inner = submodel(info)
-        if inner is not None and name in given:
-            part = read_toml(inner, Path(given.pop(name)), f"--{kebab(name)}")
-            settings |= {(name, *path): setting for path, setting in part.items()}
+        if submodel(info) is not None and name in given:
+            settings |= read_part(model, name, Path(given.pop(name)), f"--{kebab(name)}")
     typed = {
         leaf.path: Setting(_typed_value(leaf, given[leaf.key]), leaf.flag)
         for leaf in leaves(model).values()
@@ -95,10 +100,15 @@ def _add_options(parser: argparse.ArgumentParser, model: type[BaseModel]) -> Non
             about = (inner.__doc__ or "").split("\n\n")[0] if inner else None
             groups[title] = parser.add_argument_group(title, about)
             if extra(model.model_fields[owner]).get("file"):
-                groups[title].add_argument(
-                    f"--{kebab(owner)}", metavar="FILE", help="TOML file of the options below"
-                )
+                flag, text = f"--{kebab(owner)}", _file_help(model, owner)
+                groups[title].add_argument(flag, metavar="FILE", help=text)
         groups[title].add_argument(leaf.flag, dest=leaf.key, **_argument(leaf))
+
+
+def _file_help(model: type[BaseModel], owner: str) -> str:
+    beside = extra(model.model_fields[owner]).get("beside", [])
+    named = ", ".join(f"--{kebab(name)}" for name in beside)
+    return "TOML file of the options below" + (f", and of {named}" if named else "")
 
 
 def _argument(leaf: Leaf) -> dict[str, Any]:

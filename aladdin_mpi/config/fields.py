@@ -37,13 +37,21 @@ def option(
     return Field(default, description=description, json_schema_extra=extra, **constraints)
 
 
-def nested(model: type[BaseModel], *, prefix: bool = True, file: bool = False) -> Any:
+def nested(
+    model: type[BaseModel],
+    *,
+    prefix: bool = True,
+    file: bool = False,
+    beside: Sequence[str] = (),
+) -> Any:
     """Declare a field that is a model with defaults of its own.
 
     Its options are called ``--<field>-<name>``, or ``--<name>`` without
-    ``prefix``; with ``file`` the option ``--<field> FILE`` reads them from TOML.
+    ``prefix``; with ``file`` the option ``--<field> FILE`` reads them from TOML, and
+    ``beside`` names fields of the outer model that such a file may hold too.
     """
-    return Field(default_factory=model, json_schema_extra={"prefix": prefix, "file": file})
+    extra: JsonDict = {"prefix": prefix, "file": file, "beside": list(beside)}
+    return Field(default_factory=model, json_schema_extra=extra)
 
 
 @dataclass(frozen=True)

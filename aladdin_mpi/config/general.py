@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from aladdin_mpi.compression.options import DgcOptions
 from aladdin_mpi.config.fields import nested, option, shown
 from aladdin_mpi.config.intervals import Interval
 from aladdin_mpi.config.resume import AUTO
+from aladdin_mpi.roles.pace import FORWARD_SHARE
 
 OWN_DATA = "own"
 """The data set of a training loop of one's own."""
@@ -31,6 +41,19 @@ Augment = Literal[
 ]
 Worker = Annotated[int, Field(ge=0)]
 Factor = Annotated[float, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def _split_point(value: Any) -> Any:
+    return value.split(":") if isinstance(value, str) else value
+
+
+ShapePoint = Annotated[tuple[Share, Share], BeforeValidator(_split_point)]
+"""A share of the gradient and of backward's time; also as ``"0.1:0.5"``."""
+
+
+def _rises(points: Sequence[tuple[float, float]]) -> bool:
+    return all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(points))
 
 
 class GeneralOptions(BaseModel):
@@ -372,6 +395,24 @@ class GeneralOptions(BaseModel):
         group="computing",
     )
 
+    forward_share: float = option(
+        FORWARD_SHARE,
+        "share of a timed step that is the forward pass",
+        unit="FRACTION",
+        group="computing",
+        default_text="a third",
+        ge=0,
+        lt=1,
+    )
+    backward_shape: tuple[ShapePoint, ...] = option(
+        (),
+        "of timed steps: shares of the gradient, last layer first, with the shares of backward's "
+        "time after which they are there, such as 0.1:0.5; several, apart by commas or spaces",
+        unit="GRADIENT:TIME",
+        group="computing",
+        default_text="in proportion",
+    )
+
     # -- output
     run_dir: Path | None = option(
         None,
@@ -485,6 +526,11 @@ class GeneralOptions(BaseModel):
                 list(self.lr_steps) != sorted(set(self.lr_steps)),
                 f"--lr-steps: expected epochs in rising order, got {shown(self.lr_steps)}; "
                 "sort them",
+            ),
+            (
+                not _rises(self.backward_shape),
+                "--backward-shape: expected points in rising order, of both the gradient and the "
+                f"time, got {' '.join(f'{g:g}:{t:g}' for g, t in self.backward_shape)}; sort them",
             ),
             (
                 self.nesterov and self.momentum == 0,

@@ -79,6 +79,18 @@ class TrainOptions(RunOptions):
         return self
 
 
+MEASURED = (
+    "workers",
+    "ranks_per_host",
+    "compute_time",
+    "jitter",
+    "slowdown",
+    "forward_share",
+    "backward_shape",
+)
+"""What a cluster's file may say of its computing, beside what it says of its network."""
+
+
 class SimulateOptions(RunOptions):
     """The options of running in virtual time."""
 
@@ -88,7 +100,7 @@ class SimulateOptions(RunOptions):
     workers: int = option(
         8, "workers to simulate; servers come on top", unit="RANKS", group="run", ge=1
     )
-    cluster: Cluster = nested(Cluster, prefix=False, file=True)
+    cluster: Cluster = nested(Cluster, prefix=False, file=True, beside=MEASURED)
     ranks_per_host: int | None = option(
         None,
         "room for ranks on each host; places them in blocks (--placement block), evenly",
@@ -112,6 +124,12 @@ class SimulateOptions(RunOptions):
             raise ValueError(
                 f"--ranks-per-host: expected with --placement block, got "
                 f"{self.cluster.placement}; leave out --placement or --ranks-per-host"
+            )
+        named = len(self.cluster.worker_hosts)
+        if named and named != self.workers:
+            raise ValueError(
+                f"--worker-hosts: expected the host of each of {self.workers} workers, got {named} "
+                "hosts; name as many, or add --worker-hosts none"
             )
         try:
             check_workers(self, self.workers)

@@ -7,13 +7,23 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, create_model
 
-from aladdin_mpi.config.fields import FieldPath, Leaf, dotted, kebab, leaves, shown, submodel
+from aladdin_mpi.config.fields import (
+    FieldPath,
+    Leaf,
+    dotted,
+    extra,
+    kebab,
+    leaves,
+    shown,
+    submodel,
+)
 from aladdin_mpi.errors import UserError
 
 if sys.version_info >= (3, 11):
@@ -78,8 +88,65 @@ def read_toml(model: type[BaseModel], file: Path, named_by: str) -> Settings:
     Raises:
         UserError: the file cannot be read, is not TOML, or has an unknown key.
     """
+    settings: Settings = {}
+    _collect(model, _table(file, named_by), (), str(file), settings)
+    return settings
+
+
+def read_part(model: type[BaseModel], name: str, file: Path, named_by: str) -> Settings:
+    """Return the settings in a TOML file of the inner model ``name``.
+
+    Among them those fields of ``model`` that such a file may hold too. Raises as
+    :func:`read_toml` does, and also
+
+    Raises:
+        UserError: a figure is so large that it must be in another unit.
+    """
+    return _as_part(model, name, _table(file, named_by), str(file))
+
+
+def parse_part(model: type[BaseModel], name: str, text: str, file: str) -> Settings:
+    """As :func:`read_part`, of a file's text. ``file`` names it in errors."""
+    return _as_part(model, name, tomllib.loads(text), file)
+
+
+def _as_part(model: type[BaseModel], name: str, table: dict[str, Any], file: str) -> Settings:
+    beside = extra(model.model_fields[name]).get("beside", [])
+    found: Settings = {}
+    _collect(_in_file(model, name), table, (), file, found)
+    inner = submodel(model.model_fields[name])
+    assert inner is not None
+    for path, setting in found.items():
+        if path[0] not in beside:
+            _check_size(leaves(inner)[path], setting)
+    return {path if path[0] in beside else (name, *path): s for path, s in found.items()}
+
+
+@cache
+def _in_file(model: type[BaseModel], name: str) -> type[BaseModel]:
+    """What a file of the inner model ``name`` may hold."""
+    own = model.model_fields
+    beside: Any = {each: (own[each].annotation, own[each]) for each in extra(own[name])["beside"]}
+    inner: Any = submodel(own[name])
+    return create_model(f"{name}_file", __base__=inner, **beside)
+
+
+def _check_size(leaf: Leaf, setting: Setting) -> None:
+    most = extra(leaf.info).get("most")
+    value = setting.value
+    figures = value.values() if isinstance(value, dict) else [value]
+    for figure in figures:
+        if most is not None and isinstance(figure, int | float) and figure > most:
+            unit = str(extra(leaf.info)["unit"]).rpartition("=")[2].capitalize()
+            raise UserError(
+                f"{setting.origin}: expected at most {most:g}, as it is in {unit}, got "
+                f"{figure:g}; convert it"
+            )
+
+
+def _table(file: Path, named_by: str) -> dict[str, Any]:
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
             f"{named_by}: expected a TOML file, got {str(file)!r} ({error.strerror}); "
@@ -87,9 +154,6 @@ def read_toml(model: type[BaseModel], file: Path, named_by: str) -> Settings:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{named_by}: {file} is not valid TOML: {error}") from None
-    settings: Settings = {}
-    _collect(model, table, (), str(file), settings)
-    return settings
 
 
 def _collect(

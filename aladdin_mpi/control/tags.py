@@ -47,6 +47,8 @@ class Tag(IntEnum):
     """Worker to worker: a value of the user's loop, to be added up."""
     SKIPPED = 22
     """Worker to rank 0: an image that cannot be read."""
+    PROBE = 23
+    """Of a probe of the cluster: bytes that are only timed."""
     SETUP = 7
     """Before training: what all ranks must agree on."""
     REPORT = 8

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 
 @contextmanager
@@ -32,6 +33,23 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all. Raises OSError if it cannot be written."""
     with written_whole(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def write_new(path: Path, content: str) -> None:
+    """Write a file whole or not at all, and never over one that is there.
+
+    Raises:
+        FileExistsError: there is one, also one that has come in the meantime.
+        OSError: it cannot be written.
+    """
+    # Processes of several hosts, which number theirs alike, may write to one folder.
+    temporary = path.with_name(f".{path.stem}.{uuid4().hex}.tmp")
+    try:
+        temporary.write_text(content, encoding="utf-8")
+        _sync(temporary)
+        os.link(temporary, path)  # unlike a rename it fails where there is a file
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

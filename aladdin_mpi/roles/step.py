@@ -10,7 +10,7 @@ from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.model.bucket_watch import BucketWatch
 from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.model.replica import PhantomReplica, Replica
-from aladdin_mpi.roles.pace import FORWARD_SHARE, Pace
+from aladdin_mpi.roles.pace import Pace
 from aladdin_mpi.transport.base import Transport
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class RealStep:
 
 
 class ModelledStep:
-    """A step whose duration is modelled: buckets are completed in proportion to backward.
+    """A step whose duration is modelled: buckets are completed as ``pace`` says.
 
     ``before_forward`` is called for every bucket, last first, when the forward pass comes to it;
     it may wait. Real gradients are then computed between the forward pass, which is modelled
@@ -139,14 +139,13 @@ class ModelledStep:
         for bucket in reversed(self._layout.buckets):
             self.before_forward(bucket)
             share = bucket.numel / self._layout.numel
-            self._transport.sleep(duration * FORWARD_SHARE * share)
-        return self._transport.now() - duration * FORWARD_SHARE
+            self._transport.sleep(duration * self._pace.forward * share)
+        return self._transport.now() - duration * self._pace.forward
 
     def _pass_backward(self, start: float, duration: float) -> None:
         """Let the step's time pass."""
         for bucket in self._layout.buckets:
-            done = bucket.stop / self._layout.numel
-            moment = start + duration * (FORWARD_SHARE + (1 - FORWARD_SHARE) * done)
+            moment = start + duration * self._pace.completed(bucket.stop / self._layout.numel)
             self._transport.sleep(max(0.0, moment - self._transport.now()))
             self._on_bucket(bucket)
 

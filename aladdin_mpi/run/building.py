@@ -81,6 +81,8 @@ def make_pace(context: Context) -> Pace:
         options.slowdown.get(index, 1.0),
         options.jitter,
         seed=options.seed * 1_000_003 + index,
+        forward=options.forward_share,
+        backward=options.backward_shape,
     )
 
 

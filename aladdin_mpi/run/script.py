@@ -72,10 +72,11 @@ def simulate_script(script: Path, arguments: Sequence[str], typed: Settings) -> 
             "--compute timed or --resume; leave it out"
         )
     algorithm = registry.find(options.algorithm)
-    size = options.workers + (options.servers if algorithm.server else 0)
+    servers = options.servers if algorithm.server else 0
+    size = options.workers + servers
     check_ranks(options, size)
     silence = options.worker_timeout or None
-    cluster = VirtualCluster(size, options.cluster, options.seed, silence=silence)
+    cluster = VirtualCluster(size, options.cluster.placed(servers), options.seed, silence=silence)
 
     def rank(transport: Transport) -> None:
         _rank.set(SimulatedRank(typed, transport))

@@ -19,10 +19,11 @@ def simulate(options: SimulateOptions) -> dict[str, Any]:
         UserError: an unknown algorithm, or a cluster that does not hold the ranks.
     """
     algorithm = registry.find(options.algorithm)
-    size = options.workers + (options.servers if algorithm.server else 0)
+    servers = options.servers if algorithm.server else 0
+    size = options.workers + servers
     check_ranks(options, size)
     start = 0.0 if options.resume is None else resumed_moment(Path(options.resume))
     silence = options.worker_timeout or None
-    cluster = VirtualCluster(size, options.cluster, options.seed, start, silence)
+    cluster = VirtualCluster(size, options.cluster.placed(servers), options.seed, start, silence)
     summaries = cluster.run(lambda transport: train(options, transport))
     return summaries[0] or {}

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    model_validator,
+)
 
 
 def _split_pause(value: Any) -> Any:
@@ -13,45 +20,87 @@ def _split_pause(value: Any) -> Any:
 
 
 Rank = Annotated[int, Field(ge=0)]
+Host = Annotated[int, Field(ge=0)]
+Gbit = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Pause = Annotated[tuple[Rank, Seconds, Seconds], BeforeValidator(_split_pause)]
 """A rank, the start of its pause and its length in virtual seconds; also as ``"3:10:2.5"``."""
 
 
-def _field(default: Any, description: str, unit: str | None = None, **constraints: Any) -> Any:
-    texts: dict[str, Any] = {"group": "cluster"} | ({"unit": unit} if unit else {})
-    return Field(default, description=description, json_schema_extra=texts, **constraints)
+FASTEST_GBIT, LONGEST_US, FASTEST_GBYTE = 1e5, 1e8, 1e5
+"""What is more in a file is taken for a figure in another unit: 100 Tbit/s, 100 s, 100 TB/s."""
+
+
+def _field(
+    default: Any,
+    description: str,
+    unit: str | None = None,
+    most: float | None = None,
+    **constraints: Any,
+) -> Any:
+    """``most``: the largest value that a file of a cluster may have."""
+    about = {"group": "cluster", "unit": unit, "most": most}
+    extra: Any = {key: value for key, value in about.items() if value is not None}
+    return Field(default, description=description, json_schema_extra=extra, **constraints)
 
 
 class Cluster(BaseModel):
-    """A cluster of equal hosts behind one switch that is never the bottleneck.
+    """A cluster of hosts behind one switch that is never the bottleneck.
 
     An idle network takes ``message_overhead + latency + bytes / bandwidth`` for a
-    message between two hosts, and the same with the local figures inside a host.
+    message between two hosts, and the same with the local figures inside a host. Hosts are
+    alike but for those of ``links``; between two links the bandwidth is that of the slower one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     hosts: int = _field(1, "hosts of the cluster", "HOSTS", ge=1)
-    placement: Literal["cyclic", "block"] = _field(
-        "cyclic", "how ranks fill the hosts: in turn (cyclic), or one host after the other (block)"
+    placement: Literal["cyclic", "block", "workers"] = _field(
+        "cyclic",
+        "how ranks fill the hosts: in turn (cyclic), or one host after the other (block); workers: "
+        "the workers alone do so, and servers are on host 0 beside its workers, as "
+        "slurm/train.sbatch has it",
+    )
+    worker_hosts: tuple[Host, ...] = _field(
+        (),
+        "the host of each worker, counted from 0, where --placement does not say it; servers are "
+        "on host 0",
+        "HOST",
     )
     bandwidth_gbit: float = _field(
-        10.0, "bandwidth of each host's link, each way", "GBIT/S", gt=0, allow_inf_nan=False
+        10.0,
+        "bandwidth of each host's link, each way",
+        "GBIT/S",
+        FASTEST_GBIT,
+        gt=0,
+        allow_inf_nan=False,
+    )
+    links: dict[Host, Gbit] = _field(
+        {},
+        "hosts, counted from 0, whose link has another bandwidth than --bandwidth-gbit; several, "
+        "apart by commas or spaces",
+        "HOST=GBIT/S",
+        FASTEST_GBIT,
     )
     latency_us: float = _field(
-        50.0, "latency between two hosts", "MICROSECONDS", ge=0, allow_inf_nan=False
+        50.0, "latency between two hosts", "MICROSECONDS", LONGEST_US, ge=0, allow_inf_nan=False
     )
     local_bandwidth_gbit: float = _field(
-        100.0, "bandwidth of the path inside a host", "GBIT/S", gt=0, allow_inf_nan=False
+        100.0,
+        "bandwidth of the path inside a host",
+        "GBIT/S",
+        FASTEST_GBIT,
+        gt=0,
+        allow_inf_nan=False,
     )
     local_latency_us: float = _field(
-        5.0, "latency inside a host", "MICROSECONDS", ge=0, allow_inf_nan=False
+        5.0, "latency inside a host", "MICROSECONDS", LONGEST_US, ge=0, allow_inf_nan=False
     )
     message_overhead_us: float = _field(
         5.0,
         "time that each message occupies every link on its way on top of its bytes",
         "MICROSECONDS",
+        LONGEST_US,
         ge=0,
         allow_inf_nan=False,
     )
@@ -60,6 +109,7 @@ class Cluster(BaseModel):
         "memory bandwidth of one process, which servers, and leaders of a host, need to add up "
         "gradients and to copy models; 0: that takes no time",
         "GBYTE/S",
+        FASTEST_GBYTE,
         ge=0,
         allow_inf_nan=False,
     )
@@ -67,6 +117,7 @@ class Cluster(BaseModel):
         0.0,
         "time that a server needs for each message that it takes in or sends, on top of its bytes",
         "MICROSECONDS",
+        LONGEST_US,
         ge=0,
         allow_inf_nan=False,
     )
@@ -88,11 +139,41 @@ class Cluster(BaseModel):
         "RANK:START:SECONDS",
     )
 
+    _servers: int = PrivateAttr(0)
+
+    @model_validator(mode="after")
+    def _check_hosts(self) -> Cluster:
+        for flag, named in (("--links", self.links), ("--worker-hosts", self.worker_hosts)):
+            if named and max(named) >= self.hosts:
+                raise ValueError(
+                    f"{flag}: expected hosts from 0 to {self.hosts - 1}, got host {max(named)}; "
+                    f"name another, or add --hosts {max(named) + 1}"
+                )
+        return self
+
+    def placed(self, servers: int) -> Cluster:
+        """The cluster for a run whose first ranks, so many, are servers."""
+        cluster = self.model_copy()
+        cluster._servers = servers
+        return cluster
+
     def host_of(self, rank: int, size: int) -> int:
         """Return the host, counted from 0, of ``rank`` among ``size`` ranks."""
+        if self.worker_hosts or self.placement == "workers":
+            worker = rank - self._servers
+            return 0 if worker < 0 else self._host_of_worker(worker, size - self._servers)
         if self.placement == "cyclic":
             return rank % self.hosts
         return rank // -(-size // self.hosts)
+
+    def _host_of_worker(self, worker: int, workers: int) -> int:
+        return (
+            self.worker_hosts[worker] if self.worker_hosts else worker // -(-workers // self.hosts)
+        )
+
+    def link_gbit(self, host: int) -> float:
+        """The bandwidth of a host's link in Gbit/s, each way."""
+        return self.links.get(host, self.bandwidth_gbit)
 
     def handling(self, nbytes: int) -> float:
         """Seconds in which a process handles a message for which ``nbytes`` move in memory."""

@@ -187,6 +187,75 @@ def test_cluster_by_table_file_and_option(config: Path, tmp_path: Path) -> None:
     assert (cluster.hosts, cluster.latency_us, cluster.bandwidth_gbit) == (3, 8.0, 5.0)
 
 
+def test_a_file_of_a_cluster_holds_its_computing_too(tmp_path: Path) -> None:
+    nodes = tmp_path / "cluster.toml"
+    nodes.write_text(
+        "hosts = 3\nworkers = 6\ncompute-time = 0.25\njitter = 0.1\nforward-share = 0.4\n"
+        'placement = "workers"\nbackward-shape = [[0.5, 0.1]]\n[links]\n2 = 1.5\n[slowdown]\n5 = 3'
+    )
+    options = simulated(f"--cluster {nodes}")
+    assert (options.workers, options.compute_time, options.jitter) == (6, 0.25, 0.1)
+    assert (options.slowdown, options.cluster.links) == ({5: 3.0}, {2: 1.5})
+    assert (options.forward_share, options.backward_shape) == (0.4, ((0.5, 0.1),))
+    over = simulated(f"--cluster {nodes} --workers 9 --links 0=2,1=3 --backward-shape 0.1:0.2")
+    assert (over.workers, over.cluster.links) == (9, {0: 2.0, 1: 3.0})
+    assert (over.compute_time, over.backward_shape) == (0.25, ((0.1, 0.2),))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("bandwith-gbit = 3", "bandwith-gbit in FILE: no such key; did you mean bandwidth-gbit?"),
+        ("epochs = 3", "epochs in FILE: no such key; "),
+        (
+            "bandwidth-gbit = 25e9",
+            "bandwidth-gbit in FILE: expected at most 100000, as it is in Gbit/s, got 2.5e+10; "
+            "convert it",
+        ),
+        ("hosts = 2\n[links]\n1 = 1e10", "links in FILE: expected at most 100000, as it is in G"),
+        (
+            "bandwidth-gbit = '25 Gbit/s'",
+            "bandwidth-gbit in FILE: expected a number of more than 0, got '25 Gbit/s'; ",
+        ),
+        ("bandwidth-gbit = 0", "bandwidth-gbit in FILE: expected a number of more than 0, got 0; "),
+        (
+            "[links]\n0 = 0",
+            "links in FILE: expected HOST=GBIT/S, the key a whole number of ",
+        ),
+        (
+            "hosts = 2\n[links]\n2 = 1",
+            "links in FILE: expected hosts from 0 to 1, got host 2; name another, or add --hosts 3",
+        ),
+        (
+            "hosts = 2\nworkers = 3\nworker-hosts = [0, 1]",
+            "worker-hosts in FILE: expected the host of each of 3 workers, got 2 hosts; name as "
+            "many, or add --worker-hosts none",
+        ),
+        ("hosts = 2\nworkers = 2\nworker-hosts = [0, 2]", "worker-hosts in FILE: expected hosts f"),
+        (
+            "workers = 2\n[slowdown]\n2 = 3",
+            "slowdown in FILE: expected workers from 0 to 1, got worker 2; ",
+        ),
+        ("compute-time = 0", "compute-time in FILE: expected a number of more than 0, got 0; "),
+        (
+            "backward-shape = [[0.5, 0.2], [0.2, 0.4]]",
+            "backward-shape in FILE: expected points in rising order, of both the gradient and the "
+            "time, got 0.5:0.2 0.2:0.4; sort them",
+        ),
+        ("backward-shape = [[0.5, 1.2]]", "backward-shape in FILE: expected a list, each item "),
+        ("hosts", "--cluster: FILE is not valid TOML: "),
+    ],
+)
+def test_one_error_for_each_fault_of_a_cluster_file(
+    text: str, expected: str, tmp_path: Path
+) -> None:
+    nodes = tmp_path / "cluster.toml"
+    nodes.write_text(text)
+    told = complaint(f"--cluster {nodes}", SimulateOptions)
+    assert told.startswith(expected.replace("FILE", str(nodes))), told
+    assert "\n" not in told
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -204,7 +273,10 @@ def test_toml_reads_back_equal(line: str, model: type[RunOptions], config: Path)
 
 
 def test_toml_of_a_cluster_reads_back_equal(config: Path) -> None:
-    options = simulated("--hosts 3 --ranks-per-host 5 --deaths 1=2.5 --pauses 3:10:2.5,0:1:1")
+    options = simulated(
+        "--hosts 3 --ranks-per-host 5 --deaths 1=2.5 --pauses 3:10:2.5,0:1:1 --links 2=1.5 "
+        "--backward-shape 0.1:0.5,0.6:0.7 --forward-share 0.2 --workers 2 --worker-hosts 2,0"
+    )
     assert options.cluster.pauses == ((3, 10.0, 2.5), (0, 1.0, 1.0))
     config.write_text(to_toml(options))
     assert simulated(f"--config {config}") == options

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from aladdin_mpi.probing.cluster_file import check
 from tests.commands import EPOCH, summary
 from tests.slurm.batch import GPU_NODES, SCRIPTS, TIMED, submit, submit_array
 from tests.slurm_cluster import SlurmCluster
@@ -114,6 +115,18 @@ def test_one_and_two_nodes_end_in_a_table(cluster: SlurmCluster) -> None:
     assert lines[1][4:6] == ["1.00", "100.0"]
 
 
+@pytest.mark.slow
+def test_two_nodes_are_measured(cluster: SlurmCluster) -> None:
+    out = cluster.shared / "measured.toml"
+    words = ["--seconds", 4, "--device", "cpu", "--out", out]
+    job = submit(cluster, "probe.sbatch", [*GPU_NODES, "--nodes=2"], words)
+    assert job.wait() == "COMPLETED", job.output()
+    found = check(out.read_text(), "measured.toml")
+    assert (found.workers, found.cluster.hosts, found.cluster.placement) == (4, 2, "workers")
+    assert found.cluster.bandwidth_gbit > 0
+    assert "-n1, ranks 0 to 1" in out.read_text()
+
+
 @pytest.mark.parametrize(
     ("script", "env", "words", "expected"),
     [
@@ -127,6 +140,7 @@ def test_one_and_two_nodes_end_in_a_table(cluster: SlurmCluster) -> None:
         ("train.sbatch", {}, ["--algoritm", "bsp"], "--algoritm: no such option"),
         ("compare.sbatch", {}, [], "ALGORITHMS: expected names, got none"),
         ("compare.sbatch", {"ALGORITHMS": "bsp asp"}, [], "expected sbatch --array=0-1"),
+        ("probe.sbatch", {}, ["--nodes", 3], "--nodes: describes a cluster, which needs no job"),
         ("scaling.sbatch", {}, ["--epochs", 3], "--epochs: set for each run by this script"),
     ],
 )

@@ -6,9 +6,21 @@ other) in turn, a piece at a time (:data:`QUANTUM`, :data:`PIECES`), and first i
 first out within a flow. After the latency the piece goes through the receiver's
 link in, in the order in which the first bytes arrive, while its later bytes are still
 under way: an idle network takes ``overhead + latency + bytes / bandwidth`` for a
-message, not twice the bytes. All links of a kind are equally fast and the latency is
-one constant, so first bytes arrive in the order in which pieces start, and the time
-on the link in is known when a piece starts: two events a message are enough.
+message, not twice the bytes. The latency is one constant, so first bytes arrive in the
+order in which pieces start, however fast the links are, and the time on the link in is
+known when a piece starts: two events a message are enough.
+
+Links may differ. A piece takes of each link the time that its bytes need there, and
+arrives when both are done with it:
+
+- From a fast link to a slow one, a flow starts its pieces as fast as the slow one could
+  take them, and is at most one ahead of that, as a sender with a window of two. Between
+  them the link out serves others.
+- From a slow link to a fast one, the last byte arrives when it has left the slow one. Of
+  the fast one the piece takes its time in one go, as soon as it may; the rest is others'.
+
+So a flow goes at the pace of the slower link, and no link carries more than it can over
+times longer than a piece. With equal links neither case is there.
 
 Short messages (:data:`EXPRESS`) do not queue behind bulk data: a network that is fair
 to its flows gives a short one its share at once. They take the same latency and
@@ -43,17 +55,35 @@ class _Link:
 
 
 class _Flow:
-    """The messages of one rank to one other; ``into`` is None inside a host."""
+    """The messages of one rank to one other; ``into`` is None inside a host.
 
-    __slots__ = ("active", "arrived", "into", "link", "queue", "source", "undelivered")
+    ``ready`` is when its next piece may start, ``seconds_per_byte`` that of the slowest link on
+    its way, and ``is_even`` says that the links on its way are alike.
+    """
+
+    __slots__ = (
+        "active",
+        "arrived",
+        "into",
+        "is_even",
+        "link",
+        "queue",
+        "ready",
+        "seconds_per_byte",
+        "source",
+        "undelivered",
+    )
 
     def __init__(self, source: int, link: _Link, into: _Link | None) -> None:
         self.source = source
         self.link = link
         self.into = into
+        self.seconds_per_byte = max(way.seconds_per_byte for way in (link, into or link))
+        self.is_even = into is None or into.seconds_per_byte == link.seconds_per_byte
         self.queue: deque[Message] = deque()
         self.undelivered: dict[int, deque[Message]] = {}
         self.arrived = 0.0
+        self.ready = 0.0
         self.active = False
 
 
@@ -71,15 +101,10 @@ class Network:
         self._delay = cluster.delay_us * 1e-6
         self._pauses = [cluster.pauses_of(r) for r in range(size)] if cluster.pauses else None
         self._flows: dict[int, _Flow] = {}
-        self._out = self._links(cluster.hosts, cluster.bandwidth_gbit, cluster.latency_us)
-        self._in = self._links(cluster.hosts, cluster.bandwidth_gbit, cluster.latency_us)
-        self._local = self._links(
-            cluster.hosts, cluster.local_bandwidth_gbit, cluster.local_latency_us
-        )
-
-    @staticmethod
-    def _links(hosts: int, gbit: float, latency_us: float) -> list[_Link]:
-        return [_Link(gbit, latency_us) for _ in range(hosts)]
+        rates = [cluster.link_gbit(host) for host in range(cluster.hosts)]
+        self._out = [_Link(gbit, cluster.latency_us) for gbit in rates]
+        self._in = [_Link(gbit, cluster.latency_us) for gbit in rates]
+        self._local = [_Link(cluster.local_bandwidth_gbit, cluster.local_latency_us) for _ in rates]
 
     @property
     def hosts(self) -> Sequence[int]:
@@ -118,7 +143,7 @@ class Network:
         if self._pauses is not None:
             start = self._pauses[flow.source].resumed(start)
         link = flow.link
-        duration = self._overhead + message.nbytes * link.seconds_per_byte
+        duration = self._overhead + message.nbytes * flow.seconds_per_byte
         if message.free:
             duration = 0.0
         message.unsent = 0
@@ -137,9 +162,12 @@ class Network:
         return flow
 
     def _enlist(self, flow: _Flow) -> None:
-        """Let ``flow`` queue for its link, after the pause of its sender if there is one."""
+        """Let ``flow`` queue for its link, when its receiver and a pause of its sender allow it."""
+        now = self._clock.now
+        if flow.ready > now:
+            self._clock.at(flow.ready, self._enlist, flow)
+            return
         if self._pauses is not None:
-            now = self._clock.now
             resumed = self._pauses[flow.source].resumed(now)
             if resumed > now:
                 self._clock.at(resumed, self._enlist, flow)
@@ -161,16 +189,18 @@ class Network:
     def _start_piece(self, flow: _Flow, link: _Link) -> None:
         message = flow.queue[0]
         piece = min(message.unsent, message.piece)
-        duration = piece * link.seconds_per_byte
+        overhead = self._overhead if message.unsent == message.nbytes else 0.0
+        duration = piece * link.seconds_per_byte + overhead
         link.carried += piece
-        if message.unsent == message.nbytes:
-            duration += self._overhead
         now = self._clock.now
         arrival = now + duration + link.latency
         into = flow.into
         if into is not None:
             into.carried += piece
-            into.free = arrival = max(now + link.latency, into.free) + duration
+            if flow.is_even:
+                into.free = arrival = max(now + link.latency, into.free) + duration
+            else:
+                arrival = self._pass_in(flow, into, piece, overhead, duration)
         message.unsent -= piece
         if not message.unsent:
             flow.queue.popleft()
@@ -178,6 +208,19 @@ class Network:
             flow.arrived = max(self._delayed(message, arrival), flow.arrived)
             self._clock.at(flow.arrived, self._arrive, message)
         self._clock.at(now + duration, self._end_piece, flow)
+
+    def _pass_in(
+        self, flow: _Flow, into: _Link, piece: int, overhead: float, leaving: float
+    ) -> float:
+        """When a piece is through ``into``, another link than that which it takes so long to leave.
+
+        Of two equal links it is the end of the piece's time on ``into``, and no flow is held back.
+        """
+        first = self._clock.now + into.latency
+        passing = piece * into.seconds_per_byte + overhead
+        into.free = max(first, into.free) + passing
+        flow.ready = max(flow.ready, self._clock.now - passing) + passing
+        return max(into.free, first + leaving)
 
     def _delayed(self, message: Message, time: float) -> float:
         """Return when a message arrives whose last byte is through at ``time``."""

@@ -126,6 +126,60 @@ def test_within_a_flow_first_in_is_first_out() -> None:
     assert found[1][0] == pytest.approx(LATENCY + 2 * OVERHEAD + 25 * PIECE + 1e-5)
 
 
+@pytest.mark.parametrize("pair", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("nbytes", [100, QUANTUM, 40 * QUANTUM + 1])
+def test_the_slower_of_two_links_sets_the_pace(pair: tuple[int, int], nbytes: int) -> None:
+    """Host 1 has a link of a fourth of the others' rate."""
+    [(time, *_)] = arrivals(lab(3, links={1: 2}), 3, [(0.0, *pair, nbytes)])
+    assert time == pytest.approx(OVERHEAD + LATENCY + 4 * nbytes / 1e9)
+
+
+def test_a_flow_to_a_slow_host_leaves_the_rest_of_the_fast_link_to_others() -> None:
+    sends = [(0.0, 0, 1, 20 * QUANTUM), (0.0, 0, 2, 60 * QUANTUM)]
+    found = times(arrivals(lab(3, links={1: 2}, message_overhead_us=0), 3, sends))
+    # A fourth of the link out goes to the slow host, three fourths to the other, until both end.
+    assert found[0, 1] == pytest.approx(LATENCY + 80 * PIECE, abs=5 * PIECE)
+    assert found[0, 2] == pytest.approx(LATENCY + 80 * PIECE, abs=5 * PIECE)
+
+
+def test_slow_hosts_share_the_link_in_of_a_fast_one_only_when_it_is_full() -> None:
+    slow = {1: 2, 2: 2, 3: 2, 4: 4, 5: 4}
+    sends = [(0.0, rank, 0, 40 * QUANTUM) for rank in slow]
+    cluster = lab(6, links=slow, message_overhead_us=0)
+    two = times(arrivals(cluster, 6, sends[:2]))
+    assert two[1, 0] == two[2, 0] == pytest.approx(LATENCY + 160 * PIECE)
+    five = arrivals(cluster, 6, sends)  # 3 * 1/4 and 2 * 1/2 of the link in: more than it has
+    assert five[-1][0] == pytest.approx(LATENCY + 200 * PIECE, rel=0.05)
+
+
+def test_a_message_after_a_pause_does_not_outrun_the_slow_link() -> None:
+    """What is sent later begins when the receiver is through with the pieces before it."""
+    sends = [(0.0, 0, 1, QUANTUM), (1.5 * PIECE, 0, 1, QUANTUM)]
+    found = arrivals(lab(2, links={1: 2}, message_overhead_us=0), 2, sends)
+    assert [time for time, *_ in found] == pytest.approx([LATENCY + 4 * PIECE, LATENCY + 8 * PIECE])
+
+
+def test_links_that_are_named_and_equal_change_nothing() -> None:
+    sends = [(1e-5 * i, i % 7, (3 * i + 1) % 7, 1000 * i**2) for i in range(60)]
+    named = lab(4, links=dict.fromkeys(range(4), 8.0))
+    assert arrivals(named, 7, sends) == arrivals(lab(4), 7, sends)
+
+
+def test_unequal_links_keep_the_order_of_a_pair_and_lose_nothing() -> None:
+    cluster = lab(4, links={0: 1, 1: 30, 3: 3})
+    sends = [(1e-4 * (i // 9), i % 4, (i + 1 + i % 3) % 4, 20_000 * (i % 23)) for i in range(300)]
+    found = arrivals(cluster, 4, sends)
+    assert len(found) == 300
+    for pair in {send[1:3] for send in sends}:
+        own = [nbytes for _, source, dest, nbytes in found if (source, dest) == pair]
+        assert own == [nbytes for *_, source, dest, nbytes in sends if (source, dest) == pair]
+    # No link carries more than it can.
+    for host, gbit in ((0, 1), (1, 30), (2, 8), (3, 3)):
+        carried = sum(nbytes for _, _, dest, nbytes in found if dest == host)
+        last = max(time for time, _, dest, _ in found if dest == host)
+        assert last > carried * 8e-9 / gbit
+
+
 def test_link_is_never_idle_while_something_waits() -> None:
     """Messages of many sizes and pairs out of one host take the sum of their times."""
     sends = [(0.0, 4 * (i % 5), 1 + i % 3, 5000 + 700_001 * i * (i % 4)) for i in range(40)]
@@ -213,6 +267,13 @@ def test_placement() -> None:
     assert [block.host_of(r, 7) for r in range(7)] == [0, 0, 0, 1, 1, 1, 2]
 
 
+def test_placement_of_workers_leaves_servers_on_the_first_host() -> None:
+    workers = Cluster(hosts=2, placement="workers").placed(servers=2)
+    assert [workers.host_of(r, 6) for r in range(6)] == [0, 0, 0, 0, 1, 1]
+    named = Cluster(hosts=3, worker_hosts=(2, 0, 1)).placed(servers=1)
+    assert [named.host_of(r, 4) for r in range(4)] == [0, 2, 0, 1]
+
+
 def test_cluster_reads_text_and_refuses_nonsense() -> None:
     cluster = Cluster.model_validate({"pauses": ["3:10:2.5"], "deaths": {"2": "1.5"}})
     assert cluster.pauses == ((3, 10.0, 2.5),)
@@ -225,6 +286,9 @@ def test_cluster_reads_text_and_refuses_nonsense() -> None:
         {"deaths": {-1: 2.0}},
         {"pauses": ["3:10"]},
         {"bandwith_gbit": 3},
+        {"links": {0: 0}},
+        {"links": {1: 5}},
+        {"hosts": 2, "worker_hosts": [0, 2]},
     ):
         with pytest.raises(ValidationError):
             Cluster.model_validate(bad)

@@ -1,0 +1,69 @@
+"""``python -m aladdin_mpi.probe``: a cluster, described or measured, as a file for simulations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.process import guard
+from aladdin_mpi.process.deferred import defer
+
+if TYPE_CHECKING:
+    from aladdin_mpi.probing.options import ProbeOptions
+
+PATIENCE = 60.0
+"""Seconds that a rank waits for another one beside those that measuring takes."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    return guard.run_guarded(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    rank, size = guard.launched_place()
+    defer("torch")  # which the options' files import too
+
+    from aladdin_mpi.probing.options import read
+
+    try:
+        with guard.quiet_unless_first(rank):
+            options, describes = read(argv)
+    except UserError as error:
+        if size == 1:
+            raise
+        return _measure(error)
+    if not describes:
+        return _measure(options)
+    if rank == 0:
+        from aladdin_mpi.probing.describing import describe
+
+        describe(options)
+    return 0
+
+
+def _measure(given: ProbeOptions | UserError) -> int:
+    """Measure over MPI, or agree with the other ranks on what is wrong."""
+    # MPI before torch.
+    from aladdin_mpi.transport.mpi.engine import MpiTransport
+    from aladdin_mpi.transport.mpi.pace import cores_of_host
+
+    # isort: split
+    from aladdin_mpi.control.exchange import agree
+    from aladdin_mpi.probing.measuring import measure_cluster
+
+    def asked() -> ProbeOptions:
+        if isinstance(given, UserError):
+            raise given
+        return given
+
+    seconds = 0.0 if isinstance(given, UserError) else given.seconds
+    transport = MpiTransport(timeout=PATIENCE + seconds)
+    measure_cluster(agree(transport, asked), transport, cores_of_host())
+    transport.close()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,151 @@
+"""The file of a cluster: its keys in an order for reading, each with what is known of it beside it.
+
+A file is written at once when all is known, never over another one unless that is asked for, and
+not before it has been read back as :mod:`aladdin_mpi.simulate` will.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from aladdin_mpi.config.options import SimulateOptions
+from aladdin_mpi.config.settings import build, parse_part
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.process.files import write_new, write_whole
+
+KEY_WIDTH = 32
+TITLE = "A cluster, for: python -m aladdin_mpi.simulate --cluster"
+HINT = "Edit what is wrong. What is left out is left to the options of aladdin_mpi.simulate."
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the file.
+
+    Attributes:
+        key: as the file spells it, such as ``bandwidth-gbit``.
+        value: None: it is left out, and ``comment`` says why.
+        comment: unit, spread, where it is from.
+    """
+
+    key: str
+    value: Any
+    comment: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """Lines that belong together, and facts that are no option of a simulation."""
+
+    title: str
+    entries: Sequence[Entry] = ()
+    notes: Sequence[str] = ()
+
+
+def rendered(source: str, sections: Sequence[Section]) -> str:
+    """The file's text; ``source`` says in a line where the figures are from."""
+    lines = [f"# {TITLE} THIS-FILE", *_comments(source), f"# {HINT}"]
+    tables: list[str] = []
+    for section in sections:
+        lines += ["", f"# -- {section.title}"]
+        for entry in section.entries:
+            if isinstance(entry.value, dict):
+                tables += _table(entry)
+            else:
+                lines.append(_line(entry))
+        lines += [line for note in section.notes for line in _comments(note)]
+    return "\n".join([*lines, *tables]) + "\n"
+
+
+def _line(entry: Entry) -> str:
+    if entry.value is None:
+        return f"# {entry.key}: {entry.comment}"
+    text = f"{entry.key} = {_value(entry.value)}"
+    if len(text) < KEY_WIDTH:
+        return f"{text:{KEY_WIDTH}}# {entry.comment}"
+    return f"# {entry.comment}\n{text}"
+
+
+def _value(value: Any) -> str:
+    """In one line, which a writer of TOML would break."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    return tomli_w.dumps({"x": value}).strip().removeprefix("x = ")
+
+
+def _table(entry: Entry) -> list[str]:
+    """After all else: what follows a table's head belongs to it."""
+    rows = [f"{key} = {value!r}" for key, value in sorted(entry.value.items())]
+    return ["", *_comments(entry.comment), f"[{entry.key}]", *rows]
+
+
+def _comments(text: str) -> list[str]:
+    """Without control characters, which TOML has no comments of."""
+    lines = ("".join(c if c.isprintable() else " " for c in line) for line in text.splitlines())
+    return [f"# {line}" for line in lines]
+
+
+def check(text: str, name: str) -> SimulateOptions:
+    """The options of a simulation that the text of a file gives.
+
+    Raises:
+        UserError: there is something in it that a simulation refuses.
+    """
+    return build(SimulateOptions, parse_part(SimulateOptions, "cluster", text, name))
+
+
+def check_free(path: Path, overwrite: bool) -> None:
+    """Refuse before anything is measured what would be refused in the end.
+
+    Raises:
+        UserError: the file is there, or its folder is not.
+    """
+    if not path.parent.is_dir():
+        raise UserError(
+            f"--out {path}: expected a folder that is there, got {str(path.parent)!r}; make it "
+            "first, or name another"
+        )
+    if path.is_dir():
+        raise UserError(f"--out {path}: expected a file, got a folder; name a file in it")
+    if path.exists() and not overwrite:
+        raise UserError(
+            f"--out {path}: expected a new file, got one that is there; name another, or add "
+            "--overwrite"
+        )
+
+
+def write(path: Path, text: str, overwrite: bool) -> Path:
+    """Write the file, whole or not at all; returns where to.
+
+    Where another one has come in the meantime, and it is not to be replaced, a name beside it is
+    taken, so that what has been measured is not lost.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        if overwrite:
+            write_whole(path, text.replace("THIS-FILE", path.name))
+            return path
+        return _write_beside(path, text)
+    except OSError as error:
+        raise UserError(
+            f"--out {path}: cannot write it ({error.strerror}); name another folder. It would have "
+            f"been:\n{text}"
+        ) from error
+
+
+def _write_beside(path: Path, text: str) -> Path:
+    name, number = path, 1
+    while True:
+        try:
+            write_new(name, text.replace("THIS-FILE", name.name))
+            return name
+        except FileExistsError:
+            number += 1
+            name = path.with_name(f"{path.stem}-{number}{path.suffix}")

@@ -1,0 +1,234 @@
+"""A cluster in a line of words: what it says of hosts, workers, rates and times.
+
+The phrases may come in any order. Each pattern takes its words out of the text, the longest
+phrases first, and what is left and says nothing ("with", "each") is dropped: anything else is an
+error that names it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from aladdin_mpi.config.settings import Setting
+from aladdin_mpi.errors import UserError
+
+EXAMPLE = "16 nodes x 4 GPUs, 25 Gbit/s, latency 20 us, step 0.18 s"
+EXAMPLES = (
+    EXAMPLE,
+    "one node 3x slower",
+    "node 2 3x slower",
+    "one worker 10x slower",
+    "node 3 at 10 Gbit/s",
+    "memory 10 GB/s",
+    "jitter 5 %",
+)
+
+NUMBER = r"(?<![\w.-])(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
+WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+COUNT = rf"(?<![\w.-])(\d+|an?|{'|'.join(WORDS)})"
+HOST = r"(?:nodes?|hosts?|machines?)\b"
+WORKER = r"(?:gpus?|workers?|ranks?|tasks?)\b"
+# "Gb/s" are bits and "GB/s" bytes: here alone capital letters count.
+RATE = NUMBER + r"\s*(?-i:([kKmMgGtT])(bits?|Bits?|bytes?|Bytes?|BYTES?|BITS?|b|B))(?:/s|ps|e)?\b"
+TIME = NUMBER + r"\s*(seconds?|secs?|s|milliseconds?|ms|microseconds?|us|minutes?|min)\b"
+LIST = r"\d+(?:\s*(?:,|and|,\s*and)\s*\d+)*"
+SLOWER = r"(?:(\d+(?:\.\d+)?)\s*(?:x|times|-fold)|(\d+(?:\.\d+)?)\s*%)\s*(?:as\s+)?slow(?:er)?\b"
+INSIDE = rf"(?:local|(?:inside|within)(?:\s+(?:a|each|one))?(?:\s+{HOST})?)"
+OF = r"\s*(?:bandwidth|time|takes?|of|is|:|=|\s)*"
+
+GIGABITS = {"k": 1e-6, "m": 1e-3, "g": 1.0, "t": 1e3}
+MICROSECONDS = {"m": 1e3, "u": 1.0, "s": 1e6}
+NOTHING = re.compile(
+    r"(?:x|with|of|and|at|on|in|by|to|the|a|an|all|each|every|per|has|have|is|are|links?|network|"
+    r"ethernet|infiniband|cluster|between|them|bandwidth|that|which|,|;|:|\.|-|\s)*",
+    re.IGNORECASE,
+)
+TAKEN = "\0"
+"""Where a phrase was."""
+
+Match = re.Match[str]
+
+
+def described(text: str) -> dict[str, Setting]:
+    """What a text says, by the names of the probe's options.
+
+    Raises:
+        UserError: a part of it is not understood, or something is said twice.
+    """
+    return _Reading(text).read()
+
+
+class _Reading:
+    """One text, from which phrases are taken."""
+
+    def __init__(self, text: str) -> None:
+        self._whole = text
+        plain = text.replace("\u00b5", "u").replace("\u03bc", "u").replace("\u00d7", " x ")
+        self._rest = re.sub(r"\bx(?=\d)", "x ", plain)
+        self._found: dict[str, Any] = {}
+        self._said: dict[str, str] = {}
+
+    def read(self) -> dict[str, Setting]:
+        self._take(
+            rf"(?:{COUNT}\s+(?:of\s+the\s+)?)?({HOST}|{WORKER})\s*"
+            rf"(?:#?({LIST})\s+)?(?:is|are|runs?)?\s*{SLOWER}",
+            self._slower,
+        )
+        self._take(rf"[^,;{TAKEN}]*\bfaster\b", lambda match: _refuse(match[0].strip()))
+        self._take(rf"memory{OF}{RATE}|{RATE}\s*(?:of\s+)?memory\b", self._memory)
+        self._take(rf"{INSIDE}{OF}{RATE}|{RATE}\s*{INSIDE}", self._rate("local_bandwidth_gbit"))
+        self._take(
+            rf"(?:\b(one|an?)\s+{HOST}|{HOST}\s*#?({LIST}))\s*(?:at|has|have|with|on|a|only|link|of|\s)*\s"
+            rf"{RATE}",
+            self._link,
+        )
+        self._take(RATE, self._rate("bandwidth_gbit"))
+        self._take(
+            rf"{INSIDE}\s*latency{OF}{TIME}|latency\s*{INSIDE}{OF}{TIME}"
+            rf"|{TIME}\s*(?:of\s+)?(?:{INSIDE}\s*latency|latency\s*{INSIDE})",
+            self._time("local_latency_us"),
+        )
+        self._take(rf"latency{OF}{TIME}|{TIME}\s*(?:of\s+)?latency\b", self._time("latency_us"))
+        self._take(
+            rf"\bsteps?{OF}{TIME}|{TIME}\s*(?:per|an?|each|for\s+a|/)\s*step\b",
+            self._time("step_seconds"),
+        )
+        self._take(
+            rf"\bjitter{OF}{NUMBER}\s*(%?)|{NUMBER}\s*(%?)\s*(?:of\s+)?jitter\b", self._jitter
+        )
+        self._take(TIME, self._bare_time)
+        self._take(
+            rf"{COUNT}[\s-]*{WORKER}\s*(?:(in\s+total|in\s+all|altogether|total)|"
+            rf"(on)\s+(?={COUNT}\s*{HOST})|(?:(?:per|on\s+each|each|an?)\b|/)\s*(?:{HOST})?)?",
+            self._workers,
+        )
+        self._take(rf"{COUNT}[\s-]*{HOST}", self._hosts)
+        self._check_rest()
+        self._deal_workers()
+        return {name: Setting(value, "--describe") for name, value in self._found.items()}
+
+    def _take(self, pattern: str, say: Callable[[Match], None]) -> None:
+        def taken(match: Match) -> str:
+            say(match)
+            return TAKEN
+
+        self._rest = re.sub(pattern, taken, self._rest, flags=re.IGNORECASE)
+
+    # -- what the phrases say
+    def _slower(self, match: Match) -> None:
+        count, kind, numbers, times, percent = match.groups()
+        factor = float(times) if times else 1 + float(percent) / 100
+        name = "node_slowdown" if re.match(HOST, kind, re.IGNORECASE) else "slowdown"
+        factors = self._found.setdefault(name, {})
+        for number in self._numbered(numbers, count, factors):
+            factors[number] = factor
+
+    def _link(self, match: Match) -> None:
+        count, numbers, *rate = match.groups()
+        links = self._found.setdefault("links", {})
+        for number in self._numbered(numbers, count, links):
+            links[number] = _gbit(rate)
+
+    def _numbered(
+        self, numbers: str | None, count: str | None, taken: dict[int, float]
+    ) -> list[int]:
+        """Those that are named; or as many as are counted, the first that are free."""
+        if numbers:
+            return [int(number) for number in re.findall(r"\d+", numbers)]
+        free = (number for number in range(10**9) if number not in taken)
+        return [next(free) for _ in range(_count(count or "one"))]
+
+    def _memory(self, match: Match) -> None:
+        self._say("memory_gbyte", _gbit(match.groups()) / 8, match)
+
+    def _rate(self, name: str) -> Callable[[Match], None]:
+        return lambda match: self._say(name, _gbit(match.groups()), match)
+
+    def _time(self, name: str) -> Callable[[Match], None]:
+        unit = 1e6 if name == "step_seconds" else 1.0
+        return lambda match: self._say(name, _microseconds(match.groups()) / unit, match)
+
+    def _bare_time(self, match: Match) -> None:
+        """Microseconds are those of messages, seconds those of steps."""
+        value, unit = match.groups()
+        if unit.lower().startswith(("mil", "ms")):
+            raise UserError(
+                f"--describe: expected what takes {value} {unit}, got the time alone; write "
+                f'"step {value} {unit}" or "latency {value} {unit}"'
+            )
+        self._time("latency_us" if _letter(unit) == "u" else "step_seconds")(match)
+
+    def _jitter(self, match: Match) -> None:
+        value, percent = [part for part in match.groups() if part is not None]
+        self._say("jitter", float(value) / (100 if percent else 1), match)
+
+    def _workers(self, match: Match) -> None:
+        count, total, on, _ = match.groups()
+        self._say("total" if total or on else "gpus_per_node", _count(count), match)
+
+    def _hosts(self, match: Match) -> None:
+        self._say("nodes", _count(match[1]), match)
+
+    def _say(self, name: str, value: float, match: Match) -> None:
+        phrase = " ".join(match[0].replace(TAKEN, " ").split())
+        if name in self._said:
+            raise UserError(
+                f"--describe: expected this once, got {self._said[name]!r} and {phrase!r}; leave "
+                "one out"
+            )
+        self._said[name] = phrase
+        self._found[name] = value
+
+    def _deal_workers(self) -> None:
+        """A number of workers in total is so many on each host."""
+        total = self._found.pop("total", None)
+        if total is None:
+            return
+        hosts = self._found.get("nodes", 1)
+        if total % hosts or "gpus_per_node" in self._found:
+            raise UserError(
+                f"--describe: expected as many workers on each of {hosts} hosts, got "
+                f'{self._said["total"]!r}; write for example "{hosts} nodes x 4 GPUs"'
+            )
+        self._found["gpus_per_node"] = total // hosts
+
+    def _check_rest(self) -> None:
+        for part in re.split(rf"{TAKEN}|[,;]", self._rest):
+            if not NOTHING.fullmatch(part):
+                _refuse(" ".join(part.split()))
+        if not self._found:
+            _refuse(self._whole)
+
+
+def _refuse(part: str) -> NoReturn:
+    examples = ", ".join(f'"{example}"' for example in EXAMPLES)
+    raise UserError(
+        f"--describe: expected numbers of hosts and workers, rates and times, got {part!r}, which "
+        f"is not understood; write for example {examples}"
+    )
+
+
+def _count(word: str) -> int:
+    word = word.lower()
+    if word in ("a", "an"):
+        return 1
+    return WORDS.index(word) + 1 if word in WORDS else int(word)
+
+
+def _gbit(groups: Any) -> float:
+    value, prefix, unit = [part for part in groups if part is not None]
+    is_bytes = unit == "B" or unit.lower().startswith("byte")
+    return float(f"{float(value) * GIGABITS[prefix.lower()] * (8 if is_bytes else 1):.12g}")
+
+
+def _microseconds(groups: Any) -> float:
+    value, unit = [part for part in groups if part is not None]
+    scale = 6e7 if unit.lower().startswith("min") else MICROSECONDS[_letter(unit)]
+    return float(f"{float(value) * scale:.12g}")
+
+
+def _letter(unit: str) -> str:
+    """``s``, ``m`` or ``u``, as of seconds, milliseconds, microseconds."""
+    return "u" if unit.lower().startswith("micro") else unit[0].lower()

@@ -1,0 +1,234 @@
+"""The options of the probe: what is described, or how it is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from aladdin_mpi.config import cli
+from aladdin_mpi.config.fields import extra, kebab, option
+from aladdin_mpi.config.general import Factor, Precision, Worker
+from aladdin_mpi.config.settings import Settings, build
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.probing.description import EXAMPLE, described
+from aladdin_mpi.transport.cluster import (
+    FASTEST_GBIT,
+    FASTEST_GBYTE,
+    LONGEST_US,
+    Host,
+)
+
+PROG = "aladdin_mpi.probe"
+ABOUT = (
+    "Write a file that describes a cluster to aladdin_mpi.simulate --cluster: its hosts, its "
+    "network, and how long a step takes. Either from what you say of it, without MPI, or measured "
+    "on the cluster itself: mpirun -np N python -m aladdin_mpi.probe --model NAME --batch-size N."
+)
+OUTPUT, DESCRIPTION, MEASURING = "output", "a description, without MPI", "measuring, under mpirun"
+LONGEST_STEP = 1e5
+"""Seconds."""
+MOST_HOSTS = 1_000_000
+Gbit = Annotated[float, Field(gt=0, le=FASTEST_GBIT)]
+
+
+class ProbeOptions(BaseModel):
+    """What the probe is asked."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    # -- output
+    out: Path = option(Path("cluster.toml"), "the file to write", unit="FILE", group=OUTPUT)
+    overwrite: bool = option(False, "replace the file if it is there", group=OUTPUT)
+
+    # -- description
+    describe: str | None = option(
+        None,
+        f'the cluster in words, such as "{EXAMPLE}, one node 3x slower"',
+        unit="TEXT",
+        group=DESCRIPTION,
+    )
+    nodes: int | None = option(
+        None,
+        "hosts of the cluster",
+        unit="HOSTS",
+        group=DESCRIPTION,
+        ge=1,
+        le=MOST_HOSTS,
+    )
+    gpus_per_node: int | None = option(
+        None,
+        "workers on each host",
+        unit="WORKERS",
+        group=DESCRIPTION,
+        default_text="1, where a cluster is described",
+        ge=1,
+        le=MOST_HOSTS,
+    )
+    bandwidth_gbit: float | None = option(
+        None,
+        "each host's link, each way",
+        unit="GBIT/S",
+        group=DESCRIPTION,
+        gt=0,
+        le=FASTEST_GBIT,
+    )
+    links: dict[Host, Gbit] = option(
+        {},
+        "hosts, counted from 0, whose link has another rate",
+        unit="HOST=GBIT/S",
+        group=DESCRIPTION,
+    )
+    latency_us: float | None = option(
+        None,
+        "between two hosts",
+        unit="MICROSECONDS",
+        group=DESCRIPTION,
+        ge=0,
+        le=LONGEST_US,
+    )
+    local_bandwidth_gbit: float | None = option(
+        None,
+        "of the path inside a host",
+        unit="GBIT/S",
+        group=DESCRIPTION,
+        gt=0,
+        le=FASTEST_GBIT,
+    )
+    local_latency_us: float | None = option(
+        None,
+        "inside a host",
+        unit="MICROSECONDS",
+        group=DESCRIPTION,
+        ge=0,
+        le=LONGEST_US,
+    )
+    memory_gbyte: float | None = option(
+        None,
+        "memory bandwidth of one process",
+        unit="GBYTE/S",
+        group=DESCRIPTION,
+        gt=0,
+        le=FASTEST_GBYTE,
+    )
+    step_seconds: float | None = option(
+        None,
+        "time of a step of a worker that is not slowed down",
+        unit="SECONDS",
+        group=DESCRIPTION,
+        gt=0,
+        le=LONGEST_STEP,
+    )
+    jitter: float | None = option(
+        None,
+        "relative standard deviation of the time of a step",
+        unit="FRACTION",
+        group=DESCRIPTION,
+        ge=0,
+        le=10,
+    )
+    slowdown: dict[Worker, Factor] = option(
+        {},
+        "workers, counted from 0, that are slower by a factor",
+        unit="WORKER=FACTOR",
+        group=DESCRIPTION,
+    )
+    node_slowdown: dict[Host, Factor] = option(
+        {},
+        "hosts, counted from 0, all workers of which are slower by a factor",
+        unit="HOST=FACTOR",
+        group=DESCRIPTION,
+    )
+
+    # -- measuring
+    model: str = option(
+        "digits",
+        "model whose steps are timed, as for aladdin_mpi.train: a name, or package.module:function",
+        group=MEASURING,
+    )
+    dataset: str = option(
+        "digits",
+        "data set whose shape the model's input has, such as cifar10, imagenet or "
+        "synthetic:3x32x32:10:10000; its values are drawn",
+        group=MEASURING,
+    )
+    batch_size: int = option(
+        32, "batch of one worker's step", unit="SAMPLES", group=MEASURING, ge=1
+    )
+    image_size: int | None = option(
+        None,
+        "side of the images",
+        unit="PIXELS",
+        group=MEASURING,
+        default_text="that of the data set",
+        ge=1,
+    )
+    precision: Precision = option("fp32", "of the forward and backward pass", group=MEASURING)
+    device: Literal["auto", "cpu", "gpu", "cuda", "xpu"] = option(
+        "auto", "where workers compute", group=MEASURING
+    )
+    seconds: float = option(
+        60.0,
+        "how long it may take, beside its start",
+        unit="SECONDS",
+        group=MEASURING,
+        ge=1,
+        le=3600,
+    )
+
+    @model_validator(mode="after")
+    def _check_named(self) -> ProbeOptions:
+        if self.nodes is None:
+            return self
+        workers = self.nodes * (self.gpus_per_node or 1)
+        for flag, named, count, what in (
+            ("--links", self.links, self.nodes, "hosts"),
+            ("--node-slowdown", self.node_slowdown, self.nodes, "hosts"),
+            ("--slowdown", self.slowdown, workers, "workers"),
+        ):
+            if named and max(named) >= count:
+                raise ValueError(
+                    f"{flag}: expected {what} from 0 to {count - 1}, got {max(named)}; name another"
+                )
+        return self
+
+
+def _of_group(group: str) -> set[str]:
+    return {
+        name for name, info in ProbeOptions.model_fields.items() if extra(info)["group"] == group
+    }
+
+
+def read(argv: Sequence[str] | None) -> tuple[ProbeOptions, bool]:
+    """What was typed, and whether a cluster is described; ``--help`` prints and exits.
+
+    Raises:
+        UserError: an option is unknown or its value bad, or a description is not understood.
+    """
+    given = cli.read(ProbeOptions, argv, PROG, ABOUT)
+    named = {path[0]: setting for path, setting in given.items()}
+    describes = bool(_of_group(DESCRIPTION) & named.keys())
+    if describes:
+        _check_only_described(given)
+        text = named.get("describe")
+        words = {} if text is None else described(str(text.value))
+        given = {(name,): setting for name, setting in words.items()} | given
+    options = build(ProbeOptions, given)
+    if describes and options.nodes is None:
+        raise UserError(
+            "--nodes: expected the number of hosts, got none; add for example --nodes 16, or "
+            '--describe "16 nodes x 4 GPUs"'
+        )
+    return options, describes
+
+
+def _check_only_described(given: Settings) -> None:
+    measuring = _of_group(MEASURING)
+    for (name, *_), setting in given.items():
+        if name in measuring:
+            raise UserError(
+                f"{setting.origin}: expected only where a cluster is measured, got it beside a "
+                f"description; leave --{kebab(name)} out, or measure without one"
+            )

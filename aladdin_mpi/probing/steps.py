@@ -1,0 +1,208 @@
+"""A training step of a model: how long it takes, and when backward completes the gradient.
+
+As the training does it: the same model, its gradient told of bucket by bucket; on data that are
+drawn, and without messages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from aladdin_mpi.accelerator import Stopwatch, enter
+from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.data.described_sets import describe_set
+from aladdin_mpi.data.models import build_model
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.model.layout import Bucket, cut
+from aladdin_mpi.model.replica import Replica
+from aladdin_mpi.probing.options import ProbeOptions
+from aladdin_mpi.roles.pace import Pace
+from aladdin_mpi.roles.step import RealStep
+from aladdin_mpi.run.trainer import AUTOCAST, SIZE_PREFIX
+from aladdin_mpi.transport.base import Transport
+
+WARM_UP = 2
+"""Steps that are not counted: memory is found, kernels are chosen."""
+FEWEST, MOST = 3, 300
+BUCKETS = 64
+"""Into which the gradient is cut to see how backward goes on."""
+
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model with a batch, and the device that they are for."""
+
+    module: nn.Module
+    inputs: Tensor
+    labels: Tensor
+    precision: str
+    device: torch.device
+
+    def moved(self) -> Task:
+        """The same on its device."""
+        module = self.module.to(self.device)
+        inputs, labels = self.inputs.to(self.device), self.labels.to(self.device)
+        return replace(self, module=module, inputs=inputs, labels=labels)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Of one rank.
+
+    Attributes:
+        seconds: of each step.
+        forward: share of a step until backward begins.
+        backward: shares of the gradient and of backward's time after which they are there.
+    """
+
+    seconds: list[float]
+    forward: float
+    backward: Points
+
+
+def make_task(options: ProbeOptions, device: torch.device) -> Task:
+    """The model and a batch of its data set's shape.
+
+    Raises:
+        UserError: there is no such model or data set, or they do not fit.
+    """
+    if options.model.startswith(SIZE_PREFIX):
+        raise UserError(
+            f"--model {options.model}: expected a model that can be calculated, got a size alone; "
+            "name a model"
+        )
+    data = describe_set(options.dataset, None, False, options.image_size)
+    torch.manual_seed(0)
+    module = build_model(options.model, data.classes, data.channels, data.size).train()
+    inputs = torch.randn(options.batch_size, data.channels, data.size, data.size)
+    labels = torch.randint(data.classes, (options.batch_size,))
+    return Task(module, inputs, labels, options.precision, device)
+
+
+def time_steps(transport: Transport, task: Task, seconds: float) -> StepTimes:
+    """Take steps for about so many seconds, and at least a few.
+
+    Raises:
+        RuntimeError: the device cannot compute them, for want of memory for example.
+    """
+    enter(task.device)
+    task = task.moved()
+    replica = Replica(task.module)
+    layout = cut(replica.numel, 0, max(4e-6, 4e-6 * replica.numel / BUCKETS), 4e-6 * replica.numel)
+    watch = Stopwatch(task.device)
+    begun: list[Any] = []
+    there: list[tuple[Bucket, Any]] = []
+
+    def compute(ticket: Ticket) -> float:
+        loss = _loss(task)
+        begun.append(watch.stamp())
+        loss.backward()
+        return float(loss.detach())
+
+    step = RealStep(
+        transport,
+        layout,
+        replica,
+        compute,
+        Pace(),
+        lambda bucket: there.append((bucket, watch.stamp())),
+        wait_free=True,
+    )
+    one = _one_step(step, replica.new_vector(), watch, begun, there, replica.numel)
+    try:
+        return _repeat(one, seconds)
+    finally:
+        step.close()
+
+
+def _loss(task: Task) -> Tensor:
+    dtype = AUTOCAST.get(task.precision)
+    with torch.autocast(task.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+        outputs = task.module(task.inputs)
+    return functional.cross_entropy(outputs.float(), task.labels)
+
+
+Step = Callable[[], tuple[float, float, Points]]
+"""Takes one; its seconds, the forward pass's, and when backward completed what."""
+
+
+def _one_step(
+    step: RealStep,
+    vector: Tensor,
+    watch: Stopwatch,
+    begun: list[Any],
+    there: list[tuple[Bucket, Any]],
+    numel: int,
+) -> Step:
+    def one() -> tuple[float, float, Points]:
+        begun.clear()
+        there.clear()
+        start = watch.stamp()
+        step.compute_into(vector, Ticket(0, 1, 1))
+        end = watch.stamp()
+        watch.finish()
+        backward = watch.between(begun[0], end)
+        points = [
+            (bucket.stop / numel, watch.between(begun[0], stamp) / backward)
+            for bucket, stamp in there
+        ]
+        return watch.between(start, end), watch.between(start, begun[0]), points
+
+    return one
+
+
+def _repeat(one: Step, seconds: float) -> StepTimes:
+    for _ in range(WARM_UP):
+        one()
+    end = time.perf_counter() + seconds
+    found: list[tuple[float, float, Points]] = []
+    while len(found) < FEWEST or (len(found) < MOST and time.perf_counter() < end):
+        found.append(one())
+    times = [step for step, _, _ in found]
+    forward = median(forward / step for step, forward, _ in found)
+    return StepTimes(times, forward, simplified(_typical([points for *_, points in found])))
+
+
+def _typical(steps: Sequence[Points]) -> Points:
+    """The median time of each point, over all steps."""
+    return [
+        (of_bucket[0][0], min(1.0, max(0.0, median(time for _, time in of_bucket))))
+        for of_bucket in zip(*steps, strict=True)
+    ]
+
+
+def simplified(points: Points, tolerance: float = 0.03) -> Points:
+    """As few of the points as say the same, between which shares are in proportion.
+
+    Args:
+        points: rising; (0, 0) and (1, 1) stand at their ends without being there.
+        tolerance: shares of backward's time that may be lost.
+    """
+    whole = [(0.0, 0.0), *(point for point in points if 0 < point[0] < 1), (1.0, 1.0)]
+    kept = _split(whole, tolerance)[1:-1]
+    rising: Points = []
+    for gradient, moment in kept:
+        before = rising[-1][1] if rising else 0.0
+        rising.append((round(gradient, 4), round(max(moment, before), 4)))
+    return rising
+
+
+def _split(points: Points, tolerance: float) -> Points:
+    """Ramer, 1972; Douglas and Peucker, 1973: with distances in time."""
+    (x0, y0), (x1, y1) = points[0], points[-1]
+    distances = [abs(y - (y0 + (y1 - y0) * (x - x0) / (x1 - x0))) for x, y in points]
+    worst = max(range(len(points)), key=distances.__getitem__)
+    if distances[worst] <= tolerance:
+        return [points[0], points[-1]]
+    left = _split(points[: worst + 1], tolerance)
+    return [*left[:-1], *_split(points[worst:], tolerance)]

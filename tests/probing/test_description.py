@@ -1,0 +1,199 @@
+"""Clusters in words: what is understood, and what is said of the rest."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from aladdin_mpi.config.options import SimulateOptions
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.probing.cluster_file import check, rendered
+from aladdin_mpi.probing.described_cluster import sections, understood
+from aladdin_mpi.probing.description import EXAMPLES, described
+from aladdin_mpi.probing.options import ProbeOptions, read
+
+
+def said(text: str) -> dict[str, Any]:
+    return {name: setting.value for name, setting in described(text).items()}
+
+
+def complaint(*argv: object) -> str:
+    with pytest.raises(UserError) as caught:
+        read([str(word) for word in argv])
+    return str(caught.value)
+
+
+def simulated(*argv: object) -> SimulateOptions:
+    """What a simulation reads from the file."""
+    options, _ = read([str(word) for word in argv])
+    return check(rendered("test", sections(options)), "cluster.toml")
+
+
+PARTS = ["16 nodes x 4 GPUs", "25 Gbit/s", "latency 20 us", "step 0.18 s", "one node 3x slower"]
+WHOLE = {
+    "nodes": 16,
+    "gpus_per_node": 4,
+    "bandwidth_gbit": 25.0,
+    "latency_us": 20.0,
+    "step_seconds": 0.18,
+    "node_slowdown": {0: 3.0},
+}
+
+
+def test_the_order_does_not_matter() -> None:
+    for parts in itertools.permutations(PARTS):
+        assert said(", ".join(parts)) == WHOLE
+
+
+@pytest.mark.parametrize("between", [", ", "; ", " and ", " with ", "\n", "  "])
+def test_nor_what_is_between(between: str) -> None:
+    assert said(between.join(PARTS)) == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("25 Gbit/s", {"bandwidth_gbit": 25.0}),
+        ("25 Gb/s", {"bandwidth_gbit": 25.0}),
+        ("25Gbps", {"bandwidth_gbit": 25.0}),
+        ("100 GbE", {"bandwidth_gbit": 100.0}),
+        ("3.125 GB/s", {"bandwidth_gbit": 25.0}),
+        ("3 GByte/s links", {"bandwidth_gbit": 24.0}),
+        ("250 Mbit/s", {"bandwidth_gbit": 0.25}),
+        ("0.18 s per step", {"step_seconds": 0.18}),
+        ("180 ms/step", {"step_seconds": 0.18}),
+        ("a step takes 180 ms", {"step_seconds": 0.18}),
+        ("step time: 2 seconds", {"step_seconds": 2.0}),
+        ("0.18 s", {"step_seconds": 0.18}),
+        ("20 µs", {"latency_us": 20.0}),
+        ("latency of 2 ms", {"latency_us": 2000.0}),
+        ("local latency 1.5 us", {"local_latency_us": 1.5}),
+        ("200 Gbit/s inside a node", {"local_bandwidth_gbit": 200.0}),
+        ("local 200 Gbit/s, 10 Gbit/s", {"local_bandwidth_gbit": 200.0, "bandwidth_gbit": 10.0}),
+        ("memory 10 GB/s, 25 Gb/s", {"memory_gbyte": 10.0, "bandwidth_gbit": 25.0}),
+        ("jitter 5%", {"jitter": 0.05}),
+        ("jitter 0.05", {"jitter": 0.05}),
+        ("1 host, 1 worker", {"nodes": 1, "gpus_per_node": 1}),
+        ("4 GPUs per node, 3 nodes", {"nodes": 3, "gpus_per_node": 4}),
+        ("an 8-node cluster with 2 GPUs each", {"nodes": 8, "gpus_per_node": 2}),
+        ("two machines x8 gpus", {"nodes": 2, "gpus_per_node": 8}),
+        ("64 workers on 16 hosts", {"nodes": 16, "gpus_per_node": 4}),
+        ("16 hosts, 64 workers in total", {"nodes": 16, "gpus_per_node": 4}),
+        ("node 2 3x slower", {"node_slowdown": {2: 3.0}}),
+        ("node 3x slower", {"node_slowdown": {0: 3.0}}),
+        ("node 23x slower", {"node_slowdown": {0: 23.0}}),
+        ("nodes 2 and 5 are 3 times slower", {"node_slowdown": {2: 3.0, 5: 3.0}}),
+        ("2 nodes 1.5x slower", {"node_slowdown": {0: 1.5, 1: 1.5}}),
+        ("one node 3x slower, one node 2x slower", {"node_slowdown": {0: 3.0, 1: 2.0}}),
+        ("one worker 10x slower", {"slowdown": {0: 10.0}}),
+        ("GPU 7 50 % slower", {"slowdown": {7: 1.5}}),
+        ("node 3 at 10 Gbit/s, 25 Gbit/s", {"links": {3: 10.0}, "bandwidth_gbit": 25.0}),
+        ("25 Gbit/s, one node has a link of 1 Gbit/s", {"links": {0: 1.0}, "bandwidth_gbit": 25.0}),
+    ],
+)
+def test_units_and_words(text: str, expected: dict[str, Any]) -> None:
+    assert said(text) == expected
+
+
+def test_every_example_is_understood() -> None:
+    for example in EXAMPLES:
+        assert said(example)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("16 nodes, fast ethernet", "fast ethernet"),
+        ("16 nodes x 4 GPUs, 25 Gbit/s, 12 monkeys", "12 monkeys"),
+        ("16 nodes, one node 3x faster", "one node 3x faster"),
+        ("25 furlongs", "25 furlongs"),
+        ("16 nodes, -3 Gbit/s", "-3 Gbit/s"),
+        ("-16 nodes", "-16 nodes"),
+        ("2-4 nodes", "2-4 nodes"),
+        ("16 nodes, 0,18 s", "0"),
+        ("", ""),
+        (", ;", ", ;"),
+    ],
+)
+def test_what_is_not_understood_is_named_with_examples(text: str, part: str) -> None:
+    told = complaint("--describe", text)
+    assert f"got {part!r}, which is not understood; write for example " in told
+    assert "one node 3x slower" in told
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--describe", "2 nodes, 3 hosts"], "expected this once, got '2 nodes' and '3 hosts'"),
+        (["--describe", "2 nodes, 18 ms"], "expected what takes 18 ms, got the time alone"),
+        (["--describe", "3 nodes, 64 workers in total"], "expected as many workers on each of 3"),
+        (["--describe", "25 Gbit/s"], "--nodes: expected the number of hosts, got none"),
+        (["--describe", "2 nodes, 0 Gbit/s"], "--describe: expected a number of more than 0"),
+        (["--describe", "0 nodes"], "--describe: expected a whole number of 1 or more"),
+        (["--describe", "2 nodes, 1e9 Gbit/s"], "and at most 100000"),
+        (
+            ["--describe", "2 nodes, node 2 3x slower"],
+            "--describe: expected hosts from 0 to 1, got 2",
+        ),
+        (["--describe", "2 nodes, GPU 4 3x slower"], "expected workers from 0 to 1, got 4"),
+        (["--nodes", 2, "--links", "2=1"], "--links: expected hosts from 0 to 1, got 2"),
+        (["--nodes", 2, "--slowdown", "0=0.5"], "--slowdown: expected"),
+        (["--nodes", 2, "--model", "mlp"], "--model: expected only where a cluster is measured"),
+        (["--node", 2], "--node: no such option; did you mean --nodes"),
+    ],
+)
+def test_one_error_for_each_fault(argv: list[object], expected: str) -> None:
+    told = complaint(*argv)
+    assert expected in told
+    assert "\n" not in told
+
+
+def test_words_and_options_come_to_the_same_file() -> None:
+    text = "16 nodes x 4 GPUs, 25 Gbit/s, latency 20 us, step 0.18 s, one node 3x slower, jitter 2%"
+    options = "--nodes 16 --gpus-per-node 4 --bandwidth-gbit 25 --latency-us 20 --step-seconds 0.18"
+    words = simulated("--describe", text)
+    typed = simulated(*options.split(), "--node-slowdown", "0=3", "--jitter", "0.02")
+    assert words == typed
+    assert (words.workers, words.cluster.hosts, words.compute_time) == (64, 16, 0.18)
+    assert words.slowdown == dict.fromkeys(range(4), 3.0)
+    hosts = [words.cluster.placed(1).host_of(rank, 65) for rank in range(65)]
+    assert hosts == [0, *(worker // 4 for worker in range(64))]
+
+
+def test_options_go_over_words() -> None:
+    found = simulated("--describe", "4 nodes, 25 Gbit/s", "--nodes", 8, "--links", "7=1")
+    assert (found.cluster.hosts, found.cluster.bandwidth_gbit) == (8, 25.0)
+    assert found.cluster.links == {7: 1.0}
+
+
+def test_what_is_not_said_is_left_out() -> None:
+    options, _ = read(["--describe", "4 nodes x 2 GPUs"])
+    text = rendered("test", sections(options))
+    assert "# bandwidth-gbit: not said; the default is 10 " in text
+    assert "\nbandwidth-gbit" not in text
+    assert check(text, "x").compute_time == 0.1
+
+
+def test_what_was_understood_is_told() -> None:
+    options, _ = read(
+        ["--describe", "3 nodes x 2 GPUs, 10 Gb/s, node 1 3x slower, GPU 0 2x slower"]
+    )
+    assert understood(options) == [
+        "3 hosts with 2 workers each, 6 in all",
+        "10 Gbit/s of each host's link, each way",
+        "host 1 (workers 2 to 3): 3 times slower",
+        "worker 0 (host 0): 2 times slower",
+    ]
+
+
+def test_a_described_worker_of_a_slow_host_is_slow_twice() -> None:
+    found = simulated("--nodes", 2, "--node-slowdown", "1=3", "--slowdown", "1=2,0=4")
+    assert found.slowdown == {0: 4.0, 1: 6.0}
+
+
+def test_strange_texts_make_no_strange_files() -> None:
+    options = ProbeOptions(nodes=2, describe="2 nodes\n\x00[links]\r\n0 = 1")
+    text = rendered(f"Described: {options.describe}", sections(options))
+    assert check(text, "x").cluster.links == {}
