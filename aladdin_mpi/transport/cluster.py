@@ -55,16 +55,17 @@ class Cluster(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     hosts: int = _field(1, "hosts of the cluster", "HOSTS", ge=1)
-    placement: Literal["cyclic", "block", "workers"] = _field(
+    placement: Literal["cyclic", "block", "workers", "spread"] = _field(
         "cyclic",
         "how ranks fill the hosts: in turn (cyclic), or one host after the other (block); workers: "
         "the workers alone do so, and servers are on host 0 beside its workers, as "
-        "slurm/train.sbatch has it",
+        "slurm/train.sbatch has it; spread: the same, with servers dealt to the hosts in turn, as by "
+        "its SPREAD_SERVERS=yes",
     )
     worker_hosts: tuple[Host, ...] = _field(
         (),
         "the host of each worker, counted from 0, where --placement does not say it; servers are "
-        "on host 0",
+        "on host 0, or dealt to the hosts in turn with --placement spread",
         "HOST",
     )
     bandwidth_gbit: float = _field(
@@ -159,9 +160,11 @@ class Cluster(BaseModel):
 
     def host_of(self, rank: int, size: int) -> int:
         """Return the host, counted from 0, of ``rank`` among ``size`` ranks."""
-        if self.worker_hosts or self.placement == "workers":
+        if self.worker_hosts or self.placement in ("workers", "spread"):
             worker = rank - self._servers
-            return 0 if worker < 0 else self._host_of_worker(worker, size - self._servers)
+            if worker < 0:
+                return rank % self.hosts if self.placement == "spread" else 0
+            return self._host_of_worker(worker, size - self._servers)
         if self.placement == "cyclic":
             return rank % self.hosts
         return rank // -(-size // self.hosts)
