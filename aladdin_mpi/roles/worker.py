@@ -239,12 +239,16 @@ class Worker(Stateful):
 
     def _complete(self, bucket: Bucket) -> None:
         """Backward has completed a bucket: look at it and tell of it."""
-        part = self._vector[bucket.part]
+        if not self._vector.is_meta:
+            self._look(bucket)
+        self._on_bucket(bucket)
+
+    def _look(self, bucket: Bucket) -> None:
+        part = bucket.of(self._vector)
         if self.loss_scale != 1.0:
             scale(part, 1 / self.loss_scale)
         self.check.look(part, bucket.index)
         self.clipping.clip_part(part, bucket.numel / self.layout.numel)
-        self._on_bucket(bucket)
 
     def _is_too_large(self, loss: float | Tensor | None) -> bool:
         """Waits for the device that computes the loss, if there is a largest one."""

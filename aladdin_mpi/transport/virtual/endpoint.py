@@ -14,7 +14,7 @@ from aladdin_mpi.transport.request import ANY_SOURCE, Event, Request
 from aladdin_mpi.transport.virtual.clock import LATE, Clock
 from aladdin_mpi.transport.virtual.collectives import Collective, Part, Steps
 from aladdin_mpi.transport.virtual.fiber import Fiber
-from aladdin_mpi.transport.virtual.matching import Mailbox, as_bytes, fill, too_long
+from aladdin_mpi.transport.virtual.matching import Mailbox, as_bytes, copied, fill, too_long
 from aladdin_mpi.transport.virtual.message import Message, Operation
 from aladdin_mpi.transport.virtual.network import Network
 
@@ -154,7 +154,7 @@ class Endpoint:
             return
         if nbytes <= EAGER:
             if message.payload is not None:
-                message.payload = as_bytes(message.payload).clone()
+                message.payload = copied(message.payload)
             message.request = None
             self.complete(request)
         fabric.network.send(message)
@@ -289,7 +289,7 @@ class Endpoint:
             if message.source == dead and message.request is not None:
                 message.request = None
                 if message.payload is not None:
-                    message.payload = as_bytes(message.payload).clone()
+                    message.payload = copied(message.payload)
 
     def close(self) -> None:
         """Cancel the posted receives and the handlers."""

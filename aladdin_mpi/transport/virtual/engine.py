@@ -109,9 +109,8 @@ class _Run:
             self.clock.at(max(time, self.clock.now), self._exclude, endpoints[rank], EARLY)
         self._count_live()
         try:
-            while self.live:
-                if not self.clock.step():
-                    raise DeadlockError(self._deadlock())
+            if self.live and not self.clock.run():
+                raise DeadlockError(self._deadlock())
         finally:
             for endpoint in endpoints:
                 endpoint.fiber.kill()
@@ -127,12 +126,17 @@ class _Run:
                 if not endpoint.fiber.killed:
                     results[endpoint.rank] = result
             finally:
-                self.live -= 1
+                self._set_live(self.live - 1)
 
         return body
 
     def _count_live(self) -> None:
-        self.live = sum(not endpoint.fiber.ended for endpoint in self.fabric.endpoints)
+        self._set_live(sum(not endpoint.fiber.ended for endpoint in self.fabric.endpoints))
+
+    def _set_live(self, live: int) -> None:
+        self.live = live
+        if not live:
+            self.clock.stop()
 
     def _die(self, endpoint: Endpoint) -> None:
         if not endpoint.fiber.ended:
@@ -237,6 +241,11 @@ class VirtualTransport(Transport):
         if request.failed is not None:
             raise PeerFailedError(request.failed, self.host_name(request.failed))
         return request.done
+
+    def wait(self, request: Request) -> None:
+        """See :meth:`Transport.wait`."""
+        if not request.done or request.failed is not None:
+            self.wait_any([request])
 
     def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
         """See :meth:`Transport.wait_any`. Without ``timeout`` only a deadlock ends the wait."""

@@ -68,12 +68,16 @@ class Fiber:
     # -- blocking -------------------------------------------------------------
     def sleep(self, seconds: float) -> None:
         """Block for ``seconds`` outside the rank's pauses."""
-        self.sleep_until(self._pauses.stretched(self._clock.now, seconds))
+        if self._pauses.spans:
+            self.sleep_until(self._pauses.stretched(self._clock.now, seconds))
+        else:
+            self.sleep_until(self._clock.now + seconds)
 
     def sleep_until(self, end: float) -> None:
         """Block until ``end``, or the end of the pause that it falls into."""
         self._must_be_free("sleep")
-        end = self._pauses.resumed(end)
+        if self._pauses.spans:
+            end = self._pauses.resumed(end)
         self._clock.at(end, _resume, self, LATE)
         self._switch()
 
@@ -120,7 +124,10 @@ class Fiber:
 
     def _wake(self) -> None:
         """Have this rank resumed now, or after its pause."""
-        self._clock.at(self._pauses.resumed(self._clock.now), _resume, self, LATE)
+        moment = self._clock.now
+        if self._pauses.spans:
+            moment = self._pauses.resumed(moment)
+        self._clock.at(moment, _resume, self, LATE)
 
     def _switch(self) -> None:
         """Let the others run until this rank is resumed, in the greenlet that called."""
@@ -140,7 +147,6 @@ class Fiber:
         """Refuse to switch where another rank would meet this one's half-done work."""
         if self.killed:
             raise GreenletExit
-        place = ""
         if self._handling:
             place = "a message handler: handlers must not wait"
         elif self._atomic_depth:
@@ -151,8 +157,9 @@ class Fiber:
             place = "torch.inference_mode(), which all ranks share: use torch.no_grad()"
         elif _in_autocast():
             place = "torch.autocast, which all ranks share: leave it first"
-        if place:
-            raise TransportError(f"rank {self._rank}: {what} inside {place}")
+        else:
+            return
+        raise TransportError(f"rank {self._rank}: {what} inside {place}")
 
     # -- sections that do not block ---------------------------------------------
     @contextlib.contextmanager

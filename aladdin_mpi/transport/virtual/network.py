@@ -104,7 +104,10 @@ class Network:
         flow = self._flows.get(message.source * self._size + message.dest)
         if flow is None:
             flow = self._open(message.source, message.dest)
-        flow.undelivered.setdefault(message.tag, deque()).append(message)
+        queue = flow.undelivered.get(message.tag)
+        if queue is None:
+            flow.undelivered[message.tag] = queue = deque()
+        queue.append(message)
         if message.free or message.nbytes <= EXPRESS:
             self._send_express(flow, message)
             return
@@ -159,25 +162,29 @@ class Network:
             flow.active = False
 
     def _start_piece(self, flow: _Flow, link: _Link) -> None:
-        message = flow.queue[0]
-        piece = min(message.unsent, message.piece)
+        # Most events of a simulation are pieces: hence no calls of min() and max().
+        message, clock = flow.queue[0], self._clock
+        unsent, piece = message.unsent, message.piece
+        if unsent < piece:
+            piece = unsent
         duration = piece * link.seconds_per_byte
         link.carried += piece
-        if message.unsent == message.nbytes:
+        if unsent == message.nbytes:
             duration += self._overhead
-        now = self._clock.now
+        now = clock.now
         arrival = now + duration + link.latency
         into = flow.into
         if into is not None:
             into.carried += piece
-            into.free = arrival = max(now + link.latency, into.free) + duration
-        message.unsent -= piece
-        if not message.unsent:
+            first = now + link.latency
+            into.free = arrival = (first if first > into.free else into.free) + duration
+        message.unsent = unsent - piece
+        if unsent == piece:
             flow.queue.popleft()
             # Never before its predecessor of the same pair.
             flow.arrived = max(self._delayed(message, arrival), flow.arrived)
-            self._clock.at(flow.arrived, self._arrive, message)
-        self._clock.at(now + duration, self._end_piece, flow)
+            clock.at(flow.arrived, self._arrive, message)
+        clock.at(now + duration, self._end_piece, flow)
 
     def _delayed(self, message: Message, time: float) -> float:
         """Return when a message arrives whose last byte is through at ``time``."""
@@ -190,10 +197,12 @@ class Network:
     def _end_piece(self, flow: _Flow) -> None:
         link = flow.link
         link.busy = False
-        if flow.queue:
-            self._enlist(flow)
-        else:
+        if not flow.queue:
             flow.active = False
+        elif self._pauses is None:
+            link.flows.append(flow)
+        else:
+            self._enlist(flow)
         if not link.busy:
             self._serve(link)
 
