@@ -96,7 +96,7 @@ class Outbox(Stateful):
         assert self._current is not None
         if self._live:
             self._send(self._current, bucket)
-        else:
+        elif self._waiting is not None:
             self._advance()
 
     def end(self) -> None:
@@ -138,17 +138,15 @@ class Outbox(Stateful):
             self._in_flight.append(slot)
 
     def _reclaim(self) -> None:
-        left = [slot for slot in self._in_flight if not self._has_left(slot)]
-        if len(left) < len(self._in_flight):
+        has_room = False
+        for slot in self._in_flight:
+            # What has left is not looked at again.
+            while slot.requests and self._transport.test(slot.requests[0]):
+                slot.requests.popleft()
+            has_room = has_room or not slot.requests
+        if has_room:
             self._free += [slot for slot in self._in_flight if not slot.requests]
-            self._in_flight = left
-
-    def _has_left(self, slot: _Slot) -> bool:
-        """Whether all of it is sent. What has been is not looked at again."""
-        requests, test = slot.requests, self._transport.test
-        while requests and test(requests[0]):
-            requests.popleft()
-        return not requests
+            self._in_flight = [slot for slot in self._in_flight if slot.requests]
 
     def _announce(self, slot: _Slot) -> None:
         for server in range(self._layout.servers):

@@ -122,6 +122,11 @@ class ModelledStep:
         self._pace = pace
         self._on_bucket = on_bucket
         self.before_forward: OnBucket | None = None
+        self._ends = [
+            (bucket, FORWARD_SHARE + (1 - FORWARD_SHARE) * (bucket.stop / layout.numel))
+            for bucket in layout.buckets
+        ]
+        """When each bucket is complete, as a share of the step."""
 
     def compute_into(self, vector: Tensor, batch: Ticket) -> float | Tensor | None:
         """The batch's gradient, into the flat ``vector``; returns the loss."""
@@ -144,10 +149,9 @@ class ModelledStep:
 
     def _pass_backward(self, start: float, duration: float) -> None:
         """Let the step's time pass."""
-        for bucket in self._layout.buckets:
-            done = bucket.stop / self._layout.numel
-            moment = start + duration * (FORWARD_SHARE + (1 - FORWARD_SHARE) * done)
-            self._transport.sleep(max(0.0, moment - self._transport.now()))
+        sleep, now = self._transport.sleep, self._transport.now
+        for bucket, share in self._ends:
+            sleep(max(0.0, start + duration * share - now()))
             self._on_bucket(bucket)
 
     def close(self) -> None:

@@ -96,6 +96,8 @@ class Worker(Stateful):
         self._pace = pace
         self._batch_size = batch_size
         self._schedule = schedule
+        self._rated: Ticket | None = None
+        self._lr = 0.0
         self._draws = Draws(transport)
         self._outcomes = Outcomes(transport, replica.parameters.device)
         self._reports: deque[Report] = deque()
@@ -122,7 +124,9 @@ class Worker(Stateful):
     @property
     def lr(self) -> float:
         """Learning rate of the current batch."""
-        return self._schedule(self.ticket.start)
+        if self._rated is not self.ticket:  # it is asked for with every bucket
+            self._rated, self._lr = self.ticket, self._schedule(self.ticket.start)
+        return self._lr
 
     def on_loss(self, action: Callable[[float], None]) -> None:
         """Have ``action`` called with the finite loss of each step whose gradient is sound.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.process.heap import collected_seldom
 from aladdin_mpi.transport.base import Handler, Transport
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.request import (
@@ -83,7 +84,8 @@ class VirtualCluster:
             DeadlockError: every rank that is left waits for ever.
             Exception: the first that a rank did not catch; a note names the rank.
         """
-        return _Run(self).run(main)
+        with collected_seldom():
+            return _Run(self).run(main)
 
 
 class _Run:
