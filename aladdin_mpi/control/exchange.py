@@ -129,6 +129,7 @@ def _receive_if_living(transport: Transport, source: int) -> Any:
 def _receive(transport: Transport, source: int) -> Any:
     size = torch.zeros(1, dtype=torch.int64)
     transport.wait(transport.irecv(size, source, Tag.SETUP))
-    text: Tensor = torch.empty(int(size), dtype=torch.uint8)
-    transport.wait(transport.irecv(text, source, Tag.SETUP))
-    return json.loads(bytes(text.tolist()))
+    text = bytearray(int(size))
+    room = torch.frombuffer(text, dtype=torch.uint8)
+    transport.wait(transport.irecv(room, source, Tag.SETUP))
+    return json.loads(text)

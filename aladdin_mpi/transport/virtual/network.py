@@ -153,8 +153,9 @@ class Network:
 
     def _serve(self, link: _Link) -> None:
         """Start the next piece on ``link``, which is idle."""
-        while link.flows:
-            flow = link.flows.popleft()
+        flows = link.flows
+        while flows:
+            flow = flows.popleft()
             if flow.queue:
                 link.busy = True
                 self._start_piece(flow, link)
@@ -196,13 +197,18 @@ class Network:
 
     def _end_piece(self, flow: _Flow) -> None:
         link = flow.link
+        if flow.queue and self._pauses is None:
+            if link.flows:  # the others first
+                link.flows.append(flow)
+                self._serve(link)
+            else:
+                self._start_piece(flow, link)
+            return
         link.busy = False
-        if not flow.queue:
-            flow.active = False
-        elif self._pauses is None:
-            link.flows.append(flow)
-        else:
+        if flow.queue:
             self._enlist(flow)
+        else:
+            flow.active = False
         if not link.busy:
             self._serve(link)
 
