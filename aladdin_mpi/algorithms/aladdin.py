@@ -126,8 +126,10 @@ class AladdinWorker(TrainingWorker):
         link.close()
 
     def _send(self, g: Tensor) -> Callable[[Bucket], None]:
+        is_real = not g.is_meta
+
         def on_bucket(bucket: Bucket) -> None:
-            if self.sends_steps:
+            if self.sends_steps and is_real:
                 # [4] at once, while a cache holds the bucket: backward needs these
                 # parameters no more when their gradients are complete.
                 part, mine, x = bucket.part, bucket.of(g), bucket.of(self.x)

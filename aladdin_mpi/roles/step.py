@@ -123,7 +123,7 @@ class ModelledStep:
         self._on_bucket = on_bucket
         self.before_forward: OnBucket | None = None
         self._ends = [
-            (bucket, FORWARD_SHARE + (1 - FORWARD_SHARE) * (bucket.stop / layout.numel))
+            FORWARD_SHARE + (1 - FORWARD_SHARE) * (bucket.stop / layout.numel)
             for bucket in layout.buckets
         ]
         """When each bucket is complete, as a share of the step."""
@@ -149,10 +149,11 @@ class ModelledStep:
 
     def _pass_backward(self, start: float, duration: float) -> None:
         """Let the step's time pass."""
-        sleep, now = self._transport.sleep, self._transport.now
-        for bucket, share in self._ends:
-            sleep(max(0.0, start + duration * share - now()))
-            self._on_bucket(bucket)
+        moments = [start + duration * share for share in self._ends]
+        self._transport.sleep_between(moments, self._end_bucket)
+
+    def _end_bucket(self, index: int) -> None:
+        self._on_bucket(self._layout.buckets[index])
 
     def close(self) -> None:
         """Nothing is left on the model."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from greenlet import greenlet
 
 from aladdin_mpi.transport.base import Handler, Traffic
 from aladdin_mpi.transport.cluster import Cluster
@@ -42,6 +43,8 @@ class Fabric:
         self.excluded: frozenset[int] = frozenset()
         self.may_fail = may_fail
         self.handling = cluster.handling
+        self.callers: list[greenlet] = []
+        """Those that call for ranks and are free: see :class:`Visits`."""
         self.endpoints = [Endpoint(self, cluster, rank, size) for rank in range(size)]
 
     def _deliver(self, message: Message) -> None:

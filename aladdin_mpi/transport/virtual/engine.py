@@ -30,6 +30,7 @@ from aladdin_mpi.transport.virtual import collectives
 from aladdin_mpi.transport.virtual.clock import EARLY, Clock
 from aladdin_mpi.transport.virtual.endpoint import Endpoint, Fabric
 from aladdin_mpi.transport.virtual.message import Operation
+from aladdin_mpi.transport.virtual.visits import Visits
 from aladdin_mpi.transport.virtual.wait import VirtualWaitSet
 from aladdin_mpi.transport.wait_set import WaitSet
 
@@ -204,6 +205,13 @@ class VirtualTransport(Transport):
     def sleep_until(self, moment: float) -> None:
         """Let virtual time pass until ``moment`` exactly, or the end of a pause after it."""
         self._fiber.sleep_until(max(moment, self._clock.now))
+
+    def sleep_between(self, moments: Sequence[float], action: Callable[[int], None]) -> None:
+        """See :meth:`Transport.sleep_between`. The rank itself is resumed after the last one."""
+        if self._fiber.may_be_spoken_for and moments:
+            Visits(self._fiber, self._fabric.callers, moments, action).make()
+        else:
+            super().sleep_between(moments, action)
 
     def reseed(self, *key: int) -> None:
         """Start the random numbers of all ranks anew from the seed and ``key``.

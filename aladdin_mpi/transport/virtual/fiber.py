@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -27,6 +28,7 @@ class Fiber:
         "_blocked",
         "_clock",
         "_grad_mode",
+        "_home",
         "_handling",
         "_hub",
         "_main",
@@ -49,6 +51,7 @@ class Fiber:
         self._handling = False
         self._waits = 0
         self._answer: Request | None = None
+        self._home: greenlet | None = None
         self._main: greenlet
         self._blocked: greenlet
         self.killed = False
@@ -61,6 +64,11 @@ class Fiber:
         self._wake()
 
     @property
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self._clock.now
+
+    @property
     def ended(self) -> bool:
         """Whether ``body`` has returned or was killed."""
         return self._main.dead
@@ -68,10 +76,39 @@ class Fiber:
     # -- blocking -------------------------------------------------------------
     def sleep(self, seconds: float) -> None:
         """Block for ``seconds`` outside the rank's pauses."""
+        self.sleep_until(self._later(seconds))
+
+    def _later(self, seconds: float) -> float:
+        """When ``seconds`` outside the rank's pauses are over."""
         if self._pauses.spans:
-            self.sleep_until(self._pauses.stretched(self._clock.now, seconds))
-        else:
-            self.sleep_until(self._clock.now + seconds)
+            return self._pauses.stretched(self._clock.now, seconds)
+        return self._clock.now + seconds
+
+    @property
+    def may_be_spoken_for(self) -> bool:
+        """Whether the engine may call for this rank: what it calls finds all as the rank does."""
+        return torch.is_grad_enabled() == self._grad_mode
+
+    def begin_absence(self, action: Callable[[Any], None], argument: Any, seconds: float) -> None:
+        """Block this rank; the first ``action`` for it comes after ``seconds``."""
+        self._must_be_free("sleep")
+        self._home = getcurrent()
+        self.call_later(action, argument, seconds)
+        self._switch()
+        self._home = None
+
+    def call_later(self, action: Callable[[Any], None], argument: Any, seconds: float) -> None:
+        """Have ``action(argument)`` called when this rank would come back from a sleep."""
+        self._clock.at(self._later(seconds), action, argument, LATE)
+
+    def come_home(self) -> Any:
+        """End the absence: go on with the rank itself, in place of the present greenlet."""
+        assert self._home is not None
+        return self._home.switch()
+
+    def hand_back(self) -> Any:
+        """Let the engine go on with its events, and return what it switches back with."""
+        return self._hub.switch()
 
     def sleep_until(self, end: float) -> None:
         """Block until ``end``, or the end of the pause that it falls into."""
@@ -188,8 +225,8 @@ class Fiber:
         """Unwind this rank; it can no longer block."""
         self.killed = True
         self.waiting = None
-        for part in (self._main, self._blocked):
-            if not part.dead:
+        for part in (self._main, self._home, self._blocked):
+            if part is not None and not part.dead:
                 # What a dead process would still have raised is not part of the model.
                 with contextlib.suppress(Exception):
                     part.throw(GreenletExit)
@@ -202,8 +239,13 @@ def _resume(fiber: Fiber) -> None:
     try:
         fiber._blocked.switch()
     except Exception as error:
-        _note(error, fiber._rank)
+        note_rank(error, fiber)
         raise
+
+
+def note_rank(error: Exception, fiber: Fiber) -> None:
+    """Add to an exception which rank it comes from."""
+    _note(error, fiber._rank)
 
 
 def _in_autocast() -> bool:
