@@ -99,9 +99,9 @@ class Transport(ABC):
         self.sleep(max(0.0, moment - self.now()))
 
     def sleep_between(self, moments: Sequence[float], action: Callable[[int], None]) -> None:
-        """Call ``action(i)`` at the i-th of ``moments``, at once if that is past, and sleep between.
+        """Call ``action(i)`` at the i-th of ``moments``, or at once if that is past.
 
-        It may do all that the rank itself may.
+        The rank sleeps in between. ``action`` may do all that the rank itself may.
         """
         for index, moment in enumerate(moments):
             self.sleep(max(0.0, moment - self.now()))

@@ -28,20 +28,20 @@ class Fiber:
         "_blocked",
         "_clock",
         "_grad_mode",
-        "_home",
         "_handling",
+        "_home",
         "_hub",
         "_main",
         "_pauses",
-        "_rank",
         "_traffic",
         "_waits",
         "killed",
+        "rank",
         "waiting",
     )
 
     def __init__(self, rank: int, clock: Clock, pauses: Pauses, traffic: Traffic) -> None:
-        self._rank = rank
+        self.rank = rank
         self._clock = clock
         self._pauses = pauses
         self._traffic = traffic
@@ -196,7 +196,7 @@ class Fiber:
             place = "torch.autocast, which all ranks share: leave it first"
         else:
             return
-        raise TransportError(f"rank {self._rank}: {what} inside {place}")
+        raise TransportError(f"rank {self.rank}: {what} inside {place}")
 
     # -- sections that do not block ---------------------------------------------
     @contextlib.contextmanager
@@ -215,7 +215,7 @@ class Fiber:
         try:
             yield
         except Exception as error:
-            _note(error, self._rank)
+            note_rank(error, self.rank)
             raise
         finally:
             self._handling = outer
@@ -239,13 +239,8 @@ def _resume(fiber: Fiber) -> None:
     try:
         fiber._blocked.switch()
     except Exception as error:
-        note_rank(error, fiber)
+        note_rank(error, fiber.rank)
         raise
-
-
-def note_rank(error: Exception, fiber: Fiber) -> None:
-    """Add to an exception which rank it comes from."""
-    _note(error, fiber._rank)
 
 
 def _in_autocast() -> bool:
@@ -255,7 +250,7 @@ def _in_autocast() -> bool:
         return torch.is_autocast_cpu_enabled()
 
 
-def _note(error: Exception, rank: int) -> None:
+def note_rank(error: Exception, rank: int) -> None:
     """Add to an exception which rank it comes from."""
     note = f"raised by rank {rank}"
     if hasattr(error, "add_note"):

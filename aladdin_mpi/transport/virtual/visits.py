@@ -1,9 +1,9 @@
 """Calls on behalf of a rank that sleeps, without waking it for each of them.
 
-A thousand workers tell of the end of each bucket, and most have little to do then. To switch to
-a rank's own greenlet, with all that it has on its stack, costs more than that. So another one
-calls for it, the same for all ranks. Where such a call blocks, it stays with the rank until that
-is over, and the next calls are made by a new one.
+A worker tells of the end of each bucket, and often has little to do then. To switch to its own
+greenlet, with all that lies on its stack, would cost more than that where there are a thousand.
+So another greenlet, a caller, makes the calls for all ranks. Where a call blocks, its caller
+stays with the rank until that is over, and another one makes the calls of the others meanwhile.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Visits:
         try:
             caller.switch(self)
         except Exception as error:
-            note_rank(error, self._fiber)
+            note_rank(error, self._fiber.rank)
             raise
 
     def call(self) -> bool:
