@@ -92,13 +92,15 @@ class Fiber:
     def begin_absence(self, action: Callable[[Any], None], argument: Any, seconds: float) -> None:
         """Block this rank; the first ``action`` for it comes after ``seconds``."""
         self._must_be_free("sleep")
-        self._home = getcurrent()
+        outer, self._home = self._home, getcurrent()
         self.call_later(action, argument, seconds)
         self._switch()
-        self._home = None
+        self._home = outer
 
     def call_later(self, action: Callable[[Any], None], argument: Any, seconds: float) -> None:
         """Have ``action(argument)`` called when this rank would come back from a sleep."""
+        if self._home is not None:
+            self._blocked = self._home  # the last call may have blocked elsewhere
         self._clock.at(self._later(seconds), action, argument, LATE)
 
     def come_home(self) -> Any:
