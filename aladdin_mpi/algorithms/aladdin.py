@@ -126,15 +126,17 @@ class AladdinWorker(TrainingWorker):
         link.close()
 
     def _send(self, g: Tensor) -> Callable[[Bucket], None]:
+        is_real = not g.is_meta
+
         def on_bucket(bucket: Bucket) -> None:
-            if self.sends_steps:
+            if self.sends_steps and is_real:
                 # [4] at once, while a cache holds the bucket: backward needs these
                 # parameters no more when their gradients are complete.
-                part = bucket.part
+                part, mine, x = bucket.part, bucket.of(g), bucket.of(self.x)
                 if self.updates_itself:
-                    self.optimizer.correct_and_descend(part, g[part], self.x[part], self.worker.lr)
+                    self.optimizer.correct_and_descend(part, mine, x, self.worker.lr)
                 else:
-                    self.optimizer.correct(part, g[part], self.x[part])
+                    self.optimizer.correct(part, mine, x)
             self.link.outbox.put(bucket)
 
         return on_bucket

@@ -266,6 +266,5 @@ class Draws:
                 self._ahead = min(2 * self._ahead, MOST_AHEAD)
             self._transport.wait(receive)
         self._computing = True
-        numbers = grant.tolist()[: receive.nbytes // grant.itemsize]
-        start, size, whole, exponent, *absent = numbers
+        start, size, whole, exponent, *absent = grant[: receive.nbytes // grant.itemsize].tolist()
         return Ticket(start, size, whole, tuple(absent), 2.0**exponent)

@@ -26,7 +26,7 @@ def gather(transport: Transport, fact: Any) -> list[Any]:
     None of a rank that has failed.
     """
     if transport.rank:
-        _send(transport, fact, 0)
+        _send(transport, _written(fact), 0)
         return []
     return [fact, *(_receive_if_living(transport, rank) for rank in range(1, transport.size))]
 
@@ -35,9 +35,10 @@ def broadcast(transport: Transport, fact: Any) -> Any:
     """Rank 0's ``fact`` at every rank that lives."""
     if transport.rank:
         return _receive(transport, 0)
+    message = _written(fact)
     for dest in range(1, transport.size):
         with suppress(PeerFailedError):
-            _send(transport, fact, dest)
+            _send(transport, message, dest)
     return fact
 
 
@@ -107,10 +108,14 @@ def _summarise(problems: list[str | None], size: int) -> str:
     return "\n".join(lines)
 
 
-def _send(transport: Transport, fact: Any, dest: int) -> None:
+def _written(fact: Any) -> tuple[Tensor, Tensor]:
+    """As a message's length, and the message."""
     text = torch.frombuffer(bytearray(json.dumps(fact).encode()), dtype=torch.uint8)
-    size = torch.tensor([text.numel()])
-    requests = [transport.isend(part, dest, Tag.SETUP) for part in (size, text)]
+    return torch.tensor([text.numel()]), text
+
+
+def _send(transport: Transport, message: tuple[Tensor, Tensor], dest: int) -> None:
+    requests = [transport.isend(part, dest, Tag.SETUP) for part in message]
     transport.wait_all(requests)
 
 
@@ -124,6 +129,7 @@ def _receive_if_living(transport: Transport, source: int) -> Any:
 def _receive(transport: Transport, source: int) -> Any:
     size = torch.zeros(1, dtype=torch.int64)
     transport.wait(transport.irecv(size, source, Tag.SETUP))
-    text: Tensor = torch.empty(int(size), dtype=torch.uint8)
-    transport.wait(transport.irecv(text, source, Tag.SETUP))
-    return json.loads(bytes(text.tolist()))
+    text = bytearray(int(size))
+    room = torch.frombuffer(text, dtype=torch.uint8)
+    transport.wait(transport.irecv(room, source, Tag.SETUP))
+    return json.loads(text)

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+from aladdin_mpi.model import vectors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BYTES_PER_MB = 1_000_000
 BYTES_PER_VALUE = 4
@@ -24,15 +29,19 @@ class Bucket:
     stop: int
     server: int
 
-    @property
+    @cached_property
     def part(self) -> slice:
         """Where the bucket lies in the flat vector."""
         return slice(self.start, self.stop)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of values."""
         return self.stop - self.start
+
+    def of(self, vector: Tensor) -> Tensor:
+        """The bucket's part of a flat vector, to be changed in place."""
+        return vectors.cut(vector, self.start, self.stop)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -55,6 +57,15 @@ class Outline:
     dense: tuple[DenseLayer, ...] = ()
     orders: tuple[tuple[int, ...], ...] = ()
 
+    @cached_property
+    def described(self) -> tuple[str, ...]:
+        """Of each parameter: its shape, and how it lies in memory if not in order."""
+        orders = self.orders or [() for _ in self.shapes]
+        return tuple(
+            f"{list(shape)}{_in_words(order)}"
+            for shape, order in zip(self.shapes, orders, strict=True)
+        )
+
 
 def outline(module: nn.Module) -> Outline:
     """The outline of ``module``, which may be on the device "meta"."""
@@ -69,6 +80,21 @@ def outline(module: nn.Module) -> Outline:
             layers.append(sum(p.numel() for p in own))
     orders = tuple(map(_order, places(module)))
     return Outline(tuple(shapes[::-1]), tuple(layers[::-1]), _dense_layers(module), orders)
+
+
+_Trained = tuple[tuple[int, tuple[int, ...]], ...]
+_outlines: WeakKeyDictionary[nn.Module, tuple[_Trained, Outline]] = WeakKeyDictionary()
+
+
+def shared_outline(module: nn.Module) -> Outline:
+    """As :func:`outline`, which is made once where all ranks of a simulation have one module."""
+    # The module may have been changed since: other layers, or frozen ones.
+    trained = tuple((id(p), tuple(p.shape)) for p in module.parameters() if p.requires_grad)
+    former, found = _outlines.get(module, (None, None))
+    if found is None or former != trained:
+        found = outline(module)
+        _outlines[module] = trained, found
+    return found
 
 
 def _order(parameter: nn.Parameter) -> tuple[int, ...]:
@@ -124,11 +150,7 @@ class _Flat:
 
     def describe(self) -> list[str]:
         """Of each parameter in flat order: its shape, and how it lies in memory if not in order."""
-        orders = self._outline.orders or [() for _ in self._outline.shapes]
-        return [
-            f"{list(shape)}{_in_words(order)}"
-            for shape, order in zip(self._outline.shapes, orders, strict=True)
-        ]
+        return list(self._outline.described)
 
     @property
     def layers(self) -> list[int]:

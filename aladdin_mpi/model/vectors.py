@@ -8,6 +8,7 @@ take most of the time of a simulation.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,17 @@ if TYPE_CHECKING:
 
 BLOCK = 1 << 17
 """Values of a block, of which two fit into the cache of a core (512 KB each in fp32)."""
+
+
+@cache
+def sizes(length: int, dtype: torch.dtype) -> Tensor:
+    """A vector of sizes alone, for all who need one: there is nothing in it to be changed."""
+    return torch.empty(length, dtype=dtype, device="meta")
+
+
+def cut(x: Tensor, start: int, stop: int) -> Tensor:
+    """``x[start:stop]``, in a third of the time where there are no values."""
+    return sizes(stop - start, x.dtype) if x.is_meta else x[start:stop]
 
 
 def add(x: Tensor, y: Tensor, alpha: float = 1.0) -> None:

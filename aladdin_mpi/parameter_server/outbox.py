@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,8 @@ class _Slot:
         self.count = 0
         self.samples = 0
         self.notes: NotesFor = ()
-        self.requests: list[Request] = []
+        self.requests: deque[Request] = deque()
+        """Of its messages, in the order of sending: those that may not have left."""
 
 
 class Outbox(Stateful):
@@ -94,7 +96,7 @@ class Outbox(Stateful):
         assert self._current is not None
         if self._live:
             self._send(self._current, bucket)
-        else:
+        elif self._waiting is not None:
             self._advance()
 
     def end(self) -> None:
@@ -115,7 +117,7 @@ class Outbox(Stateful):
     def drain(self) -> None:
         """Wait until everything is delivered."""
         while self._in_flight:
-            self._transport.wait_all(self._in_flight[0].requests)
+            self._transport.wait_all(list(self._in_flight[0].requests))
             self._advance()
 
     def flush(self) -> None:
@@ -136,14 +138,15 @@ class Outbox(Stateful):
             self._in_flight.append(slot)
 
     def _reclaim(self) -> None:
-        still: list[_Slot] = []
+        has_room = False
         for slot in self._in_flight:
-            if all(self._transport.test(request) for request in slot.requests):
-                slot.requests = []
-                self._free.append(slot)
-            else:
-                still.append(slot)
-        self._in_flight = still
+            # What has left is not looked at again.
+            while slot.requests and self._transport.test(slot.requests[0]):
+                slot.requests.popleft()
+            has_room = has_room or not slot.requests
+        if has_room:
+            self._free += [slot for slot in self._in_flight if not slot.requests]
+            self._in_flight = [slot for slot in self._in_flight if slot.requests]
 
     def _announce(self, slot: _Slot) -> None:
         for server in range(self._layout.servers):
@@ -155,8 +158,7 @@ class Outbox(Stateful):
         return self._transport.isend(header.pack(), server, Tag.GRADIENT)
 
     def _send(self, slot: _Slot, bucket: Bucket) -> None:
-        part = bucket.part
-        values, room = slot.vector[part], slot.room[part]
+        values, room = bucket.of(slot.vector), bucket.of(slot.room)
         message, event = self._codec.compress(bucket, values, slot.samples, room)
         slot.requests.append(
             self._transport.isend(message, bucket.server, Tag.GRADIENT, after=event)

@@ -115,11 +115,11 @@ class GradientLink(ServerLink):
 
     def _send(self, g: Tensor) -> Callable[[Bucket], None]:
         def on_bucket(bucket: Bucket) -> None:
-            part = bucket.part
+            mine = bucket.of(g)
             if self.worker.share != 1.0:
-                scale(g[part], self.worker.share)
+                scale(mine, self.worker.share)
             if self.momentum:
-                self.optimizer.correct(part, g[part], self.x[part])
+                self.optimizer.correct(bucket.part, mine, bucket.of(self.x))
             self.forward(g, bucket)
 
         return on_bucket

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -12,6 +15,24 @@ LARGEST = 1 << 30
 """Bytes: of blocks that are taken from the heap, and of free memory at its end that is kept."""
 CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 """Environment variables by which a user decides about it."""
+
+SELDOM = (20_000, 20, 100)
+"""In place of Python's (700, 10, 10): see `gc.set_threshold`."""
+
+
+@contextmanager
+def collected_seldom() -> Iterator[None]:
+    """Let Python look for dead cycles of objects less often meanwhile.
+
+    For many objects that all live on, of which every look passes over more: with a thousand
+    simulated ranks, which leave hardly a cycle behind, that takes a fifth of the time.
+    """
+    former = gc.get_threshold()
+    gc.set_threshold(*SELDOM)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*former)
 
 
 @cache

@@ -122,6 +122,8 @@ class ModelledStep:
         self._pace = pace
         self._on_bucket = on_bucket
         self.before_forward: OnBucket | None = None
+        self._ends = [pace.completed(bucket.stop / layout.numel) for bucket in layout.buckets]
+        """When each bucket is complete, as a share of the step."""
 
     def compute_into(self, vector: Tensor, batch: Ticket) -> float | Tensor | None:
         """The batch's gradient, into the flat ``vector``; returns the loss."""
@@ -144,10 +146,11 @@ class ModelledStep:
 
     def _pass_backward(self, start: float, duration: float) -> None:
         """Let the step's time pass."""
-        for bucket in self._layout.buckets:
-            moment = start + duration * self._pace.completed(bucket.stop / self._layout.numel)
-            self._transport.sleep(max(0.0, moment - self._transport.now()))
-            self._on_bucket(bucket)
+        moments = [start + duration * share for share in self._ends]
+        self._transport.sleep_between(moments, self._end_bucket)
+
+    def _end_bucket(self, index: int) -> None:
+        self._on_bucket(self._layout.buckets[index])
 
     def close(self) -> None:
         """Nothing is left on the model."""

@@ -109,6 +109,8 @@ class Worker(Stateful):
         self._batch_size = batch_size
         self._schedule = schedule
         self._node = node
+        self._rated: Ticket | None = None
+        self._lr = 0.0
         self._draws = draws or Draws(self.whole)
         self._outcomes = Outcomes(self.whole, replica.parameters.device)
         self._reports: deque[Report] = deque()
@@ -135,7 +137,9 @@ class Worker(Stateful):
     @property
     def lr(self) -> float:
         """Learning rate of the current batch."""
-        return self._schedule(self.ticket.start)
+        if self._rated is not self.ticket:  # it is asked for with every bucket
+            self._rated, self._lr = self.ticket, self._schedule(self.ticket.start)
+        return self._lr
 
     def on_loss(self, action: Callable[[float], None]) -> None:
         """Have ``action`` called with the finite loss of each step whose gradient is sound.
@@ -271,9 +275,10 @@ class Worker(Stateful):
 
     def _tell(self, bucket: Bucket) -> None:
         """A bucket's gradient is there: look at it and tell of it."""
-        part = self._vector[bucket.part]
-        self.check.look(part, bucket.index)
-        self.clipping.clip_part(part, bucket.numel / self.layout.numel)
+        if not self._vector.is_meta:
+            part = bucket.of(self._vector)
+            self.check.look(part, bucket.index)
+            self.clipping.clip_part(part, bucket.numel / self.layout.numel)
         self._on_bucket(bucket)
 
     def _is_too_large(self, loss: float | Tensor | None) -> bool:

@@ -199,7 +199,7 @@ def _measuring(
         evaluate = seen.measured(evaluate)
     transport, layout = context.transport, context.layout
     snapshots = Snapshots(transport, layout, role, context.holders)
-    sizes = [prod(shape) for shape in context.replica.shapes]
+    sizes = tuple(prod(shape) for shape in context.replica.shapes)
     places = draw_places(sizes, context.options.seed)
     variance = ModelVariance(
         transport, layout, role, places, context.leaders, context.algorithm.lockstep

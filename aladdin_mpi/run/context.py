@@ -13,7 +13,7 @@ from aladdin_mpi.config.options import RunOptions, check_workers
 from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.layout import Bucket, Layout, cut
-from aladdin_mpi.model.replica import PhantomReplica, Replica, outline
+from aladdin_mpi.model.replica import PhantomReplica, Replica, shared_outline
 from aladdin_mpi.run.nodes import make_nodes
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.part import PartOfRanks
@@ -117,8 +117,8 @@ def make_context(
 def _make_replica(options: RunOptions, module: nn.Module) -> Replica | PhantomReplica:
     if options.compute == "real":
         return Replica(module)
-    numel = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    return PhantomReplica(numel, outline(module))
+    sizes = shared_outline(module)
+    return PhantomReplica(sum(sizes.layers), sizes)
 
 
 def make_layout(

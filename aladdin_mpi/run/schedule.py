@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from math import cos, pi, sqrt
 
 from aladdin_mpi.config.options import RunOptions
@@ -33,11 +34,16 @@ class LearningRate:
     base: float
     function: Callable[[int], float] | None = None
 
-    @property
+    @cached_property
     def scale(self) -> float:
         """What the rate of one worker is multiplied by."""
         scaling = self.options.lr_scaling
         return {"linear": float(self.workers), "sqrt": sqrt(self.workers), "none": 1.0}[scaling]
+
+    @cached_property
+    def _warmup(self) -> float:
+        """Samples of the warm-up."""
+        return min(self.options.warmup_epochs * self.epoch, self.total)
 
     def __call__(self, samples: int) -> float:
         """The rate when ``samples`` have been drawn."""
@@ -45,7 +51,7 @@ class LearningRate:
         rate = self.base * self.scale
         if self.function is not None:
             return rate * float(self.function(samples))
-        warmup = min(options.warmup_epochs * self.epoch, self.total)
+        warmup = self._warmup
         if samples < warmup:
             if options.optimizer != "sgd":
                 return rate * samples / warmup

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import isfinite
 from typing import NamedTuple
 
@@ -32,7 +33,8 @@ class Places(NamedTuple):
     weight: Tensor
 
 
-def draw_places(sizes: Sequence[int], seed: int, count: int = COUNT) -> Places:
+@lru_cache(maxsize=1)
+def draw_places(sizes: tuple[int, ...], seed: int, count: int = COUNT) -> Places:
     """Draw about ``count`` places of the flat vector, the same ones for a seed.
 
     Each parameter is sampled by itself, without replacement: one half of the sample is dealt to
@@ -41,7 +43,7 @@ def draw_places(sizes: Sequence[int], seed: int, count: int = COUNT) -> Places:
 
     Args:
         sizes: of the parameters, in flat order.
-        seed: of the run.
+        seed: of the run. The ranks of a simulation draw once.
         count: all values are taken where there are no more.
 
     Returns:

@@ -100,6 +100,15 @@ class Transport(ABC):
         """As :meth:`sleep`, until ``now()`` is ``moment``; in virtual time exactly so."""
         self.sleep(max(0.0, moment - self.now()))
 
+    def sleep_between(self, moments: Sequence[float], action: Callable[[int], None]) -> None:
+        """Call ``action(i)`` at the i-th of ``moments``, or at once if that is past.
+
+        The rank sleeps in between. ``action`` may do all that the rank itself may.
+        """
+        for index, moment in enumerate(moments):
+            self.sleep(max(0.0, moment - self.now()))
+            action(index)
+
     # -- point to point -----------------------------------------------------
     @abstractmethod
     def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:

@@ -59,8 +59,8 @@ class Cluster(BaseModel):
         "cyclic",
         "how ranks fill the hosts: in turn (cyclic), or one host after the other (block); workers: "
         "the workers alone do so, and servers are on host 0 beside its workers, as "
-        "slurm/train.sbatch has it; spread: the same, with servers dealt to the hosts in turn, as by "
-        "its SPREAD_SERVERS=yes",
+        "slurm/train.sbatch has it; spread: the same, with servers dealt to the hosts in turn, as "
+        "by its SPREAD_SERVERS=yes",
     )
     worker_hosts: tuple[Host, ...] = _field(
         (),

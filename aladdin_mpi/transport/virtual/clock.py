@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any
 
 EARLY = -1.0
@@ -22,13 +22,14 @@ class Clock:
     its arguments and its seed alone.
     """
 
-    __slots__ = ("_draw", "_events", "_seed", "_serial", "now", "random")
+    __slots__ = ("_draw", "_events", "_seed", "_serial", "_stopped", "now", "random")
 
     def __init__(self, seed: int, start_time: float) -> None:
         self.now = start_time
         self._seed = seed
         self._events: list[tuple[float, float, int, Action, Any]] = []
         self._serial = 0
+        self._stopped = False
         self.reseed()
 
     def reseed(self, *key: int) -> None:
@@ -39,12 +40,19 @@ class Clock:
     def at(self, time: float, action: Action, argument: Any, turn: float = 0.0) -> None:
         """Have ``action(argument)`` called at ``time``; ``turn`` is 0, EARLY or LATE."""
         self._serial += 1
-        heapq.heappush(self._events, (time, turn + self._draw(), self._serial, action, argument))
+        heappush(self._events, (time, turn + self._draw(), self._serial, action, argument))
 
-    def step(self) -> bool:
-        """Go on to the next event; return False when there is none."""
-        if not self._events:
-            return False
-        self.now, _, _, action, argument = heapq.heappop(self._events)
-        action(argument)
+    def run(self) -> bool:
+        """Go from event to event until :meth:`stop` is called; False: there was none left."""
+        events = self._events
+        self._stopped = False
+        while not self._stopped:
+            if not events:
+                return False
+            self.now, _, _, action, argument = heappop(events)
+            action(argument)
         return True
+
+    def stop(self) -> None:
+        """Let :meth:`run` end with the present event."""
+        self._stopped = True

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from greenlet import greenlet
 
 from aladdin_mpi.transport.base import Handler, Traffic
 from aladdin_mpi.transport.cluster import Cluster
@@ -14,7 +15,7 @@ from aladdin_mpi.transport.request import ANY_SOURCE, Event, Request
 from aladdin_mpi.transport.virtual.clock import LATE, Clock
 from aladdin_mpi.transport.virtual.collectives import Collective, Part, Steps
 from aladdin_mpi.transport.virtual.fiber import Fiber
-from aladdin_mpi.transport.virtual.matching import Mailbox, as_bytes, fill, too_long
+from aladdin_mpi.transport.virtual.matching import Mailbox, as_bytes, copied, fill, too_long
 from aladdin_mpi.transport.virtual.message import Message, Operation
 from aladdin_mpi.transport.virtual.network import Network
 
@@ -42,6 +43,8 @@ class Fabric:
         self.excluded: frozenset[int] = frozenset()
         self.may_fail = may_fail
         self.handling = cluster.handling
+        self.callers: list[greenlet] = []
+        """Those that call for ranks and are free: see :class:`Visits`."""
         self.endpoints = [Endpoint(self, cluster, rank, size) for rank in range(size)]
 
     def _deliver(self, message: Message) -> None:
@@ -154,7 +157,7 @@ class Endpoint:
             return
         if nbytes <= EAGER:
             if message.payload is not None:
-                message.payload = as_bytes(message.payload).clone()
+                message.payload = copied(message.payload)
             message.request = None
             self.complete(request)
         fabric.network.send(message)
@@ -289,7 +292,7 @@ class Endpoint:
             if message.source == dead and message.request is not None:
                 message.request = None
                 if message.payload is not None:
-                    message.payload = as_bytes(message.payload).clone()
+                    message.payload = copied(message.payload)
 
     def close(self) -> None:
         """Cancel the posted receives and the handlers."""

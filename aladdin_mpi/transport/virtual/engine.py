@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.process.heap import collected_seldom
 from aladdin_mpi.transport.base import Handler, Transport
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.request import (
@@ -29,6 +30,7 @@ from aladdin_mpi.transport.virtual import collectives
 from aladdin_mpi.transport.virtual.clock import EARLY, Clock
 from aladdin_mpi.transport.virtual.endpoint import Endpoint, Fabric
 from aladdin_mpi.transport.virtual.message import Operation
+from aladdin_mpi.transport.virtual.visits import Visits
 from aladdin_mpi.transport.virtual.wait import VirtualWaitSet
 from aladdin_mpi.transport.wait_set import WaitSet
 
@@ -83,7 +85,8 @@ class VirtualCluster:
             DeadlockError: every rank that is left waits for ever.
             Exception: the first that a rank did not catch; a note names the rank.
         """
-        return _Run(self).run(main)
+        with collected_seldom():
+            return _Run(self).run(main)
 
 
 class _Run:
@@ -109,9 +112,8 @@ class _Run:
             self.clock.at(max(time, self.clock.now), self._exclude, endpoints[rank], EARLY)
         self._count_live()
         try:
-            while self.live:
-                if not self.clock.step():
-                    raise DeadlockError(self._deadlock())
+            if self.live and not self.clock.run():
+                raise DeadlockError(self._deadlock())
         finally:
             for endpoint in endpoints:
                 endpoint.fiber.kill()
@@ -127,12 +129,17 @@ class _Run:
                 if not endpoint.fiber.killed:
                     results[endpoint.rank] = result
             finally:
-                self.live -= 1
+                self._set_live(self.live - 1)
 
         return body
 
     def _count_live(self) -> None:
-        self.live = sum(not endpoint.fiber.ended for endpoint in self.fabric.endpoints)
+        self._set_live(sum(not endpoint.fiber.ended for endpoint in self.fabric.endpoints))
+
+    def _set_live(self, live: int) -> None:
+        self.live = live
+        if not live:
+            self.clock.stop()
 
     def _die(self, endpoint: Endpoint) -> None:
         if not endpoint.fiber.ended:
@@ -199,6 +206,13 @@ class VirtualTransport(Transport):
         """Let virtual time pass until ``moment`` exactly, or the end of a pause after it."""
         self._fiber.sleep_until(max(moment, self._clock.now))
 
+    def sleep_between(self, moments: Sequence[float], action: Callable[[int], None]) -> None:
+        """See :meth:`Transport.sleep_between`. The rank itself is resumed after the last one."""
+        if self._fiber.may_be_spoken_for and moments:
+            Visits(self._fiber, self._fabric.callers, moments, action).make()
+        else:
+            super().sleep_between(moments, action)
+
     def reseed(self, *key: int) -> None:
         """Start the random numbers of all ranks anew from the seed and ``key``.
 
@@ -237,6 +251,11 @@ class VirtualTransport(Transport):
         if request.failed is not None:
             raise PeerFailedError(request.failed, self.host_name(request.failed))
         return request.done
+
+    def wait(self, request: Request) -> None:
+        """See :meth:`Transport.wait`."""
+        if not request.done or request.failed is not None:
+            self.wait_any([request])
 
     def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
         """See :meth:`Transport.wait_any`. Without ``timeout`` only a deadlock ends the wait."""

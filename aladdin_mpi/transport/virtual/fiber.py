@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -28,18 +29,19 @@ class Fiber:
         "_clock",
         "_grad_mode",
         "_handling",
+        "_home",
         "_hub",
         "_main",
         "_pauses",
-        "_rank",
         "_traffic",
         "_waits",
         "killed",
+        "rank",
         "waiting",
     )
 
     def __init__(self, rank: int, clock: Clock, pauses: Pauses, traffic: Traffic) -> None:
-        self._rank = rank
+        self.rank = rank
         self._clock = clock
         self._pauses = pauses
         self._traffic = traffic
@@ -49,6 +51,7 @@ class Fiber:
         self._handling = False
         self._waits = 0
         self._answer: Request | None = None
+        self._home: greenlet | None = None
         self._main: greenlet
         self._blocked: greenlet
         self.killed = False
@@ -61,6 +64,11 @@ class Fiber:
         self._wake()
 
     @property
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self._clock.now
+
+    @property
     def ended(self) -> bool:
         """Whether ``body`` has returned or was killed."""
         return self._main.dead
@@ -68,12 +76,47 @@ class Fiber:
     # -- blocking -------------------------------------------------------------
     def sleep(self, seconds: float) -> None:
         """Block for ``seconds`` outside the rank's pauses."""
-        self.sleep_until(self._pauses.stretched(self._clock.now, seconds))
+        self.sleep_until(self._later(seconds))
+
+    def _later(self, seconds: float) -> float:
+        """When ``seconds`` outside the rank's pauses are over."""
+        if self._pauses.spans:
+            return self._pauses.stretched(self._clock.now, seconds)
+        return self._clock.now + seconds
+
+    @property
+    def may_be_spoken_for(self) -> bool:
+        """Whether the engine may call for this rank: what it calls finds all as the rank does."""
+        return torch.is_grad_enabled() == self._grad_mode
+
+    def begin_absence(self, action: Callable[[Any], None], argument: Any, seconds: float) -> None:
+        """Block this rank; the first ``action`` for it comes after ``seconds``."""
+        self._must_be_free("sleep")
+        outer, self._home = self._home, getcurrent()
+        self.call_later(action, argument, seconds)
+        self._switch()
+        self._home = outer
+
+    def call_later(self, action: Callable[[Any], None], argument: Any, seconds: float) -> None:
+        """Have ``action(argument)`` called when this rank would come back from a sleep."""
+        if self._home is not None:
+            self._blocked = self._home  # the last call may have blocked elsewhere
+        self._clock.at(self._later(seconds), action, argument, LATE)
+
+    def come_home(self) -> Any:
+        """End the absence: go on with the rank itself, in place of the present greenlet."""
+        assert self._home is not None
+        return self._home.switch()
+
+    def hand_back(self) -> Any:
+        """Let the engine go on with its events, and return what it switches back with."""
+        return self._hub.switch()
 
     def sleep_until(self, end: float) -> None:
         """Block until ``end``, or the end of the pause that it falls into."""
         self._must_be_free("sleep")
-        end = self._pauses.resumed(end)
+        if self._pauses.spans:
+            end = self._pauses.resumed(end)
         self._clock.at(end, _resume, self, LATE)
         self._switch()
 
@@ -120,7 +163,10 @@ class Fiber:
 
     def _wake(self) -> None:
         """Have this rank resumed now, or after its pause."""
-        self._clock.at(self._pauses.resumed(self._clock.now), _resume, self, LATE)
+        moment = self._clock.now
+        if self._pauses.spans:
+            moment = self._pauses.resumed(moment)
+        self._clock.at(moment, _resume, self, LATE)
 
     def _switch(self) -> None:
         """Let the others run until this rank is resumed, in the greenlet that called."""
@@ -140,7 +186,6 @@ class Fiber:
         """Refuse to switch where another rank would meet this one's half-done work."""
         if self.killed:
             raise GreenletExit
-        place = ""
         if self._handling:
             place = "a message handler: handlers must not wait"
         elif self._atomic_depth:
@@ -151,8 +196,9 @@ class Fiber:
             place = "torch.inference_mode(), which all ranks share: use torch.no_grad()"
         elif _in_autocast():
             place = "torch.autocast, which all ranks share: leave it first"
-        if place:
-            raise TransportError(f"rank {self._rank}: {what} inside {place}")
+        else:
+            return
+        raise TransportError(f"rank {self.rank}: {what} inside {place}")
 
     # -- sections that do not block ---------------------------------------------
     @contextlib.contextmanager
@@ -171,7 +217,7 @@ class Fiber:
         try:
             yield
         except Exception as error:
-            _note(error, self._rank)
+            note_rank(error, self.rank)
             raise
         finally:
             self._handling = outer
@@ -181,8 +227,8 @@ class Fiber:
         """Unwind this rank; it can no longer block."""
         self.killed = True
         self.waiting = None
-        for part in (self._main, self._blocked):
-            if not part.dead:
+        for part in (self._main, self._home, self._blocked):
+            if part is not None and not part.dead:
                 # What a dead process would still have raised is not part of the model.
                 with contextlib.suppress(Exception):
                     part.throw(GreenletExit)
@@ -195,7 +241,7 @@ def _resume(fiber: Fiber) -> None:
     try:
         fiber._blocked.switch()
     except Exception as error:
-        _note(error, fiber._rank)
+        note_rank(error, fiber.rank)
         raise
 
 
@@ -206,7 +252,7 @@ def _in_autocast() -> bool:
         return torch.is_autocast_cpu_enabled()
 
 
-def _note(error: Exception, rank: int) -> None:
+def note_rank(error: Exception, rank: int) -> None:
     """Add to an exception which rank it comes from."""
     note = f"raised by rank {rank}"
     if hasattr(error, "add_note"):

@@ -107,10 +107,19 @@ def as_bytes(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor of any dtype as a vector of bytes."""
     if not tensor.numel():
         return torch.empty(0, dtype=torch.uint8)  # its strides may not allow the view
-    if tensor.dim() == 1 and not tensor.requires_grad:
+    if _is_plain(tensor):
         # As most are: every view takes a microsecond.
         return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
     return tensor.detach().view(-1).view(torch.uint8)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy of a tensor's memory, to be read by :func:`as_bytes` or :func:`fill`."""
+    return (tensor if _is_plain(tensor) else as_bytes(tensor)).clone()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dim() == 1 and not tensor.requires_grad
 
 
 def fill(receive: Operation, message: Message) -> None:
@@ -124,9 +133,18 @@ def fill(receive: Operation, message: Message) -> None:
         raise too_long(message, receive.capacity)
     buffer, payload = receive.buffer, message.payload
     if payload is not None and buffer is not None and not buffer.is_meta:
-        as_bytes(buffer)[:nbytes].copy_(as_bytes(payload))
+        _copy(buffer, payload, nbytes)
     receive.source = message.source
     receive.nbytes = nbytes
+
+
+def _copy(buffer: Tensor, payload: Tensor, nbytes: int) -> None:
+    """Put ``payload``, of ``nbytes``, at the beginning of ``buffer``."""
+    if buffer.dtype != payload.dtype or not (_is_plain(buffer) and _is_plain(payload)):
+        buffer, payload = as_bytes(buffer), as_bytes(payload)
+    if buffer.nbytes > nbytes:
+        buffer = buffer[: payload.numel()]
+    buffer.copy_(payload)
 
 
 def too_long(message: Message, capacity: int) -> TransportError:

@@ -91,5 +91,5 @@ class Message:
         self.payload = payload
         self.request = request
         self.unsent = nbytes
-        self.piece = max(QUANTUM, -(-nbytes // PIECES))
+        self.piece = QUANTUM if nbytes <= PIECES * QUANTUM else -(-nbytes // PIECES)
         self.arrived = False

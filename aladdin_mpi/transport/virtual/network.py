@@ -129,7 +129,10 @@ class Network:
         flow = self._flows.get(message.source * self._size + message.dest)
         if flow is None:
             flow = self._open(message.source, message.dest)
-        flow.undelivered.setdefault(message.tag, deque()).append(message)
+        queue = flow.undelivered.get(message.tag)
+        if queue is None:
+            flow.undelivered[message.tag] = queue = deque()
+        queue.append(message)
         if message.free or message.nbytes <= EXPRESS:
             self._send_express(flow, message)
             return
@@ -178,8 +181,9 @@ class Network:
 
     def _serve(self, link: _Link) -> None:
         """Start the next piece on ``link``, which is idle."""
-        while link.flows:
-            flow = link.flows.popleft()
+        flows = link.flows
+        while flows:
+            flow = flows.popleft()
             if flow.queue:
                 link.busy = True
                 self._start_piece(flow, link)
@@ -187,27 +191,31 @@ class Network:
             flow.active = False
 
     def _start_piece(self, flow: _Flow, link: _Link) -> None:
-        message = flow.queue[0]
-        piece = min(message.unsent, message.piece)
-        overhead = self._overhead if message.unsent == message.nbytes else 0.0
+        # Most events of a simulation are pieces: hence no calls of min() and max().
+        message, clock = flow.queue[0], self._clock
+        unsent, piece = message.unsent, message.piece
+        if unsent < piece:
+            piece = unsent
+        overhead = self._overhead if unsent == message.nbytes else 0.0
         duration = piece * link.seconds_per_byte + overhead
         link.carried += piece
-        now = self._clock.now
+        now = clock.now
         arrival = now + duration + link.latency
         into = flow.into
         if into is not None:
             into.carried += piece
             if flow.is_even:
-                into.free = arrival = max(now + link.latency, into.free) + duration
+                first = now + link.latency
+                into.free = arrival = (first if first > into.free else into.free) + duration
             else:
                 arrival = self._pass_in(flow, into, piece, overhead, duration)
-        message.unsent -= piece
-        if not message.unsent:
+        message.unsent = unsent - piece
+        if unsent == piece:
             flow.queue.popleft()
             # Never before its predecessor of the same pair.
             flow.arrived = max(self._delayed(message, arrival), flow.arrived)
-            self._clock.at(flow.arrived, self._arrive, message)
-        self._clock.at(now + duration, self._end_piece, flow)
+            clock.at(flow.arrived, self._arrive, message)
+        clock.at(now + duration, self._end_piece, flow)
 
     def _pass_in(
         self, flow: _Flow, into: _Link, piece: int, overhead: float, leaving: float
@@ -232,6 +240,13 @@ class Network:
 
     def _end_piece(self, flow: _Flow) -> None:
         link = flow.link
+        if flow.queue and flow.is_even and self._pauses is None:
+            if link.flows:  # the others first
+                link.flows.append(flow)
+                self._serve(link)
+            else:
+                self._start_piece(flow, link)
+            return
         link.busy = False
         if flow.queue:
             self._enlist(flow)

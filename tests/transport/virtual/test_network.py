@@ -32,8 +32,7 @@ def arrivals(cluster: Cluster, size: int, sends: Sequence[Send], seed: int = 0) 
     for time, source, dest, nbytes, *tag in sends:
         message = Message(source, dest, tag[0] if tag else 0, nbytes, None, None)
         clock.at(time, network.send, message)
-    while clock.step():
-        pass
+    clock.run()
     return found
 
 
@@ -57,8 +56,7 @@ def test_carried_bytes_are_those_that_are_through() -> None:
     found = []
     clock.at(2 * OVERHEAD + LATENCY + 0.5 * PIECE, lambda _: found.append(network.carried()), None)
     clock.at(1.0, lambda _: found.append(network.carried()), None)
-    while clock.step():
-        pass
+    clock.run()
     middle, end = found
     assert middle["in"][0] == pytest.approx(QUANTUM / 2, rel=0.02)
     assert end == {"out": [0, QUANTUM, QUANTUM], "in": [2 * QUANTUM, 0, 0], "local": [0, 0, 0]}

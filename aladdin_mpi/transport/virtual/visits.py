@@ -1,0 +1,95 @@
+"""Calls on behalf of a rank that sleeps, without waking it for each of them.
+
+A worker tells of the end of each bucket, and often has little to do then. To switch to its own
+greenlet, with all that lies on its stack, would cost more than that where there are a thousand.
+So another greenlet, a caller, makes the calls for all ranks. Where a call blocks, its caller
+stays with the rank until that is over, and another one makes the calls of the others meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from greenlet import getcurrent, greenlet
+
+from aladdin_mpi.transport.virtual.fiber import Fiber, note_rank
+
+
+class Visits:
+    """``action(i)`` at the i-th of ``moments``, for the rank of ``fiber``.
+
+    Args:
+        callers: greenlets that are free, for all ranks.
+        moments: see :meth:`Transport.sleep_between`; at least one.
+    """
+
+    __slots__ = ("_action", "_callers", "_fiber", "_index", "_moments", "error")
+
+    def __init__(
+        self,
+        fiber: Fiber,
+        callers: list[greenlet],
+        moments: Sequence[float],
+        action: Callable[[int], None],
+    ) -> None:
+        self._fiber = fiber
+        self._callers = callers
+        self._moments = moments
+        self._action = action
+        self._index = 0
+        self.error: Exception | None = None
+
+    def make(self) -> None:
+        """Return when all calls have been made.
+
+        Raises:
+            Exception: what a call has raised; no more were made.
+        """
+        self._fiber.begin_absence(_visit, self, self._seconds)
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def _seconds(self) -> float:
+        return max(0.0, self._moments[self._index] - self._fiber.now)
+
+    def come(self) -> None:
+        """The next moment has come; in the engine's greenlet."""
+        if self._fiber.ended or self._fiber.killed:
+            return
+        caller = self._callers.pop() if self._callers else greenlet(_call_for_all)
+        try:
+            caller.switch(self)
+        except Exception as error:
+            note_rank(error, self._fiber.rank)
+            raise
+
+    def call(self) -> bool:
+        """Make the call; whether it was the last."""
+        try:
+            self._action(self._index)
+        except Exception as error:
+            self.error = error
+            return True
+        self._index += 1
+        return self._index == len(self._moments)
+
+    def go_on(self, is_over: bool) -> Visits:
+        """To the next event, or back to the rank; returns the visits to be served then."""
+        self._callers.append(getcurrent())
+        if is_over:
+            following: Visits = self._fiber.come_home()
+        else:
+            self._fiber.call_later(_visit, self, self._seconds)
+            following = self._fiber.hand_back()
+        return following
+
+
+def _visit(visits: Visits) -> None:
+    visits.come()
+
+
+def _call_for_all(visits: Visits) -> None:
+    """A caller's life: one call after another, for whichever rank is due."""
+    while True:
+        visits = visits.go_on(visits.call())
