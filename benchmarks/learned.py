@@ -9,16 +9,14 @@ The runs are those that `benchmarks.convergence` has left in benchmarks/results/
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from math import inf
 from pathlib import Path
-from statistics import fmean
 
 import tomli_w
 
+from aladdin_mpi.advice.learning import Curve, curve, mean_curve, taught
 from aladdin_mpi.config.options import SimulateOptions
 from aladdin_mpi.config.settings import build, read_toml
 from benchmarks import harness
@@ -52,56 +50,12 @@ HEAD = """\
 
 """
 
-Curve = list[tuple[float, float]]
-"""Samples, and the training loss after so many."""
-LATE = 0.7
-"""Share of the base's samples after which its loss is the goal: then rates still are large."""
-
-
-def curve(run: Path) -> Curve:
-    """The training loss of a run, of three lines together since one is noisy."""
-    lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
-    points = [(line["samples"], line["loss"]) for line in lines if line["kind"] == "train"]
-    known = [(float(samples), float(loss)) for samples, loss in points if loss is not None]
-    return [
-        (known[i][0], fmean(loss for _, loss in known[max(0, i - 2) : i + 1]))
-        for i in range(len(known))
-    ]
-
-
-def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """Of several seeds, at the same samples; never rising."""
-    least, found = inf, []
-    for points in zip(*curves, strict=False):
-        least = min(least, fmean(loss for _, loss in points))
-        found.append((fmean(samples for samples, _ in points), least))
-    return found
-
 
 def mean_of(runs: Sequence[Path]) -> Curve:
     """Of the runs with the most lines: others say too little of where a loss was reached."""
     curves = [curve(run) for run in runs]
     most = max(map(len, curves))
     return mean_curve([each for each in curves if len(each) == most])
-
-
-def samples_to(loss: float, of: Curve) -> float:
-    """Samples after which a curve is down at a loss that it does reach."""
-    before = of[0]
-    for samples, reached in of:
-        if reached <= loss:
-            fall = before[1] - reached
-            share = (before[1] - loss) / fall if fall > 0 else 0.0
-            return before[0] + share * (samples - before[0])
-        before = samples, reached
-    raise ValueError(f"{loss} is not reached")
-
-
-def taught(mine: Curve, base: Curve) -> float:
-    """What a sample teaches, as a share of the base's: above 1 where it teaches more."""
-    goal = next(loss for samples, loss in base if samples >= LATE * base[-1][0])
-    goal = max(goal, mine[-1][1])
-    return samples_to(goal, base) / samples_to(goal, mine)
 
 
 def workers_of(run: Path) -> int:

@@ -23,7 +23,7 @@ from benchmarks import harness, study
 from benchmarks.cells import ROW_NOTES, Cell
 from benchmarks.study import Result
 
-NAME = "node_sums"
+NAME = "node-sums"
 OPTION = "--node-sums"
 ALGORITHMS = ("aladdin", "asp", "bsp", "ar-sgd", "sgp", "local-sgd")
 QUICK = {"algorithm": ["aladdin", "sgp"], "workload": ["vgg16"]}

@@ -28,8 +28,9 @@ LAYERS = (
     "run",
     "accelerate",
     "comparison probing",
+    "advice",
     "servers slurm",
-    "compare probe simulate train",
+    "advise compare probe simulate train",
 )
 """Folders of the package, the lowest first, and the files beside them."""
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}

@@ -66,6 +66,8 @@ class _Reading:
     def __init__(self, text: str) -> None:
         self._whole = text
         plain = text.replace("\u00b5", "u").replace("\u03bc", "u").replace("\u00d7", " x ")
+        plain = re.sub(r"\btwice(?=\s+(?:as\s+)?slow)", "2 times", plain, flags=re.IGNORECASE)
+        plain = re.sub(rf"\b({'|'.join(WORDS)})(?=\s+times\b)", _digits, plain, flags=re.IGNORECASE)
         self._rest = re.sub(r"\bx(?=\d)", "x ", plain)
         self._found: dict[str, Any] = {}
         self._said: dict[str, str] = {}
@@ -215,6 +217,10 @@ def _count(word: str) -> int:
     if word in ("a", "an"):
         return 1
     return WORDS.index(word) + 1 if word in WORDS else int(word)
+
+
+def _digits(match: Match) -> str:
+    return str(_count(match[0]))
 
 
 def _gbit(groups: Any) -> float:

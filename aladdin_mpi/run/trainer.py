@@ -165,7 +165,7 @@ def _sizes(options: RunOptions, ranks: int) -> tuple[nn.Module, int]:
                 f"--model {options.model}: expected the run's length in samples, as there is no "
                 "data set; add --samples or --steps"
             )
-        return _module_of_size(options.model), length
+        return module_of_size(options.model), length
     # All ranks of a simulation share what is only measured.
     return _sizes_of(
         options.model,
@@ -177,7 +177,12 @@ def _sizes(options: RunOptions, ranks: int) -> tuple[nn.Module, int]:
     )
 
 
-def _module_of_size(name: str) -> nn.Module:
+def module_of_size(name: str) -> nn.Module:
+    """What ``size:MB`` stands for, on the device "meta".
+
+    Raises:
+        UserError: it is no size.
+    """
     text = name.removeprefix(SIZE_PREFIX)
     try:
         megabytes = float(text)

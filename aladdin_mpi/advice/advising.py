@@ -1,0 +1,170 @@
+"""The command: look at what may be run, time it, and tell."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from aladdin_mpi.advice import bottleneck, candidates, learning, report
+from aladdin_mpi.advice.candidates import Candidate, Ground
+from aladdin_mpi.advice.learning import Share
+from aladdin_mpi.advice.options import Request
+from aladdin_mpi.advice.pilot import Pilot
+from aladdin_mpi.advice.race import SHORT, Entry, Race
+from aladdin_mpi.advice.report import Advice, Scaling
+from aladdin_mpi.advice.what_if import Change, grown
+from aladdin_mpi.config.settings import Setting
+from aladdin_mpi.errors import UserError
+
+RELIEVED = "relieved"
+SCALED = 3
+"""Algorithms that are looked at with other numbers of workers."""
+
+
+def advise(request: Request) -> Advice:
+    """Carry a request out, and print the advice.
+
+    Raises:
+        UserError: the model or the data are unknown, the folder is in use, or nothing could be run.
+    """
+    report.check_free(request.options)
+    megabytes = _megabytes(request)
+    on = candidates.ground(request.simulated({"compute": "timed"}), megabytes)
+    names = candidates.names(request.options.algorithms, on.workers)
+    tell = _progress(request)
+    pilot = Pilot(request, names, tell) if request.options.pilot else None
+    race = Race(request, on, f"size:{megabytes:.6g}", _share(request, on, pilot), tell)
+    entries = race.run(names)
+    best = entries[0]
+    if best.timed is None:
+        raise UserError(
+            f"--seconds {request.options.seconds:g}: expected time for at least one virtual run, "
+            "got none done; give more, or name some --algorithms"
+        )
+    tried = _try_changes(request, race, best, on)
+    scaling = _scaling(request, race, entries, on) if request.options.out is not None else {}
+    advice = Advice(request, on, entries, race.score, *tried, scaling)
+    tell("", 0, 0)
+    report.give(advice)
+    return advice
+
+
+def _megabytes(request: Request) -> float:
+    """The size of the model's trainable parameters in fp32."""
+    # Here, since torch takes a second that a mistake in the options should not.
+    import torch
+
+    from aladdin_mpi.data.described_sets import describe_set
+    from aladdin_mpi.data.models import build_model
+    from aladdin_mpi.run.trainer import SIZE_PREFIX, module_of_size
+
+    options = request.options
+    if options.model.startswith(SIZE_PREFIX):
+        module = module_of_size(options.model)
+    else:
+        data = describe_set(options.dataset, options.data_dir, False)
+        with torch.device("meta"):
+            module = build_model(options.model, data.classes, data.channels, data.size)
+    return sum(p.numel() for p in module.parameters() if p.requires_grad) * 4e-6
+
+
+def _share(request: Request, on: Ground, pilot: Pilot | None) -> Callable[[Candidate], Share]:
+    """What a sample teaches with a candidate."""
+
+    def share(candidate: Candidate) -> Share:
+        if request.options.target == "time":
+            return Share(1.0)
+        if pilot is not None:
+            return pilot.share(candidate.algorithm)
+        workers = on.hosts if candidate.has_nodes else on.workers
+        return learning.measured(candidate.algorithm, workers)
+
+    return share
+
+
+def _try_changes(
+    request: Request, race: Race, best: Entry, on: Ground
+) -> tuple[bottleneck.Bottleneck, float | None, list[tuple[Change, float | None, str]]]:
+    """The bottleneck, what its relief would bring, and each change of ``--what-if``."""
+    assert best.timed is not None
+    base = race.options(best.candidate, 1)
+    found = bottleneck.find(best.candidate, best.timed, on, base)
+    asked = []
+    if found.relief:
+        asked.append((RELIEVED, best.candidate, request.on(_settings(found.relief))))
+    notes = {}
+    for change in request.changes:
+        candidate, changed, notes[change.text] = _changed(change, best.candidate, request, base, on)
+        asked.append((change.text, candidate, changed))
+    rates = race.try_out(asked) if asked else {}
+    tried = [(change, rates.get(change.text), notes[change.text]) for change in request.changes]
+    return found, rates.get(RELIEVED), tried
+
+
+def _changed(
+    change: Change, candidate: Candidate, request: Request, base: Any, on: Ground
+) -> tuple[Candidate, Request, str]:
+    fields, servers, note = dict(change.fields), candidate.servers, ""
+    if change.workers is not None:
+        fields |= grown(base, change.workers)
+        hosts = fields["cluster.hosts"]
+        servers = max(1, round(servers * hosts / on.hosts)) if servers else 0
+        note = f"on {hosts} hosts" + (f", {servers} servers" if servers else "")
+    if change.servers is not None:
+        if not servers:
+            note = f"{candidate.algorithm} has no servers"
+        servers = change.servers if servers else 0
+    spread = candidate.spread or servers > 1
+    changed = Candidate(candidate.algorithm, servers, spread and servers > 1, candidate.options)
+    return changed, request.on(_settings(fields)), note
+
+
+def _scaling(request: Request, race: Race, entries: Sequence[Entry], on: Ground) -> Scaling:
+    """The best of each of the first algorithms with other numbers of workers."""
+    base = race.options(entries[0].candidate, 1)
+    chosen: dict[str, Entry] = {}
+    for entry in entries:
+        if entry.timed is not None and len(chosen) < SCALED:
+            chosen.setdefault(entry.candidate.algorithm, entry)
+    asked, points = [], {}
+    for workers in sorted({max(2, on.workers // 4), max(2, on.workers // 2), 2 * on.workers}):
+        for entry in chosen.values():
+            change = Change("", {}, workers=workers)
+            candidate, changed, _ = _changed(change, entry.candidate, request, base, on)
+            name = f"{entry.candidate.describe()} {workers}"
+            there = candidates.ground(changed.simulated({"compute": "timed"}), on.megabytes)
+            points[name] = entry, workers, there.ideal
+            asked.append((name, candidate, changed))
+    unit = on.step / request.options.batch_size
+    found: Scaling = {
+        entry.candidate.describe(): [(on.workers, entry.rate * unit, on.ideal)]
+        for entry in chosen.values()
+    }
+    for name, rate in race.try_out(asked, SHORT).items():
+        entry, workers, ideal = points[name]
+        found[entry.candidate.describe()].append((workers, rate * unit, ideal))
+    return {name: sorted(each) for name, each in found.items()}
+
+
+def _settings(fields: dict[str, Any]) -> dict[tuple[str, ...], Setting]:
+    return {tuple(name.split(".")): Setting(value, name) for name, value in fields.items()}
+
+
+def _progress(request: Request) -> Callable[[str, int, int], None]:
+    """A bar on a terminal; nothing elsewhere, or if that is asked for."""
+    if request.options.quiet or not sys.stderr.isatty():
+        return lambda what, done, asked: None
+    from tqdm import tqdm
+
+    bar: Any = tqdm(total=1, file=sys.stderr, ascii=True, bar_format="{desc} |{bar:30}| {postfix}")
+
+    def tell(what: str, done: int, asked: int) -> None:
+        if not asked:
+            bar.close()
+            return
+        bar.total, bar.n = asked, done
+        bar.set_description_str(f"{done} of {asked} virtual runs")
+        bar.set_postfix_str(what[:40])
+
+    return tell

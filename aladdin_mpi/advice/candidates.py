@@ -1,0 +1,222 @@
+"""What may be run on a cluster: algorithms, with the options that matter for their speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.algorithms.registry import ALGORITHMS, Algorithm
+from aladdin_mpi.config.fields import kebab
+from aladdin_mpi.config.options import SimulateOptions
+from aladdin_mpi.errors import UserError
+
+NOT_ADVISED = ("multistep", "eamsgd")
+"""The first sums parts of layers, of which a size knows nothing; the second is as easgd is."""
+BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
+"""Of a value on the wire."""
+LEAST_BYTES = {"aladdin-ahead": 0.5}
+"""Of those that choose for themselves: as if always."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An algorithm with its options.
+
+    Attributes:
+        servers: 0 where it has none.
+        spread: servers are dealt to the hosts, else they are on the first.
+        options: other fields of the run's options.
+    """
+
+    algorithm: str
+    servers: int
+    spread: bool
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Its options as they are typed."""
+        return " ".join(self.words)
+
+    @property
+    def words(self) -> list[str]:
+        """The options of aladdin_mpi.train."""
+        found = ["--algorithm", self.algorithm]
+        if self.servers:
+            found += ["--servers", str(self.servers)]
+        for name, value in self.options:
+            found += [f"--{kebab(name)}"] if value is True else [f"--{kebab(name)}", str(value)]
+        return found
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of a simulation's options."""
+        placement = {"cluster.placement": "spread" if self.spread else "workers"}
+        servers = {"servers": self.servers} if self.servers else {}
+        return {"algorithm": self.algorithm, **servers, **placement, **dict(self.options)}
+
+    @property
+    def wire(self) -> str:
+        """The format on the wire that was asked for, if one was."""
+        return str(dict(self.options).get("wire", ""))
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether a node is one worker."""
+        return bool(dict(self.options).get("node_sums"))
+
+    def describe(self) -> str:
+        """In a few words, for a table."""
+        parts = [self.algorithm]
+        if self.servers:
+            where = "" if self.servers == 1 else " spread" if self.spread else " on a host"
+            parts.append(f"{self.servers} server{'s' * (self.servers > 1)}{where}")
+        parts += [self.wire] if self.wire else []
+        parts += ["node sums"] if self.has_nodes else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Ground:
+    """A cluster as far as candidates depend on it.
+
+    Attributes:
+        slowdowns: of each worker, 1 or more.
+        on_host: the number of workers on each host.
+        links: bytes/s of each host, each way.
+        megabytes: of the model.
+        step: seconds.
+    """
+
+    slowdowns: Sequence[float]
+    on_host: Sequence[int]
+    links: Sequence[float]
+    megabytes: float
+    step: float
+    hosts: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hosts", len(self.on_host))
+
+    @property
+    def workers(self) -> int:
+        """Their number."""
+        return len(self.slowdowns)
+
+    @property
+    def ideal(self) -> float:
+        """Speed-up over one worker where nobody waits."""
+        return sum(1 / slow for slow in self.slowdowns)
+
+    @property
+    def in_step(self) -> float:
+        """Speed-up where all wait for the slowest."""
+        return self.workers / max(self.slowdowns)
+
+    @property
+    def node(self) -> int:
+        """Workers on every host, if they are as many and several; else 0."""
+        counts = set(self.on_host)
+        return counts.pop() if len(counts) == 1 and max(self.on_host) > 1 and self.hosts > 1 else 0
+
+
+def ground(options: SimulateOptions, megabytes: float) -> Ground:
+    """What candidates depend on, of a cluster's options."""
+    cluster, workers = options.cluster, options.workers
+    hosts = [cluster.host_of(worker, workers) for worker in range(workers)]
+    if cluster.placement not in ("spread", "workers") and not cluster.worker_hosts:
+        hosts = [worker // -(-workers // cluster.hosts) for worker in range(workers)]
+    return Ground(
+        [options.slowdown.get(worker, 1.0) for worker in range(workers)],
+        [hosts.count(host) for host in range(cluster.hosts)],
+        [cluster.link_gbit(host) / 8 * 1e9 for host in range(cluster.hosts)],
+        megabytes,
+        float(options.compute_time or 0.0),
+    )
+
+
+def names(asked: Sequence[str], workers: int) -> list[str]:
+    """The algorithms to look at.
+
+    Raises:
+        UserError: one of those asked for is unknown.
+    """
+    found = [registry.find(name).name for name in asked] or [
+        name for name in sorted(ALGORITHMS) if name not in NOT_ADVISED
+    ]
+    able = [name for name in found if ALGORITHMS[name].least_workers <= workers]
+    if not able:
+        raise UserError(
+            f"--algorithms: expected one for {workers} workers, got {' '.join(found)}; name others"
+        )
+    return able
+
+
+def plain(name: str, on: Ground) -> Candidate:
+    """An algorithm with its defaults, and a server on every host."""
+    servers = min(on.hosts, on.workers) if ALGORITHMS[name].server else 0
+    return Candidate(name, servers, servers > 1)
+
+
+def variants(name: str, on: Ground) -> Iterator[Candidate]:
+    """The same with other options, those that may be faster first."""
+    algorithm = ALGORITHMS[name]
+    first = plain(name, on)
+    for wire in _wires(algorithm):
+        yield _with(first, wire=wire)
+    if on.node and algorithm.node_sums and on.hosts >= max(2, algorithm.least_workers):
+        yield _with(first, node_sums=True)
+        for wire in _wires(algorithm)[:1]:
+            yield _with(first, wire=wire, node_sums=True)
+    if first.servers > 1:
+        for servers in sorted({1, -(-on.hosts // 2)} - {first.servers}, reverse=True):
+            yield Candidate(name, servers, servers > 1, first.options)
+
+
+def _wires(algorithm: Algorithm) -> list[str]:
+    if algorithm.auto_wire not in BYTES or algorithm.name in LEAST_BYTES:
+        return []  # it finds its own
+    return [
+        *(["int8"] if algorithm.few_bits else []),
+        *(["bf16"] if algorithm.whole_models else []),
+    ]
+
+
+def _with(candidate: Candidate, **options: Any) -> Candidate:
+    mine = dict(candidate.options) | options
+    return Candidate(
+        candidate.algorithm, candidate.servers, candidate.spread, tuple(sorted(mine.items()))
+    )
+
+
+def bound(candidate: Candidate, on: Ground) -> float:
+    """A speed-up that it cannot be above: by its slowest worker, and by the servers' links.
+
+    Only what is certain: gradients have to come to the servers, whatever the algorithm.
+    """
+    algorithm = ALGORITHMS[candidate.algorithm]
+    best = on.in_step if algorithm.lockstep else on.ideal
+    sends_each = ("bsp", "asp", "ssp", "shat")
+    if candidate.algorithm not in sends_each or not candidate.servers:
+        return best
+    value = BYTES.get(candidate.wire or algorithm.auto_wire, 0.5)
+    nbytes = on.megabytes * 1e6 * value / 4
+    served = _served(candidate.servers, on.hosts if candidate.spread else 1)
+    for host, count in served.items():
+        senders = on.workers - on.on_host[host]
+        if candidate.has_nodes and on.node:
+            senders //= on.node
+        if senders:
+            seconds = senders * nbytes * count / candidate.servers / on.links[host]
+            best = min(best, on.workers * on.step / seconds)
+    return best
+
+
+def _served(servers: int, hosts: int) -> Mapping[int, int]:
+    """The number of servers on each host that has some."""
+    found: dict[int, int] = {}
+    for server in range(servers):
+        found[server % hosts] = found.get(server % hosts, 0) + 1
+    return found

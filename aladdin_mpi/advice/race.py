@@ -1,0 +1,265 @@
+"""Timed runs of the candidates, on all cores: short ones first, long ones of the best."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from math import inf
+from statistics import fmean
+
+from aladdin_mpi.advice import timed_run
+from aladdin_mpi.advice.candidates import Candidate, Ground, bound, ground, plain, variants
+from aladdin_mpi.advice.learning import Share
+from aladdin_mpi.advice.options import Request
+from aladdin_mpi.advice.pool import workers_of
+from aladdin_mpi.advice.timed_run import Timed
+from aladdin_mpi.config.options import SimulateOptions
+
+SHORT, LONG = 10, 30
+"""Steps of every worker in a first and in a last run."""
+MANY = 128
+"""Workers from which runs have half as many steps."""
+FINALISTS = 4
+SEEDS = 2
+"""Runs of each finalist."""
+NEAR = 0.75
+"""Share of the best from which a first run is followed by variants with fewer servers."""
+JITTER = 0.01
+"""Of steps, where the cluster does not say: workers with none fall into one rhythm."""
+FULL = 0.8
+"""Share of its time from which a link is taken to be full: bursts leave gaps."""
+NOTED = 0.05
+"""Share of time from which waiting is worth a word."""
+TIE = 0.01
+"""Share by which two candidates may differ and count as equal: then fewer servers are better."""
+REFERENCE = "ar-sgd"
+"""Run in any case: what others would run."""
+ERROR = 0.05
+"""How far virtual time has been off in the network lab (docs/measured.md), as a share."""
+
+
+@dataclass
+class Entry:
+    """A candidate and what is known of it.
+
+    Attributes:
+        bound: samples per second that it cannot be above.
+        short: the first run.
+        long: runs that are long enough to be believed.
+        why_not: it has not been run, for this reason.
+    """
+
+    candidate: Candidate
+    bound: float
+    share: Share
+    short: Timed | None = None
+    long: list[Timed] = field(default_factory=list)
+    why_not: str = ""
+
+    @property
+    def timed(self) -> Timed | None:
+        """The best known of its runs."""
+        return self.long[0] if self.long else self.short
+
+    @property
+    def rate(self) -> float:
+        """Samples per second, at most what there can be: lines of metrics fall as they do."""
+        if self.long:
+            return min(self.bound, fmean(each.rate for each in self.long))
+        return min(self.bound, self.short.rate) if self.short is not None else 0.0
+
+    @property
+    def is_strained(self) -> bool:
+        """Whether its links are full, or its workers wait for them."""
+        timed = self.timed
+        if timed is None:
+            return True
+        return timed.waiting > NOTED or (bool(timed.links) and timed.links[0].used >= FULL)
+
+    @property
+    def between(self) -> tuple[float, float]:
+        """Samples per second, likely: by the runs, and by how far virtual time has been off."""
+        rates = [each.rate for each in self.long] or [self.rate]
+        error = ERROR if self.long else 2 * ERROR
+        return min(rates) * (1 - error), min(self.bound, max(rates) * (1 + error))
+
+
+class Race:
+    """Finds the best candidate.
+
+    Args:
+        ground: the request's.
+        model: a model's name for timed runs.
+        share: what a sample teaches with a candidate; 1 where that does not count.
+        tell: called with a few words when something has been done, and what is left to do.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        ground: Ground,
+        model: str,
+        share: Callable[[Candidate], Share],
+        tell: Callable[[str, int, int], None],
+    ) -> None:
+        self._request = request
+        self._ground = ground
+        self._model = model
+        self._share = share
+        self._tell = tell
+        self._end = time.monotonic() + request.options.seconds
+        self._unit = request.options.batch_size / ground.step
+        self._done = self._asked = 0
+        halved = 2 if ground.workers > MANY else 1
+        self._steps = {SHORT: SHORT // halved, LONG: LONG // halved}
+        self.entries: list[Entry] = []
+
+    # -- runs ---------------------------------------------------------------------------
+    def options(self, candidate: Candidate, steps: int, seed: int = 0) -> SimulateOptions:
+        """Of a timed run of ``candidate``, ``steps`` of each worker long."""
+        request, workers = self._request, self._ground.workers
+        batch = request.options.batch_size
+        jitter = {} if ("jitter",) in request.cluster else {"jitter": JITTER}
+        return request.simulated(
+            {
+                "compute": "timed",
+                "model": self._model,
+                "batch_size": batch,
+                "samples": batch * workers * steps,
+                "log_every": batch * workers // 2,
+                "seed": request.options.seed + seed,
+                "quiet": True,
+                **jitter,
+                **candidate.fields,
+            }
+        )
+
+    def _submit(
+        self, pool: ProcessPoolExecutor, entry: Entry, steps: int, seed: int = 0
+    ) -> Future[Timed]:
+        self._asked += 1
+        options = self.options(entry.candidate, self._steps[steps], seed)
+        return pool.submit(timed_run.run, options.model_dump(mode="json"))
+
+    def _results(self, futures: dict[Future[Timed], Entry]) -> Iterator[tuple[Entry, Timed]]:
+        """As they come, until the time is over; what is left then is given up."""
+        left = set(futures)
+        while left and (seconds := self._end - time.monotonic()) > 0:
+            done, left = wait(left, timeout=seconds, return_when=FIRST_COMPLETED)
+            for future in done:
+                if future.cancelled():
+                    continue
+                self._done += 1
+                entry = futures[future]
+                yield entry, future.result()
+                self._tell(entry.candidate.describe(), self._done, self._asked)
+        for future in left:
+            future.cancel()
+            if not futures[future].why_not and futures[future].timed is None:
+                futures[future].why_not = "no time"
+
+    # -- rounds ---------------------------------------------------------------------------
+    def run(self, names: Sequence[str]) -> list[Entry]:
+        """All that has been looked at, the best first."""
+        with workers_of(self._request.jobs) as pool:
+            self._first([plain(name, self._ground) for name in names], pool)
+            self._second(pool)
+            self._last(pool)
+        return self.ranking()
+
+    def _entry(self, candidate: Candidate) -> Entry:
+        entry = Entry(
+            candidate, bound(candidate, self._ground) * self._unit, self._share(candidate)
+        )
+        self.entries.append(entry)
+        return entry
+
+    def _first(self, candidates: Iterable[Candidate], pool: ProcessPoolExecutor) -> None:
+        """Short runs, of those that may be best first; the others as long as they may win."""
+        entries = [self._entry(candidate) for candidate in candidates]
+        entries.sort(key=lambda entry: -entry.bound * entry.share.value)
+        futures = {self._submit(pool, entry, SHORT): entry for entry in entries}
+        for entry, timed in self._results(futures):
+            entry.short = timed
+            self._prune(futures)
+
+    def _prune(self, futures: dict[Future[Timed], Entry]) -> None:
+        best = self.best * (1 - TIE)
+        for future, entry in futures.items():
+            is_asked = entry.candidate.key == f"--algorithm {REFERENCE}"
+            if not is_asked and self.possible(entry) < best and future.cancel():
+                self._asked -= 1
+                entry.why_not = "cannot win"
+
+    def _second(self, pool: ProcessPoolExecutor) -> None:
+        """Other options, where they may win."""
+        found = []
+        for entry in self.ranking():
+            is_near = self.score(entry) >= NEAR * self.best
+            for candidate in variants(entry.candidate.algorithm, self._ground):
+                fewer = candidate.servers < entry.candidate.servers
+                may_win = bound(candidate, self._ground) * self._unit * entry.share.value
+                if may_win >= self.best * (1 - TIE) and (is_near or not fewer):
+                    found.append(candidate)
+        self._first(found, pool)
+
+    def _last(self, pool: ProcessPoolExecutor) -> None:
+        """Long runs of the best, and of synchronous SGD to compare with."""
+        ranking = [entry for entry in self.ranking() if entry.short is not None]
+        finalists = ranking[:FINALISTS]
+        futures = {
+            self._submit(pool, entry, LONG, seed): entry
+            for seed in range(SEEDS)
+            for entry in finalists
+        }
+        for entry, timed in self._results(futures):
+            entry.long.append(timed)
+
+    # -- what is known ------------------------------------------------------------------
+    def score(self, entry: Entry) -> float:
+        """What counts: samples per second, by what a sample teaches."""
+        return entry.rate * entry.share.value
+
+    def possible(self, entry: Entry) -> float:
+        """The largest score that it may have."""
+        return entry.bound * entry.share.value
+
+    @property
+    def best(self) -> float:
+        """The largest score so far."""
+        return max((self.score(entry) for entry in self.entries), default=0.0)
+
+    def ranking(self) -> list[Entry]:
+        """The best first; those that have not been run last.
+
+        Of those that are as good as the best the one with the fewest servers is the first, since
+        each takes a core and memory; but not one whose links are full: what adapts to that sends
+        fewer bits and models, from which workers learn less.
+        """
+        found = sorted(self.entries, key=lambda entry: (-self.score(entry), -self.possible(entry)))
+        equal = [entry for entry in found if self.score(entry) >= (1 - TIE) * self.best]
+        equal.sort(key=lambda e: (e.is_strained, e.candidate.servers, len(e.candidate.options)))
+        return [*equal, *found[len(equal) :]]
+
+    def try_out(
+        self, asked: Sequence[tuple[str, Candidate, Request]], steps: int = LONG
+    ) -> dict[str, float]:
+        """Samples per second of candidates on other clusters, by name; without those too late."""
+        self._end = max(self._end, time.monotonic() + self._request.options.seconds / 2)
+        found: dict[str, float] = {}
+        with workers_of(self._request.jobs) as pool:
+            futures: dict[Future[Timed], Entry] = {}
+            names: dict[int, str] = {}
+            for name, candidate, request in asked:
+                on = ground(request.simulated({"compute": "timed"}), self._ground.megabytes)
+                changed = Race(request, on, self._model, self._share, self._tell)
+                options = changed.options(candidate, changed._steps[steps])
+                entry = Entry(candidate, inf, Share(1.0))
+                self._asked += 1
+                futures[pool.submit(timed_run.run, options.model_dump(mode="json"))] = entry
+                names[id(entry)] = name
+            for entry, timed in self._results(futures):
+                found[names[id(entry)]] = timed.rate
+        return found

@@ -1,0 +1,301 @@
+"""The advice as it is told: a table, the bottleneck in words, command lines; and for programs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aladdin_mpi.advice import command_lines
+from aladdin_mpi.advice.bottleneck import Bottleneck
+from aladdin_mpi.advice.candidates import Ground
+from aladdin_mpi.advice.options import AdviseOptions, Request
+from aladdin_mpi.advice.race import Entry
+from aladdin_mpi.advice.what_if import Change
+from aladdin_mpi.comparison.table import markdown, plain
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.process import console, extras
+from aladdin_mpi.process.files import write_whole
+from aladdin_mpi.process.units import number, percent, throughput
+
+TEXT, DATA, PICTURE = "advice.md", "advice.json", "advice.png"
+SHOWN = 12
+"""Rows of the table on a terminal."""
+GAIN = 1.05
+"""From which a change is said to bring something."""
+EFFICIENT = 0.8
+"""Share of the ideal speed-up at which an algorithm has its knee."""
+Tried = tuple[Change, float | None, str]
+"""A change, samples per second with it (None: no time), and what else changes with it."""
+Scaling = dict[str, list[tuple[int, float, float]]]
+"""For each candidate: workers, speed-up, ideal."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """All that has been found.
+
+    Attributes:
+        entries: the best first.
+        score: what counts of one.
+        relieved: samples per second of the best without its bottleneck.
+        tried: the changes of ``--what-if``.
+        scaling: speed-ups with other numbers of workers.
+    """
+
+    request: Request
+    ground: Ground
+    entries: Sequence[Entry]
+    score: Callable[[Entry], float]
+    bottleneck: Bottleneck
+    relieved: float | None
+    tried: Sequence[Tried]
+    scaling: Scaling = field(default_factory=dict)
+
+    @property
+    def best(self) -> Entry:
+        """What is recommended."""
+        return self.entries[0]
+
+    def speed_up(self, rate: float) -> float:
+        """Over one worker alone."""
+        return rate * self.ground.step / self.request.options.batch_size
+
+    @property
+    def weighs(self) -> bool:
+        """Whether what a sample teaches counts."""
+        return self.request.options.target == "accuracy"
+
+
+def check_free(options: AdviseOptions) -> None:
+    """Raise UserError if there is advice in the folder already."""
+    if options.out is None or options.overwrite:
+        return
+    there = [name for name in (TEXT, DATA, PICTURE) if (options.out / name).exists()]
+    if there:
+        raise UserError(
+            f"--out {options.out}: expected a folder without advice, got one with {there[0]}; name "
+            "another, or add --overwrite"
+        )
+
+
+def give(advice: Advice) -> None:
+    """Print it, and write it where that is asked for."""
+    print(in_words(advice, plain, SHOWN))
+    out = advice.request.options.out
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(out / TEXT, f"# Advice\n\n{in_words(advice, markdown, len(advice.entries))}\n")
+    write_whole(out / DATA, json.dumps(as_data(advice), indent=2) + "\n")
+    if extras.missing("matplotlib"):
+        console.say(f"no picture: {extras.command(['matplotlib'])} for it", sys.stderr)
+    else:
+        from aladdin_mpi.advice.picture import draw
+
+        draw(advice, out / PICTURE)
+    print(f"\nwritten to {out}")
+
+
+# -- in words ----------------------------------------------------------------------------
+def in_words(advice: Advice, table: Callable[[Sequence[Sequence[str]]], str], most: int) -> str:
+    """The whole advice as text; ``table`` renders rows, of which the first ``most`` are shown."""
+    parts = [
+        _summary(advice),
+        table(rows(advice)[: most + 1]),
+        *_notes(advice, most),
+        _bottleneck(advice),
+    ]
+    if advice.tried:
+        parts.append(_changes(advice))
+    if advice.scaling:
+        parts.append(_knees(advice))
+    parts.append(_commands(advice, indent="    "))
+    return "\n\n".join(filter(None, parts))
+
+
+def _summary(advice: Advice) -> str:
+    best, on = advice.best, advice.ground
+    low, high = best.between
+    gain = ""
+    base = next((e for e in advice.entries if e.candidate.key == "--algorithm ar-sgd"), None)
+    if base is not None and base.timed is not None and base is not best:
+        factor = advice.score(best) / advice.score(base)
+        what = " to an accuracy" if advice.weighs else ""
+        gain = f", {factor:.2f} times as fast{what} as ar-sgd"
+    return (
+        f"{on.workers} workers on {on.hosts} host{'s' * (on.hosts > 1)}, "
+        f"{advice.request.options.model} ({number(on.megabytes, 3)} MB), a step of "
+        f"{number(on.step, 3)} s for {advice.request.options.batch_size} samples.\n"
+        f"Recommended: {best.candidate.describe()}: {throughput(best.rate)} "
+        f"({number(low, 3)} to {number(high, 3)}), {advice.speed_up(best.rate):.1f} times one "
+        f"worker of {on.ideal:.1f} possible{gain}."
+    )
+
+
+def rows(advice: Advice) -> list[list[str]]:
+    """The table."""
+    head = ["", "", "samples/s", "likely", "speed-up", "waiting", "MB/step", "link"]
+    head += ["a sample teaches", "counts"] if advice.weighs else []
+    table = [head]
+    for rank, entry in enumerate(advice.entries, start=1):
+        timed = entry.timed
+        if timed is None:
+            continue
+        low, high = entry.between
+        line = [
+            str(rank),
+            entry.candidate.describe(),
+            number(entry.rate),
+            f"{number(low, 3)} to {number(high, 3)}",
+            f"{advice.speed_up(entry.rate):.1f}",
+            percent(timed.waiting),
+            number(timed.busiest_bytes / 1e6, 3),
+            percent(timed.links[0].used) if timed.links else "-",
+        ]
+        if advice.weighs:
+            unsure = "" if entry.share.is_sure else " ?"
+            line += [f"{entry.share.value:.2f}{unsure}", number(advice.score(entry))]
+        table.append(line)
+    return table
+
+
+def _notes(advice: Advice, most: int) -> list[str]:
+    known = [entry for entry in advice.entries if entry.timed is not None]
+    lines = ["MB/step: of the busiest link, for a step of all workers; link: how much of its time."]
+    if len(known) > most:
+        lines.append(f"{len(known) - most} more are slower.")
+    for why in ("cannot win", "no time"):
+        those = [e.candidate.describe() for e in advice.entries if e.why_not == why and not e.timed]
+        if those:
+            lines.append(f"Not run, {why}: {'; '.join(those)}.")
+    if advice.weighs:
+        lines.append(_on_learning(advice))
+    return [" ".join(lines)]
+
+
+def _on_learning(advice: Advice) -> str:
+    best = advice.best
+    if advice.request.options.pilot:
+        how = f"by a pilot of {advice.request.options.pilot} steps on your own model and data"
+    else:
+        how = (
+            "by the package's own runs (ResNet-20 on CIFAR-10), on other tasks it may differ; "
+            "--pilot STEPS finds out on yours"
+        )
+    text = f"A sample teaches so much of what it teaches synchronous SGD, {how}."
+    if best.share.source:
+        text += f" For {best.candidate.algorithm}: {best.share.source}"
+        text += "." if best.share.is_sure else ", so take it as a guess."
+    if any(entry.timed and not entry.share.is_sure for entry in advice.entries):
+        text += " ?: measured with far fewer workers, or not at all."
+    return text
+
+
+def _bottleneck(advice: Advice) -> str:
+    found, rate = advice.bottleneck, advice.best.rate
+    text = f"What holds it up: {found.text}."
+    if advice.relieved is not None:
+        factor = advice.relieved / rate
+        brings = f"{factor:.2f} times as many samples/s" if factor >= GAIN else "next to nothing"
+        text += f" With {found.change} it would bring {brings}."
+    return text
+
+
+def _changes(advice: Advice) -> str:
+    lines = ["Each change by itself would bring, with what is recommended:"]
+    for change, rate, note in advice.tried:
+        beside = f" ({note})" if note else ""
+        if rate is None:
+            lines.append(f"    {change.text}{beside}: no time to find out; give more --seconds")
+        else:
+            factor = rate / advice.best.rate
+            lines.append(
+                f"    {change.text}{beside}: {throughput(rate)}, {factor:.2f} times as many"
+            )
+    return "\n".join(lines)
+
+
+def knee(points: Sequence[tuple[int, float, float]]) -> int | None:
+    """The largest number of workers with which an algorithm still has most of the ideal."""
+    return max((n for n, found, ideal in points if found >= EFFICIENT * ideal), default=None)
+
+
+def _knees(advice: Advice) -> str:
+    lines = [f"Workers up to which there is {percent(EFFICIENT)} of the ideal speed-up:"]
+    for name, points in advice.scaling.items():
+        most, end = max(n for n, *_ in points), knee(points)
+        shown = "fewer than " + str(min(n for n, *_ in points)) if end is None else str(end)
+        lines.append(f"    {name}: {shown}{' and more' if end == most else ''}")
+    return "\n".join(lines)
+
+
+def _commands(advice: Advice, indent: str) -> str:
+    found, on, options = advice.best.candidate, advice.ground, advice.request.options
+    lines = ["Run it:", "", indent + command_lines.mpirun(found, on, options)]
+    if batch := command_lines.sbatch(found, on, options):
+        lines += ["", "or on Slurm:", "", indent + batch]
+    return "\n".join(lines)
+
+
+# -- for programs --------------------------------------------------------------------------
+def as_data(advice: Advice) -> dict[str, Any]:
+    """The same for JSON: SI units, bytes, shares from 0 to 1."""
+    on, options = advice.ground, advice.request.options
+    best = advice.best.candidate
+    return {
+        "cluster": advice.request.source,
+        "workers": on.workers,
+        "hosts": on.hosts,
+        "model": options.model,
+        "megabytes": on.megabytes,
+        "step": on.step,
+        "batch_size": options.batch_size,
+        "target": options.target,
+        "ideal_speed_up": on.ideal,
+        "recommended": best.key,
+        "mpirun": shlex.split(command_lines.mpirun(best, on, options)),
+        "sbatch": command_lines.sbatch(best, on, options) or None,
+        "bottleneck": {
+            "kind": advice.bottleneck.kind,
+            "text": advice.bottleneck.text,
+            "relief": advice.bottleneck.change or None,
+            "relieved_samples_per_second": advice.relieved,
+        },
+        "what_if": [
+            {"change": change.text, "samples_per_second": rate, "beside": note or None}
+            for change, rate, note in advice.tried
+        ],
+        "scaling": advice.scaling,
+        "candidates": [_entry(advice, entry) for entry in advice.entries],
+    }
+
+
+def _entry(advice: Advice, entry: Entry) -> dict[str, Any]:
+    timed = entry.timed
+    about: dict[str, Any] = {
+        "options": entry.candidate.key,
+        "servers": entry.candidate.servers,
+        "spread": entry.candidate.spread,
+        "bound_samples_per_second": entry.bound,
+    }
+    if timed is None:
+        return {**about, "not_run": entry.why_not or "no time"}
+    return {
+        **about,
+        "samples_per_second": entry.rate,
+        "likely": entry.between,
+        "runs": len(entry.long) or 1,
+        "is_long": bool(entry.long),
+        "speed_up": advice.speed_up(entry.rate),
+        "waiting": timed.waiting,
+        "busiest_link": vars(timed.links[0]) if timed.links else None,
+        "busiest_link_bytes_per_step": timed.busiest_bytes,
+        "a_sample_teaches": entry.share.value,
+        "by": entry.share.source or None,
+        "is_sure": entry.share.is_sure,
+        "counts": advice.score(entry),
+    }

@@ -1,0 +1,100 @@
+"""One timed virtual run: how fast, how much waiting, which links are full."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import linear_regression
+from typing import Any
+
+SETTLED = 0.4
+"""Share of a run's samples after which it is taken to be settled, at the latest by its middle."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A host's link, one way."""
+
+    host: int
+    way: str
+    """"out" or "in"."""
+    used: float
+    """Share of its time, 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a timed run has shown.
+
+    Attributes:
+        rate: samples per second of all workers.
+        waiting: share of the workers' time.
+        links: of all hosts, the busiest first.
+        busiest_bytes: that its busiest link carries for a step of all workers.
+    """
+
+    rate: float
+    waiting: float
+    links: tuple[Link, ...]
+    busiest_bytes: float
+    facts: dict[str, Any]
+
+
+def run(options: dict[str, Any]) -> Timed:
+    """Carry out a run with these options of a simulation, in this process."""
+    # Here, so that the parent of a pool needs none of it.
+    from aladdin_mpi.algorithms import registry
+    from aladdin_mpi.config.options import SimulateOptions
+    from aladdin_mpi.run.trainer import train
+    from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
+
+    with tempfile.TemporaryDirectory(prefix="aladdin-advice-") as folder:
+        asked = SimulateOptions.model_validate({**options, "run_dir": Path(folder) / "run"})
+        servers = asked.servers if registry.find(asked.algorithm).server else 0
+        size = asked.workers + servers
+        cluster = VirtualCluster(size, asked.cluster.placed(servers), asked.seed)
+        carried: dict[str, list[int]] = {}
+
+        def main(transport: VirtualTransport) -> dict[str, Any]:
+            summary = train(asked, transport)
+            if transport.rank == 0:
+                carried.update(transport.carried())
+            return summary
+
+        summary = cluster.run(main)[0] or {}
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rate = _rate([json.loads(line) for line in lines], summary)
+    links = _links(carried, asked, summary)
+    steps = summary["samples"] / (asked.workers * asked.batch_size)
+    most = max((max(each) for way, each in carried.items() if way != "local"), default=0)
+    kept = {name: summary[name] for name in ("wait_fraction", "gradients_coalesced", "seconds")}
+    return Timed(rate, summary["wait_fraction"], tuple(links), most / steps, kept)
+
+
+def _links(carried: dict[str, list[int]], options: Any, summary: dict[str, Any]) -> Sequence[Link]:
+    found = [
+        Link(host, way, nbytes / (options.cluster.link_gbit(host) / 8 * 1e9 * summary["seconds"]))
+        for way in ("out", "in")
+        for host, nbytes in enumerate(carried[way])
+        if summary["seconds"]
+    ]
+    return sorted(found, key=lambda link: -link.used)
+
+
+def _rate(lines: Sequence[dict[str, Any]], summary: dict[str, Any]) -> float:
+    """Samples per second while all workers were at it: the end, and the start, are left out."""
+    shown = [line for line in lines if line["kind"] == "train"]
+    first = next(
+        (i for i, line in enumerate(shown) if line["samples"] >= summary["samples"]), len(shown) - 1
+    )
+    upto = shown[: first + 1]
+    settled = [line for line in upto if line["samples"] >= SETTLED * summary["samples"]]
+    if len(settled) < 3:
+        return float(summary["samples_per_second"])
+    seconds = [float(line["seconds"]) for line in settled]
+    if seconds[0] == seconds[-1]:
+        return float(summary["samples_per_second"])
+    return linear_regression(seconds, [float(line["samples"]) for line in settled]).slope

@@ -1,0 +1,30 @@
+"""``python -m aladdin_mpi.advise``: which algorithm, how many servers, and what it will bring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aladdin_mpi.process import guard
+from aladdin_mpi.process.deferred import defer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    return guard.run_guarded(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    defer("torch")  # which the options' files import too
+
+    from aladdin_mpi.advice.options import read
+
+    request = read(argv)
+
+    from aladdin_mpi.advice.advising import advise
+
+    advise(request)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
