@@ -66,7 +66,7 @@ def run(options: dict[str, Any]) -> Timed:
 
         summary = cluster.run(main)[0] or {}
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rate = _rate([json.loads(line) for line in lines], summary)
+    rate = rate_of([json.loads(line) for line in lines], summary)
     links = _links(carried, asked, summary)
     steps = summary["samples"] / (asked.workers * asked.batch_size)
     most = max((max(each) for way, each in carried.items() if way != "local"), default=0)
@@ -84,7 +84,7 @@ def _links(carried: dict[str, list[int]], options: Any, summary: dict[str, Any])
     return sorted(found, key=lambda link: -link.used)
 
 
-def _rate(lines: Sequence[dict[str, Any]], summary: dict[str, Any]) -> float:
+def rate_of(lines: Sequence[dict[str, Any]], summary: dict[str, Any]) -> float:
     """Samples per second while all workers were at it: the end, and the start, are left out."""
     shown = [line for line in lines if line["kind"] == "train"]
     first = next(

@@ -1,0 +1,323 @@
+"""Does the adviser recommend what is fastest? Ten set-ups of the network lab, over real MPI.
+
+    python -m benchmarks.adviser --dry-run
+    python -m benchmarks.adviser --work runs/adviser --check --save
+    python -m benchmarks.adviser --quick
+
+Set-ups are drawn by a seed. In each, candidates of the adviser's are run over MPI: the first two of
+its ranking by samples per second, and the best of other algorithms. Stopped, the same command goes
+on with `--work`. It needs the network lab, and root.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from aladdin_mpi.advice import bottleneck, candidates
+from aladdin_mpi.advice.candidates import Candidate, Ground, ground
+from aladdin_mpi.advice.learning import Share
+from aladdin_mpi.advice.options import AdviseOptions, Request
+from aladdin_mpi.advice.race import Entry, Race
+from aladdin_mpi.advice.timed_run import rate_of
+from aladdin_mpi.config.options import SimulateOptions
+from aladdin_mpi.config.settings import Setting, parse_part
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.process.files import write_whole
+from benchmarks import harness
+from benchmarks.bounds import folder, whole
+from benchmarks.engines import CROWD_GOODPUT, GOODPUT, LINKS
+from benchmarks.lab import Lab
+from benchmarks.machine import machine
+
+NAME = "adviser"
+SEED = 7
+SETUPS = 10
+BATCH = 4
+STEPS = 20
+STEP = 0.4
+"""Seconds."""
+JITTER = 0.013
+BEST, PREDICTED, ALL = 0.05, 0.05, 0.10
+"""Bars: of the fastest, of the recommended one's rate, of all candidates' rates."""
+ENOUGH = 9
+"""Set-ups in which the recommended one has to be near the fastest."""
+TRIED = 4
+"""Candidates of a set-up that are run over MPI."""
+NAMES = ("aladdin", "aladdin-ahead", "ar-sgd", "asp", "bsp", "sgp")
+LIMIT = 300.0
+
+NOTES = f"""\
+Each row is a candidate of a set-up: what the adviser predicted, and what it reached over MPI in the
+network lab. Set-ups are drawn by seed {SEED}: hosts, workers, rates of links (a host may have a
+slower one), one slow worker or none, the size of the model. Steps take {STEP} s, modelled; samples/s is
+the slope of the lines of metrics from two fifths of the samples on, read the same way in both.
+Recommended: the first of the adviser's ranking by samples/s (`--target time`). The network is
+described as `benchmarks.agreement` does. Of the fastest: the rate over that of the fastest that was
+tried. Relieved: how many times as fast the recommended one is over MPI when what the adviser named
+as the bottleneck is doubled; expected is what it predicted."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A cluster of the lab, and a model."""
+
+    number: int
+    hosts: int
+    workers: int
+    links: tuple[float, ...]
+    """Gbit/s of each host."""
+    slowdown: tuple[tuple[int, float], ...]
+    megabytes: float
+
+    def describe(self) -> str:
+        """In a few words."""
+        rates = " ".join(f"{rate:g}" for rate in self.links)
+        slow = "".join(f", worker {w} {f:g}x slower" for w, f in self.slowdown)
+        return f"{self.workers} workers, links {rates} Gbit/s, {self.megabytes:g} MB{slow}"
+
+
+def setups(count: int) -> list[Setup]:
+    """Those that the seed draws."""
+    draw = random.Random(SEED)
+    found = []
+    for number in range(count):
+        hosts = draw.choice([2, 3, 4, 5])
+        workers = draw.choice([5, 7, 8])
+        rate = draw.choice([0.1, 1.0])
+        links = [rate] * hosts
+        if draw.random() < 0.5:
+            links[draw.randrange(hosts)] = rate / draw.choice([2, 4])
+        slow = [(draw.randrange(workers), draw.choice([2.0, 4.0]))] if draw.random() < 0.5 else []
+        megabytes = draw.choice([1.0, 4.0]) if rate < 1 else draw.choice([4.0, 20.0])
+        found.append(Setup(number, hosts, workers, tuple(links), tuple(slow), megabytes))
+    return found
+
+
+def request_for(
+    setup: Setup, links: Sequence[float] | None = None, seconds: float = 300
+) -> Request:
+    """What the adviser is asked for a set-up."""
+    rates = list(setup.links)
+    goodput = GOODPUT if setup.hosts <= 2 else CROWD_GOODPUT
+    usual = max(set(rates), key=rates.count)
+    lines = [
+        f"hosts = {setup.hosts}",
+        f"workers = {setup.workers}",
+        'placement = "workers"',
+        f"bandwidth-gbit = {usual * goodput}",
+        f"compute-time = {STEP}",
+        f"jitter = {JITTER}",
+        *(f"{name.removeprefix('--')} = {value}" for name, value in LINKS.items()),
+        "[links]",
+        *(f"{h} = {rate * goodput}" for h, rate in enumerate(rates) if rate != usual),
+        "[slowdown]",
+        *(f"{worker} = {factor}" for worker, factor in setup.slowdown),
+    ]
+    settings = parse_part(SimulateOptions, "cluster", "\n".join(lines), "set-up")
+    options = AdviseOptions(
+        model=f"size:{setup.megabytes}", batch_size=BATCH, target="time", algorithms=NAMES,
+        seconds=300,
+        quiet=True,
+    )  # fmt: skip
+    return Request(options, settings, "set-up", ())
+
+
+def advised(setup: Setup) -> tuple[Race, list[Entry], Ground]:
+    """The adviser's ranking."""
+    request = request_for(setup)
+    on = ground(request.simulated({"compute": "timed"}), setup.megabytes)
+    race = Race(request, on, request.options.model, lambda c: Share(1.0), lambda *_: None)
+    return race, race.run(candidates.names(NAMES, on.workers)), on
+
+
+# -- over MPI ---------------------------------------------------------------------------
+def host_of(setup: Setup, candidate: Candidate) -> list[int]:
+    """The host of each rank."""
+    servers = [s % setup.hosts if candidate.spread else 0 for s in range(candidate.servers)]
+    each = -(-setup.workers // setup.hosts)
+    return [*servers, *(worker // each for worker in range(setup.workers))]
+
+
+def measured(setup: Setup, candidate: Candidate, links: Sequence[float]) -> float:
+    """Samples per second over MPI.
+
+    Raises:
+        UserError: the run failed.
+    """
+    samples = BATCH * setup.workers * STEPS
+    words: dict[str, Any] = {
+        "--compute": "timed",
+        "--compute-time": STEP,
+        "--jitter": JITTER,
+        "--model": f"size:{setup.megabytes}",
+        "--batch-size": BATCH,
+        "--samples": samples,
+        "--log-every": BATCH * setup.workers // 2,
+        **(
+            {"--slowdown": ",".join(f"{w}={f}" for w, f in setup.slowdown)}
+            if setup.slowdown
+            else {}
+        ),
+        **({"--ar-sgd-allreduce": "mpi"} if candidate.algorithm == "ar-sgd" else {}),
+    }
+    flat = [str(word) for pair in words.items() for word in pair]
+    with tempfile.TemporaryDirectory() as where, Lab(setup.hosts, max(links)) as lab:
+        for host, rate in enumerate(links):
+            lab.limit_rate(host, rate)
+        run = Path(where) / "run"
+        args = [
+            "-m",
+            "aladdin_mpi.train",
+            *candidate.words,
+            *flat,
+            "--run-dir",
+            str(run),
+            "--quiet",
+        ]
+        done = lab.run(host_of(setup, candidate), args, timeout=LIMIT)
+        if done.returncode != 0:
+            raise UserError(f"{setup.describe()}, {candidate.key}: {done.stdout}{done.stderr}")
+        summary = json.loads((run / "summary.json").read_text())
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return rate_of(lines, summary)
+
+
+class Kept:
+    """Rates that have been measured, in a file."""
+
+    def __init__(self, where: Path | None) -> None:
+        self._path = None if where is None else where / f"{NAME}.json"
+        there = self._path is not None and self._path.exists()
+        self._rates: dict[str, float] = json.loads(self._path.read_text()) if there else {}  # type: ignore[union-attr]
+
+    def rate(self, setup: Setup, candidate: Candidate, links: Sequence[float]) -> float:
+        """Measured now, or before."""
+        key = json.dumps([asdict(setup), candidate.key, candidate.spread, list(links)])
+        if key not in self._rates:
+            print(f"set-up {setup.number}: {candidate.describe()}", file=sys.stderr, flush=True)
+            self._rates[key] = measured(setup, candidate, links)
+            if self._path is not None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(self._path, json.dumps(self._rates, indent=1))
+        return self._rates[key]
+
+
+def chosen(entries: Sequence[Entry]) -> list[Entry]:
+    """The first of the ranking, and the best of each algorithm that is not among them."""
+    known = [entry for entry in entries if entry.timed is not None]
+    first = known[:2]
+    for entry in known[2:]:
+        if entry.candidate.algorithm not in {each.candidate.algorithm for each in first}:
+            first.append(entry)
+    return first[:TRIED]
+
+
+def rows_of(setup: Setup, kept: Kept) -> list[dict[str, Any]]:
+    """The table's rows for a set-up."""
+    race, entries, on = advised(setup)
+    tried = chosen(entries)
+    rates = [kept.rate(setup, entry.candidate, setup.links) for entry in tried]
+    best = tried[0]
+    assert best.timed is not None
+    found = bottleneck.find(best.candidate, best.timed, on, race.options(best.candidate, 1))
+    expected, relieved = relief(setup, race, best, found, rates[0], kept)
+    rows = []
+    for entry, rate in zip(tried, rates, strict=True):
+        is_first = entry is best
+        rows.append(
+            {
+                "set-up": f"{setup.number}: {setup.describe()}" if is_first else "",
+                "candidate": entry.candidate.describe(),
+                "predicted": entry.rate,
+                "real": rate,
+                "error": entry.rate / rate - 1,
+                "of the fastest": rate / max(rates),
+                "bottleneck": found.text if is_first else "",
+                "expected": expected if is_first else None,
+                "relieved": relieved if is_first else None,
+            }
+        )
+    return rows
+
+
+def relief(
+    setup: Setup,
+    race: Race,
+    best: Entry,
+    found: bottleneck.Bottleneck,
+    before: float,
+    kept: Kept,
+) -> tuple[float | None, float | None]:
+    """How much faster with twice of what is short: as predicted, and over MPI. Links alone."""
+    if found.kind not in ("links", "waiting"):
+        return None, None
+    fields = found.relief
+    links = list(setup.links)
+    if "cluster.links" in fields and "cluster.bandwidth_gbit" not in fields:
+        base = race.options(best.candidate, 1).cluster
+        doubled = fields["cluster.links"]
+        links = [
+            2 * rate if doubled.get(h, 0) > 1.5 * base.link_gbit(h) else rate
+            for h, rate in enumerate(links)
+        ]
+    else:
+        links = [2 * rate for rate in links]
+    changed = {tuple(name.split(".")): Setting(value, name) for name, value in fields.items()}
+    request = request_for(setup).on(changed)
+    predicted = race.try_out([("relieved", best.candidate, request)])
+    after = kept.rate(setup, best.candidate, links)
+    expected = predicted["relieved"] / best.rate if "relieved" in predicted else None
+    return expected, after / before
+
+
+def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The bars that were not reached, in words."""
+    firsts = [row for row in rows if row["set-up"]]
+    near = [row for row in firsts if row["of the fastest"] >= 1 - BEST]
+    found = []
+    if len(near) < min(ENOUGH, len(firsts)):
+        found.append(f"near the fastest in {len(near)} of {len(firsts)}, expected {ENOUGH}")
+    for row in firsts:
+        if abs(row["error"]) > PREDICTED:
+            found.append(f"{row['set-up']}: recommended predicted {row['error']:+.1%} off")
+    for row in rows:
+        if not row["set-up"] and abs(row["error"]) > ALL:
+            found.append(f"{row['candidate']}: predicted {row['error']:+.1%} off")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = harness.make_parser(NAME, "Whether the adviser recommends what is fastest.")
+    add = parser.add_argument
+    add(
+        "--work", type=folder, metavar="FOLDER", help="keep runs over MPI here, and go on from them"
+    )
+    add("--setups", type=whole(1), default=SETUPS, help="how many")
+    add("--dry-run", action="store_true", help="list the set-ups, no more")
+    add("--quick", action="store_true", help="one set-up")
+    args = parser.parse_args(argv)
+    asked = setups(1 if args.quick else args.setups)
+    if args.dry_run:
+        print("\n".join(f"{setup.number}: {setup.describe()}" for setup in asked))
+        return 0
+    reason = Lab.available()
+    if reason:
+        raise UserError(reason)
+    facts, kept = machine(), Kept(args.work)
+    rows = [row for setup in asked for row in rows_of(setup, kept)]
+    title = "What the adviser recommends, against runs over MPI in the network lab"
+    findings = harness.Findings(title, rows, NOTES, missed(rows))
+    return harness.publish(NAME, argv, args, facts, findings)
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run_main(main))
