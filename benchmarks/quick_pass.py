@@ -41,6 +41,8 @@ PASSES = (
     Pass("stragglers", _SHARED),
     Pass("scaling", _SHARED),
     Pass("node_sums", _SHARED),
+    Pass("adviser", needs_lab=True),
+    Pass("learned", ()),
     Pass("agreement", _SHARED, needs_lab=True),
     Pass("calibration", ("--repeats", "2"), needs_lab=True),
     Pass(

@@ -15,6 +15,7 @@ ASKING = [
     ["aladdin_mpi.simulate", "--help"],
     ["aladdin_mpi.simulate", "own_loop.py", "--help"],
     ["aladdin_mpi.compare", "--help"],
+    ["aladdin_mpi.advise", "--help"],
     ["aladdin_mpi.probe", "--help"],
     ["aladdin_mpi.compare", "--", "--help"],
     ["aladdin_mpi.servers", "--help"],

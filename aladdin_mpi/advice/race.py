@@ -138,12 +138,12 @@ class Race:
 
     def _submit(
         self, pool: ProcessPoolExecutor, entry: Entry, steps: int, seed: int = 0
-    ) -> Future[Timed]:
+    ) -> Future[Timed | str]:
         self._asked += 1
         options = self.options(entry.candidate, self._steps[steps], seed)
         return pool.submit(timed_run.run, options.model_dump(mode="json"))
 
-    def _results(self, futures: dict[Future[Timed], Entry]) -> Iterator[tuple[Entry, Timed]]:
+    def _results(self, futures: dict[Future[Timed | str], Entry]) -> Iterator[tuple[Entry, Timed]]:
         """As they come, until the time is over; what is left then is given up."""
         left = set(futures)
         while left and (seconds := self._end - time.monotonic()) > 0:
@@ -152,8 +152,11 @@ class Race:
                 if future.cancelled():
                     continue
                 self._done += 1
-                entry = futures[future]
-                yield entry, future.result()
+                entry, found = futures[future], future.result()
+                if isinstance(found, str):
+                    entry.why_not = found
+                else:
+                    yield entry, found
                 self._tell(entry.candidate.describe(), self._done, self._asked)
         for future in left:
             future.cancel()
@@ -185,7 +188,7 @@ class Race:
             entry.short = timed
             self._prune(futures)
 
-    def _prune(self, futures: dict[Future[Timed], Entry]) -> None:
+    def _prune(self, futures: dict[Future[Timed | str], Entry]) -> None:
         best = self.best * (1 - TIE)
         for future, entry in futures.items():
             is_asked = entry.candidate.key == f"--algorithm {REFERENCE}"
@@ -250,7 +253,7 @@ class Race:
         self._end = max(self._end, time.monotonic() + self._request.options.seconds / 2)
         found: dict[str, float] = {}
         with workers_of(self._request.jobs) as pool:
-            futures: dict[Future[Timed], Entry] = {}
+            futures: dict[Future[Timed | str], Entry] = {}
             names: dict[int, str] = {}
             for name, candidate, request in asked:
                 on = ground(request.simulated({"compute": "timed"}), self._ground.megabytes)

@@ -168,10 +168,10 @@ def _notes(advice: Advice, most: int) -> list[str]:
     lines = ["MB/step: of the busiest link, for a step of all workers; link: how much of its time."]
     if len(known) > most:
         lines.append(f"{len(known) - most} more are slower.")
-    for why in ("cannot win", "no time"):
-        those = [e.candidate.describe() for e in advice.entries if e.why_not == why and not e.timed]
-        if those:
-            lines.append(f"Not run, {why}: {'; '.join(those)}.")
+    left = [entry for entry in advice.entries if entry.timed is None]
+    for why in dict.fromkeys(entry.why_not for entry in left):
+        those = [entry.candidate.describe() for entry in left if entry.why_not == why]
+        lines.append(f"Not run, {why}: {'; '.join(those)}.")
     if advice.weighs:
         lines.append(_on_learning(advice))
     return [" ".join(lines)]

@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import linear_regression
 from typing import Any
 
+from aladdin_mpi.errors import UserError
+
 SETTLED = 0.4
 """Share of a run's samples after which it is taken to be settled, at the latest by its middle."""
 
@@ -43,8 +45,19 @@ class Timed:
     facts: dict[str, Any]
 
 
-def run(options: dict[str, Any]) -> Timed:
-    """Carry out a run with these options of a simulation, in this process."""
+def run(options: dict[str, Any]) -> Timed | str:
+    """Carry out a run with these options of a simulation, in this process.
+
+    Returns:
+        What it has shown; or why it cannot be, as with options that do not go together.
+    """
+    try:
+        return _carried_out(options)
+    except UserError as error:
+        return str(error)
+
+
+def _carried_out(options: dict[str, Any]) -> Timed:
     # Here, so that the parent of a pool needs none of it.
     from aladdin_mpi.algorithms import registry
     from aladdin_mpi.config.options import SimulateOptions
