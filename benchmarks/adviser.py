@@ -56,8 +56,8 @@ LIMIT = 300.0
 NOTES = f"""\
 Each row is a candidate of a set-up: what the adviser predicted, and what it reached over MPI in the
 network lab. Set-ups are drawn by seed {SEED}: hosts, workers, rates of links (a host may have a
-slower one), one slow worker or none, the size of the model. Steps take {STEP} s, modelled; samples/s is
-the slope of the lines of metrics from two fifths of the samples on, read the same way in both.
+slower one), one slow worker or none, the size of the model. Steps take {STEP} s, modelled.
+Samples/s is the slope of the lines of metrics from two fifths of the samples on, in both alike.
 Recommended: the first of the adviser's ranking by samples/s (`--target time`). The network is
 described as `benchmarks.agreement` does. Of the fastest: the rate over that of the fastest that was
 tried. Relieved: how many times as fast the recommended one is over MPI when what the adviser named

@@ -12,6 +12,8 @@ from aladdin_mpi.advice.timed_run import Link, Timed
 from aladdin_mpi.algorithms.registry import ALGORITHMS
 from aladdin_mpi.process.units import percent
 
+REACHED = 0.97
+"""Share of the ideal from which nothing holds a run up."""
 AMONG = 0.9
 """Links that have so much of the busiest one's share are named with it."""
 Kind = Literal["links", "slowest", "waiting", "computing"]
@@ -37,6 +39,8 @@ class Bottleneck:
 def find(candidate: Candidate, timed: Timed, on: Ground, options: Any) -> Bottleneck:
     """The bottleneck of a timed run with ``options``."""
     slowest = max(on.slowdowns)
+    if timed.rate * on.step >= REACHED * on.ideal * options.batch_size:
+        return _nothing(timed)
     computing = 1 - timed.waiting
     busiest = timed.links[0] if timed.links else None
     if busiest is not None and busiest.used >= FULL:
@@ -47,6 +51,14 @@ def find(candidate: Candidate, timed: Timed, on: Ground, options: Any) -> Bottle
     if timed.waiting > NOTED:
         return _waiting(timed, busiest, options)
     text = f"workers compute {percent(computing)} of the time, and nothing holds them up"
+    return Bottleneck("computing", text, {}, "")
+
+
+def _nothing(timed: Timed) -> Bottleneck:
+    """It is as fast as can be; what sends as much as there is room for fills links all the same."""
+    text = "nothing: workers compute all the time"
+    if timed.links and timed.links[0].used >= FULL:
+        text += f", though the link of host {timed.links[0].host} has no room for more"
     return Bottleneck("computing", text, {}, "")
 
 

@@ -129,6 +129,10 @@ def test_the_slowest_waiting_and_computing() -> None:
     assert found.kind == "waiting" and "wait 30 % of the time" in found.text
     found = bottleneck.find(Candidate("aladdin", 1, False), timed(0.0), slow, options())
     assert (found.kind, found.relief) == ("computing", {})
+    fast = Timed(7.4 / 0.1 * 32, 0.2, (Link(0, "in", 0.95),), 1e6, {})
+    found = bottleneck.find(Candidate("aladdin", 1, False), fast, slow, options(batch_size=32))
+    assert (found.kind, found.relief) == ("computing", {})
+    assert found.text.endswith("though the link of host 0 has no room for more")
 
 
 # -- changes ---------------------------------------------------------------------------------
@@ -173,7 +177,7 @@ def test_a_rate_leaves_out_the_start_and_the_end() -> None:
 
 def test_an_entry_is_not_above_what_there_can_be() -> None:
     entry = Entry(Candidate("aladdin", 1, False), 900.0, Share(1.0), timed(0.0))
-    assert entry.rate == 900.0 and entry.between == (900.0, 900.0)
+    assert entry.rate == 900.0 and entry.between == (810.0, 900.0)
     entry = Entry(Candidate("aladdin", 1, False), 2000.0, Share(1.0), timed(0.0))
     assert entry.rate == 1000.0 and entry.between == (900.0, 1100.0)
     entry.long = [timed(0.0), timed(0.0)]

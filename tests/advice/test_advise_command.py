@@ -80,9 +80,12 @@ def test_what_a_sample_teaches_counts_by_table_or_pilot(tmp_path: Path) -> None:
         *("--out", out),
     )
     assert done.returncode == 0, done.stderr
-    found = {each["options"].split()[1]: each for each in known(json.loads((out / "advice.json").read_text()))}
+    found = {
+        each["options"].split()[1]: each
+        for each in known(json.loads((out / "advice.json").read_text()))
+    }
     assert found["ar-sgd"]["a_sample_teaches"] == 1.0
-    assert 0 < found["asp"]["a_sample_teaches"] and found["asp"]["by"] == "pilot of 60 steps"
+    assert found["asp"]["a_sample_teaches"] > 0 and found["asp"]["by"] == "pilot of 60 steps"
     counts = found["asp"]["a_sample_teaches"] * found["asp"]["samples_per_second"]
     assert found["asp"]["counts"] == pytest.approx(counts)
 
