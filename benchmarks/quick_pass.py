@@ -40,7 +40,7 @@ _SHARED = ("--quick", "--work", WORK)
 PASSES = (
     Pass("stragglers", _SHARED),
     Pass("scaling", _SHARED),
-    Pass("node_sums", _SHARED),
+    Pass("nodesums", _SHARED),
     Pass("adviser", needs_lab=True),
     Pass("learned", ()),
     Pass("agreement", _SHARED, needs_lab=True),

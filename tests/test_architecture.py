@@ -133,7 +133,7 @@ def test_algorithms_know_neither_engine() -> None:
         for module in imports(path)
         if f"{module}.".startswith(tuple(f"{engine}." for engine in engines))
     }
-    assert knowing == {"probe", "process", "transport", "run", "train"}
+    assert knowing == {"advice", "probe", "process", "transport", "run", "train"}
 
 
 def test_only_reports_ask_which_engine_it_is() -> None:

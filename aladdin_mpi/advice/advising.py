@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from aladdin_mpi.advice import bottleneck, candidates, learning, report
+from aladdin_mpi.advice import bottleneck, candidates, giving, learning
 from aladdin_mpi.advice.candidates import Candidate, Ground
 from aladdin_mpi.advice.learning import Share
 from aladdin_mpi.advice.options import Request
@@ -28,7 +28,7 @@ def advise(request: Request) -> Advice:
     Raises:
         UserError: the model or the data are unknown, the folder is in use, or nothing could be run.
     """
-    report.check_free(request.options)
+    giving.check_free(request.options)
     megabytes = _megabytes(request)
     on = candidates.ground(request.simulated({"compute": "timed"}), megabytes)
     names = candidates.names(request.options.algorithms, on.workers)
@@ -46,7 +46,7 @@ def advise(request: Request) -> Advice:
     scaling = _scaling(request, race, entries, on) if request.options.out is not None else {}
     advice = Advice(request, on, entries, race.score, *tried, scaling)
     tell("", 0, 0)
-    report.give(advice)
+    giving.give(advice)
     return advice
 
 

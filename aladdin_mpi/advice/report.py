@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,18 +10,11 @@ from typing import Any
 from aladdin_mpi.advice import command_lines
 from aladdin_mpi.advice.bottleneck import Bottleneck
 from aladdin_mpi.advice.candidates import Ground
-from aladdin_mpi.advice.options import AdviseOptions, Request
+from aladdin_mpi.advice.options import Request
 from aladdin_mpi.advice.race import Entry
 from aladdin_mpi.advice.what_if import Change
-from aladdin_mpi.comparison.table import markdown, plain
-from aladdin_mpi.errors import UserError
-from aladdin_mpi.process import console, extras
-from aladdin_mpi.process.files import write_whole
 from aladdin_mpi.process.units import number, percent, throughput
 
-TEXT, DATA, PICTURE = "advice.md", "advice.json", "advice.png"
-SHOWN = 12
-"""Rows of the table on a terminal."""
 GAIN = 1.05
 """From which a change is said to bring something."""
 EFFICIENT = 0.8
@@ -68,36 +59,6 @@ class Advice:
     def weighs(self) -> bool:
         """Whether what a sample teaches counts."""
         return self.request.options.target == "accuracy"
-
-
-def check_free(options: AdviseOptions) -> None:
-    """Raise UserError if there is advice in the folder already."""
-    if options.out is None or options.overwrite:
-        return
-    there = [name for name in (TEXT, DATA, PICTURE) if (options.out / name).exists()]
-    if there:
-        raise UserError(
-            f"--out {options.out}: expected a folder without advice, got one with {there[0]}; name "
-            "another, or add --overwrite"
-        )
-
-
-def give(advice: Advice) -> None:
-    """Print it, and write it where that is asked for."""
-    print(in_words(advice, plain, SHOWN))
-    out = advice.request.options.out
-    if out is None:
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    write_whole(out / TEXT, f"# Advice\n\n{in_words(advice, markdown, len(advice.entries))}\n")
-    write_whole(out / DATA, json.dumps(as_data(advice), indent=2) + "\n")
-    if extras.missing("matplotlib"):
-        console.say(f"no picture: {extras.command(['matplotlib'])} for it", sys.stderr)
-    else:
-        from aladdin_mpi.advice.picture import draw
-
-        draw(advice, out / PICTURE)
-    print(f"\nwritten to {out}")
 
 
 # -- in words ----------------------------------------------------------------------------

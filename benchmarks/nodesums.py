@@ -1,9 +1,9 @@
 """What it brings to add up gradients on the host: each algorithm with and without `--node-sums`.
 
-    python -m benchmarks.node_sums --dry-run                   # what it would run, for how long
-    python -m benchmarks.node_sums --check --save              # needs the network lab, and root
-    python -m benchmarks.node_sums --engine virtual
-    python -m benchmarks.node_sums --quick
+    python -m benchmarks.nodesums --dry-run                   # what it would run, for how long
+    python -m benchmarks.nodesums --check --save              # needs the network lab, and root
+    python -m benchmarks.nodesums --engine virtual
+    python -m benchmarks.nodesums --quick
 
 Four hosts with two workers each, and a server on each host where there are any. Bytes between
 hosts are counted by the hosts' network devices.
@@ -23,7 +23,7 @@ from benchmarks import harness, study
 from benchmarks.cells import ROW_NOTES, Cell
 from benchmarks.study import Result
 
-NAME = "node-sums"
+NAME = "nodesums"
 OPTION = "--node-sums"
 ALGORITHMS = ("aladdin", "asp", "bsp", "ar-sgd", "sgp", "local-sgd")
 QUICK = {"algorithm": ["aladdin", "sgp"], "workload": ["vgg16"]}
