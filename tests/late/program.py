@@ -81,6 +81,9 @@ STALLS = (
     "waits for an event",
 )
 """What keeps the host from giving out more work until the device is done with some."""
+TRIES = 3
+"""Runs in one of which a mistake has to show: on a busy machine a message may be later than a copy.
+"""
 WARM_UP = 4
 """Steps in which an algorithm may still find out about the model."""
 
@@ -435,11 +438,15 @@ def check_defects(folder: str) -> None:
         runtime.set_delays(*delays, WORLD.rank)
         expected = train(folder, "gpu", name, EQUAL[name])
         expect(not guarded.found, f"before {defect}: {guarded.found}")
-        with plant():
-            result = train(folder, "gpu", name, EQUAL[name])
-        differs = anywhere(not torch.equal(result, expected))
-        was_told = anywhere(bool(guarded.found))
-        guarded.found.clear()
+        differs = was_told = False
+        for _ in range(TRIES):
+            with plant():
+                result = train(folder, "gpu", name, EQUAL[name])
+            differs = anywhere(not torch.equal(result, expected))
+            was_told = anywhere(bool(guarded.found))
+            guarded.found.clear()
+            if differs or was_told:
+                break
         expect(differs or was_told, f"{defect}: not found")
         if WORLD.rank == 0:
             print(f"found: {defect}: differs {differs}, told {was_told}", flush=True)
