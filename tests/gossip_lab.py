@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aladdin_mpi.transport.base import Handler
+from aladdin_mpi.transport.base import Handler, Transport
 from aladdin_mpi.transport.request import Event, Request
 from aladdin_mpi.transport.virtual.endpoint import Endpoint
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
@@ -50,6 +50,10 @@ class Spy(VirtualTransport):
         self.switched()
         super().sleep(seconds)
         self.switched()
+
+    def sleep_between(self, moments: Sequence[float], action: Callable[[int], None]) -> None:
+        # By single sleeps, each of which is told of.
+        Transport.sleep_between(self, moments, action)
 
     def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
         self.switched()

@@ -43,9 +43,6 @@ class Layer(Transport):
     def sleep_until(self, moment: float) -> None:
         self.inner.sleep_until(moment)
 
-    def sleep_between(self, moments: Sequence[float], action: Callable[[int], None]) -> None:
-        self.inner.sleep_between(moments, action)
-
     def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
         return self.inner.isend(buffer, dest, tag, after)
 

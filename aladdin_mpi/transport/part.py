@@ -39,6 +39,9 @@ class PartOfRanks(Layer):
     def host_name(self, rank: int) -> str:
         return self.inner.host_name(self._ranks[rank])
 
+    def sleep_between(self, moments: Sequence[float], action: Callable[[int], None]) -> None:
+        self.inner.sleep_between(moments, action)
+
     def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
         return self.inner.isend(buffer, self._ranks[dest], tag, after)
 
