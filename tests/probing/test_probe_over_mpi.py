@@ -111,6 +111,7 @@ def test_one_that_is_killed_half_way_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(Lab.available() is not None, reason=Lab.available() or "")
+@pytest.mark.long
 def test_the_rates_of_links_are_found(tmp_path: Path) -> None:
     """Slow ones, so that the cores of a small machine do not hold them up."""
     rates = {2: 0.02, 3: 0.05}

@@ -54,7 +54,14 @@ def test_with_all_that_changes_gradients(tmp_path: Path, options: list[Any]) -> 
     assert found["test_accuracy"] > 0.5
 
 
-@pytest.mark.parametrize("algorithm", ["aladdin", "ar-sgd", "sgp"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "aladdin",
+        pytest.param("ar-sgd", marks=pytest.mark.long),
+        pytest.param("sgp", marks=pytest.mark.long),
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, algorithm: str) -> None:
     options = ["--algorithm", algorithm, *NODES, "--checkpoint-every", 700]
     options += ["--lr-schedule", "constant", "--warmup-epochs", 0]
@@ -92,7 +99,11 @@ def test_what_does_not_go_with_it(tmp_path: Path, options: list[Any], words: str
 @needs("openmpi")
 @pytest.mark.parametrize(
     ("algorithm", "ranks", "more"),
-    [("aladdin-ahead", 5, []), ("bsp", 5, []), ("ar-sgd", 4, ["--ar-sgd-allreduce", "torch"])],
+    [
+        ("aladdin-ahead", 5, []),
+        pytest.param("bsp", 5, [], marks=pytest.mark.long),
+        pytest.param("ar-sgd", 4, ["--ar-sgd-allreduce", "torch"], marks=pytest.mark.long),
+    ],
 )
 def test_over_mpi(tmp_path: Path, algorithm: str, ranks: int, more: list[str]) -> None:
     """Two nodes of two on one host."""
@@ -113,6 +124,7 @@ def test_horovod_takes_all_ranks(tmp_path: Path) -> None:
 
 @needs("openmpi")
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_death_ends_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = ["--algorithm", "aladdin", *NODES, "--node-size", 2, "--epochs", 1000]
