@@ -78,6 +78,10 @@ class Candidate:
         return ", ".join(parts)
 
 
+REFERENCE = Candidate("ar-sgd", 0, False)
+"""Timed in any case: what others would run."""
+
+
 @dataclass(frozen=True)
 class Ground:
     """A cluster as far as candidates depend on it.

@@ -10,7 +10,15 @@ from math import inf
 from statistics import fmean
 
 from aladdin_mpi.advice import timed_run
-from aladdin_mpi.advice.candidates import Candidate, Ground, bound, ground, plain, variants
+from aladdin_mpi.advice.candidates import (
+    REFERENCE,
+    Candidate,
+    Ground,
+    bound,
+    ground,
+    plain,
+    variants,
+)
 from aladdin_mpi.advice.learning import Share
 from aladdin_mpi.advice.options import Request
 from aladdin_mpi.advice.pool import workers_of
@@ -34,8 +42,6 @@ NOTED = 0.05
 """Share of time from which waiting is worth a word."""
 TIE = 0.01
 """Share by which two candidates may differ and count as equal: then fewer servers are better."""
-REFERENCE = "ar-sgd"
-"""Run in any case: what others would run."""
 ERROR = 0.05
 """How far virtual time has been off in the network lab (docs/measured.md), as a share."""
 
@@ -191,8 +197,7 @@ class Race:
     def _prune(self, futures: dict[Future[Timed | str], Entry]) -> None:
         best = self.best * (1 - TIE)
         for future, entry in futures.items():
-            is_asked = entry.candidate.key == f"--algorithm {REFERENCE}"
-            if not is_asked and self.possible(entry) < best and future.cancel():
+            if entry.candidate != REFERENCE and self.possible(entry) < best and future.cancel():
                 self._asked -= 1
                 entry.why_not = "cannot win"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from aladdin_mpi.advice import command_lines
 from aladdin_mpi.advice.bottleneck import Bottleneck
-from aladdin_mpi.advice.candidates import Ground
+from aladdin_mpi.advice.candidates import REFERENCE, Ground
 from aladdin_mpi.advice.options import Request
 from aladdin_mpi.advice.race import Entry
 from aladdin_mpi.advice.what_if import Change
@@ -82,7 +82,7 @@ def _summary(advice: Advice) -> str:
     best, on = advice.best, advice.ground
     low, high = best.between
     gain = ""
-    base = next((e for e in advice.entries if e.candidate.key == "--algorithm ar-sgd"), None)
+    base = next((e for e in advice.entries if e.candidate == REFERENCE), None)
     if base is not None and base.timed is not None and base is not best:
         factor = advice.score(best) / advice.score(base)
         what = " to an accuracy" if advice.weighs else ""

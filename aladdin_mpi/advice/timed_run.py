@@ -42,7 +42,6 @@ class Timed:
     waiting: float
     links: tuple[Link, ...]
     busiest_bytes: float
-    facts: dict[str, Any]
 
 
 def run(options: dict[str, Any]) -> Timed | str:
@@ -83,8 +82,7 @@ def _carried_out(options: dict[str, Any]) -> Timed:
     links = _links(carried, asked, summary)
     steps = summary["samples"] / (asked.workers * asked.batch_size)
     most = max((max(each) for way, each in carried.items() if way != "local"), default=0)
-    kept = {name: summary[name] for name in ("wait_fraction", "gradients_coalesced", "seconds")}
-    return Timed(rate, summary["wait_fraction"], tuple(links), most / steps, kept)
+    return Timed(rate, summary["wait_fraction"], tuple(links), most / steps)
 
 
 def _links(carried: dict[str, list[int]], options: Any, summary: dict[str, Any]) -> Sequence[Link]:

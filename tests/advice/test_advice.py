@@ -102,7 +102,7 @@ def test_what_a_sample_teaches_is_read_off_two_curves() -> None:
 # -- bottlenecks -----------------------------------------------------------------------------
 def timed(waiting: float, *links: Link) -> Timed:
     found = tuple(sorted(links, key=lambda link: -link.used)) or (Link(0, "out", 0.1),)
-    return Timed(1000.0, waiting, found, 1e6, {})
+    return Timed(1000.0, waiting, found, 1e6)
 
 
 def test_full_links_are_named_and_doubled() -> None:
@@ -129,7 +129,7 @@ def test_the_slowest_waiting_and_computing() -> None:
     assert found.kind == "waiting" and "wait 30 % of the time" in found.text
     found = bottleneck.find(Candidate("aladdin", 1, False), timed(0.0), slow, options())
     assert (found.kind, found.relief) == ("computing", {})
-    fast = Timed(7.4 / 0.1 * 32, 0.2, (Link(0, "in", 0.95),), 1e6, {})
+    fast = Timed(7.4 / 0.1 * 32, 0.2, (Link(0, "in", 0.95),), 1e6)
     found = bottleneck.find(Candidate("aladdin", 1, False), fast, slow, options(batch_size=32))
     assert (found.kind, found.relief) == ("computing", {})
     assert found.text.endswith("though the link of host 0 has no room for more")
