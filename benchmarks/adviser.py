@@ -35,7 +35,7 @@ from aladdin_mpi.process.files import write_whole
 from aladdin_mpi.transport.cluster import Cluster
 from benchmarks import harness
 from benchmarks.bounds import folder, whole
-from benchmarks.engines import CROWD_GOODPUT, GOODPUT, LINKS
+from benchmarks.engines import GOODPUT, LINKS
 from benchmarks.lab import Lab
 from benchmarks.machine import machine
 
@@ -112,7 +112,7 @@ def request_for(
 ) -> Request:
     """What the adviser is asked for a set-up."""
     rates = list(setup.links)
-    goodput = GOODPUT if setup.hosts <= 2 else CROWD_GOODPUT
+    goodput = GOODPUT
     usual = max(set(rates), key=rates.count)
     lines = [
         f"hosts = {setup.hosts}",

@@ -1,8 +1,7 @@
 """The two engines that run a cell: MPI in the network lab, and virtual time.
 
 What the virtual network is told of the lab's is the same for every cell (`LINKS`), but for the
-rate, which two hosts reach better than many (`GOODPUT`, `CROWD_GOODPUT`). Nothing of it is
-fitted to a run of training.
+rate. Nothing of it is fitted to a run of training.
 """
 
 from __future__ import annotations
@@ -28,15 +27,12 @@ from benchmarks.spread import spread
 GOODPUT = 1448 / 1514
 """Of a lab's link, which counts Ethernet frames of 1514 bytes with 1448 of a message in each;
 `benchmarks.progress` measures 0.958 with messages of 50 MB."""
-CROWD_GOODPUT = 0.91
-"""The same where more than two hosts send to each other: TCP's connections do not share links
-evenly, so that some of them idle while others still have bytes. `benchmarks.calibration`: eight
-ranks that all send to each other."""
 LINKS = {
     "--latency-us": 600.0,
     "--message-overhead-us": 20.0,
     "--local-latency-us": 600.0,
     "--local-bandwidth-gbit": 20.0,
+    "--sharing": "tcp",
 }
 """The rest of the lab's network, set before the first cell was run, and not fitted since. A latency
 is that of a message that is announced first: three trips with a rank that polls at each end.
@@ -100,7 +96,7 @@ def cluster_options(cell: Cell) -> list[str]:
         "--workers": cell.workers,
         "--hosts": cell.hosts,
         "--placement": spread(cell.servers),
-        "--bandwidth-gbit": cell.rate_gbit * (GOODPUT if cell.hosts <= 2 else CROWD_GOODPUT),
+        "--bandwidth-gbit": cell.rate_gbit * GOODPUT,
         **LINKS,
     }
     return [word for name, value in values.items() for word in (name, str(value))]

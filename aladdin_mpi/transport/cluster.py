@@ -105,6 +105,12 @@ class Cluster(BaseModel):
         ge=0,
         allow_inf_nan=False,
     )
+    sharing: Literal["even", "tcp"] = _field(
+        "even",
+        "how messages share a link between hosts: even: a piece of each in turn; tcp: as those of "
+        "Open MPI do over TCP, where some get ahead, those announced together end together, and "
+        "a lost end is sent again after 0.2 s (benchmarks/README.md)",
+    )
     memory_gbyte: float = _field(
         0.0,
         "memory bandwidth of one process, which servers, and leaders of a host, need to add up "

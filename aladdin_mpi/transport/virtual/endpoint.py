@@ -18,6 +18,7 @@ from aladdin_mpi.transport.virtual.fiber import Fiber
 from aladdin_mpi.transport.virtual.matching import Mailbox, as_bytes, copied, fill, too_long
 from aladdin_mpi.transport.virtual.message import Message, Operation
 from aladdin_mpi.transport.virtual.network import Network
+from aladdin_mpi.transport.virtual.tcp_network import TcpNetwork
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +39,8 @@ class Fabric:
 
     def __init__(self, cluster: Cluster, size: int, clock: Clock, may_fail: bool) -> None:
         self.clock = clock
-        self.network = Network(cluster, size, clock, self._deliver)
+        network = TcpNetwork if cluster.sharing == "tcp" else Network
+        self.network = network(cluster, size, clock, self._deliver)
         self.dead: frozenset[int] = frozenset()
         self.excluded: frozenset[int] = frozenset()
         self.may_fail = may_fail

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual.clock import Clock
@@ -40,7 +41,7 @@ EXPRESS = 4096
 """Bytes up to which a message goes past the bulk data that is queued."""
 
 
-class _Link:
+class Link:
     """A resource that serves one piece after the other."""
 
     __slots__ = ("busy", "carried", "flows", "free", "latency", "seconds_per_byte")
@@ -48,13 +49,13 @@ class _Link:
     def __init__(self, gbit: float, latency_us: float) -> None:
         self.seconds_per_byte = 8e-9 / gbit
         self.latency = latency_us * 1e-6
-        self.flows: deque[_Flow] = deque()
+        self.flows: deque[Flow] = deque()
         self.busy = False
         self.free = 0.0
         self.carried = 0
 
 
-class _Flow:
+class Flow:
     """The messages of one rank to one other; ``into`` is None inside a host.
 
     ``ready`` is when its next piece may start, ``seconds_per_byte`` that of the slowest link on
@@ -74,7 +75,7 @@ class _Flow:
         "undelivered",
     )
 
-    def __init__(self, source: int, link: _Link, into: _Link | None) -> None:
+    def __init__(self, source: int, link: Link, into: Link | None) -> None:
         self.source = source
         self.link = link
         self.into = into
@@ -90,6 +91,8 @@ class _Flow:
 class Network:
     """Carries messages and calls ``deliver`` with each when its last byte has arrived."""
 
+    flow_class: ClassVar[type[Flow]] = Flow
+
     def __init__(
         self, cluster: Cluster, size: int, clock: Clock, deliver: Callable[[Message], None]
     ) -> None:
@@ -100,11 +103,11 @@ class Network:
         self._overhead = cluster.message_overhead_us * 1e-6
         self._delay = cluster.delay_us * 1e-6
         self._pauses = [cluster.pauses_of(r) for r in range(size)] if cluster.pauses else None
-        self._flows: dict[int, _Flow] = {}
+        self._flows: dict[int, Flow] = {}
         rates = [cluster.link_gbit(host) for host in range(cluster.hosts)]
-        self._out = [_Link(gbit, cluster.latency_us) for gbit in rates]
-        self._in = [_Link(gbit, cluster.latency_us) for gbit in rates]
-        self._local = [_Link(cluster.local_bandwidth_gbit, cluster.local_latency_us) for _ in rates]
+        self._out = [Link(gbit, cluster.latency_us) for gbit in rates]
+        self._in = [Link(gbit, cluster.latency_us) for gbit in rates]
+        self._local = [Link(cluster.local_bandwidth_gbit, cluster.local_latency_us) for _ in rates]
 
     @property
     def hosts(self) -> Sequence[int]:
@@ -119,7 +122,7 @@ class Network:
         links = {"out": self._out, "in": self._in, "local": self._local}
         return {name: [self._through(link) for link in those] for name, those in links.items()}
 
-    def _through(self, link: _Link) -> int:
+    def _through(self, link: Link) -> int:
         """A link in takes pieces when they leave the sender: some may still queue for it."""
         queued = max(0.0, link.free - self._clock.now) / link.seconds_per_byte
         return max(0, link.carried - round(queued))
@@ -141,7 +144,7 @@ class Network:
             flow.active = True
             self._enlist(flow)
 
-    def _send_express(self, flow: _Flow, message: Message) -> None:
+    def _send_express(self, flow: Flow, message: Message) -> None:
         start = self._clock.now
         if self._pauses is not None:
             start = self._pauses[flow.source].resumed(start)
@@ -153,10 +156,10 @@ class Network:
         arrival = self._delayed(message, start + link.latency + duration)
         self._clock.at(arrival, self._arrive, message)
 
-    def _open(self, source: int, dest: int) -> _Flow:
+    def _open(self, source: int, dest: int) -> Flow:
         host, other = self._hosts[source], self._hosts[dest]
         local = host == other
-        flow = _Flow(
+        flow = self.flow_class(
             source,
             self._local[host] if local else self._out[host],
             None if local else self._in[other],
@@ -164,7 +167,7 @@ class Network:
         self._flows[source * self._size + dest] = flow
         return flow
 
-    def _enlist(self, flow: _Flow) -> None:
+    def _enlist(self, flow: Flow) -> None:
         """Let ``flow`` queue for its link, when its receiver and a pause of its sender allow it."""
         now = self._clock.now
         if flow.ready > now:
@@ -179,7 +182,7 @@ class Network:
         if not flow.link.busy:
             self._serve(flow.link)
 
-    def _serve(self, link: _Link) -> None:
+    def _serve(self, link: Link) -> None:
         """Start the next piece on ``link``, which is idle."""
         flows = link.flows
         while flows:
@@ -190,7 +193,7 @@ class Network:
                 return
             flow.active = False
 
-    def _start_piece(self, flow: _Flow, link: _Link) -> None:
+    def _start_piece(self, flow: Flow, link: Link) -> None:
         # Most events of a simulation are pieces: hence no calls of min() and max().
         message, clock = flow.queue[0], self._clock
         unsent, piece = message.unsent, message.piece
@@ -218,7 +221,7 @@ class Network:
         clock.at(now + duration, self._end_piece, flow)
 
     def _pass_in(
-        self, flow: _Flow, into: _Link, piece: int, overhead: float, leaving: float
+        self, flow: Flow, into: Link, piece: int, overhead: float, leaving: float
     ) -> float:
         """When a piece is through ``into``, another link than that which it takes so long to leave.
 
@@ -238,7 +241,7 @@ class Network:
             time = self._pauses[message.dest].resumed(time)
         return time
 
-    def _end_piece(self, flow: _Flow) -> None:
+    def _end_piece(self, flow: Flow) -> None:
         link = flow.link
         if flow.queue and flow.is_even and self._pauses is None:
             if link.flows:  # the others first

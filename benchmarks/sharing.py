@@ -1,0 +1,118 @@
+"""How messages share links: the network lab's own traces against virtual time, without training.
+
+    python -m benchmarks.sharing --check --save
+    python -m benchmarks.sharing --quick
+
+Eight ranks on four hosts send to four of them all at once, and the moment is noted at which each
+message has come. `--sharing tcp` in virtual time (`transport/virtual/tcp_network.py`) was set by
+these traces, before training was compared (`benchmarks.agreement`). Needs the network lab, and
+root.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import Any, Literal
+
+from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.transport.virtual.engine import VirtualCluster
+from benchmarks import harness
+from benchmarks.bounds import whole
+from benchmarks.engines import GOODPUT, LINKS
+from benchmarks.lab import Lab
+from benchmarks.machine import machine
+from benchmarks.programs.crowd import CASES, RANKS, crowd
+
+NAME = "sharing"
+RATE = 1.0
+LIMIT = 300.0
+SHARES = (0.1, 0.5, 0.9, 1.0)
+BAR = 0.2
+"""How far virtual time may be from the lab, as a share, in each figure but the last message's."""
+LATE = 0.1
+"""Seconds behind the median of the last ones from which a message was sent again."""
+
+NOTES = f"""\
+Messages end: the time, in ms from the start of all, at which a tenth, half, nine tenths and all of
+them have come; means over the repetitions. Senders end: the first and the last but one of the
+eight whose messages have all come. Sent again: messages that came {1e3 * LATE:.0f} ms or more after
+the usual end, as a share of all bursts from one rank to one other. The last message's time depends
+on whether there is one of those. Even: virtual time with links that serve their flows in turn."""
+
+
+def in_the_lab(repeats: int) -> list[dict[str, Any]]:
+    """The records over MPI."""
+    program = ["-m", "benchmarks.programs.crowd", "--repeats", str(repeats)]
+    with Lab(hosts=1 + max(RANKS), rate_gbit=RATE) as lab:
+        found: list[dict[str, Any]] = harness.json_printed(lab.run(RANKS, program, timeout=LIMIT))
+    return found
+
+
+def in_virtual_time(sharing: Literal["even", "tcp"], repeats: int) -> list[dict[str, Any]]:
+    """The same, with the lab's network modelled as `benchmarks.agreement` does."""
+    links = {name.removeprefix("--").replace("-", "_"): value for name, value in LINKS.items()}
+    described: dict[str, Any] = {**links, "bandwidth_gbit": RATE * GOODPUT, "sharing": sharing}
+    hosts = 1 + max(RANKS)
+    cluster = Cluster(hosts=hosts, placement="block", **described)
+    found = VirtualCluster(len(RANKS), cluster).run(lambda transport: crowd(transport, repeats))
+    return found[0] or []
+
+
+def rows_of(where: str, records: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A row for each size of messages."""
+    for nbytes, count in CASES:
+        mine = [r for r in records if (r["bytes"], r["count"]) == (nbytes, count)]
+        ends = [record["ends"] for record in mine]
+        usual = sorted(each[-1] for each in ends)[len(ends) // 2]
+        late = sum(any(end > usual + LATE for end in each) for each in ends)
+        bursts = len(ends) * len(ends[0]) / count
+        yield {
+            "messages": f"{count} of {nbytes / 1e6:g} MB",
+            "where": where,
+            **{
+                f"{share:.0%}, ms": 1e3 * fmean(each[int(share * (len(each) - 1))] for each in ends)
+                for share in SHARES
+            },
+            "first sender, ms": 1e3 * fmean(record["senders"][0] for record in mine),
+            "seventh, ms": 1e3 * fmean(record["senders"][-2] for record in mine),
+            "sent again": late / bursts,
+        }
+
+
+def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Figures of `--sharing tcp` that are too far from the lab's."""
+    found = []
+    by_place = {(row["messages"], row["where"]): row for row in rows}
+    for (messages, where), row in by_place.items():
+        if where != "tcp":
+            continue
+        real = by_place[messages, "lab"]
+        for name in ("10%, ms", "50%, ms", "90%, ms", "first sender, ms", "seventh, ms"):
+            error = row[name] / real[name] - 1
+            if abs(error) > BAR:
+                found.append(f"{messages}: {name}: {error:+.1%} off, expected at most {BAR:.0%}")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = harness.make_parser(NAME, "How messages share links, in the lab and in virtual time.")
+    parser.add_argument("--repeats", type=whole(), default=60, help="of each size")
+    parser.add_argument("--quick", action="store_true", help="three of each")
+    args = parser.parse_args(argv)
+    repeats = 3 if args.quick else args.repeats
+    facts = machine()
+    rows = list(rows_of("lab", in_the_lab(repeats)))
+    rows += rows_of("tcp", in_virtual_time("tcp", repeats))
+    rows += rows_of("even", in_virtual_time("even", repeats))
+    rows.sort(key=lambda row: row["messages"])
+    title = f"Eight ranks on four hosts that all send at once, links of {RATE:g} Gbit/s"
+    findings = harness.Findings(title, rows, NOTES, missed(rows))
+    return harness.publish(NAME, argv, args, facts, findings)
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run_main(main))
