@@ -121,7 +121,7 @@ def request_for(
         f"bandwidth-gbit = {usual * goodput}",
         f"compute-time = {STEP}",
         f"jitter = {JITTER}",
-        *(f"{name.removeprefix('--')} = {value}" for name, value in LINKS.items()),
+        *(f"{name.removeprefix('--')} = {json.dumps(value)}" for name, value in LINKS.items()),
         "[links]",
         *(f"{h} = {rate * goodput}" for h, rate in enumerate(rates) if rate != usual),
         "[slowdown]",
