@@ -112,14 +112,19 @@ def publish(
     return 1 if args.check and found.missed else 0
 
 
-def run_here(ranks: int, args: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
+def run_here(
+    ranks: int, args: Sequence[str], timeout: float, options: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     """Run this Python with `args` over MPI on this machine, for `timeout` seconds at most.
+
+    Args:
+        options: of mpirun.
 
     Raises:
         UserError: there is no mpirun.
         subprocess.TimeoutExpired: it took longer; it has been ended.
     """
-    command = mpirun_here(ranks, args)
+    command = mpirun_here(ranks, args, options)
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

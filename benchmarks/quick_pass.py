@@ -46,6 +46,7 @@ PASSES = (
     Pass("agreement", _SHARED, needs_lab=True),
     Pass("calibration", ("--repeats", "2"), needs_lab=True),
     Pass("sharing", needs_lab=True),
+    Pass("ulfm"),
     Pass(
         "throughput",
         ("--workers", "4", "--hosts", "2", "--iterations", "20", "--workload", "resnet50"),

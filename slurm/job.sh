@@ -5,6 +5,9 @@
 STEP=
 CAME=
 SPREAD_SERVERS=${SPREAD_SERVERS:-no}
+RESTARTS=${RESTARTS:-0}
+SPARE_NODES=${SPARE_NODES:-0}
+STARTED=0 # how often the ranks have been started
 trap 'pass_on USR1' USR1
 trap 'pass_on USR2' USR2
 
@@ -176,19 +179,65 @@ last_checkpoint() {
     fi
 }
 
-# train OPTIONS...: train on PLACES; if a signal stops the run, put the job into the queue again.
-# Returns the status of the training, if it has ended.
+# place_on_nodes: place the ranks of a run with OPTIONS on the job's nodes, but the spare ones. Behind
+# a failure only those nodes count that still answer.
+place_on_nodes() {
+    local node answering=() all=()
+    mapfile -t all < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    if [ "$SPARE_NODES" -ge ${#all[@]} ]; then
+        fail "SPARE_NODES: expected fewer than the job's ${#all[@]} nodes, got '$SPARE_NODES'"
+    fi
+    for node in "${all[@]}"; do
+        if [ "$STARTED" = 0 ] || answers "$node"; then
+            answering+=("$node")
+        else
+            echo "$ALADDIN_SCRIPT: node $node does not answer; the run goes on without it" >&2
+        fi
+    done
+    [ ${#answering[@]} -gt 0 ] || return 1
+    place_ranks "$SERVERS" "$(workers_per_node)" \
+        "${answering[@]:0:$((${#all[@]} - SPARE_NODES))}"
+}
+
+answers() {
+    timeout 30 srun --overlap --nodelist="$1" --nodes=1 --ntasks=1 --gpus=0 true \
+        >/dev/null 2>&1 </dev/null
+}
+
+# may_restart STATUS CHECKPOINT: whether a run that has ended so is worth another start: it failed,
+# not by its options, and has a checkpoint behind the one it began with.
+may_restart() {
+    [ "$1" != 0 ] && [ "$1" != 2 ] && [ "$1" != $ALADDIN_STOPPED ] && [ -z "$CAME" ] &&
+        [ "$STARTED" -le "$RESTARTS" ] && [ -z "${HET_GROUPS:-}" ] &&
+        [ "$(last_checkpoint)" != "$2" ]
+}
+
+# train OPTIONS...: train on PLACES; if a signal stops the run, put the job into the queue again; if
+# it fails, start it again up to RESTARTS times. Returns the status of the training.
 train() {
-    local status=0 before
-    before=$(last_checkpoint)
-    start_ranks "$PYTHON" -m aladdin_mpi.train "$@" || status=$?
+    local status before ranks
+    while :; do
+        status=0
+        before=$(last_checkpoint)
+        STARTED=$((STARTED + 1))
+        start_ranks "$PYTHON" -m aladdin_mpi.train "$@" || status=$?
+        if [ $status = 0 ] && [ ! -e "$RUN_DIR/summary.json" ]; then
+            # So Open MPI's mpirun ends when it has lost a host.
+            echo "$ALADDIN_SCRIPT: the run has ended without a summary.json; submit it again with" \
+                "--run-dir $RUN_DIR --resume auto" >&2
+            status=1
+        fi
+        may_restart $status "$before" || break
+        ranks=${#PLACES[@]}
+        place_on_nodes || break
+        if [ ${#PLACES[@]} != "$ranks" ]; then
+            set -- "$@" --allow-resize
+        fi
+        echo "$ALADDIN_SCRIPT: the run has failed (status $status); restart $STARTED of $RESTARTS" \
+            "at $(last_checkpoint), ${#PLACES[@]} ranks; host:ranks ${SLOTS[*]}"
+    done
     if [ $status = $ALADDIN_STOPPED ]; then
         requeue "$before"
-    elif [ $status = 0 ] && [ ! -e "$RUN_DIR/summary.json" ]; then
-        # So Open MPI's mpirun ends when it has lost a host.
-        echo "$ALADDIN_SCRIPT: the run has ended without a summary.json; submit it again with" \
-            "--run-dir $RUN_DIR --resume auto" >&2
-        status=1
     fi
     return $status
 }

@@ -15,6 +15,7 @@ from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.allreduce.base import AllReduce, Pending
 from aladdin_mpi.allreduce.compressed import CompressedAllReduce
+from aladdin_mpi.allreduce.surviving import SurvivingSums
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.compression.dgc import DeepGradientCompression
 from aladdin_mpi.model.layout import Bucket
@@ -37,8 +38,13 @@ class ArSgdOptions(OwnOptions):
         "auto",
         description="what sums the gradients: MPI, Horovod (installed by make horovod), or "
         "torch.distributed (gloo, or NCCL on GPUs); auto: NCCL where each rank has a GPU to "
-        "itself, else MPI",
+        "itself, else MPI, which it always is where the others go on after a worker's death",
     )
+
+    @property
+    def may_lose_workers(self) -> bool:
+        """Whether the library that sums can be one that outlasts a death."""
+        return self.allreduce in ("auto", "mpi")
 
 
 class ArSgdWorker(TrainingWorker):
@@ -53,8 +59,14 @@ class ArSgdWorker(TrainingWorker):
         self.g = worker.replica.new_vector()
         self.codec = wire
         self.compresses = isinstance(wire, DeepGradientCompression)
-        self.all_reduce = self._make(wire, options)
         self.sums: list[tuple[Bucket, Pending]] = []
+        self.surviving: SurvivingSums | None = None
+        if self.transport.survives and not self.compresses and options.may_lose_workers:
+            self.surviving = SurvivingSums(
+                self.transport, self.layout, worker.replica.new_vector, wire.dtype
+            )
+        else:
+            self.all_reduce = self._make(wire, options)
 
     def _make(self, wire: GradientCodec, options: ArSgdOptions) -> AllReduce:
         transport = self.worker.transport
@@ -68,14 +80,19 @@ class ArSgdWorker(TrainingWorker):
         """Train until the segment's samples are used up."""
         for _ in self.worker.batches():
             self.worker.gradient(self.g, self._begin_sum)
-            if (
-                self.worker.clipping.norm is None and self.optimizer.takes_parts
-            ) or self.compresses:
+            by_parts = self.worker.clipping.norm is None and self.optimizer.takes_parts
+            if self.surviving is not None:
+                totals, workers = self.surviving.finish()
+                self._step_all(totals, workers, by_parts)
+            elif by_parts or self.compresses:
                 for bucket, pending in self.sums:
-                    self._step(bucket, pending.wait())
+                    self._step(bucket, pending.wait(), self.n)
             else:
-                self._step_as_whole()
+                totals = [(bucket, pending.wait()) for bucket, pending in self.sums]
+                self._step_as_whole(totals, self.n)
             self.sums.clear()
+        if self.surviving is not None:
+            self.surviving.settle()
 
     def resize(self, former: Former) -> None:
         """See :meth:`TrainingWorker.resize`."""
@@ -89,23 +106,33 @@ class ArSgdWorker(TrainingWorker):
         if self.compresses:
             # Deep gradient compression: each worker's own momentum, before the choice.
             self.optimizer.correct(bucket.part, g, self.x[bucket.part])
-        self.sums.append((bucket, self.all_reduce.start(g, bucket.index)))
+        if self.surviving is not None:
+            self.surviving.start(g, bucket)
+        else:
+            self.sums.append((bucket, self.all_reduce.start(g, bucket.index)))
 
-    def _step(self, bucket: Bucket, total: Tensor) -> None:
-        x, lr, mean = self.x[bucket.part], self.worker.lr, 1 / self.worker.count
+    def _step_all(self, totals: list[tuple[Bucket, Tensor]], workers: int, by_parts: bool) -> None:
+        if not by_parts:
+            self._step_as_whole(totals, workers)
+            return
+        for bucket, total in totals:
+            self._step(bucket, total, workers)
+
+    def _step(self, bucket: Bucket, total: Tensor, workers: int) -> None:
+        x, lr, mean = self.x[bucket.part], self.worker.lr, 1 / workers
         if self.compresses:
             scale(total, mean)
             add(x, total, alpha=-lr)
         else:
             self.optimizer.descend(bucket.part, total, x, lr, mean)
 
-    def _step_as_whole(self) -> None:
+    def _step_as_whole(self, totals: list[tuple[Bucket, Tensor]], workers: int) -> None:
         """With the norm of the whole mean, or whole parameters."""
         worker, g = self.worker, self.g
-        for bucket, pending in self.sums:
-            if (total := pending.wait()).data_ptr() != g[bucket.part].data_ptr():
+        for bucket, total in totals:
+            if total.data_ptr() != g[bucket.part].data_ptr():
                 copy(g[bucket.part], total)
-        scale(g, 1 / worker.count)
+        scale(g, 1 / workers)
         if worker.clipping.norm is not None:
             clip_norm(g, worker.clipping.norm)
         whole = slice(0, g.numel())
@@ -116,11 +143,11 @@ class ArSgdWorker(TrainingWorker):
     def close(self) -> None:
         """End the library's part too."""
         super().close()
-        self.all_reduce.close()
+        (self.surviving or self.all_reduce).close()
 
     def describe(self) -> str:
         """Which library sums."""
-        return f"all-reduce: {self.all_reduce.describe()}"
+        return f"all-reduce: {(self.surviving or self.all_reduce).describe()}"
 
 
 register(
@@ -134,7 +161,9 @@ register(
         lockstep=True,
         holder="first",
         compresses=True,
-        needs_all=lambda run: True,
+        needs_all=lambda run: (
+            run.compression != "none" or not own(run, ArSgdOptions).may_lose_workers
+        ),
         collective=True,
         clips="mean",
     )

@@ -11,18 +11,23 @@ that is smaller than the last digit of a parameter.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from aladdin_mpi.algorithms.registry import Algorithm, register
 from aladdin_mpi.allreduce import choose
+from aladdin_mpi.allreduce.base import AllReduce
+from aladdin_mpi.allreduce.surviving import Sums, SurvivingSums
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.model.vectors import add, copy
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class LocalSgdOptions(OwnOptions):
@@ -45,6 +50,11 @@ class LocalSgdOptions(OwnOptions):
         "auto", description="what sums the models, as --ar-sgd-allreduce"
     )
 
+    @property
+    def may_lose_workers(self) -> bool:
+        """Whether the library that sums can be one that outlasts a death."""
+        return self.allreduce in ("auto", "mpi")
+
 
 class LocalSgdWorker(TrainingWorker):
     """``base`` is the last average: between segments it is the model of every worker."""
@@ -56,9 +66,13 @@ class LocalSgdWorker(TrainingWorker):
         self.options = options
         self.g = worker.replica.new_vector()
         self.base = worker.replica.new_vector()
-        self.all_reduce = choose.make(
-            options.allreduce, self.transport, self.g.device, wire.plain.dtype
-        )
+        self.all_reduce: AllReduce | SurvivingSums
+        dtype = wire.plain.dtype
+        if self.transport.survives and options.may_lose_workers:
+            new_vector = worker.replica.new_vector
+            self.all_reduce = SurvivingSums(self.transport, self.layout, new_vector, dtype)
+        else:
+            self.all_reduce = choose.make(options.allreduce, self.transport, self.g.device, dtype)
 
     def run(self) -> None:
         """Train until the segment's samples are used up; all models are the same then."""
@@ -72,6 +86,8 @@ class LocalSgdWorker(TrainingWorker):
                 steps = 0
         if steps:  # as many on every worker: all take part
             self.average()
+        if isinstance(self.all_reduce, SurvivingSums):
+            self.all_reduce.settle()
 
     @property
     def local_steps(self) -> int:
@@ -83,11 +99,21 @@ class LocalSgdWorker(TrainingWorker):
         moved = self.g  # has done its work
         copy(moved, self.x)
         add(moved, self.base, alpha=-1.0)
-        start, buckets = self.all_reduce.start, self.layout.buckets
-        sums = [start(moved[bucket.part], bucket.index) for bucket in buckets]
-        for bucket, pending in zip(buckets, sums, strict=True):
-            add(self.base[bucket.part], pending.wait(), alpha=1 / self.n)
+        totals, workers = self._summed(moved)
+        for bucket, total in totals:
+            add(self.base[bucket.part], total, alpha=1 / workers)
         copy(self.x, self.base)
+
+    def _summed(self, moved: Tensor) -> Sums:
+        """The sums of all buckets; the workers among whom they are."""
+        buckets, sums = self.layout.buckets, self.all_reduce
+        if isinstance(sums, SurvivingSums):
+            for bucket in buckets:
+                sums.start(moved[bucket.part], bucket)
+            return sums.finish()
+        under_way = [sums.start(moved[bucket.part], bucket.index) for bucket in buckets]
+        totals = [(b, pending.wait()) for b, pending in zip(buckets, under_way, strict=True)]
+        return Sums(totals, self.n)
 
     def close(self) -> None:
         """End the library's part too."""
@@ -109,7 +135,7 @@ register(
         node_sums=True,
         lockstep=True,
         holder="all",
-        needs_all=lambda run: True,
+        needs_all=lambda run: not own(run, LocalSgdOptions).may_lose_workers,
         collective=True,
     )
 )

@@ -59,6 +59,13 @@ class AllReduce(ABC):
     def describe(self) -> str:
         """What does the work, in a few words."""
 
+    def abandon(self, dead: int) -> None:
+        """That rank has died: who waits for a sum gets :class:`PeerFailedError`, and so on.
+
+        Also called by handlers. Collectives end by themselves.
+        """
+        return
+
     def close(self) -> None:
         """End it, on every rank, when nothing is under way."""
         return

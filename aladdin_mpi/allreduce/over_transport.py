@@ -18,7 +18,7 @@ from aladdin_mpi.allreduce.buffers import Buffers
 from aladdin_mpi.allreduce.in_order import InOrder, Queued
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import Event, Request
+from aladdin_mpi.transport.request import Event, PeerFailedError, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,18 +81,31 @@ class DirectAllReduce(AllReduce):
     """Sums the wire's values in fp32: a reduce-scatter and an all-gather, each in one round.
 
     Every rank gets the same bits: the sum of everyone's rounded values, rounded once more.
+
+    Args:
+        tags: of the messages of the two rounds.
     """
 
     name = "mpi"
 
-    def __init__(self, transport: Transport, device: torch.device, wire_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        device: torch.device,
+        wire_dtype: torch.dtype,
+        tags: tuple[int, int] = (Tag.REDUCE_SCATTER, Tag.ALL_GATHER),
+    ) -> None:
         self._transport = transport
+        self._scatter, self._gather = tags
         self._buffers = Buffers(wire_dtype, device, transport.needs_memory)
         self._spaces: dict[int, _Space] = {}
         self._scattering: deque[_Direct] = deque()
+        self._under_way: list[_Direct] = []
+        self._dead: int | None = None
 
     def start(self, values: Tensor, key: int) -> Pending:
         """See :meth:`AllReduce.start`."""
+        self._check()
         self._advance()
         buffer, event = self._buffers.load(values, key)
         space = self._spaces.get(key)
@@ -100,8 +113,10 @@ class DirectAllReduce(AllReduce):
             gathered = self._buffers.like(buffer)
             space = self._spaces[key] = _Space(self._transport, buffer, gathered)
         pending = _Direct(self, values, buffer, event, space)
+        self._under_way.append(pending)
         self._exchange(pending)
         self._scattering.append(pending)
+        self._check()
         return pending
 
     def _exchange(self, pending: _Direct) -> None:
@@ -110,13 +125,13 @@ class DirectAllReduce(AllReduce):
         for peer in space.peers:
             own = space.received[peer]
             if own.numel():
-                pending.own.append(transport.irecv(own, peer, Tag.REDUCE_SCATTER))
+                pending.own.append(transport.irecv(own, peer, self._scatter))
         if pending.event is None:
             self._await_sums(pending)
         for peer in space.peers:
             if space.size(peer):
                 piece = pending.buffer[space.parts[peer]]
-                send = transport.isend(piece, peer, Tag.REDUCE_SCATTER, after=pending.event)
+                send = transport.isend(piece, peer, self._scatter, after=pending.event)
                 pending.others.append(send)
 
     def _await_sums(self, pending: _Direct) -> None:
@@ -129,7 +144,7 @@ class DirectAllReduce(AllReduce):
         for peer in space.peers:
             if space.size(peer):
                 gathered = space.gathered[space.parts[peer]]
-                pending.others.append(self._transport.irecv(gathered, peer, Tag.ALL_GATHER))
+                pending.others.append(self._transport.irecv(gathered, peer, self._gather))
 
     def _advance(self) -> None:
         """Send the sums, in order, of which every rank's share has come."""
@@ -148,7 +163,7 @@ class DirectAllReduce(AllReduce):
         space.add(pending.buffer, total)
         if total.numel():
             for peer in space.peers:
-                pending.others.append(transport.isend(total, peer, Tag.ALL_GATHER))
+                pending.others.append(transport.isend(total, peer, self._gather))
         pending.reduced = True
 
     def finish(self, pending: _Direct) -> None:
@@ -158,10 +173,26 @@ class DirectAllReduce(AllReduce):
             if first.event is not None:
                 self._transport.await_event(first.event)
             self._transport.wait_all(first.own)
+            self._check()
             self._advance()
         self._transport.wait_all(pending.others)
+        self._check()
+        self._under_way.remove(pending)
         Buffers.store(pending.space.gathered, pending.values)
         self._advance()
+
+    def abandon(self, dead: int) -> None:
+        """See :meth:`AllReduce.abandon`."""
+        self._dead = dead
+        for pending in list(self._under_way):
+            for request in (*pending.own, *pending.others):
+                self._transport.abandon(request)
+
+    def _check(self) -> None:
+        """Raise PeerFailedError behind a death; what has been sent since is abandoned too."""
+        if self._dead is not None:
+            self.abandon(self._dead)
+            raise PeerFailedError(self._dead, "")
 
     def describe(self) -> str:
         """See :meth:`AllReduce.describe`."""

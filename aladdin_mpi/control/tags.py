@@ -67,6 +67,12 @@ class Tag(IntEnum):
     """Worker to worker: a part of a bucket, for its owner to add."""
     ALL_GATHER = 41
     """Worker to worker: a part of a bucket, summed."""
+    STEPS = 42
+    """Worker to rank 0, after a death: how many steps it has summed."""
+    STEPS_OF_ALL = 43
+    """Its answer: what all have told."""
+    SUMS = 44
+    """Worker to worker: the sums of a step that the other lacks."""
     PUSH = 50
     """Worker to worker, push-sum: a weight, then a model in buckets."""
     GOSSIP = 51
@@ -77,6 +83,14 @@ class Tag(IntEnum):
     """Worker to worker: a model in buckets, to be averaged."""
     AVERAGED = 54
     """The answer: the other model as it was before."""
+
+
+_GENERATIONS = 1000
+
+
+def of_generation(number: int) -> tuple[int, int]:
+    """The tags of parts and sums after ``number`` regroupings: earlier ones may be on their way."""
+    return _GENERATIONS + 2 * number, _GENERATIONS + 2 * number + 1
 
 
 SEALED = frozenset(

@@ -165,6 +165,13 @@ class Transport(ABC):
         """Give up a posted receive that no message has matched yet."""
 
     @abstractmethod
+    def abandon(self, request: Request) -> None:
+        """End a send or a receive whose other end may never come; its memory is not used again.
+
+        Handlers may call it: who waits for the request goes on.
+        """
+
+    @abstractmethod
     def exclude_from_traffic(self, *tags: int) -> None:
         """Leave messages of these tags out of ``traffic``; in virtual time they take no room.
 

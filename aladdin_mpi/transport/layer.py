@@ -58,6 +58,9 @@ class Layer(Transport):
     def cancel(self, request: Request) -> None:
         self.inner.cancel(request)
 
+    def abandon(self, request: Request) -> None:
+        self.inner.abandon(request)
+
     def exclude_from_traffic(self, *tags: int) -> None:
         self.inner.exclude_from_traffic(*tags)
 

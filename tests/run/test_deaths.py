@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from aladdin_mpi.algorithms import registry
+from aladdin_mpi.allreduce.surviving import SurvivingSums
 from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.parameter_server.server_role import Server
+from aladdin_mpi.roles.role import Role
 from aladdin_mpi.transport.cluster import Cluster
 from tests.quadratic import Quadratic
 from tests.roles import Job, any_network, flat_start, run
@@ -75,6 +79,41 @@ def schedule(variant: str, seed: int) -> Job:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_living_go_on(variant: str, seed: int) -> None:
     check_the_living(schedule(variant, seed))
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("algorithm", ["ar-sgd", "local-sgd"])
+def test_who_sums_stays_equal_to_the_bit(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, wire: str
+) -> None:
+    """Whoever lacked the sums of a step has them from another, or all have summed again."""
+    seen = Counter[str]()
+    for name in ("_take", "_begin_again"):
+        count_calls(monkeypatch, SurvivingSums, name, seen)
+    for seed in range(2 * SCHEDULES):
+        job = schedule(algorithm, seed)
+        job.settings["wire"] = wire
+        models = [model_of(rank.role, job) for rank in run(job).workers]
+        assert all(torch.equal(model, models[0]) for model in models), seed
+    # With bf16 a rank that has all sums is seldom alone: they come from all at one time.
+    assert seen["_begin_again"] and (seen["_take"] or wire == "bf16")
+
+
+def model_of(role: Role, job: Job) -> Tensor:
+    """A worker's own model, flat."""
+    return torch.cat([role.part(bucket) for bucket in job.layout.buckets])
+
+
+def count_calls(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, seen: Counter[str]
+) -> None:
+    method = getattr(owner, name)
+
+    def counted(*args: Any) -> None:
+        seen[name] += 1
+        method(*args)
+
+    monkeypatch.setattr(owner, name, counted)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -84,7 +84,7 @@ def test_the_others_train_on(tmp_path: Path, algorithm: str, returns: bool) -> N
         ("aladdin", 2, False, "without ULFM (mpirun --with-ft ulfm) the others cannot go on"),
         pytest.param("aladdin", 0, True, "it keeps the run's books", marks=pytest.mark.long),
         pytest.param("asp", 0, False, "it keeps the run's books", marks=pytest.mark.long),
-        pytest.param("ar-sgd", 1, True, "ar-sgd needs every worker", marks=pytest.mark.long),
+        pytest.param("multistep", 1, True, "multistep needs every worker", marks=pytest.mark.long),
     ],
 )
 def test_the_job_ends(tmp_path: Path, algorithm: str, hanging: int, ulfm: bool, words: str) -> None:

@@ -46,6 +46,8 @@ def kill(job: Job, run_dir: Path, ranks: list[int], at: int) -> None:
         ("aladdin", 5, [3], ["--servers", 2]),
         pytest.param("bsp", 4, [1, 3], [], marks=pytest.mark.long),
         pytest.param("gosgd", 3, [2], [], marks=pytest.mark.long),
+        pytest.param("ar-sgd", 4, [2], []),
+        pytest.param("local-sgd", 4, [1, 3], [], marks=pytest.mark.long),
     ],
 )
 def test_the_others_train_on(
@@ -78,7 +80,7 @@ def test_the_others_train_on(
 @pytest.mark.parametrize(
     ("algorithm", "killed", "ulfm", "words"),
     [
-        ("ar-sgd", 2, True, "; ar-sgd needs every worker; resume with: --resume "),
+        ("multistep", 2, True, "; multistep needs every worker; resume with: --resume "),
         pytest.param(
             "aladdin",
             1,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from aladdin_mpi.run.checkpoint import MANIFEST
+from benchmarks import netns
 from tests.commands import checkpoint, metrics, rises, summary
 from tests.slurm.batch import GPU_NODES, TIMED, BatchJob, submit
 from tests.slurm_cluster import SlurmCluster
@@ -109,3 +111,53 @@ def test_a_dead_node_costs_what_came_behind_the_last_checkpoint(cluster: SlurmCl
     assert job.wait() == "COMPLETED", job.output()
     assert f"job {job.number}, start 2:" in job.output()
     check_continuous(run_dir, SAMPLES)
+
+
+def ranks_on(node: str) -> list[int]:
+    """The processes of the ranks on a node."""
+    lines = {pid: Path(f"/proc/{pid}/cmdline") for pid in netns.processes([node])}
+    return [
+        pid
+        for pid, line in lines.items()
+        if line.exists() and b"-m\0aladdin_mpi.train" in line.read_bytes()
+    ]
+
+
+@pytest.mark.long
+def test_a_run_that_fails_starts_again_inside_its_job(cluster: SlurmCluster) -> None:
+    run_dir = cluster.shared / "restarted"
+    words = [*LENGTH, "--checkpoint-every", "1s", "--run-dir", run_dir]
+    env = {"RESTARTS": "1", "SPARE_NODES": "1"}
+    job = submit(cluster, "train.sbatch", [*TWO_NODES, "--no-kill"], words, env)
+    job.until(lambda: any((run_dir / "checkpoint").glob("samples-*")))
+    first, spare = cluster.hosts[-2:]
+    assert ranks_on(first) and not ranks_on(spare)
+    os.kill(max(ranks_on(first)), signal.SIGKILL)
+    assert job.wait() == "COMPLETED", job.output()
+    assert "restart 1 of 1 at samples-" in job.output()
+    assert f"job {job.number}, start 2:" not in job.output(), "it was not requeued"
+    check_continuous(run_dir, SAMPLES)
+
+
+@pytest.mark.long
+def test_a_restart_leaves_out_a_node_that_is_lost(cluster: SlurmCluster) -> None:
+    run_dir = cluster.shared / "fewer"
+    words = [*LENGTH, "--checkpoint-every", "1s", "--run-dir", run_dir]
+    job = submit(cluster, "train.sbatch", [*TWO_NODES, "--no-kill"], words, {"RESTARTS": "2"})
+    job.until(lambda: any((run_dir / "checkpoint").glob("samples-*")))
+    lost = cluster.hosts[-1]
+    cluster.kill_node(lost)
+    try:
+        assert job.wait() == "COMPLETED", job.output()
+    finally:
+        cluster.revive_node(lost)
+    assert f"node {lost} does not answer; the run goes on without it" in job.output()
+    assert summary(run_dir)["samples"] == SAMPLES
+    assert rises(metrics(run_dir, "train"))
+
+
+def test_bad_options_do_not_start_again(cluster: SlurmCluster) -> None:
+    env = {"RESTARTS": "3"}
+    job = submit(cluster, "train.sbatch", TWO_NODES, ["--algorithm", "none-such"], env)
+    assert job.wait() == "FAILED", job.output()
+    assert "restart" not in job.output()

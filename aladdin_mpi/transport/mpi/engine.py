@@ -165,6 +165,11 @@ class MpiTransport(Transport):
         with self._polling.lock:
             self._requests.cancel(request)
 
+    def abandon(self, request: Request) -> None:
+        assert isinstance(request, MpiRequest)
+        with self._polling.lock:
+            self._requests.abandon(request)
+
     def exclude_from_traffic(self, *tags: int) -> None:
         self._requests.untracked |= set(tags)
 

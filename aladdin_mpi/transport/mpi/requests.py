@@ -13,7 +13,7 @@ from mpi4py import MPI  # before torch: Cray MPICH breaks the other way round
 # isort: split
 from aladdin_mpi.transport.base import Traffic
 from aladdin_mpi.transport.mpi.buffers import in_bytes
-from aladdin_mpi.transport.mpi.failures import NAMED_WITHIN, Failures
+from aladdin_mpi.transport.mpi.failures import DEATHS, NAMED_WITHIN, Failures
 from aladdin_mpi.transport.mpi.pending import MpiRequest, Pending
 from aladdin_mpi.transport.mpi.signals import Signals
 from aladdin_mpi.transport.request import ANY_SOURCE, Event
@@ -47,6 +47,8 @@ class Requests:
         self._statuses: list[MPI.Status] = []
         self._held_back: dict[tuple[int, int], deque[tuple[MpiRequest, Event | None]]] = {}
         self._abandoned: list[MpiRequest] = []
+        self._is_wounded = False
+        """A request has met a death, of whom this rank may not know yet."""
 
     # -- begin ----------------------------------------------------------------
     @property
@@ -129,11 +131,14 @@ class Requests:
         if self._held_back:
             self._release_held_back()
         self.take_fresh()
-        if self._failures.survives:
-            self._complete_each()
-            self._look_for_failures()
-        else:
+        if not self._failures.survives:
             self._complete_some()
+        else:
+            if self._failures.failed or self._is_wounded:
+                self._complete_each()
+            else:
+                self._complete_any()
+            self._look_for_failures()
         self.is_idle = self._pending.is_idle
 
     def _complete_some(self) -> None:
@@ -148,8 +153,36 @@ class Requests:
                 self._complete(firsts[index], status)
             pending.drop_ended()  # who stood behind them may have ended too
 
+    def _complete_any(self) -> None:
+        """The same where a death may be met: of an error in several MPI does not say whose it is.
+
+        So they are tested together, but only one may end in a test.
+        """
+        pending, status = self._pending, MPI.Status()
+        while firsts := pending.firsts():
+            handles = pending.handles()
+            try:
+                index, has_ended = MPI.Request.Testany(handles, status)
+            except MPI.Exception as error:
+                self._is_wounded = True
+                self._meet_failure_of_any(firsts, error)
+                return
+            if not has_ended or index == MPI.UNDEFINED:
+                return
+            self._complete(firsts[index], status)
+            pending.drop_ended()
+
+    def _meet_failure_of_any(self, firsts: list[MpiRequest], error: MPI.Exception) -> None:
+        """MPI has ended one of them by a death, or leaves it for a later look."""
+        ended = [r for r in firsts if not r.done and r.handle == MPI.REQUEST_NULL]
+        for request in ended:
+            self._meet_failure(request, error)
+        if not ended and error.Get_error_class() not in DEATHS:
+            raise error
+        self._pending.drop_all_ended()
+
     def _complete_each(self) -> None:
-        """The same one by one: of an error in several MPI does not say whose it is."""
+        """The same one by one, where a rank has died: any of them may meet that."""
         status, before = MPI.Status(), -1
         while before != self.completions:
             before = self.completions
@@ -220,6 +253,15 @@ class Requests:
         if not status.Is_cancelled():
             self._complete(request, status)
         request.done = True
+
+    def abandon(self, request: MpiRequest) -> None:
+        """Look at it no more; MPI may hold on to its buffer, so it is kept."""
+        self.take_fresh()
+        if not request.done and request.handle != MPI.REQUEST_NULL:
+            self._pending.remove(request)
+            self._abandoned.append(request)
+            request.done = True
+            self._signals.news.set()
 
     def left(self, receives: bool) -> list[MpiRequest]:
         """The receives, or all others, that have not ended."""

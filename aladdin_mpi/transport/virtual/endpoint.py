@@ -221,13 +221,19 @@ class Endpoint:
         if not message.free:
             self.traffic.bytes_received += message.nbytes
             self.traffic.messages_received += 1
-        if message.request is not None:
+        if message.request is not None and not message.request.done:  # else it was abandoned
             self.fabric.endpoints[message.source].complete(message.request)
 
     def cancel(self, receive: Operation) -> None:
         """Take back ``receive`` if nothing has matched it."""
         if self.mailbox.withdraw(receive):
             self.complete(receive)
+
+    def abandon(self, request: Operation) -> None:
+        """End ``request`` here; of a send the message goes on its way all the same."""
+        if request.what == "receive":
+            self.mailbox.withdraw(request)
+        self.complete(request)
 
     # -- handlers -----------------------------------------------------------------
     def register(self, tag: int, nbytes: int, handler: Handler) -> None:

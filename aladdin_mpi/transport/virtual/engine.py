@@ -280,6 +280,11 @@ class VirtualTransport(Transport):
         if isinstance(request, Operation):
             self._endpoint.cancel(request)
 
+    def abandon(self, request: Request) -> None:
+        """See :meth:`Transport.abandon`."""
+        if isinstance(request, Operation) and not request.done:
+            self._endpoint.abandon(request)
+
     # -- messages that interrupt --------------------------------------------
     def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
         """See :meth:`Transport.on_message`. Handlers run before any rank goes on at that time."""
