@@ -95,8 +95,9 @@ def test_who_sums_stays_equal_to_the_bit(
         job.settings["wire"] = wire
         models = [model_of(rank.role, job) for rank in run(job).workers]
         assert all(torch.equal(model, models[0]) for model in models), seed
-    # With bf16 a rank that has all sums is seldom alone: they come from all at one time.
-    assert seen["_begin_again"] and (seen["_take"] or wire == "bf16")
+    assert seen["_begin_again"]
+    if (algorithm, wire) == ("ar-sgd", "fp32"):  # elsewhere it is seldom that one alone has them
+        assert seen["_take"]
 
 
 def model_of(role: Role, job: Job) -> Tensor:
