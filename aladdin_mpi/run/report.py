@@ -52,19 +52,24 @@ class Panel:
 LOSS = Panel("train", "epoch", "loss", "training loss")
 VARIANCE = Panel("eval", "epoch", "model_variance", "relative variance among models", is_log=True)
 ACCURACIES = tuple(Panel("eval", x, "test_accuracy", "test accuracy") for x in ("epoch", "seconds"))
+THROUGHPUT = Panel("train", "seconds", "samples_per_second", "samples/s")
 LOSSES = tuple(Panel("eval", x, "test_loss", "test loss") for x in ("epoch", "seconds"))
 X_LABELS = {"epoch": "epochs", "seconds": "training time, s"}
 
 
-def draw_curves(lines: Lines, path: Path, title: str) -> None:
+def draw_curves(
+    lines: Lines, path: Path, title: str, failures: Sequence[Mapping[str, Any]] = ()
+) -> None:
     """Draw loss and accuracy against epochs, and accuracy against time, into a PNG.
 
     Without accuracy it is the test loss, and where the workers' models differ also the variance
     among them. What was not measured has no panel; where nothing was, or without matplotlib,
-    there is no picture.
+    there is no picture. Where ranks died, by the summary's ``failures``, they are marked, and the
+    throughput has a panel.
     """
+    deaths = ranks_lost(failures)
     measured = ACCURACIES if ACCURACIES[0].points(lines) else LOSSES
-    panels = (LOSS, *measured, VARIANCE)
+    panels = (LOSS, *measured, VARIANCE, *[THROUGHPUT] * bool(deaths))
     shown = {panel: points for panel in panels if (points := panel.points(lines))}
     if not shown or extras.missing("matplotlib"):
         return
@@ -79,6 +84,7 @@ def draw_curves(lines: Lines, path: Path, title: str) -> None:
     )
     for axis, (panel, points) in zip(axes[0], shown.items(), strict=True):
         _draw_panel(axis, panel, points)
+        _mark(axis, panel, deaths)
     figure.suptitle(title, fontsize=10)
     with written_whole(path) as temporary:
         figure.savefig(temporary, dpi=110)
@@ -94,6 +100,20 @@ def _draw_panel(axis: Any, panel: Panel, points: Sequence[tuple[float, float]]) 
     if panel.is_log:
         axis.set_yscale("log")
     axis.grid(alpha=0.3)
+
+
+def _mark(axis: Any, panel: Panel, deaths: Sequence[Mapping[str, Any]]) -> None:
+    """A line where each rank was lost, with its number."""
+    for death in deaths:
+        axis.axvline(death[panel.x], color="C3", linestyle="--", linewidth=1)
+        text = f" rank {death['rank']}"
+        top = axis.get_xaxis_transform()
+        axis.text(death[panel.x], 0.98, text, transform=top, color="C3", fontsize=8, va="top")
+
+
+def ranks_lost(failures: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those of a summary's failures that are the end of a rank."""
+    return [failure for failure in failures if "samples_lost" in failure]
 
 
 ROWS = (
@@ -125,10 +145,20 @@ def table(summary: Mapping[str, Any], figures: Mapping[str, float]) -> str:
     ]
     if summary.get("wait_fraction") is not None:
         rows.append((WAITED, units.percent(summary["wait_fraction"])))
+    rows += [_told(death) for death in ranks_lost(summary.get("failures", ()))]
     shown = {key for key, _, _ in ROWS}
     rows += [(name, _shown(value)) for name, value in figures.items() if name not in shown]
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"  {label:<{width}}  {value}" for label, value in rows)
+
+
+def _told(death: Mapping[str, Any]) -> tuple[str, str]:
+    """A row of the table about a rank that was lost."""
+    lost, at = death["samples_lost"], units.number(death["samples"])
+    about = f"at sample {at}, after {units.number(death['seconds'])} s"
+    return f"rank {death['rank']} (host {death['host']}) {death['what']}", (
+        f"{about}; {units.number(lost)} sample{'s' * (lost != 1)} lost"
+    )
 
 
 def _shown(value: object) -> str:

@@ -86,7 +86,7 @@ def summarise(
     summary = rounded(summary)
     write_summary(folder, summary)
     title = "{algorithm}, {model} on {dataset}, {workers} workers".format(**summary)
-    draw_curves(books.metrics.lines, folder / CURVES, title)
+    draw_curves(books.metrics.lines, folder / CURVES, title, summary["failures"])
     if not context.options.quiet:
         shown = table(summary, {**measured, **coordinator.own_figures.last})
         console.say(f"{shown}\n  results in {folder}", sys.stdout)

@@ -17,7 +17,7 @@ from aladdin_mpi.comparison.baseline import Baseline
 from aladdin_mpi.comparison.coinciding import DASH, Part, parts
 from aladdin_mpi.comparison.figures import Evaluation, RunFigures, make_rows
 from aladdin_mpi.config.options import SimulateOptions, TrainOptions
-from aladdin_mpi.run.report import draw_curves
+from aladdin_mpi.run.report import draw_curves, table
 
 ONE = Baseline(100.0, "measured")
 
@@ -53,6 +53,34 @@ def test_what_was_not_measured_has_no_panel(
 def test_without_any_figure_there_is_no_picture(tmp_path: Path) -> None:
     draw_curves([line("train", loss=None)], tmp_path / "curves.png", "title")
     assert not list(tmp_path.iterdir())
+
+
+DEATH = {
+    "rank": 3,
+    "host": "node07",
+    "what": "died",
+    "samples": 768,
+    "epoch": 1.5,
+    "seconds": 2.5,
+    "samples_lost": 64,
+}
+
+
+def test_ranks_that_died_are_in_the_picture_and_the_table(tmp_path: Path) -> None:
+    lines = [
+        {**line("train", loss=2.0, samples_per_second=100.0 - n), "seconds": 2.0 + n}
+        for n in range(3)
+    ]
+    refusal = {"rank": 2, "what": "gradient refused", "count": 1, "first": "NaN"}
+    draw_curves(lines, tmp_path / "curves.png", "title", [refusal])
+    assert panels(tmp_path / "curves.png") == 1
+    draw_curves(lines, tmp_path / "curves.png", "title", [refusal, DEATH])
+    assert panels(tmp_path / "curves.png") == 2
+    (row,) = [row for row in table({"failures": [refusal, DEATH]}, {}).splitlines() if row.strip()]
+    assert row.split("  ")[1:] == [
+        "rank 3 (host node07) died",
+        "at sample 768, after 2.5 s; 64 samples lost",
+    ]
 
 
 # -- a comparison's -----------------------------------------------------------------------------

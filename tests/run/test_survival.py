@@ -65,6 +65,8 @@ def test_the_others_train_on(
     for failure in found["failures"]:
         assert f"rank {failure['rank']} (host {failure['host']}) has failed" in done.stderr
         assert 0 <= failure["samples_lost"] < EPOCH
+        row = f"rank {failure['rank']} (host {failure['host']}) died"
+        assert f"{row} " in done.stdout and f"{failure['samples_lost']} sample" in done.stdout
     assert found["samples"] == BUDGET
     assert found["samples_lost"] == sum(each["samples_lost"] for each in found["failures"])
     assert found["gradients_computed"] == found["gradients_applied"]
