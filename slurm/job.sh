@@ -5,6 +5,7 @@
 STEP=
 CAME=
 SPREAD_SERVERS=${SPREAD_SERVERS:-no}
+SURVIVE=${SURVIVE:-auto}
 RESTARTS=${RESTARTS:-0}
 SPARE_NODES=${SPARE_NODES:-0}
 STARTED=0 # how often the ranks have been started
@@ -146,9 +147,28 @@ start_srun() {
 start_mpirun() {
     PLACES_FILE=$(mktemp "${TMPDIR:-/tmp}/aladdin-places.XXXXXX")
     printf '%s\n' "${PLACES[@]}" >"$PLACES_FILE"
-    mpirun -np "${#PLACES[@]}" --hostfile "$PLACES_FILE" --map-by seq:OVERSUBSCRIBE \
+    set_survival
+    mpirun "${SURVIVAL[@]}" -np "${#PLACES[@]}" --hostfile "$PLACES_FILE" --map-by seq:OVERSUBSCRIBE \
         --bind-to none "${SITE_MPIRUN[@]}" "$@" &
     STEP=$!
+}
+
+# set_survival: set SURVIVAL to the options of mpirun with which the others go on when a worker dies,
+# where SURVIVE asks for that and Open MPI can do it.
+set_survival() {
+    SURVIVAL=()
+    case $SURVIVE in
+        no) return ;;
+        yes | auto) ;;
+        *) fail "SURVIVE: expected yes, no or auto, got '$SURVIVE'" ;;
+    esac
+    if [[ "${SITE_MPIRUN[*]}" == *--with-ft* ]]; then
+        return
+    elif [[ "$(mpirun --version 2>/dev/null)" =~ \(Open\ MPI\)\ ([5-9]|[1-9][0-9])\. ]]; then
+        SURVIVAL=(--with-ft ulfm)
+    elif [ "$SURVIVE" = yes ]; then
+        fail "SURVIVE=yes: expected the mpirun of Open MPI 5 or later; use SURVIVE=auto, or RESTARTS"
+    fi
 }
 
 await_step() {

@@ -140,6 +140,20 @@ def test_a_run_that_fails_starts_again_inside_its_job(cluster: SlurmCluster) -> 
 
 
 @pytest.mark.long
+def test_with_mpirun_the_others_go_on(cluster: SlurmCluster) -> None:
+    run_dir = cluster.shared / "survived"
+    words = [*LENGTH, "--run-dir", run_dir]
+    job = submit(cluster, "train.sbatch", TWO_NODES, words, {"LAUNCHER": "mpirun"})
+    started(job, run_dir)
+    os.kill(max(ranks_on(cluster.hosts[-1])), signal.SIGKILL)
+    assert job.wait() == "COMPLETED", job.output()
+    assert "training goes on with 3 workers" in job.output()
+    (failure,) = summary(run_dir)["failures"]
+    assert failure["what"] == "died"
+    assert summary(run_dir)["samples"] == SAMPLES
+
+
+@pytest.mark.long
 def test_a_restart_leaves_out_a_node_that_is_lost(cluster: SlurmCluster) -> None:
     run_dir = cluster.shared / "fewer"
     words = [*LENGTH, "--checkpoint-every", "1s", "--run-dir", run_dir]
