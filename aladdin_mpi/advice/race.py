@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from math import inf
 from statistics import fmean
@@ -21,7 +21,7 @@ from aladdin_mpi.advice.candidates import (
 )
 from aladdin_mpi.advice.learning import Share
 from aladdin_mpi.advice.options import Request
-from aladdin_mpi.advice.pool import workers_of
+from aladdin_mpi.advice.pool import Processes, workers_of
 from aladdin_mpi.advice.timed_run import Timed
 from aladdin_mpi.config.options import SimulateOptions
 
@@ -143,7 +143,7 @@ class Race:
         )
 
     def _submit(
-        self, pool: ProcessPoolExecutor, entry: Entry, steps: int, seed: int = 0
+        self, pool: Processes, entry: Entry, steps: int, seed: int = 0
     ) -> Future[Timed | str]:
         self._asked += 1
         options = self.options(entry.candidate, self._steps[steps], seed)
@@ -185,7 +185,7 @@ class Race:
         self.entries.append(entry)
         return entry
 
-    def _first(self, candidates: Iterable[Candidate], pool: ProcessPoolExecutor) -> None:
+    def _first(self, candidates: Iterable[Candidate], pool: Processes) -> None:
         """Short runs, of those that may be best first; the others as long as they may win."""
         entries = [self._entry(candidate) for candidate in candidates]
         entries.sort(key=lambda entry: -entry.bound * entry.share.value)
@@ -201,7 +201,7 @@ class Race:
                 self._asked -= 1
                 entry.why_not = "cannot win"
 
-    def _second(self, pool: ProcessPoolExecutor) -> None:
+    def _second(self, pool: Processes) -> None:
         """Other options, where they may win."""
         found = []
         for entry in self.ranking():
@@ -213,7 +213,7 @@ class Race:
                     found.append(candidate)
         self._first(found, pool)
 
-    def _last(self, pool: ProcessPoolExecutor) -> None:
+    def _last(self, pool: Processes) -> None:
         """Long runs of the best, and of synchronous SGD to compare with."""
         ranking = [entry for entry in self.ranking() if entry.short is not None]
         finalists = ranking[:FINALISTS]

@@ -1,0 +1,47 @@
+"""Processes for virtual runs: cancelled, ended in the middle, killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import BrokenExecutor
+from typing import Any
+
+import pytest
+
+from aladdin_mpi.advice.pool import workers_of
+
+
+def test_what_is_left_at_the_end_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in the threads behind the processes: a program may end by such an error."""
+    told: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    before = set(threading.enumerate())
+    with workers_of(2) as pool:
+        assert pool.submit(pow, 2, 10).result(timeout=60) == 1024
+        running = [pool.submit(time.sleep, 100) for _ in range(2)]
+        waiting = [pool.submit(time.sleep, 100) for _ in range(6)]
+        assert all(future.cancel() for future in waiting[::2])
+        assert not any(future.cancel() for future in running)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=60)
+    assert told == []
+
+
+def test_those_behind_a_cancelled_call_are_made() -> None:
+    with workers_of(1) as pool:
+        first = pool.submit(time.sleep, 0.2)
+        second, third = pool.submit(pow, 2, 2), pool.submit(pow, 3, 2)
+        assert second.cancel()
+        assert third.result(timeout=60) == 9
+        assert first.done()
+
+
+def test_a_process_that_is_killed_is_an_error_of_its_call() -> None:
+    with workers_of(1) as pool, pytest.raises(BrokenExecutor):
+        pid = pool.submit(os.getpid).result(timeout=60)
+        sleeping = pool.submit(time.sleep, 100)
+        os.kill(pid, signal.SIGKILL)
+        sleeping.result(timeout=60)
