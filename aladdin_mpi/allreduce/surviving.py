@@ -214,6 +214,7 @@ class SurvivingSums:
         """Sum among those that live, apart from what was sent before."""
         self._members = [rank for rank, steps in enumerate(agreed.steps) if steps != GONE]
         self._generation += 1
+        self._is_broken = False
         self._all_reduce = self._make()
 
     def _give(self, agreed: _Agreed) -> None:
@@ -223,11 +224,10 @@ class SurvivingSums:
             return
         last = self._totals[(self._steps - 1) % 2]
         lacking = [rank for rank in self._members if agreed.steps[rank] < most]
-        self._transport.wait_ended(
-            [
-                self._transport.isend(host_copy(bucket.of(last)), rank, Tag.SUMS)
-             for rank in lacking for bucket in self._layout.buckets]
-        )  # fmt: skip
+        for bucket in self._layout.buckets:
+            values = _on_host(bucket.of(last))
+            sends = [self._transport.isend(values, rank, Tag.SUMS) for rank in lacking]
+            self._transport.wait_ended(sends)
 
     def _take(self, agreed: _Agreed) -> None:
         """Receive this step's sums from the first rank that has them.
@@ -245,11 +245,11 @@ class SurvivingSums:
                 copy(total, room)
 
     def _begin_again(self) -> None:
-        begun, self._begun, self._is_broken = self._begun, [], False
+        begun, self._begun = self._begun, []
         for bucket, values, _ in begun:
             self.start(values, bucket)
 
 
-def host_copy(values: Tensor) -> Tensor:
+def _on_host(values: Tensor) -> Tensor:
     """Values as the transport can send them."""
     return values if values.is_cpu or values.is_meta else values.cpu()
