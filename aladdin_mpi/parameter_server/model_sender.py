@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -43,6 +44,10 @@ class ModelSender:
         self._free: list[Tensor] = []
         self._in_flight: dict[tuple[int, int], tuple[Request, Tensor]] = {}
         self._newer: dict[tuple[int, int], tuple[Bucket, Tensor, float, NotesThen]] = {}
+        self._waiting: Counter[int] = Counter()
+        """Of those in ``_newer``, how many are for each rank."""
+        self._changed: set[tuple[int, int]] = set()
+        """What has begun or ceased to wait since the last :meth:`keep_up`."""
         self._ending: list[int] = []
         self._awaited: set[int] = set()
 
@@ -84,9 +89,9 @@ class ModelSender:
             return
         key = (rank, bucket.index)
         if key in self._in_flight and not self._reclaim(key):
-            self._newer[key] = (bucket, values.clone() if exact else values, alpha, notes)
+            self._wait_behind(key, (bucket, values.clone() if exact else values, alpha, notes))
             return
-        self._newer.pop(key, None)
+        self._take_waiting(key)
         wire = self._free.pop() if self._free else self._wire.buffer(self._largest)
         message, event = self._write(rank, bucket, values, wire)
         self._transport.charge_memory(self._moved(bucket, message.nbytes))
@@ -95,6 +100,21 @@ class ModelSender:
         self._transport.isend(header.pack(), rank, Tag.MODEL)
         request = self._transport.isend(message, rank, Tag.MODEL, after=event)
         self._in_flight[key] = (request, wire)
+
+    def _wait_behind(
+        self, key: tuple[int, int], model: tuple[Bucket, Tensor, float, NotesThen]
+    ) -> None:
+        if key not in self._newer:
+            self._waiting[key[0]] += 1
+            self._changed.add(key)
+        self._newer[key] = model
+
+    def _take_waiting(self, key: tuple[int, int]) -> tuple[Bucket, Tensor, float, NotesThen] | None:
+        model = self._newer.pop(key, None)
+        if model is not None:
+            self._waiting[key[0]] -= 1
+            self._changed.add(key)
+        return model
 
     def _write(
         self, rank: int, bucket: Bucket, values: Tensor, wire: Tensor
@@ -123,9 +143,12 @@ class ModelSender:
 
     def advance(self) -> None:
         """Send what waited and can go now."""
-        for key in [key for key in self._newer if self._reclaim(key)]:
-            self.send(key[0], *self._newer.pop(key))
-        for rank in [rank for rank in self._ending if not self._awaits(rank)]:
+        # Called for every gradient: of a thousand that wait, each may only be glanced at.
+        flying = self._in_flight
+        for key in [key for key in self._newer if flying[key][0].done]:
+            if self._reclaim(key) and (model := self._take_waiting(key)) is not None:
+                self.send(key[0], *model)
+        for rank in [rank for rank in self._ending if not self._waiting[rank]]:
             self._ending.remove(rank)
             self._transport.isend(Header(Kind.END).pack(), rank, Tag.MODEL)
 
@@ -138,19 +161,19 @@ class ModelSender:
         if not (self._newer or self._ending or self._awaited):
             return
         self.advance()
-        behind = {self._name(key): self._in_flight[key][0] for key in self._newer}
-        for name in self._awaited.difference(behind):
-            awaited.drop(name)
-        for name, request in behind.items():
-            awaited.put(name, request)
-        self._awaited = set(behind)
+        for key in sorted(self._changed):
+            name = self._name(key)
+            if key in self._newer:
+                awaited.put(name, self._in_flight[key][0])
+                self._awaited.add(name)
+            elif name in self._awaited:
+                awaited.drop(name)
+                self._awaited.remove(name)
+        self._changed.clear()
 
     def _name(self, key: tuple[int, int]) -> int:
         rank, bucket = key
         return -1 - (bucket * self._transport.size + rank)
-
-    def _awaits(self, rank: int) -> bool:
-        return any(key[0] == rank for key in self._newer)
 
     def end(self, rank: int) -> None:
         """Tell a worker that this was all, once what still waits for it has gone."""
@@ -160,7 +183,8 @@ class ModelSender:
         """Wait until all is delivered, and no more in ``awaited``."""
         for name in self._awaited:
             awaited.drop(name)
-        self._awaited = set()
+        self._awaited.clear()
+        self._changed.clear()
         self.advance()
         while self._newer:
             with suppress(PeerFailedError):
