@@ -16,6 +16,8 @@ NOT_ADVISED = ("multistep", "eamsgd")
 """The first sums parts of layers, of which a size knows nothing; the second is as easgd is."""
 BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
 """Of a value on the wire."""
+SERVERS = 32
+"""Of a first run at most: it takes time in proportion to the servers, and few runs need more."""
 LEAST_BYTES = {"aladdin-ahead": 0.5}
 """Of those that choose for themselves: as if always."""
 
@@ -159,8 +161,8 @@ def names(asked: Sequence[str], workers: int) -> list[str]:
 
 
 def plain(name: str, on: Ground) -> Candidate:
-    """An algorithm with its defaults, and a server on every host."""
-    servers = min(on.hosts, on.workers) if ALGORITHMS[name].server else 0
+    """An algorithm with its defaults, and a server on every host, up to a number."""
+    servers = min(on.hosts, on.workers, SERVERS) if ALGORITHMS[name].server else 0
     return Candidate(name, servers, servers > 1)
 
 
@@ -175,7 +177,9 @@ def variants(name: str, on: Ground) -> Iterator[Candidate]:
         for wire in _wires(algorithm)[:1]:
             yield _with(first, wire=wire, node_sums=True)
     if first.servers > 1:
-        for servers in sorted({1, -(-on.hosts // 2)} - {first.servers}, reverse=True):
+        more = {on.hosts} if on.hosts > SERVERS else set()
+        half = min(SERVERS, -(-on.hosts // 2))
+        for servers in sorted({1, half, *more} - {first.servers}, reverse=True):
             yield Candidate(name, servers, servers > 1, first.options)
 
 
