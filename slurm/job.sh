@@ -170,9 +170,11 @@ pass_on() {
 
 # last_checkpoint: its name, or nothing.
 last_checkpoint() {
-    local found=("$RUN_DIR"/checkpoint/samples-*)
+    local digits="[0-9][0-9][0-9][0-9]" found
+    # Copies that somebody has put beside it have other names.
+    found=("$RUN_DIR"/checkpoint/samples-$digits$digits$digits/manifest.json)
     if [ -e "${found[-1]}" ]; then
-        basename "${found[-1]}"
+        basename "$(dirname "${found[-1]}")"
     fi
 }
 
