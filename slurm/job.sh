@@ -170,12 +170,15 @@ pass_on() {
 
 # last_checkpoint: its name, or nothing.
 last_checkpoint() {
-    local digits="[0-9][0-9][0-9][0-9]" found
-    # Copies that somebody has put beside it have other names.
-    found=("$RUN_DIR"/checkpoint/samples-$digits$digits$digits/manifest.json)
-    if [ -e "${found[-1]}" ]; then
-        basename "$(dirname "${found[-1]}")"
-    fi
+    local path name last=
+    for path in "$RUN_DIR"/checkpoint/samples-*/manifest.json; do
+        name=$(basename "$(dirname "$path")")
+        # Copies that somebody has put beside it have other names.
+        if [[ $name =~ ^samples-[0-9]{12,}$ ]]; then
+            last=$name
+        fi
+    done
+    echo "$last"
 }
 
 # train OPTIONS...: train on PLACES; if a signal stops the run, put the job into the queue again.
