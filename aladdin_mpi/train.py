@@ -32,7 +32,11 @@ def _main(argv: Sequence[str] | None) -> int:
     given, settings, problem = _read(argv)
     startup.expect(startup.MPI_STARTS, _limit(settings, problem))
 
-    from aladdin_mpi.run.early import agree_early, checked  # starts MPI, before torch is loaded
+    from aladdin_mpi.run.early import (
+        agree_early,
+        check_ranks,
+        checked,
+    )  # starts MPI, which comes before torch
 
     # isort: split
     from aladdin_mpi.config.options import TrainOptions
@@ -41,6 +45,7 @@ def _main(argv: Sequence[str] | None) -> int:
     def attempt() -> TrainOptions:
         if problem is not None:
             raise problem
+        check_ranks(settings)
         return checked(build(TrainOptions, settings))
 
     options = agree_early(attempt)

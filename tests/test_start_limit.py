@@ -145,7 +145,10 @@ def imported(done: Completed) -> set[str]:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--servers", "3"], "--servers: expected at most as many servers as workers"),
+        (
+            ["--servers", "3", "--optimizer", "adamw"],
+            "--servers: expected at most as many servers as workers",
+        ),
         (["--algorithm", "sgd"], "--algorithm: expected one of"),
         (["--slowdown", "7=2"], "--slowdown: expected workers from 0 to 2, got worker 7"),
         (["--wire", "int9"], "--wire"),

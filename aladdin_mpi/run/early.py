@@ -13,6 +13,7 @@ from aladdin_mpi.transport.mpi import world  # first: it starts MPI
 # isort: split
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.config.options import AUTO, RunOptions, check_workers
+from aladdin_mpi.config.settings import Settings
 from aladdin_mpi.control.exchange import summarised
 from aladdin_mpi.errors import RefusedError, UserError
 from aladdin_mpi.run.run_folder import SUMMARY
@@ -40,6 +41,23 @@ def agree_early(attempt: Callable[[], T]) -> T:
     if summary:
         raise UserError(summary, agreed=True) if rank == 0 else RefusedError
     return result  # type: ignore[return-value]
+
+
+def check_ranks(settings: Settings) -> None:
+    """Check that the ranks of this job suit the algorithm asked for.
+
+    Before options are made of the settings, which may ask torch for an optimizer's defaults.
+
+    Raises:
+        UserError: they are too few, or too many of them are servers.
+    """
+    fields = RunOptions.model_fields
+    resume, name, servers = (
+        settings[(field,)].value if (field,) in settings else fields[field].default
+        for field in ("resume", "algorithm", "servers")
+    )
+    if resume is None and str(servers).isdecimal():  # otherwise it is looked at later
+        registry.check_ranks(registry.find(str(name)), world.place()[1], int(servers))
 
 
 def checked(options: Options) -> Options:
