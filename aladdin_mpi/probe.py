@@ -56,7 +56,6 @@ def _measure(given: ProbeOptions | UserError) -> int:
         return given
 
     options = agree_early(asked)
-    startup.expect(startup.LIBRARIES_LOAD)
 
     from aladdin_mpi.probing.measuring import measure_cluster
     from aladdin_mpi.transport.mpi.engine import MpiTransport

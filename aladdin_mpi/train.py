@@ -49,7 +49,6 @@ def _main(argv: Sequence[str] | None) -> int:
         return checked(build(TrainOptions, settings))
 
     options = agree_early(attempt)
-    startup.expect(startup.LIBRARIES_LOAD)
 
     from aladdin_mpi.transport.mpi.engine import MpiTransport
 

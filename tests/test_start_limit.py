@@ -18,7 +18,7 @@ ULFM = ["--with-ft", "ulfm"]
 PREPARE = """
 import os, signal, sys, time
 from aladdin_mpi.process import startup, watcher
-startup.LEAST = 2.0
+startup.LEAST = startup.MEETING_LEAST = 2.0
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 """
 TRAIN = """
@@ -94,7 +94,7 @@ def rank(number: int, code: str) -> subprocess.Popen[str]:
     places = {"OMPI_COMM_WORLD_RANK": str(number), "OMPI_COMM_WORLD_SIZE": "2"}
     return subprocess.Popen(
         [sys.executable, "-c", ALONE + code],
-        env={**os.environ, **places, "PMIX_NAMESPACE": f"test-{os.getpid()}"},
+        env={**os.environ, **places, "PMIX_NAMESPACE": f"test-{os.getpid()}-{hash(code)}"},
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -110,6 +110,24 @@ def test_one_rank_of_a_host_speaks_for_all() -> None:
     said = "".join(err for _, err in ends)
     assert said.count("\n") == 1
     assert "has waited 0.5 s for another: a rank has died" in said
+
+
+COMPUTES = """
+startup.expect(startup.LIBRARIES_LOAD, 0.3)
+end = time.monotonic() + 1.5
+while time.monotonic() < end:
+    pass
+print("computed", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_rank_that_computes_is_not_held_up() -> None:
+    """Loading libraries takes its time where the cores are busy; standing still is noticed."""
+    process = rank(0, COMPUTES)
+    out, err = process.communicate(timeout=30)
+    assert "computed" in out and process.returncode == watcher.ENDS
+    assert "has waited 0.3 s for its own libraries" in err
 
 
 @pytest.mark.parametrize("code", ["os._exit(0)", "startup.end(); startup.end()"])

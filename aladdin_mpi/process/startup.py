@@ -25,7 +25,9 @@ UNKNOWN = 1800.0
 """Seconds for each step of the start until the options say how many; the default of
 ``--timeout``."""
 LEAST = 15.0
-"""Seconds for each step however few they say: all ranks of a host start on the same cores."""
+"""Seconds for each step however few they say, ..."""
+MEETING_LEAST = 60.0
+"""... and where what the ranks do before may take unequally long: loading torch, and data."""
 
 MPI_STARTS = "for all ranks to start MPI"
 LIBRARIES_LOAD = "for its own libraries, such as torch, to be loaded"
@@ -42,6 +44,7 @@ class _Watched:
 
 
 _watched: _Watched | None = None
+_limit = UNKNOWN
 
 
 def begin(limit: float | None = None) -> None:
@@ -52,13 +55,14 @@ def begin(limit: float | None = None) -> None:
     Args:
         limit: see :func:`expect`; None: it is not known yet.
     """
-    global _watched
+    global _watched, _limit
     rank, size = guard.launched_place()
     mpi = sys.modules.get("mpi4py.MPI")
     if size == 1 or _watched is not None or (mpi is not None and mpi.Is_initialized()):
         return
     with suppress(OSError):  # where no process can be had, the start is not watched
-        pid, pipe = _fork(rank, UNKNOWN if limit is None else max(limit, LEAST))
+        _limit = UNKNOWN if limit is None else limit
+        pid, pipe = _fork(rank, max(_limit, LEAST))
         _watched = _Watched(pid, pipe, _exit_when_told())
 
 
@@ -72,18 +76,23 @@ def typed_limit(words: Sequence[str]) -> float | None:
     return None
 
 
-def expect(what: str, limit: float | None = None) -> None:
+def expect(what: str, limit: float | None = None, least: float | None = None) -> None:
     """Say what is waited for from now on.
 
     Args:
         what: one of the texts above.
         limit: longest time in seconds, for this and what follows; None: as before.
+        least: it is at least that; None: `LEAST`.
     """
+    global _limit
     if _watched is None:
         return
-    seconds = "" if limit is None else str(max(limit, LEAST))
+    _limit = _limit if limit is None else limit
+    seconds = max(_limit, LEAST if least is None else least)
+    # A rank that computes is slow, not held up: its cores may be busy.
+    is_own_work = int(what == LIBRARIES_LOAD)
     with suppress(OSError):
-        os.write(_watched.pipe, f"{seconds}\t{what}\n".encode())
+        os.write(_watched.pipe, f"{seconds}\t{is_own_work}\t{what}\n".encode())
 
 
 def end() -> None:

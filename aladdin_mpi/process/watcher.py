@@ -71,6 +71,8 @@ class Watcher:
         self._job = job
         self._limit = limit
         self._what = BEGINS
+        self._is_own_work = True
+        self._computed = ""
 
     def watch(self, pipe: int) -> None:
         """Until the pipe is closed, at its other end, or something takes too long."""
@@ -81,7 +83,9 @@ class Watcher:
         while waited < self._limit + turn:
             told = os.read(pipe, 4096) if poll.poll(1000 * SLICE) else None
             now = time.monotonic()
-            waited, last = waited + min(now - last, 2 * SLICE), now
+            if not self._is_at_work():
+                waited += min(now - last, 2 * SLICE)
+            last = now
             if told == b"":
                 return
             if told is not None:
@@ -91,8 +95,13 @@ class Watcher:
 
     def _take(self, lines: str) -> None:
         for line in lines.splitlines():
-            limit, self._what = line.split("\t")
-            self._limit = float(limit or self._limit)
+            limit, is_own_work, self._what = line.split("\t")
+            self._limit, self._is_own_work = float(limit), is_own_work == "1"
+
+    def _is_at_work(self) -> bool:
+        """Whether the rank has computed since the last look, where that is what it is to do."""
+        before, self._computed = self._computed, _computing_time(self._pid)
+        return self._is_own_work and before != self._computed
 
     def _end_rank(self) -> None:
         if os.getppid() != self._pid:
@@ -117,6 +126,15 @@ class Watcher:
             "allows; look at the hosts of the others, then start the job again, or raise "
             "--timeout\n"
         )
+
+
+def _computing_time(pid: int) -> str:
+    """What a process has used of its cores; always the same where the system does not say."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return " ".join(file.read().rpartition(")")[2].split()[11:13])
+    except OSError:
+        return ""
 
 
 _spoken: socket.socket | None = None

@@ -545,7 +545,7 @@ def _over_mpi(timeout: float) -> Transport:
             "use --loader-start-method fork"
         )
     startup.begin()
-    startup.expect(startup.MPI_STARTS, timeout)
+    startup.expect(startup.MPI_STARTS, timeout, startup.MEETING_LEAST)
     from aladdin_mpi.transport.mpi.engine import MpiTransport
 
     guard.install()

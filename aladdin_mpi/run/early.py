@@ -16,6 +16,7 @@ from aladdin_mpi.config.options import AUTO, RunOptions, check_workers
 from aladdin_mpi.config.settings import Settings
 from aladdin_mpi.control.exchange import summarised
 from aladdin_mpi.errors import RefusedError, UserError
+from aladdin_mpi.process import startup
 from aladdin_mpi.run.run_folder import SUMMARY
 
 T = TypeVar("T")
@@ -31,13 +32,16 @@ def agree_early(attempt: Callable[[], T]) -> T:
         PeerFailedError: a rank has died.
     """
     rank, size = world.place()
+    startup.expect(startup.LIBRARIES_LOAD)  # the attempt may ask torch
     result: T | None = None
     problem = None
     try:
         result = attempt()
     except UserError as error:
         problem = str(error)
+    startup.expect(startup.RANKS_MEET, least=startup.MEETING_LEAST)
     summary = summarised(world.everyones(problem), size)
+    startup.expect(startup.LIBRARIES_LOAD)
     if summary:
         raise UserError(summary, agreed=True) if rank == 0 else RefusedError
     return result  # type: ignore[return-value]

@@ -76,7 +76,7 @@ class MpiTransport(Transport):
         self.size = MPI.COMM_WORLD.Get_size()
         self.traffic = Traffic()
         self.timeout = timeout
-        startup.expect(startup.RANKS_MEET, timeout)
+        startup.expect(startup.RANKS_MEET, timeout, startup.MEETING_LEAST)
         self._messages, self._collectives, names, cores = _set_up()
         startup.end()
         numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
