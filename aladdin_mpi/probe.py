@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.process import guard
+from aladdin_mpi.process import guard, startup
 from aladdin_mpi.process.deferred import defer
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
+    startup.begin()
     rank, size = guard.launched_place()
     defer("torch")  # which the options' files import too
 
@@ -45,22 +46,23 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def _measure(given: ProbeOptions | UserError) -> int:
     """Measure over MPI, or agree with the other ranks on what is wrong."""
-    # MPI before torch.
-    from aladdin_mpi.transport.mpi.engine import MpiTransport
-    from aladdin_mpi.transport.mpi.pace import cores_of_host
-
-    # isort: split
-    from aladdin_mpi.control.exchange import agree
-    from aladdin_mpi.probing.measuring import measure_cluster
+    seconds = 0.0 if isinstance(given, UserError) else given.seconds
+    startup.expect(startup.MPI_STARTS, PATIENCE + seconds)
+    from aladdin_mpi.run.early import agree_early  # starts MPI, before torch is loaded
 
     def asked() -> ProbeOptions:
         if isinstance(given, UserError):
             raise given
         return given
 
-    seconds = 0.0 if isinstance(given, UserError) else given.seconds
+    options = agree_early(asked)
+
+    from aladdin_mpi.probing.measuring import measure_cluster
+    from aladdin_mpi.transport.mpi.engine import MpiTransport
+    from aladdin_mpi.transport.mpi.pace import cores_of_host
+
     transport = MpiTransport(timeout=PATIENCE + seconds)
-    measure_cluster(agree(transport, asked), transport, cores_of_host())
+    measure_cluster(options, transport, cores_of_host())
     transport.close()
     return 0
 

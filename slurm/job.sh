@@ -193,10 +193,15 @@ pass_on() {
 
 # last_checkpoint: its name, or nothing.
 last_checkpoint() {
-    local found=("$RUN_DIR"/checkpoint/samples-*)
-    if [ -e "${found[-1]}" ]; then
-        basename "${found[-1]}"
-    fi
+    local path name last=
+    for path in "$RUN_DIR"/checkpoint/samples-*/manifest.json; do
+        name=$(basename "$(dirname "$path")")
+        # Copies that somebody has put beside it have other names.
+        if [[ $name =~ ^samples-[0-9]{12,}$ ]]; then
+            last=$name
+        fi
+    done
+    echo "$last"
 }
 
 # place_on_nodes: place the ranks of a run with OPTIONS on the job's nodes, but the spare ones. Behind

@@ -292,3 +292,19 @@ def check_ranks(algorithm: Algorithm, size: int, servers: int) -> None:
             f"{size // 2} or fewer, or start it with mpirun -np {2 * servers} or more; simulated, "
             f"use --servers {workers} or fewer, or --workers {servers} or more"
         )
+
+
+def checked(options: RunSettings, size: int) -> Algorithm:
+    """The algorithm that the options name, if it and they suit each other and ``size`` ranks.
+
+    Raises:
+        UserError: they do not.
+    """
+    algorithm = find(options.algorithm)
+    check_ranks(algorithm, size, options.servers)
+    check_compression(algorithm, options)
+    check_wire(algorithm, options)
+    check_node_sums(algorithm, options)
+    check_checksum(algorithm, options)
+    algorithm.check(options)
+    return algorithm

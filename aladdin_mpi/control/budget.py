@@ -190,6 +190,8 @@ class Budget:
             self._turns = [0] * len(self._turns)
             self._granted = [[] for _ in self._turns]
             self._computed = [0] * len(self._turns)
+            for rank in sorted(self._transport.failed):
+                self._lose(rank)  # also who had failed before there was a budget
             for rank, want in self._early:
                 self._grant(rank, want)
             self._early.clear()

@@ -88,14 +88,15 @@ def agree(transport: Transport, attempt: Callable[[], T]) -> T:
         result = attempt()
     except UserError as error:
         problem = str(error)
-    summary = broadcast(transport, _summarise(gather(transport, problem), transport.size))
+    summary = broadcast(transport, summarised(gather(transport, problem), transport.size))
     if summary:
         transport.close()
         raise UserError(summary, agreed=True) if transport.rank == 0 else RefusedError
     return result  # type: ignore[return-value]
 
 
-def _summarise(problems: list[str | None], size: int) -> str:
+def summarised(problems: list[str | None], size: int) -> str:
+    """What is wrong on which ranks, by the problem of each; empty if there is none."""
     places: dict[str, list[int]] = {}
     for rank, problem in enumerate(problems):
         if problem is not None:

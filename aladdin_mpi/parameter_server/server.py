@@ -62,7 +62,8 @@ class ParameterServer:
         """Gradients of a bucket whose worker failed before all buckets had come."""
         self.given = [0] * self.worker_count
         """Gradients taken as a whole from every worker, up to the last segment."""
-        self._from_former = 0
+        self.from_former = 0
+        """Gradients taken as a whole from workers that had failed when a checkpoint was written."""
         self.taken = self._nothing_taken()
         """Gradients taken in this segment, for every worker and bucket."""
         self._seen = [0] * self.worker_count
@@ -163,7 +164,7 @@ class ParameterServer:
     @property
     def from_failed(self) -> int:
         """Gradients taken as a whole from workers that have failed."""
-        return self._from_former + sum(
+        return self.from_former + sum(
             given for worker, given in enumerate(self.given) if self.has_failed(worker)
         )
 
@@ -258,7 +259,7 @@ class ParameterServer:
         partial = state["partial"]
         assert isinstance(partial, dict)
         self.partial = partial
-        self._from_former = int(str(state["from_failed"]))
+        self.from_former = int(str(state["from_failed"]))
         given = state["given"]
         assert isinstance(given, list)
         self.given = given
@@ -269,6 +270,6 @@ class ParameterServer:
             copy(self.values[bucket.index], former.model[bucket.part])
         joined, n = former.server, self.worker_count
         self.samples, self.received = joined["samples"], joined["received"]
-        self.staleness, self._from_former = joined["staleness"], joined["from_failed"]
+        self.staleness, self.from_former = joined["staleness"], joined["from_failed"]
         self._seen = [self.received] * n
         self.given = [int(former.carried("computed", worker, n)) for worker in range(n)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +26,11 @@ from aladdin_mpi.errors import UserError, system_error
 FORMAT = "aladdin_mpi checkpoint 1"
 MANIFEST = "manifest.json"
 FOLDER = "checkpoint"
-NAMES = "samples-*"
-"""Its folders, each a checkpoint."""
+NUMBER = r"(\d{12}|[1-9]\d{12,})"
+NAMES = re.compile(f"samples-{NUMBER}")
+"""The names of checkpoints. What has another name is somebody else's, and stays as it is."""
+UNFINISHED = re.compile(f"writing-(over-samples-)?{NUMBER}")
+"""The names of those that are being written, or removed."""
 RESIZED = ("ranks: ", "option.servers: ", "option.workers: ")
 """How differences begin that come from other numbers of ranks."""
 
@@ -55,8 +59,8 @@ class CheckpointStore:
         """
         with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob("writing-*"):
-                shutil.rmtree(leftover)
+            for leftover in self._named(UNFINISHED):
+                _delete(leftover)
             self._temporary(samples).mkdir()
 
     def write(self, samples: int, rank: int, state: dict[str, Any]) -> dict[str, Any]:
@@ -83,11 +87,11 @@ class CheckpointStore:
                 json.dump(manifest, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
-            if final.exists():
+            if os.path.lexists(final):
                 self._remove(final)
             temporary.rename(final)
             _sync_folder(self.folder)
-            for older in self.folder.glob(NAMES):
+            for older in self.all():
                 if older != final:
                     self._remove(older)
 
@@ -99,7 +103,7 @@ class CheckpointStore:
         """Remove a checkpoint, which loses its name first: a death leaves no half of one."""
         doomed = self.folder / f"writing-over-{checkpoint.name}"
         checkpoint.rename(doomed)
-        shutil.rmtree(doomed)
+        _delete(doomed)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -109,7 +113,7 @@ class CheckpointStore:
             reason = system_error(error)
             if reason is None:
                 raise
-            kept = max(self.folder.glob(NAMES), default=None)
+            kept = next(reversed(self.all()), None)
             last = f"the last one, {kept.name}, is kept" if kept else "there is none before it"
             raise UserError(
                 f"checkpoint: cannot write it to {self.folder} ({reason.strerror}); {last}; make "
@@ -190,13 +194,24 @@ class CheckpointStore:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         return state
 
+    def all(self) -> list[Path]:
+        """The complete checkpoints, the oldest first: folders of that name with a manifest."""
+        found = [folder for folder in self._named(NAMES) if (folder / MANIFEST).is_file()]
+        return sorted(found, key=lambda folder: int(folder.name.rpartition("-")[2]))
+
+    def _named(self, names: re.Pattern[str]) -> list[Path]:
+        """What of the program's own is there under such names."""
+        if not self.folder.is_dir():
+            return []
+        return [path for path in self.folder.iterdir() if names.fullmatch(path.name)]
+
     @property
     def exists(self) -> bool:
         """Whether there is a complete checkpoint."""
-        return any(self.folder.glob(NAMES))
+        return bool(self.all())
 
     def _last(self) -> Path:
-        found = sorted(self.folder.glob(NAMES))
+        found = self.all()
         if not found:
             raise UserError(
                 f"--resume: expected a checkpoint in {self.folder}, found none; the run ended "
@@ -250,6 +265,14 @@ def _digest(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder, or whatever else has taken its name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -149,6 +149,7 @@ class Coordinator:
         every, drawn = self.plan.checkpoint_every, self.budget.drawn
         limit = (drawn // every + 1) * every if every else self.plan.total
         with self._transport.atomic():
+            self.failures.note_earlier()
             self.budget.open(drawn if self.suspended else limit)
         self._opened = self._transport.now()
 
@@ -251,7 +252,7 @@ class Coordinator:
         self.ledger.load_state_dict(state["ledger"])
         next_log, next_eval = state["next"]
         self.marks = Marks(next_log, next_eval, state["last_log"], state["measuring"])
-        self.failures.records = state["failures"]
+        self.failures.records[:0] = state["failures"]
         self._rate = state.get("rate")
         self.skips.load_state_dict(state.get("skipped", {}))
         if "own" in state:  # not in those of older runs

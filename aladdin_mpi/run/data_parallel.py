@@ -22,7 +22,7 @@ from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import SEALED
 from aladdin_mpi.data.loader_processes import is_loader_process
 from aladdin_mpi.errors import SUSPENDED_STATUS, SuspendedError, UserError
-from aladdin_mpi.process import console, guard, heap, stop_signal
+from aladdin_mpi.process import console, guard, heap, startup, stop_signal
 from aladdin_mpi.run import among_workers
 from aladdin_mpi.run.asked import (
     agreed_options,
@@ -167,7 +167,9 @@ class DataParallel:
             self.options = simulated_options(simulated, asked, module)
         else:
             self.options = agreed_options(transport, options, asked, module)
-        self.algorithm = agree(transport, self._check)
+        self.algorithm = agree(
+            transport, lambda: registry.checked(self.options, self.transport.size)
+        )
         if self.options.checksum:
             transport = self.transport = _sealed(transport)
         servers = self.options.servers if self.algorithm.server else 0
@@ -207,16 +209,6 @@ class DataParallel:
         return (
             module.to(memory_format=torch.channels_last) if self.options.channels_last else module
         )
-
-    def _check(self) -> registry.Algorithm:
-        algorithm = registry.find(self.options.algorithm)
-        registry.check_ranks(algorithm, self.transport.size, self.options.servers)
-        registry.check_compression(algorithm, self.options)
-        registry.check_wire(algorithm, self.options)
-        registry.check_node_sums(algorithm, self.options)
-        registry.check_checksum(algorithm, self.options)
-        algorithm.check(self.options)
-        return algorithm
 
     @property
     def lr(self) -> float:
@@ -552,6 +544,8 @@ def _over_mpi(timeout: float) -> Transport:
             'which imports the main file; put what trains under if __name__ == "__main__":, or '
             "use --loader-start-method fork"
         )
+    startup.begin()
+    startup.expect(startup.MPI_STARTS, timeout, startup.MEETING_LEAST)
     from aladdin_mpi.transport.mpi.engine import MpiTransport
 
     guard.install()

@@ -40,33 +40,57 @@ class Failures:
         self._moment = moment
         self._silence = silence
         self._open: list[dict[str, Any]] = []
+        self._lost: set[int] = set()
+        self._is_complete = False
         self.records: list[dict[str, Any]] = []
         """A failure each: ``rank``, ``host``, ``what`` ("died" or "left out"), ``samples`` and
         ``seconds`` of the run when it was noticed, and ``samples_lost``."""
         transport.on_failure(self._lose)
 
+    def note_earlier(self) -> None:
+        """Take up who had failed before there was this record."""
+        for rank in sorted(self._transport.failed):
+            self._lose(rank)
+
+    def complete(self) -> None:
+        """The model is complete at rank 0: whoever fails from now on is not needed any more."""
+        self._is_complete = True
+
     def _lose(self, rank: int) -> None:
-        workers = [r for r in self._transport.living if r >= self._first_worker]
+        if rank in self._lost:
+            return
+        self._lost.add(rank)
         moment = self._moment()
         host = self._transport.host_name(rank)
         what = f"rank {rank} (host {host}) {self._fate(rank)} at sample {moment['samples']}"
-        if rank < self._first_worker:
-            raise LostError(f"{what}; it kept a part of the model")
-        if self._needed:
-            raise LostError(f"{what}; {self._needed} needs every worker")
-        if not self._transport.survives:
-            raise LostError(f"{what}; without ULFM (mpirun --with-ft ulfm) the others cannot go on")
-        if not workers:
-            raise LostError(f"{what}; no worker is left")
+        self._check_goes_on(rank, what)
         excluded = rank in self._transport.excluded
-        console.say(
-            f"aladdin_mpi: {what}; {'it is excluded, and ' * excluded}training goes on with "
-            f"{len(workers)} worker{'s' * (len(workers) > 1)}"
-        )
+        console.say(f"aladdin_mpi: {what}; {'it is excluded, and ' * excluded}{self._prospect()}")
         fate = "left out" if excluded else "died"
         record = {"rank": rank, "host": host, "what": fate, **moment}
         self._open.append(record)
         self.records.append(record)
+
+    @property
+    def _workers(self) -> int:
+        """How many are left."""
+        return sum(rank >= self._first_worker for rank in self._transport.living)
+
+    def _check_goes_on(self, rank: int, what: str) -> None:
+        """Raise LostError if the run cannot go on without the rank."""
+        if rank < self._first_worker and not self._is_complete:
+            raise LostError(f"{what}; it kept a part of the model")
+        if self._needed and not self._is_complete:
+            raise LostError(f"{what}; {self._needed} needs every worker")
+        if not self._transport.survives:
+            raise LostError(f"{what}; without ULFM (mpirun --with-ft ulfm) the others cannot go on")
+        if not (self._workers or self._is_complete):
+            raise LostError(f"{what}; no worker is left")
+
+    def _prospect(self) -> str:
+        if self._budget.used_up:
+            return "every sample had been drawn, and the run ends without it"
+        return f"training goes on with {self._workers} worker{'s' * (self._workers > 1)}"
 
     def _fate(self, rank: int) -> str:
         if rank in self._transport.excluded:

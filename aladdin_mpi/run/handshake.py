@@ -11,7 +11,7 @@ import torch
 import aladdin_mpi
 from aladdin_mpi.config.options import RunOptions, agreed, differences
 from aladdin_mpi.control.exchange import agree, broadcast, gather
-from aladdin_mpi.errors import UserError
+from aladdin_mpi.errors import LostError, UserError
 from aladdin_mpi.transport.base import Transport
 
 
@@ -27,11 +27,12 @@ def check_agreement(
 
     Of parameters the shapes, and how they lie in memory: the flat vector is in memory's order.
 
-    And the same data as the first worker, who says more of them than a server does.
+    And the same data as the first worker that lives, who says more of them than a server does.
 
     Raises:
         UserError: at rank 0, with what differs on which rank.
         RefusedError: at the others.
+        LostError: at rank 0, every worker has failed.
     """
     mine: dict[str, Any] = {
         "option": agreed(options),
@@ -45,9 +46,21 @@ def check_agreement(
     }
     first = broadcast(transport, mine)
     everyone = gather(transport, dict(data))
-    reference = broadcast(transport, everyone and everyone[first_worker])
+    reference = broadcast(transport, everyone and _first_told(everyone[first_worker:]))
     expected = {name: reference[name] for name in data}
     agree(transport, lambda: _compare(first, mine, expected, data))
+
+
+def _first_told(facts: list[Any]) -> Any:
+    """Those of the first worker that lives.
+
+    Raises:
+        LostError: none does.
+    """
+    told = next((each for each in facts if each is not None), None)
+    if told is None:
+        raise LostError("every worker has failed before the training began; start it again")
+    return told
 
 
 def _compare(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from operator import is_
 from typing import Any
 
 import torch
@@ -11,17 +12,45 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from aladdin_mpi.errors import UserError
 
+KEPT = (
+    "the run trains the parameters that the model had when run.batches() began, where they were in "
+    "memory: change or load the model before that, and later only write values into it, as "
+    "load_state_dict() does without assign=True"
+)
+
+
+class _Parts:
+    """The modules and parameters that a module consists of, by the dicts that hold them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._dicts: list[dict[str, Any]] = []
+        for part in module.modules():
+            self._dicts += [part._modules, part._parameters]
+        self._held = [list(held.values()) for held in self._dicts]
+
+    def are_same(self) -> bool:
+        """Whether no dict holds anything new, or anything no more."""
+        return all(map(_are_same, self._dicts, self._held))
+
+
+def _are_same(now: dict[str, Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(is_, now.values(), before))
+
 
 class LoopWatch:
     """Looks at a module's parameters when a batch is handed out, and at its step().
 
     Args:
-        module: whose parameters the run trains.
+        module: whose parameters the run trains; their memory is the run's already.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self._trained = [p.requires_grad for p in self._names]
+        self._flat = [p for p in self._names if p.requires_grad]
+        self._places = [p.data_ptr() for p in self._flat]
+        self._parts = _Parts(module)
         self._versions: list[int] = []
         self._is_first = True
         self._hook = register_optimizer_step_pre_hook(self._refuse_optimizer)
@@ -34,13 +63,19 @@ class LoopWatch:
         """step() has been called.
 
         Raises:
-            UserError: parameters were changed, frozen or unfrozen meanwhile, or gradients scaled.
+            UserError: parameters were changed, replaced, frozen or unfrozen meanwhile, or gradients
+                scaled.
         """
         # One look at all of them first: this is done in every step.
         if [p._version for p in self._names] != self._versions:
             self._refuse_changed()
         if [p.requires_grad for p in self._names] != self._trained:
             self._refuse_frozen()
+        if [p.data_ptr() for p in self._flat] != self._places:
+            self._refuse_moved()
+        if not self._parts.are_same():
+            self._refuse_others()
+            self._parts = _Parts(self._module)
         if self._is_first:
             self._is_first = False
             _refuse_scaler()
@@ -61,6 +96,30 @@ class LoopWatch:
                 raise UserError(
                     f"training loop: parameter {name} was {now} during the run; set requires_grad "
                     "before DataParallel is made"
+                )
+
+    def _refuse_moved(self) -> None:
+        for parameter, place in zip(self._flat, self._places, strict=True):
+            if parameter.data_ptr() != place:
+                raise UserError(
+                    f"training loop: the memory of parameter {self._names[parameter]} was replaced "
+                    f"during the run, as by .data = or by moving the model; {KEPT}"
+                )
+
+    def _refuse_others(self) -> None:
+        """Refuse other trained parameters; modules and frozen parameters may be exchanged."""
+        known = {p: self._names[p] for p in self._flat}
+        now = {p: name for name, p in self._module.named_parameters() if p.requires_grad}
+        for parameter, name in now.items():
+            if parameter not in known:
+                what = "replaced" if name in known.values() else "added"
+                raise UserError(
+                    f"training loop: parameter {name} was {what} during the run; {KEPT}"
+                )
+        for parameter, name in known.items():
+            if parameter not in now:
+                raise UserError(
+                    f"training loop: parameter {name} was removed during the run; {KEPT}"
                 )
 
     def close(self) -> None:

@@ -115,6 +115,8 @@ class Rank:
         if seen is not None:
             seen.complete()
             share_buffers(context, context.servers)
+        if self.books is not None:
+            self.books.coordinator.failures.complete()
         divided, measured = self.measuring.divided, None
         if divided is not None and model is not None:
             measured = divided.at_end(model, context.options.timeout)

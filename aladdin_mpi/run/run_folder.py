@@ -18,7 +18,7 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.process.files import write_whole
 from aladdin_mpi.run import run_lock
 from aladdin_mpi.run.checkpoint import FOLDER as CHECKPOINT
-from aladdin_mpi.run.checkpoint import NAMES as CHECKPOINTS
+from aladdin_mpi.run.checkpoint import CheckpointStore
 from aladdin_mpi.run.recorder import METRICS
 from aladdin_mpi.run.report import CURVES
 from aladdin_mpi.run.run_lock import RunLock
@@ -91,7 +91,7 @@ def prepare(folder: Path, options: RunOptions) -> RunLock:
             (folder / name).unlink()
         for old in (folder / "tensorboard").glob("events.*"):
             old.unlink()
-        for old in (folder / CHECKPOINT).glob(CHECKPOINTS):
+        for old in CheckpointStore(folder).all():
             shutil.rmtree(old, ignore_errors=True)
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         write_whole(folder / CONFIG_NAME, f"# {command}\n{to_toml(options)}")

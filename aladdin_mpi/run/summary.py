@@ -13,6 +13,7 @@ from torch import Tensor
 
 import aladdin_mpi
 from aladdin_mpi.control.exchange import gather
+from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.process import console
 from aladdin_mpi.roles.role import Role
 from aladdin_mpi.run.books import Books
@@ -58,11 +59,12 @@ def summarise(
 
     Returns the summary there, where the ``books`` are.
     """
-    mine = {**role.counts(), "waiting": trained.waiting, "figures": trained.late}
+    mine = {**role.counts(), **_given(role), "waiting": trained.waiting, "figures": trained.late}
     totals = [total or {} for total in gather(context.transport, mine)]
     if books is None:
         return {}
     coordinator, servers = books.coordinator, context.servers
+    _part_with_failed(totals[:servers], [not totals[rank] for rank in context.leaders])
     for figures in (each for total in totals for each in total.get("figures", ())):
         coordinator.own_figures.add(figures)
     books.log.log_rest()
@@ -83,6 +85,10 @@ def summarise(
         state = {name: each.cpu() for name, each in context.module.state_dict().items()}
         torch.save(state, folder / MODEL)
     books.metrics.close()
+    # Also who has died while the model was measured: all they had computed was applied by then.
+    with context.transport.atomic():
+        coordinator.failures.close([])
+        summary |= _failures(coordinator)
     summary = rounded(summary)
     write_summary(folder, summary)
     title = "{algorithm}, {model} on {dataset}, {workers} workers".format(**summary)
@@ -130,10 +136,34 @@ def _about(context: Context, coordinator: Coordinator) -> dict[str, Any]:
         "test_loss": None,
         "bytes_sent_per_step": coordinator.bytes_sent_per_step,
         "messages_refused": coordinator.ledger.count("message refused"),
-        "failures": coordinator.failures.records + coordinator.ledger.failures(),
-        "samples_lost": coordinator.failures.samples,
+        **_failures(coordinator),
         "version": aladdin_mpi.__version__,
     }
+
+
+def _failures(coordinator: Coordinator) -> dict[str, Any]:
+    failures = coordinator.failures
+    return {
+        "failures": failures.records + coordinator.ledger.failures(),
+        "samples_lost": failures.samples,
+    }
+
+
+def _given(role: Role) -> dict[str, Any]:
+    """Of a server: the gradients that it has taken from each worker."""
+    if not isinstance(role, Server):
+        return {}
+    return {"given": role.server.given, "from_former": role.server.from_former}
+
+
+def _part_with_failed(servers: list[dict[str, Any]], has_failed: list[bool]) -> None:
+    """Count in each server's account what came from workers that gave none.
+
+    It is known here, and was not yet known to each server when it gave its own.
+    """
+    for account in filter(None, servers):
+        given = zip(account["given"], has_failed, strict=True)
+        account["from_failed"] = account["from_former"] + sum(n for n, failed in given if failed)
 
 
 def _accounts(totals: list[dict[str, Any]], servers: int) -> dict[str, int]:
@@ -145,7 +175,9 @@ def _accounts(totals: list[dict[str, Any]], servers: int) -> dict[str, int]:
         AccountsError: one was lost, or counted twice.
     """
     living = sum(total.get("computed", 0) for total in totals)
-    computed = living + min((total.get("from_failed", 0) for total in totals[:servers]), default=0)
+    computed = living + min(
+        (total["from_failed"] for total in totals[:servers] if total), default=0
+    )
     accounts = {
         "gradients_computed": computed,
         "gradients_applied": computed,
@@ -153,9 +185,9 @@ def _accounts(totals: list[dict[str, Any]], servers: int) -> dict[str, int]:
         "gradients_dropped": 0,
         "gradients_refused": sum(total.get("refused", 0) for total in totals),
     }
-    for rank in range(servers):
+    for rank in (rank for rank in range(servers) if totals[rank]):
         applied, dropped = totals[rank]["applied"], totals[rank]["dropped"]
-        from_failed = totals[rank].get("from_failed", 0)
+        from_failed = totals[rank]["from_failed"]
         if applied + dropped - from_failed != living:
             raise AccountsError(
                 f"server {rank} applied {applied} gradients and dropped {dropped}, but "

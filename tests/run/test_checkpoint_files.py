@@ -39,3 +39,47 @@ def test_a_death_during_a_removal_leaves_no_half(
         assert (folder / MANIFEST).is_file()
     write(store, 300)
     assert [path.name for path in store.folder.iterdir()] == ["samples-000000000300"]
+
+
+def test_what_others_put_there_is_neither_resumed_from_nor_deleted(tmp_path: Path) -> None:
+    """Copies of checkpoints, stray files, and empty folders of any name."""
+    store = CheckpointStore(tmp_path)
+    write(store, 100)
+    (kept,) = store.folder.iterdir()
+    shutil.copytree(kept, store.folder / f"{kept.name}.good")
+    shutil.copytree(kept, store.folder / "samples-999")
+    (store.folder / "samples-000000000900").mkdir()
+    (store.folder / "samples-000000000901").write_text("mine")
+    (store.folder / "writing-notes.txt").write_text("mine")
+    strange = {path.name for path in store.folder.iterdir()} - {kept.name}
+    assert store.manifest()["samples"] == 100
+    write(store, 200)
+    assert store.manifest()["samples"] == 200
+    names = {path.name for path in store.folder.iterdir()}
+    assert names == strange | {"samples-000000000200"}
+    assert (store.folder / f"{kept.name}.good" / MANIFEST).is_file()
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_what_has_the_name_of_a_checkpoint_makes_room_for_it(
+    tmp_path: Path, is_folder: bool
+) -> None:
+    store = CheckpointStore(tmp_path)
+    store.folder.mkdir()
+    for name in "samples-000000000100", "writing-000000000050":
+        path = store.folder / name
+        path.mkdir() if is_folder else path.write_text("")
+    assert not store.exists
+    write(store, 100)
+    assert store.manifest()["samples"] == 100
+    assert len(list(store.folder.iterdir())) == 1
+
+
+def test_a_checkpoint_of_many_samples_is_the_last(tmp_path: Path) -> None:
+    """Of more digits than the names of others have."""
+    store = CheckpointStore(tmp_path)
+    write(store, 999_999_999_999)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointStore, "_remove", lambda self, checkpoint: None)
+        write(store, 1_000_000_000_000)
+    assert store.manifest()["samples"] == 1_000_000_000_000

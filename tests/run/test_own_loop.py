@@ -306,6 +306,7 @@ CLIPPED = "loss.backward(); nn.utils.clip_grad_norm_(model.parameters(), 1.0); r
 OPTIMIZER = "loss.backward(); torch.optim.SGD(model.parameters(), 0.1).step(); run.step(loss)"
 LATE_OPTIMIZER = "loss.backward(); run.step(loss); torch.optim.AdamW(model.parameters()).step()"
 WRITTEN = "loss.backward(); torch.nn.init.zeros_(model.bias); run.step(loss)"
+RENEWED = "loss.backward(); model.weight.data = model.weight.data.clone(); run.step(loss)"
 FROZEN = "loss.backward(); run.step(loss); model.bias.requires_grad = count < 3"
 SCALED = "scaler = torch.amp.GradScaler('cpu'); scaler.scale(loss).backward(); run.step(loss)"
 
@@ -331,6 +332,7 @@ SCALED = "scaler = torch.amp.GradScaler('cpu'); scaler.scale(loss).backward(); r
         ),
         pytest.param(LATE_OPTIMIZER, "AdamW.step() was called for", id="optimizer behind"),
         pytest.param(WRITTEN, "parameter bias was changed", id="written", marks=pytest.mark.long),
+        pytest.param(RENEWED, "the memory of parameter weight was replaced", id="renewed"),
         pytest.param(FROZEN, "parameter bias was frozen", id="frozen", marks=pytest.mark.long),
         pytest.param(SCALED, "a GradScaler has scaled the loss", id="scaler"),
         pytest.param(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from aladdin_mpi.process import console, guard
 from aladdin_mpi.transport.mpi import openmpi  # noqa: F401  # before MPI: it decides how that begins
@@ -18,7 +19,22 @@ from aladdin_mpi.transport.mpi.ulfm import SURVIVES  # and this one how it ends
 # isort: split
 from mpi4py import MPI
 
-__all__ = ["SURVIVES", "dead", "end_those_left", "give_leave", "take_leave", "wait_gone"]
+# isort: split
+from aladdin_mpi.transport.request import PeerFailedError
+
+__all__ = [
+    "DEATHS",
+    "SURVIVES",
+    "as_failures",
+    "dead",
+    "end_those_left",
+    "give_leave",
+    "take_leave",
+    "wait_gone",
+]
+
+DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
+"""Classes of the errors with which MPI says that a rank has died."""
 
 POLL = 0.0005
 FAREWELL_SECONDS = 60.0
@@ -39,6 +55,21 @@ def dead(everyone: MPI.Intracomm) -> set[int]:
     failed.Free()  # mpi4py leaves that to its user
     group.Free()
     return set(ranks)
+
+
+@contextmanager
+def as_failures() -> Iterator[None]:
+    """Say of a collective of all that ends by a death who has died.
+
+    Raises:
+        PeerFailedError: it did.
+    """
+    try:
+        yield
+    except MPI.Exception as error:
+        if error.Get_error_class() not in DEATHS:
+            raise
+        raise PeerFailedError(min(dead(MPI.COMM_WORLD), default=-1), "not known yet") from error
 
 
 def take_leave(farewell: MPI.Intracomm, timeout: float | None) -> None:

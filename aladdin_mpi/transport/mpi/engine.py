@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from aladdin_mpi.process import guard
+from aladdin_mpi.process import guard, startup
 from aladdin_mpi.transport.mpi import deaths  # before MPI: it decides how that begins and ends
 
 # isort: split
@@ -25,7 +25,7 @@ from torch import Tensor
 from aladdin_mpi.errors import RefusedError, UserError
 from aladdin_mpi.transport.base import Handler, Traffic, Transport
 from aladdin_mpi.transport.mpi.buffers import check_buffer, in_bytes
-from aladdin_mpi.transport.mpi.failures import DEATHS, Failures
+from aladdin_mpi.transport.mpi.failures import Failures
 from aladdin_mpi.transport.mpi.handlers import HANDLER_DEPTH, Handlers
 from aladdin_mpi.transport.mpi.pace import Pace, cores_of_host
 from aladdin_mpi.transport.mpi.pending import MpiRequest
@@ -76,7 +76,9 @@ class MpiTransport(Transport):
         self.size = MPI.COMM_WORLD.Get_size()
         self.traffic = Traffic()
         self.timeout = timeout
+        startup.expect(startup.RANKS_MEET, timeout, startup.MEETING_LEAST)
         self._messages, self._collectives, names, cores = _set_up()
+        startup.end()
         numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
         self.hosts = [numbers[name] for name in names]
         self.host_names = list(numbers)
@@ -311,20 +313,15 @@ def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str], int]:
         cores = cores_of_host()
     except UserError as error:
         problem = str(error)
-    try:
+    with deaths.as_failures():
         messages, collectives = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
         told = messages.allgather((MPI.Get_processor_name(), problem))
-        wrong = next(((host, each) for host, each in told if each is not None), None)
-        if wrong is not None:
-            host, problem = wrong
-            one_says = UserError(f"host {host}: {problem}", agreed=True)
-            raise one_says if messages.rank == 0 else RefusedError
-        return messages, collectives, [host for host, _ in told], cores
-    except MPI.Exception as error:
-        if error.Get_error_class() not in DEATHS:
-            raise
-        dead = min(deaths.dead(MPI.COMM_WORLD), default=-1)
-        raise PeerFailedError(dead, "not known yet") from error
+    wrong = next(((host, each) for host, each in told if each is not None), None)
+    if wrong is not None:
+        host, problem = wrong
+        one_says = UserError(f"host {host}: {problem}", agreed=True)
+        raise one_says if messages.rank == 0 else RefusedError
+    return messages, collectives, [host for host, _ in told], cores
 
 
 def _first_done(requests: Sequence[Request]) -> int:

@@ -16,9 +16,6 @@ LOOK_FOR_FAILURES = 0.02
 NAMED_WITHIN = 10.0
 """Longest time in seconds from an operation's end by a death to the name of who has died."""
 
-DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
-"""Classes of the errors with which MPI says that a rank has died."""
-
 
 class Failures:
     """Who has failed.
@@ -41,7 +38,7 @@ class Failures:
 
         Open MPI ends a collective between two of whose rounds a rank dies with any error.
         """
-        return self.survives and (of_collective or error.Get_error_class() in DEATHS)
+        return self.survives and (of_collective or error.Get_error_class() in deaths.DEATHS)
 
     def found(self, at_once: bool = False) -> list[int]:
         """Ranks that have died since the last look; none if that was just now.

@@ -6,6 +6,8 @@ Import this before ``mpi4py.MPI``.
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
 TCP_FLAGS = "OMPI_MCA_btl_tcp_flags"
 IN_PIECES = "send,inplace,need-ack,need-csum,hetero-rdma"
@@ -16,3 +18,30 @@ direction at a time. In pieces, eight ranks on four hosts that all send to each 
 0.9 of their links, and not 0.7 (`benchmarks.calibration`). The price is a copy at the receiver."""
 
 os.environ.setdefault(TCP_FLAGS, IN_PIECES)
+
+TRANSPORTS = "OMPI_MCA_btl"
+WITHOUT_NETWORK = "^tcp,ofi"
+"""Where all ranks are on one host, messages go through its memory, and nobody has to listen: TCP
+does so on all interfaces, whatever `btl_tcp_if_include` names. The other takes a second to find
+that there is nothing for it."""
+USERS_FILE = Path(os.path.expanduser("~"), ".openmpi", "mca-params.conf")
+
+
+def is_one_host() -> bool:
+    """Whether Open MPI's launcher has started all ranks on this host."""
+    size = os.environ.get("OMPI_COMM_WORLD_SIZE")
+    return size is not None and os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == size
+
+
+def _is_chosen() -> bool:
+    """Whether the user has chosen among the transports."""
+    if TRANSPORTS in os.environ:
+        return True
+    try:
+        return re.search(r"^\s*btl\s*=", USERS_FILE.read_text(), re.MULTILINE) is not None
+    except (OSError, ValueError):
+        return False
+
+
+if is_one_host() and not _is_chosen():
+    os.environ[TRANSPORTS] = WITHOUT_NETWORK

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from aladdin_mpi.transport.mpi.openmpi import TCP_FLAGS
+from aladdin_mpi.transport.mpi import openmpi
+from aladdin_mpi.transport.mpi.openmpi import TCP_FLAGS, TRANSPORTS
 from benchmarks.lab import Lab
-from tests.launch import needs, run_ranks
+from tests import launch
+from tests.launch import ROOT, needs, run_ranks
 
 REASON = Lab.available()
 SHOW = {"OMPI_MCA_mpi_show_mca_params": "all"}
@@ -73,3 +78,47 @@ def test_two_ranks_use_a_link_in_both_directions_at_once() -> None:
             if both < 1.6 * one:  # after each other they take twice as long
                 return
     pytest.fail(f"seconds of one message, and of one in each direction: {found}")
+
+
+LISTENING = """
+import os, time
+from pathlib import Path
+from aladdin_mpi.transport.mpi.engine import MpiTransport
+
+transport = MpiTransport(timeout=60)
+transport.wait(transport.ibarrier())
+mine = {os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()}
+rows = [row.split() for name in ("tcp", "tcp6") for row in open(f"/proc/self/net/{name}")]
+listens = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
+print(f"listening: {listens}", flush=True)
+transport.close()
+"""
+
+
+@needs("openmpi")
+@pytest.mark.parametrize("mpirun", [[], ["--with-ft", "ulfm"]], ids=["plain", "ulfm"])
+def test_ranks_of_one_host_listen_nowhere(
+    mpirun: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = launch.environment("openmpi", {})
+    del env[TRANSPORTS]
+    monkeypatch.setattr(launch, "environment", lambda mpi, extra: env)
+    done = run_ranks(2, ["-c", LISTENING], mpirun=mpirun)
+    assert done.stdout.count("listening: []") == 2, done
+
+
+@needs("openmpi")
+def test_transports_that_the_user_has_chosen_stay() -> None:
+    done = run_ranks(2, ["-c", LISTENING], env={openmpi.TRANSPORTS: "^ofi"})
+    assert done.stdout.count("listening: ['00000000:") == 2, done
+
+
+def test_what_the_users_file_says_stays(tmp_path: Path) -> None:
+    folder = tmp_path / ".openmpi"
+    folder.mkdir()
+    code = f"import os, aladdin_mpi.transport.mpi.openmpi; print(os.environ.get('{TRANSPORTS}'))"
+    env = {"HOME": str(tmp_path), "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    for text, wanted in ("# btl = tcp\n", openmpi.WITHOUT_NETWORK), (" btl = self,tcp\n", "None"):
+        (folder / "mca-params.conf").write_text(text)
+        found = subprocess.check_output([sys.executable, "-c", code], env=env, cwd=ROOT, text=True)
+        assert found.strip() == wanted

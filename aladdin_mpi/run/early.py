@@ -1,0 +1,78 @@
+"""What is refused before torch is loaded: by the options alone, and the number of ranks.
+
+Importing this starts MPI, which has to come before torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from aladdin_mpi.transport.mpi import world  # first: it starts MPI
+
+# isort: split
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.config.options import AUTO, RunOptions, check_workers
+from aladdin_mpi.config.settings import Settings
+from aladdin_mpi.control.exchange import summarised
+from aladdin_mpi.errors import RefusedError, UserError
+from aladdin_mpi.process import startup
+from aladdin_mpi.run.run_folder import SUMMARY
+
+T = TypeVar("T")
+Options = TypeVar("Options", bound=RunOptions)
+
+
+def agree_early(attempt: Callable[[], T]) -> T:
+    """As :func:`.exchange.agree`, where there is no transport yet.
+
+    Raises:
+        UserError: at rank 0, what was wrong, and on which ranks if not on all.
+        RefusedError: at the other ranks.
+        PeerFailedError: a rank has died.
+    """
+    rank, size = world.place()
+    startup.expect(startup.LIBRARIES_LOAD)  # the attempt may ask torch
+    result: T | None = None
+    problem = None
+    try:
+        result = attempt()
+    except UserError as error:
+        problem = str(error)
+    startup.expect(startup.RANKS_MEET, least=startup.MEETING_LEAST)
+    summary = summarised(world.everyones(problem), size)
+    startup.expect(startup.LIBRARIES_LOAD)
+    if summary:
+        raise UserError(summary, agreed=True) if rank == 0 else RefusedError
+    return result  # type: ignore[return-value]
+
+
+def check_ranks(settings: Settings) -> None:
+    """Check that the ranks of this job suit the algorithm asked for.
+
+    Before options are made of the settings, which may ask torch for an optimizer's defaults.
+
+    Raises:
+        UserError: they are too few, or too many of them are servers.
+    """
+    fields = RunOptions.model_fields
+    resume, name, servers = (
+        settings[(field,)].value if (field,) in settings else fields[field].default
+        for field in ("resume", "algorithm", "servers")
+    )
+    if resume is None and str(servers).isdecimal():  # otherwise it is looked at later
+        registry.check_ranks(registry.find(str(name)), world.place()[1], int(servers))
+
+
+def checked(options: Options) -> Options:
+    """The options, if the ranks of this job can train by them.
+
+    Raises:
+        UserError: their number does not suit the options, or these do not go together.
+    """
+    size = world.place()[1]
+    if options.resume == AUTO and options.run_dir and (options.run_dir / SUMMARY).exists():
+        return options  # nothing may be left to do, which any number of ranks can
+    algorithm = registry.checked(options, size)
+    check_workers(options, size - (options.servers if algorithm.server else 0))
+    return options

@@ -1,0 +1,101 @@
+"""A user's own loop must leave the parameters where the run has put them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.model.replica import Replica
+from aladdin_mpi.run.loop_watch import LoopWatch
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1))
+        self.head = nn.Linear(4, 2)
+        self.fixed = nn.Linear(2, 2).requires_grad_(False)
+
+
+def renew_weight(net: Net) -> None:
+    net.head.weight.data = net.head.weight.data.clone()
+
+
+def move(net: Net) -> None:
+    net.double().float()
+
+
+def assign(net: Net) -> None:
+    values = {name: value.clone() for name, value in net.state_dict().items()}
+    net.load_state_dict(values, assign=True)
+
+
+def assign_one(net: Net) -> None:
+    net.head.bias = nn.Parameter(torch.zeros(2))
+
+
+def exchange(net: Net) -> None:
+    net.head = nn.Linear(4, 5)
+
+
+def add(net: Net) -> None:
+    net.body.append(nn.Linear(4, 4))
+
+
+def remove(net: Net) -> None:
+    net.head.bias = None  # type: ignore[assignment]
+
+
+@pytest.fixture
+def net() -> Net:
+    return Net()
+
+
+@pytest.fixture
+def watch(net: Net) -> Iterator[LoopWatch]:
+    Replica(net)
+    watch = LoopWatch(net)
+    yield watch
+    watch.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (renew_weight, "the memory of parameter head.weight was replaced"),
+        (move, "the memory of parameter body.0.weight was replaced"),
+        (assign, "parameter body.0.weight was replaced"),
+        (assign_one, "parameter head.bias was replaced"),
+        (exchange, "parameter head.weight was replaced"),
+        (add, "parameter body.2.weight was added"),
+        (remove, "parameter head.bias was removed"),
+    ],
+)
+@pytest.mark.parametrize("behind", [False, True], ids=["before step", "behind it"])
+def test_replaced_parameters_are_refused(
+    net: Net, watch: LoopWatch, change: Callable[[Net], None], words: str, behind: bool
+) -> None:
+    watch.begin()
+    if behind:
+        watch.end()
+        change(net)
+        watch.begin()
+    else:
+        change(net)
+    with pytest.raises(UserError, match=f"training loop: {words} during the run.*assign=True"):
+        watch.end()
+
+
+def test_values_and_what_is_not_trained_may_change(net: Net, watch: LoopWatch) -> None:
+    watch.begin()
+    watch.end()
+    net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()})
+    net.body[1] = nn.Dropout(0.5)
+    net.fixed = nn.Linear(7, 7).requires_grad_(False)
+    for _ in range(2):
+        watch.begin()
+        watch.end()
