@@ -21,6 +21,7 @@ import torch
 from aladdin_mpi.config.agreement import differences
 from aladdin_mpi.config.resume import RESIZE_FIELDS
 from aladdin_mpi.errors import UserError, system_error
+from aladdin_mpi.process.files import check_own_folder, remove_tree
 
 FORMAT = "aladdin_mpi checkpoint 1"
 MANIFEST = "manifest.json"
@@ -55,15 +56,16 @@ class CheckpointStore:
         """
         with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
+            check_own_folder(self.folder)
             for leftover in self.folder.glob("writing-*"):
-                shutil.rmtree(leftover)
+                remove_tree(leftover)
             self._temporary(samples).mkdir()
 
     def write(self, samples: int, rank: int, state: dict[str, Any]) -> dict[str, Any]:
         """Write one rank's part; returns its entry for the manifest."""
         path = self._temporary(samples) / f"rank-{rank}.pt"
         with self._writing():
-            with path.open("wb") as file:
+            with path.open("xb") as file:  # never through a link
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -79,11 +81,11 @@ class CheckpointStore:
         temporary, final = self._temporary(samples), self._final(samples)
         manifest = {"format": FORMAT, "samples": samples, "parts": entries, **about}
         with self._writing():
-            with (temporary / MANIFEST).open("w") as file:
+            with (temporary / MANIFEST).open("x") as file:
                 json.dump(manifest, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
-            if final.exists():
+            if os.path.lexists(final):
                 self._remove(final)
             temporary.rename(final)
             _sync_folder(self.folder)
@@ -99,7 +101,7 @@ class CheckpointStore:
         """Remove a checkpoint, which loses its name first: a death leaves no half of one."""
         doomed = self.folder / f"writing-over-{checkpoint.name}"
         checkpoint.rename(doomed)
-        shutil.rmtree(doomed)
+        remove_tree(doomed)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

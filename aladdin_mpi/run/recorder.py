@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.process import extras
-from aladdin_mpi.process.files import write_whole
+from aladdin_mpi.process.files import append, check_own_folder, write_whole
 from aladdin_mpi.run.rounding import rounded
 
 METRICS = "metrics.jsonl"
@@ -44,8 +44,7 @@ class Metrics:
             if self._closed:  # an evaluation that ends after a suspended run
                 return
             self.lines.append(line)
-            with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            append(self.path, json.dumps(line) + "\n")
             if self._board is None:
                 return
             for name, value in values.items():
@@ -68,6 +67,7 @@ def _open_board(folder: Path, samples: int) -> Any:
     """TensorBoard's writer for the run from ``samples`` on; None if it is not installed."""
     if extras.missing("tensorboard"):
         return None
+    check_own_folder(folder)
     from torch.utils.tensorboard import SummaryWriter  # slow, and only rank 0 needs it
 
     return SummaryWriter(str(folder), purge_step=samples)

@@ -15,11 +15,11 @@ from aladdin_mpi.config.options import CONFIG_NAME, LENGTHS, RESIZE_FIELDS, RunO
 from aladdin_mpi.config.settings import build, read_toml
 from aladdin_mpi.control.exchange import agree, broadcast
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.process.files import write_whole
+from aladdin_mpi.process.files import check_own_folder, write_whole
 from aladdin_mpi.run import run_lock
 from aladdin_mpi.run.checkpoint import FOLDER as CHECKPOINT
 from aladdin_mpi.run.checkpoint import NAMES as CHECKPOINTS
-from aladdin_mpi.run.recorder import METRICS
+from aladdin_mpi.run.recorder import METRICS, TENSORBOARD
 from aladdin_mpi.run.report import CURVES
 from aladdin_mpi.run.run_lock import RunLock
 from aladdin_mpi.transport.base import Transport
@@ -87,9 +87,11 @@ def prepare(folder: Path, options: RunOptions) -> RunLock:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = run_lock.take(folder)
+        for own in (CHECKPOINT, TENSORBOARD):
+            check_own_folder(folder / own)
         for name in set(used).difference([CHECKPOINT]):
             (folder / name).unlink()
-        for old in (folder / "tensorboard").glob("events.*"):
+        for old in (folder / TENSORBOARD).glob("events.*"):
             old.unlink()
         for old in (folder / CHECKPOINT).glob(CHECKPOINTS):
             shutil.rmtree(old, ignore_errors=True)

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process import guard
+from aladdin_mpi.process.files import open_own
 
 NAME = ".lock"
 """The file that a run holds locked while it writes."""
@@ -50,10 +51,11 @@ def take(folder: Path) -> RunLock:
     file server may not know yet that the host is gone which held it.
 
     Raises:
-        UserError: another run is using it.
+        UserError: another run is using it, or the lock's file is a symbolic link.
     """
+    path = folder.absolute() / NAME  # the program may go elsewhere
     try:
-        file = (folder.absolute() / NAME).open("a+")  # the program may go elsewhere
+        file = open(path, "a+", opener=lambda _, flags: open_own(path, flags))  # noqa: SIM115
     except OSError:
         return RunLock(None)  # who writes there will say so
     try:

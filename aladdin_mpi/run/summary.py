@@ -14,6 +14,7 @@ from torch import Tensor
 import aladdin_mpi
 from aladdin_mpi.control.exchange import gather
 from aladdin_mpi.process import console
+from aladdin_mpi.process.files import written_whole
 from aladdin_mpi.roles.role import Role
 from aladdin_mpi.run.books import Books
 from aladdin_mpi.run.context import Context
@@ -81,7 +82,8 @@ def summarise(
         summary |= {"images_skipped": len(paths), "skipped": paths}
     if trained.model is not None:
         state = {name: each.cpu() for name, each in context.module.state_dict().items()}
-        torch.save(state, folder / MODEL)
+        with written_whole(folder / MODEL) as temporary, temporary.open("wb") as file:
+            torch.save(state, file)
     books.metrics.close()
     summary = rounded(summary)
     write_summary(folder, summary)
