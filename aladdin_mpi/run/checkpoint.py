@@ -8,7 +8,6 @@ bears the name is therefore complete, whenever the job was killed.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import torch
 from aladdin_mpi.config.agreement import differences
 from aladdin_mpi.config.resume import RESIZE_FIELDS
 from aladdin_mpi.errors import UserError, system_error
+from aladdin_mpi.process import plain_json
 from aladdin_mpi.process.files import check_own_folder, remove_tree
 
 FORMAT = "aladdin_mpi checkpoint 1"
@@ -82,7 +82,7 @@ class CheckpointStore:
         manifest = {"format": FORMAT, "samples": samples, "parts": entries, **about}
         with self._writing():
             with (temporary / MANIFEST).open("x") as file:
-                json.dump(manifest, file, indent=1)
+                file.write(plain_json.written(manifest, indent=1))
                 file.flush()
                 os.fsync(file.fileno())
             if os.path.lexists(final):
@@ -134,7 +134,7 @@ class CheckpointStore:
         """
         folder = self._last()
         manifest = _read_manifest(folder)
-        here = json.loads(json.dumps(about))
+        here = plain_json.read(plain_json.written(about))
         if resizes:
             manifest, here = _without_ranks(manifest), _without_ranks(here)
         # What a later version has added was at its default then.
@@ -231,7 +231,7 @@ def resumed_moment(run_dir: Path) -> float:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
+        manifest: dict[str, Any] = plain_json.read(path.read_text())
         found = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import sys
@@ -15,6 +14,7 @@ from aladdin_mpi.config.options import CONFIG_NAME, LENGTHS, RESIZE_FIELDS, RunO
 from aladdin_mpi.config.settings import build, read_toml
 from aladdin_mpi.control.exchange import agree, broadcast
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.process import plain_json
 from aladdin_mpi.process.files import check_own_folder, write_whole
 from aladdin_mpi.run import run_lock
 from aladdin_mpi.run.checkpoint import FOLDER as CHECKPOINT
@@ -127,4 +127,4 @@ def check_seen(folder: Path) -> None:
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     """Write ``summary.json``."""
-    write_whole(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
+    write_whole(folder / SUMMARY, plain_json.written(summary, indent=2) + "\n")

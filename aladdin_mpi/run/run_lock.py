@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import socket
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.process import guard
+from aladdin_mpi.process import guard, plain_json
 from aladdin_mpi.process.files import open_own
 
 NAME = ".lock"
@@ -77,7 +76,7 @@ def take(folder: Path) -> RunLock:
         file.close()
         return take(folder)
     file.truncate(0)
-    file.write(json.dumps(_myself()))
+    file.write(plain_json.written(_myself()))
     file.flush()
     lock = RunLock(file)
     guard.before_leaving(lock.release)  # no file is left by a run that is refused
@@ -107,7 +106,7 @@ def _owner(file: IO[str]) -> dict[str, Any]:
     while True:
         file.seek(0)
         try:
-            found: dict[str, Any] = json.loads(file.read())
+            found: dict[str, Any] = plain_json.read(file.read())
             return found
         except ValueError:
             if time.monotonic() > deadline:
