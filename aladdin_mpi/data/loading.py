@@ -21,6 +21,7 @@ from aladdin_mpi.data.randomness import AUGMENTATION, sample_keys
 from aladdin_mpi.data.sampler import Int64Array, ShardedStream
 from aladdin_mpi.data.skipped import Skip, SkippedImages, skips_of
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.process.guard import no_exit
 
 Batch = tuple[Tensor, Tensor]
 Key = tuple[int, int]
@@ -339,7 +340,8 @@ class _Loading(Dataset[Any]):
 
     def __getitems__(self, keys: Any) -> _Loaded:
         try:
-            batch, problem = self._collate(self._samples(keys)), None
+            with no_exit():
+                batch, problem = self._collate(self._samples(keys)), None
         except UserError as error:
             batch, problem = None, str(error)
         return _Loaded(batch, self._skipped.take() if self._skipped else [], problem)

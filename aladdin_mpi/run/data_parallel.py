@@ -44,7 +44,7 @@ from aladdin_mpi.run.own_optimizer import Asked, resolve, settings_for
 from aladdin_mpi.run.own_words import in_own_words
 from aladdin_mpi.run.placement import tell_placement
 from aladdin_mpi.run.rank import Rank
-from aladdin_mpi.run.script import OptionsFound, simulated_rank
+from aladdin_mpi.run.script import OptionsFound, SimulatedRank, simulated_rank
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.sealed import SealedTransport
 
@@ -121,6 +121,7 @@ class DataParallel:
         self._schedule = schedule
         self._given = settings
         self._is_own_loop = options is None
+        self._simulated: SimulatedRank | None = None
         self._words = in_own_words if self._is_own_loop else nullcontext
         try:
             with self._words():
@@ -134,6 +135,9 @@ class DataParallel:
     def _leave(self) -> None:
         """The run has ended: another one over MPI may begin."""
         self._ended = True
+        if self._simulated is not None:
+            self._simulated.unended.remove(self)
+            self._simulated = None
         if DataParallel._open is self:
             DataParallel._open = None
 
@@ -150,6 +154,8 @@ class DataParallel:
         simulated = simulated_rank() if transport is None else None
         if simulated is not None:
             self._owns_transport, transport = False, simulated.transport
+            self._simulated = simulated
+            simulated.unended.append(self)
             if transport is None:
                 brought = settings_for(optimizer, self._schedule, settings)
                 raise OptionsFound(simulated_options(simulated, {**brought, **settings}, module))

@@ -21,6 +21,7 @@ from aladdin_mpi.data.imagefolder import Fault
 from aladdin_mpi.data.models import build_model
 from aladdin_mpi.data.staging import stage
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.run.measurement import Measurement, Sums, reestimate_batch_norm
 from aladdin_mpi.run.origin import samples_of
@@ -34,6 +35,7 @@ SIZE_PREFIX = "size:"
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@no_exit()  # also in the user's model
 def train(options: RunOptions, transport: Transport) -> dict[str, Any]:
     """Train as ``options`` say; every rank calls it. Returns the summary at rank 0."""
     if options.compute == "timed":
