@@ -22,6 +22,7 @@ from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import SEALED
 from aladdin_mpi.data.loader_processes import is_loader_process
 from aladdin_mpi.errors import SUSPENDED_STATUS, SuspendedError, UserError
+from aladdin_mpi.model.soundness import check_module
 from aladdin_mpi.process import console, guard, heap, stop_signal
 from aladdin_mpi.run import among_workers
 from aladdin_mpi.run.asked import (
@@ -189,7 +190,9 @@ class DataParallel:
         was_chosen = self.options.device != "auto"
         tell_placement(transport, self.device, servers, self.options.quiet, was_chosen)
         # Timed computing needs no more than the parameters' sizes: they may be on "meta".
-        self.module = module if self.options.compute == "timed" else self._placed(module)
+        is_real = self.options.compute == "real"
+        agree(transport, lambda: check_module(module, needs_values=is_real))
+        self.module = self._placed(module) if is_real else module
         self._optimizer = agree(
             transport, lambda: resolve(self.module, self.options, optimizer, scheduler)
         )
