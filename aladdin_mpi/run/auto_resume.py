@@ -104,7 +104,7 @@ def _is_complete(folder: Path, stored: RunOptions, wanted: RunOptions) -> bool:
     """Whether a run that has its summary is as long as wanted."""
     if all(getattr(stored, name) == getattr(wanted, name) for name in LENGTHS):
         return True  # also if the program has ended it early
-    summary = plain_json.read((folder / SUMMARY).read_text())
+    summary = _summary(folder)
     done = summary["samples"]
     if wanted.samples is not None or not done:
         return bool(done >= (wanted.samples or 1))
@@ -112,6 +112,21 @@ def _is_complete(folder: Path, stored: RunOptions, wanted: RunOptions) -> bool:
         return bool(summary.get("steps", done / stored.step_size) >= wanted.steps)
     epoch = done / summary["epochs"]
     return bool(done >= round((wanted.epochs or 0) * epoch))
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    path = folder / SUMMARY
+    try:
+        found: dict[str, Any] = plain_json.read(path.read_text(encoding="utf-8"))
+        if all(isinstance(found[name], (int, float)) for name in ("samples", "epochs")):
+            return found
+        why = "no number of samples and epochs"
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        why = repr(error)
+    raise UserError(
+        f"--resume auto: expected the summary of a run in {path}, got what cannot be read ({why}); "
+        "remove it, and the run goes on from its last checkpoint"
+    )
 
 
 def follow(

@@ -243,7 +243,33 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             f"--resume: {folder} has the format {found!r}, expected {FORMAT!r}; resume with the "
             "version of aladdin_mpi that wrote it"
         )
+    if fault := _fault(manifest):
+        raise UserError(
+            f"--resume: {path} is damaged: {fault}; take another copy of the run folder"
+        )
     return manifest
+
+
+def _fault(manifest: dict[str, Any]) -> str:
+    """What is missing in a manifest; empty if nothing is."""
+    kinds: dict[str, Any] = {
+        "samples": int,
+        "parts": list,
+        "ranks": int,
+        "option": dict,
+        "moment": (int, float),
+    }
+    for name, kind in kinds.items():
+        if not isinstance(manifest.get(name), kind):
+            return f"it has no {name}"
+    parts = manifest["parts"]
+    if len(parts) != manifest["ranks"]:
+        return f"expected the parts of {manifest['ranks']} ranks, got {len(parts)}"
+    for rank, part in enumerate(parts):
+        is_whole = isinstance(part, dict) and {"file", "bytes", "sha256"} <= part.keys()
+        if part is not None and not is_whole:
+            return f"its entry for rank {rank} says no file, bytes and sha256"
+    return ""
 
 
 def _digest(path: Path) -> str:

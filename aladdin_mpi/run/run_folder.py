@@ -99,9 +99,16 @@ def prepare(folder: Path, options: RunOptions) -> RunLock:
         write_whole(folder / CONFIG_NAME, f"# {command}\n{to_toml(options)}")
     except OSError as error:
         raise UserError(
-            f"--run-dir: cannot write into {str(folder)!r}: {error.strerror}; give another folder"
+            f"--run-dir: cannot write into {str(folder)!r}: {error.strerror}"
+            f"{_at(error, folder)}; give another folder"
         ) from error
     return lock
+
+
+def _at(error: OSError, folder: Path) -> str:
+    """Which of its files it is."""
+    named = Path(str(error.filename or folder))
+    return f" ({named.name})" if named.parent == folder else ""
 
 
 def reopen(folder: Path, options: RunOptions) -> None:
