@@ -373,7 +373,13 @@ def _collate_if_any(samples: list[Any]) -> Batch | None:
 
 
 def _collate(samples: list[Any]) -> Batch:
-    batch = default_collate(samples)
+    try:
+        batch = default_collate(samples)
+    except (TypeError, RuntimeError) as error:  # of no tensors, and of unequal ones
+        raise UserError(
+            "--dataset: expected samples (input, label) that can be put together to a batch, with "
+            f"inputs of one shape, got others ({error}); change what the data set gives"
+        ) from error
     if (
         not isinstance(batch, (tuple, list))
         or len(batch) != 2

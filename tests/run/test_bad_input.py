@@ -29,6 +29,13 @@ def no_train():
     return Set(0), Set(2)
 def no_test():
     return Set(2), Set(0)
+class Ragged(Set):
+    def __getitem__(self, index):
+        return torch.ones(4 + index), index
+def model():
+    return torch.nn.Linear(4, 2)
+def ragged():
+    return Ragged(2), Ragged(2)
 """
 
 
@@ -80,3 +87,20 @@ def test_metrics_that_are_a_folder(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     done = simulate(tmp_path, *SHORT, "--overwrite", check=False)
     assert "Is a directory (metrics.jsonl)" in refusal(done)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--epochs", 1e308), "--epochs: expected at most 1e"),
+        (("--model", "size:1e400", "--compute", "timed", "--samples", 64), "at most 1e"),
+        (
+            ("--dataset", "sets:ragged", "--model", "sets:model", "--samples", 64),
+            "inputs of one shape",
+        ),
+    ],
+)
+def test_it_is_told_once(tmp_path: Path, options: tuple[object, ...], told: str) -> None:
+    (tmp_path / "sets.py").write_text(SETS)
+    done = simulate(tmp_path / "run", *options, "--workers", 2, check=False, modules=tmp_path)
+    assert told in refusal(done)
