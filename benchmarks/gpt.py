@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from math import nan
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -53,7 +54,8 @@ def one(args: argparse.Namespace, algorithm: str, workers: int, seed: int) -> fl
         if done.returncode:
             raise UserError(f"{folder}: the run failed:\n{done.stdout}{done.stderr}")
         print(f"{algorithm}, {workers} workers, seed {seed}: done", file=sys.stderr)
-    return float(json.loads((folder / "summary.json").read_text())["test_loss"])
+    loss = json.loads((folder / "summary.json").read_text())["test_loss"]
+    return nan if loss is None else float(loss)  # null: it has diverged
 
 
 def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from aladdin_mpi.process.files import write_whole, written_whole
+from aladdin_mpi.comparison import folder as comparison_folder
+from aladdin_mpi.comparison.children import Child
+from aladdin_mpi.comparison.options import read_request
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.process import files
+from aladdin_mpi.process.files import append, write_new, write_whole, written_whole
+from aladdin_mpi.run import run_lock
+from aladdin_mpi.run.checkpoint import CheckpointStore
+from aladdin_mpi.run.recorder import METRICS, Metrics
+from aladdin_mpi.run.run_folder import MODEL, SUMMARY
+from tests.commands import refusal, simulate
 
 
 def test_an_error_leaves_the_former_content_and_nothing_beside_it(tmp_path: Path) -> None:
@@ -21,3 +33,116 @@ def test_an_error_leaves_the_former_content_and_nothing_beside_it(tmp_path: Path
     write_whole(path, b"after")
     assert path.read_text() == "after"
     assert list(tmp_path.iterdir()) == [path]
+
+
+# -- links in a folder that others may write to as well -----------------------------------
+SHORT = ("--workers", 2, "--samples", 64, "--checkpoint-every", 32, "--eval-every", 0.02)
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A file elsewhere, that a link leads to."""
+    path = tmp_path / "foreign"
+    path.write_text("kept")
+    return path
+
+
+def test_a_file_written_whole_takes_the_place_of_a_link(tmp_path: Path, foreign: Path) -> None:
+    link = tmp_path / "summary.json"
+    link.symlink_to(foreign)
+    write_whole(link, "after")
+    assert foreign.read_text() == "kept"
+    assert not link.is_symlink()
+    assert link.read_text() == "after"
+
+
+@pytest.mark.parametrize(
+    "write", [lambda path: write_whole(path, "after"), lambda path: write_new(path, "after")]
+)
+def test_a_link_under_the_temporary_name_is_refused(
+    tmp_path: Path, foreign: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None]
+) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    monkeypatch.setattr(files, "uuid4", lambda: type("Drawn", (), {"hex": "7"}))
+    for name in (".summary.7.tmp", ".summary.7.tmp.json"):
+        (tmp_path / name).symlink_to(foreign)
+    with pytest.raises(FileExistsError):
+        write(tmp_path / "summary.json")
+    assert foreign.read_text() == "kept"
+
+
+def test_nothing_is_added_through_a_link(tmp_path: Path, foreign: Path) -> None:
+    (tmp_path / "log").symlink_to(foreign)
+    with pytest.raises(UserError, match=r"/log: expected a file .* got a symbolic link.*remove it"):
+        append(tmp_path / "log", "more")
+    metrics = Metrics(tmp_path, 0)
+    metrics.path.unlink()
+    metrics.path.symlink_to(foreign)
+    with pytest.raises(UserError, match=METRICS):
+        metrics.append("train", {"samples": 1})
+    assert foreign.read_text() == "kept"
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path: Path, foreign: Path) -> None:
+    (tmp_path / run_lock.NAME).symlink_to(foreign)
+    with pytest.raises(UserError, match="got a symbolic link"):
+        run_lock.take(tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / comparison_folder.LOCK).symlink_to(foreign)
+    request = read_request(["--out", str(out), "--algorithms", "asp"])
+    with pytest.raises(UserError, match="got a symbolic link"):
+        comparison_folder.claimed(out, request).__enter__()
+    (out / "log.txt").symlink_to(foreign)
+    with pytest.raises(UserError, match="got a symbolic link"):
+        Child(["true"], out / "log.txt", 0)
+    assert foreign.read_text() == "kept"
+
+
+def test_links_among_checkpoints_lead_nowhere(tmp_path: Path, foreign: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    store = CheckpointStore(tmp_path / "run")
+    store.folder.mkdir(parents=True)
+    for name in ("writing-1", "samples-000000000064", "samples-000000000001"):
+        (store.folder / name).symlink_to(elsewhere)
+    store.begin(64)
+    part = store.folder / "writing-000000000064" / "rank-1.pt"
+    part.symlink_to(foreign)
+    with pytest.raises(UserError, match="cannot write it"):
+        store.write(64, 1, {})
+    part.unlink()
+    store.commit(64, [store.write(64, 0, {})], {})
+    assert [path.name for path in store.folder.iterdir()] == ["samples-000000000064"]
+    assert not store.folder.joinpath("samples-000000000064").is_symlink()
+    assert [path.name for path in elsewhere.iterdir()] == ["kept"]
+    assert foreign.read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "tensorboard"])
+def test_a_folder_of_the_run_that_is_a_link_is_refused(tmp_path: Path, name: str) -> None:
+    elsewhere, run = tmp_path / "elsewhere", tmp_path / "run"
+    (elsewhere / "samples-1").mkdir(parents=True)
+    (elsewhere / "events.1").touch()
+    run.mkdir()
+    (run / name).symlink_to(elsewhere)
+    done = simulate(run, *SHORT, "--overwrite", check=False)
+    assert f"{name}: expected a folder of the program's own" in refusal(done)
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["events.1", "samples-1"]
+
+
+def test_a_run_replaces_links_by_its_own_files(tmp_path: Path, foreign: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    names = (MODEL, SUMMARY, METRICS, "config.toml", "curves.png")
+    for name in names:
+        (run / name).symlink_to(tmp_path / "not there")
+    simulate(run, *SHORT)
+    assert not (tmp_path / "not there").exists()
+    for name in names:
+        (run / name).unlink()
+        (run / name).symlink_to(foreign)
+    simulate(run, *SHORT, "--overwrite")
+    assert foreign.read_text() == "kept"
+    assert not any((run / name).is_symlink() for name in names)

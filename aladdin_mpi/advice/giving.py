@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 from aladdin_mpi.advice.options import AdviseOptions
@@ -10,7 +9,7 @@ from aladdin_mpi.advice.picture import draw
 from aladdin_mpi.advice.report import Advice, as_data, in_words
 from aladdin_mpi.comparison.table import markdown, plain
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.process import console, extras
+from aladdin_mpi.process import console, extras, plain_json
 from aladdin_mpi.process.files import write_whole
 
 TEXT, DATA, PICTURE = "advice.md", "advice.json", "advice.png"
@@ -38,7 +37,7 @@ def give(advice: Advice) -> None:
         return
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / TEXT, f"# Advice\n\n{in_words(advice, markdown, len(advice.entries))}\n")
-    write_whole(out / DATA, json.dumps(as_data(advice), indent=2) + "\n")
+    write_whole(out / DATA, plain_json.written(as_data(advice), indent=2) + "\n")
     if extras.missing("matplotlib"):
         console.say(f"no picture: {extras.command(['matplotlib'])} for it", sys.stderr)
     else:

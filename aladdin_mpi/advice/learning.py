@@ -6,7 +6,6 @@ of measured runs (``learned.toml``), by number of workers, or of a pilot on the 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from functools import cache
 from math import inf, log
 from pathlib import Path
 from statistics import fmean
+
+from aladdin_mpi.process import plain_json
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -83,7 +84,7 @@ def measured(algorithm: str, workers: int) -> Share:
 # -- from runs ---------------------------------------------------------------------------
 def curve(run: Path) -> Curve:
     """The training loss of a run, of three lines together since one is noisy."""
-    lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    lines = (plain_json.read(line) for line in (run / "metrics.jsonl").read_text().splitlines())
     points = [(line["samples"], line["loss"]) for line in lines if line["kind"] == "train"]
     known = [(float(samples), float(loss)) for samples, loss in points if loss is not None]
     return [
@@ -117,8 +118,10 @@ def taught(mine: Curve, base: Curve) -> float:
     """What a sample teaches, as a share of the base's: above 1 where it teaches more.
 
     By the samples to the loss that the base has after ``LATE`` of its own; or to the loss at one's
-    end, if that is larger.
+    end, if that is larger. Nothing where no loss was a number, as it had diverged at once.
     """
+    if not mine:
+        return 0.0
     goal = next(loss for samples, loss in base if samples >= LATE * base[-1][0])
     goal = max(goal, mine[-1][1])
     return samples_to(goal, base) / samples_to(goal, mine)

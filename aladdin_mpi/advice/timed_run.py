@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from statistics import linear_regression
 from typing import Any
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.process import plain_json
 
 SETTLED = 0.4
 """Share of a run's samples after which it is taken to be settled, at the latest by its middle."""
@@ -78,7 +78,7 @@ def _carried_out(options: dict[str, Any]) -> Timed:
 
         summary = cluster.run(main)[0] or {}
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rate = rate_of([json.loads(line) for line in lines], summary)
+    rate = rate_of([plain_json.read(line) for line in lines], summary)
     links = _links(carried, asked, summary)
     steps = summary["samples"] / (asked.workers * asked.batch_size)
     most = max((max(each) for way, each in carried.items() if way != "local"), default=0)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.process.files import open_own
 
 END_SECONDS = 10.0
 """Time for a child to end by itself after SIGTERM."""
@@ -37,7 +38,7 @@ class Child:
 
     def __init__(self, command: Sequence[str], log: Path, lock: int) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as file:
+        with open(open_own(log, os.O_WRONLY | os.O_APPEND), "ab") as file:
             file.write(f"# {shlex.join(command)}\n".encode())
             file.flush()
             self._start_of_log = file.tell()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.process import units
+from aladdin_mpi.process import plain_json, units
 from aladdin_mpi.run.recorder import read_metrics
 from aladdin_mpi.run.rounding import rounded
 from aladdin_mpi.run.run_folder import SUMMARY
@@ -92,7 +91,7 @@ def read_figures(folder: Path, label: str) -> RunFigures:
         UserError: its files cannot be read.
     """
     try:
-        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        summary = plain_json.read((folder / SUMMARY).read_text(encoding="utf-8"))
         lines = [line for line in read_metrics(folder) if line["kind"] == "eval"]
         evaluations = [
             Evaluation(
@@ -106,7 +105,7 @@ def read_figures(folder: Path, label: str) -> RunFigures:
         ]
         if not {"algorithm", "seed"} <= summary.keys():
             raise KeyError("algorithm, seed")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{folder}: expected the folder of a finished run, but its {SUMMARY} or metrics "
             f"cannot be read ({error!r}); remove it, or run it again"

@@ -13,7 +13,7 @@ from pathlib import Path
 from aladdin_mpi.comparison.options import PROG, CompareOptions, Request
 from aladdin_mpi.config.settings import build, read_toml, to_toml
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.process.files import write_whole
+from aladdin_mpi.process.files import open_own, write_whole
 
 MANIFEST = "comparison.toml"
 LOCK = ".lock"
@@ -69,11 +69,12 @@ def claimed(out: Path, request: Request) -> Iterator[int]:
     even where the comparison itself was killed.
 
     Raises:
-        UserError: it cannot be written, or another comparison is at work there.
+        UserError: it cannot be written, or another comparison is at work there, or the lock's
+            file is a symbolic link.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = open_own(out / LOCK, os.O_RDWR)
     except OSError as error:
         raise UserError(
             f"--out: cannot write into {str(out)!r}: {error.strerror}; give another folder"

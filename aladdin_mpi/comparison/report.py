@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,6 +13,7 @@ from aladdin_mpi.comparison import plots, table
 from aladdin_mpi.comparison.baseline import Baseline
 from aladdin_mpi.comparison.figures import KEYS, Row, RunFigures, make_rows
 from aladdin_mpi.comparison.machine import Machine
+from aladdin_mpi.process import plain_json
 from aladdin_mpi.process.files import write_whole
 from aladdin_mpi.run.rounding import rounded
 
@@ -62,7 +62,7 @@ class Findings:
 def write(findings: Findings, out: Path, facts: Machine) -> None:
     """Write all files of the report."""
     write_whole(out / TABLE, table.as_csv(findings.rows))
-    text = json.dumps(as_json(findings, facts), indent=2, allow_nan=False)
+    text = plain_json.written(as_json(findings, facts), indent=2)
     write_whole(out / RESULT, text + "\n")
     pictures = plots.draw(
         findings.runs, findings.rows, out, findings.title, findings.target, findings.ideals

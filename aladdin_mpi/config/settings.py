@@ -33,6 +33,9 @@ else:
 
 Model = TypeVar("Model", bound=BaseModel)
 
+LARGEST_WHOLE = 10**13
+"""Of seeds, samples and counts: times a million it is still a number of 64 bits."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -73,9 +76,24 @@ def build(model: type[Model], settings: Settings) -> Model:
             place = place.setdefault(name, {})
         place[path[-1]] = setting.value
     try:
-        return model.model_validate(values)
+        built = model.model_validate(values)
     except ValidationError as error:
         raise UserError(_explain(error, model, settings)) from None
+    _check_whole_numbers(model, settings, built)
+    return built
+
+
+def _check_whole_numbers(model: type[BaseModel], settings: Settings, built: BaseModel) -> None:
+    """Refuse whole numbers that torch and messages have no room for."""
+    for path, setting in settings.items():
+        value: Any = built
+        for name in path:
+            value = getattr(value, name, None)
+        if isinstance(value, int) and value > LARGEST_WHOLE and path in leaves(model):
+            raise UserError(
+                f"{setting.origin}: expected a whole number of at most {LARGEST_WHOLE:g}, got one "
+                f"of {len(str(value))} digits; give a smaller one"
+            )
 
 
 # -- TOML -----------------------------------------------------------------------
@@ -152,7 +170,7 @@ def _table(file: Path, named_by: str) -> dict[str, Any]:
             f"{named_by}: expected a TOML file, got {str(file)!r} ({error.strerror}); "
             "check the path"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also of numbers of thousands of digits
         raise UserError(f"{named_by}: {file} is not valid TOML: {error}") from None
 
 

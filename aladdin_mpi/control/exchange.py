@@ -11,6 +11,7 @@ import torch
 
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import RefusedError, UserError
+from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import PeerFailedError
 
@@ -85,7 +86,8 @@ def agree(transport: Transport, attempt: Callable[[], T]) -> T:
     result: T | None = None
     problem = None
     try:
-        result = attempt()
+        with no_exit():
+            result = attempt()
     except UserError as error:
         problem = str(error)
     summary = broadcast(transport, summarised(gather(transport, problem), transport.size))

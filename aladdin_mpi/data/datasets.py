@@ -257,6 +257,7 @@ def _checked(name: str, function: Callable[..., Any], result: Any) -> DatasetPai
         UserError: if it is something else.
     """
     if isinstance(result, DatasetPair):
+        _check_not_empty(name, (result.train, result.test))
         return result
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not is_pair or not all(
@@ -266,7 +267,17 @@ def _checked(name: str, function: Callable[..., Any], result: Any) -> DatasetPai
             f"--dataset {name}: {function.__name__} must return a DatasetPair or (train, test), "
             f"two map-style data sets; it returned {type(result).__name__}"
         )
+    _check_not_empty(name, result)
     return _pair(name, result, _count_classes(name, result[0]))
+
+
+def _check_not_empty(name: str, splits: tuple[Any, ...]) -> None:
+    for kind, split in zip(("training", "test"), splits, strict=True):
+        if not len(split):
+            raise UserError(
+                f"--dataset {name}: expected at least one sample in the {kind} set, got none; look "
+                "at what it is made of"
+            )
 
 
 def known_classes(dataset: Any) -> int | None:

@@ -151,7 +151,8 @@ class DiskCopy:
     def _copy(self, file: File) -> None:
         final = self.target / file.name
         partial = final.with_name(f"{final.name}{UNFINISHED}")
-        with (self.source / file.name).open("rb") as old, partial.open("wb") as new:
+        partial.unlink(missing_ok=True)
+        with (self.source / file.name).open("rb") as old, partial.open("xb") as new:
             while piece := old.read(PIECE):
                 new.write(piece)
                 with self._count:

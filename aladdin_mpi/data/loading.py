@@ -21,6 +21,7 @@ from aladdin_mpi.data.randomness import AUGMENTATION, sample_keys
 from aladdin_mpi.data.sampler import Int64Array, ShardedStream
 from aladdin_mpi.data.skipped import Skip, SkippedImages, skips_of
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.process.guard import no_exit
 
 Batch = tuple[Tensor, Tensor]
 Key = tuple[int, int]
@@ -339,7 +340,8 @@ class _Loading(Dataset[Any]):
 
     def __getitems__(self, keys: Any) -> _Loaded:
         try:
-            batch, problem = self._collate(self._samples(keys)), None
+            with no_exit():
+                batch, problem = self._collate(self._samples(keys)), None
         except UserError as error:
             batch, problem = None, str(error)
         return _Loaded(batch, self._skipped.take() if self._skipped else [], problem)
@@ -371,7 +373,13 @@ def _collate_if_any(samples: list[Any]) -> Batch | None:
 
 
 def _collate(samples: list[Any]) -> Batch:
-    batch = default_collate(samples)
+    try:
+        batch = default_collate(samples)
+    except (TypeError, RuntimeError) as error:  # of no tensors, and of unequal ones
+        raise UserError(
+            "--dataset: expected samples (input, label) that can be put together to a batch, with "
+            f"inputs of one shape, got others ({error}); change what the data set gives"
+        ) from error
     if (
         not isinstance(batch, (tuple, list))
         or len(batch) != 2

@@ -22,13 +22,23 @@ def common_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
     dtypes = {parameter.dtype for parameter in parameters}
     widest = dtypes.pop()
     for dtype in dtypes:
-        widest = torch.promote_types(widest, dtype)
+        widest = _wider(widest, dtype)
     if not widest.is_floating_point:
         raise UserError(
             f"model: expected trainable parameters of real numbers, got {widest}; freeze the "
             "others, or split them into real and imaginary parts"
         )
     return widest
+
+
+def _wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    try:
+        return torch.promote_types(one, other)
+    except RuntimeError:  # as for those of 8 bits
+        raise UserError(
+            f"model: expected trainable parameters of dtypes that torch combines, got {one} and "
+            f"{other}; convert them to one, or freeze some"
+        ) from None
 
 
 class OtherDtypes:

@@ -187,6 +187,8 @@ class Replica(_Flat):
         device, dtype = self._device(), common_dtype(self._parameters)
         self._outline = outline(module)
         self.numel = sum(p.numel() for p in self._parameters)
+        if not self.numel:
+            raise UserError("model: expected trainable parameters with values, got none with any")
         self.parameters = torch.empty(self.numel, dtype=dtype, device=device)
         self.others = OtherDtypes()
         self.gradients = BoundGradients(self._parameters, self.others)

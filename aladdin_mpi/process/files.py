@@ -1,26 +1,35 @@
-"""Files that are there whole or not at all, whenever a process dies."""
+"""Files that are there whole or not at all, whenever a process dies, and never through a link.
+
+Others may be able to write into a folder as well: what they have put there as a symbolic link must
+not lead what is written here to some other file.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+from aladdin_mpi.errors import UserError
+
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Give a path beside ``path`` to write to, which takes its place at the end of the block.
+    """Give an empty file beside ``path`` to write to, which takes its place at the block's end.
 
     With an exception ``path`` stays as it was, and nothing is left beside it. The content is on
     disk before it gets its name, so that a power failure leaves no empty file under it either.
+    Where ``path`` is a link, the link is replaced.
 
     Raises:
         OSError: it cannot be written.
     """
     # The ending stays: some writers choose the format by it.
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
+    temporary = _new_beside(path, path.suffix)
     try:
         yield temporary
         _sync(temporary)
@@ -42,14 +51,70 @@ def write_new(path: Path, content: str) -> None:
         FileExistsError: there is one, also one that has come in the meantime.
         OSError: it cannot be written.
     """
-    # Processes of several hosts, which number theirs alike, may write to one folder.
-    temporary = path.with_name(f".{path.stem}.{uuid4().hex}.tmp")
+    temporary = _new_beside(path)
     try:
         temporary.write_text(content, encoding="utf-8")
         _sync(temporary)
         os.link(temporary, path)  # unlike a rename it fails where there is a file
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """A descriptor of a file that is made if it is missing; ``flags`` as for ``os.open``.
+
+    Raises:
+        UserError: it is a symbolic link.
+        OSError: it cannot be opened.
+    """
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _is_link(path, "a file") from None
+        raise
+
+
+def append(path: Path, content: str | bytes) -> None:
+    """Add to the end of a file, which is made if it is missing. Raises as :func:`open_own`."""
+    with open(open_own(path, os.O_WRONLY | os.O_APPEND), "ab") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def check_own_folder(path: Path) -> None:
+    """Raise UserError if what is to be a folder of the program's own is a symbolic link."""
+    if path.is_symlink():
+        raise _is_link(path, "a folder")
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder with all that is in it, or a file; of a link the link alone.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def _is_link(path: Path, kind: str) -> UserError:
+    return UserError(
+        f"{path}: expected {kind} of the program's own, got a symbolic link, which is not "
+        f"followed, as anybody may have put it there; remove it"
+    )
+
+
+def _new_beside(path: Path, ending: str = "") -> Path:
+    """An empty file that nobody else has made.
+
+    Processes of several hosts, which number theirs alike, may write to one folder: its name is
+    drawn.
+    """
+    temporary = path.with_name(f".{path.stem}.{uuid4().hex}.tmp{ending}")
+    temporary.touch(exist_ok=False)  # O_EXCL: never through a link
+    return temporary
 
 
 def _sync(path: Path) -> None:

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from types import FrameType
 
 from aladdin_mpi.errors import (
@@ -37,6 +38,7 @@ LAST_TURN = 3
 remedy: Callable[[], str] = str
 """Says how to go on after the job has ended in mid-training."""
 _last: list[Callable[[], None]] = []
+_LIBRARY = Path(os.__file__).parent
 _ending = threading.Lock()
 
 
@@ -68,10 +70,51 @@ _terminated: TerminatedError | None = None
 def install() -> None:
     """Make every uncaught error of this process end the whole job."""
     sys.excepthook = lambda kind, error, trace: end_job(error)
-    threading.excepthook = lambda args: end_job(args.exc_value or SystemExit(1))
+    threading.excepthook = _end_in_thread
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
         signal.signal(signal.SIGINT, _terminate)
+
+
+def _end_in_thread(args: threading.ExceptHookArgs) -> None:
+    # As in any program sys.exit() ends no more than a thread of the user's; see no_exit for ours.
+    if not isinstance(args.exc_value, SystemExit):
+        end_job(args.exc_value or SystemExit(1))
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """Make a call of ``sys.exit`` in the user's code an error, whatever its status.
+
+    A rank that leaves in the middle of a run leaves the others waiting, and says nothing.
+
+    Raises:
+        UserError: it was called; says where.
+    """
+    try:
+        yield
+    except SuspendedError:
+        raise
+    except SystemExit as error:
+        raise exit_called(error) from error
+
+
+def exit_called(error: SystemExit) -> UserError:
+    """Says where ``sys.exit`` was called in the middle of a run."""
+    given = "" if error.code is None else repr(error.code)
+    return UserError(
+        f"{_place(error)}: expected code that goes on or raises an error while the run goes on, "
+        f"got a call of sys.exit({given}), which would leave other ranks waiting; raise an error "
+        "in its place"
+    )
+
+
+def _place(error: SystemExit) -> str:
+    """Where it was raised: the innermost line that is not Python's own, such as argparse's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if Path(each.filename).parent != _LIBRARY]
+    last = (own or frames)[-1]
+    return f"{last.filename}, line {last.lineno}, in {last.name}"
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
@@ -106,6 +149,8 @@ def end_job(error: BaseException) -> None:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
         if status == 0:
             leave(0)
+        if isinstance(error.code, str):
+            console.say(error.code)
     elif isinstance(error, RefusedError):
         leave(0)  # the status is that of the rank which says why
     elif isinstance(error, ExcludedError):

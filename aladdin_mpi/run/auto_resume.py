@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,7 +17,7 @@ from aladdin_mpi.config.resume import (
 from aladdin_mpi.config.settings import Settings, build
 from aladdin_mpi.control.exchange import agree, broadcast
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.process import console
+from aladdin_mpi.process import console, plain_json
 from aladdin_mpi.run.checkpoint import CheckpointStore
 from aladdin_mpi.run.run_folder import SUMMARY
 from aladdin_mpi.transport.base import Transport
@@ -105,7 +104,7 @@ def _is_complete(folder: Path, stored: RunOptions, wanted: RunOptions) -> bool:
     """Whether a run that has its summary is as long as wanted."""
     if all(getattr(stored, name) == getattr(wanted, name) for name in LENGTHS):
         return True  # also if the program has ended it early
-    summary = json.loads((folder / SUMMARY).read_text())
+    summary = _summary(folder)
     done = summary["samples"]
     if wanted.samples is not None or not done:
         return bool(done >= (wanted.samples or 1))
@@ -113,6 +112,21 @@ def _is_complete(folder: Path, stored: RunOptions, wanted: RunOptions) -> bool:
         return bool(summary.get("steps", done / stored.step_size) >= wanted.steps)
     epoch = done / summary["epochs"]
     return bool(done >= round((wanted.epochs or 0) * epoch))
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    path = folder / SUMMARY
+    try:
+        found: dict[str, Any] = plain_json.read(path.read_text(encoding="utf-8"))
+        if all(isinstance(found[name], (int, float)) for name in ("samples", "epochs")):
+            return found
+        why = "no number of samples and epochs"
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        why = repr(error)
+    raise UserError(
+        f"--resume auto: expected the summary of a run in {path}, got what cannot be read ({why}); "
+        "remove it, and the run goes on from its last checkpoint"
+    )
 
 
 def follow(

@@ -8,7 +8,6 @@ bears the name is therefore complete, whenever the job was killed.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -22,6 +21,8 @@ import torch
 from aladdin_mpi.config.agreement import differences
 from aladdin_mpi.config.resume import RESIZE_FIELDS
 from aladdin_mpi.errors import UserError, system_error
+from aladdin_mpi.process import plain_json
+from aladdin_mpi.process.files import check_own_folder, remove_tree
 
 FORMAT = "aladdin_mpi checkpoint 1"
 MANIFEST = "manifest.json"
@@ -59,15 +60,16 @@ class CheckpointStore:
         """
         with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
+            check_own_folder(self.folder)
             for leftover in self._named(UNFINISHED):
-                _delete(leftover)
+                remove_tree(leftover)
             self._temporary(samples).mkdir()
 
     def write(self, samples: int, rank: int, state: dict[str, Any]) -> dict[str, Any]:
         """Write one rank's part; returns its entry for the manifest."""
         path = self._temporary(samples) / f"rank-{rank}.pt"
         with self._writing():
-            with path.open("wb") as file:
+            with path.open("xb") as file:  # never through a link
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -83,8 +85,8 @@ class CheckpointStore:
         temporary, final = self._temporary(samples), self._final(samples)
         manifest = {"format": FORMAT, "samples": samples, "parts": entries, **about}
         with self._writing():
-            with (temporary / MANIFEST).open("w") as file:
-                json.dump(manifest, file, indent=1)
+            with (temporary / MANIFEST).open("x") as file:
+                file.write(plain_json.written(manifest, indent=1))
                 file.flush()
                 os.fsync(file.fileno())
             if os.path.lexists(final):
@@ -103,7 +105,7 @@ class CheckpointStore:
         """Remove a checkpoint, which loses its name first: a death leaves no half of one."""
         doomed = self.folder / f"writing-over-{checkpoint.name}"
         checkpoint.rename(doomed)
-        _delete(doomed)
+        remove_tree(doomed)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -136,7 +138,7 @@ class CheckpointStore:
         """
         folder = self._last()
         manifest = _read_manifest(folder)
-        here = json.loads(json.dumps(about))
+        here = plain_json.read(plain_json.written(about))
         if resizes:
             manifest, here = _without_ranks(manifest), _without_ranks(here)
         # What a later version has added was at its default then.
@@ -244,7 +246,7 @@ def resumed_moment(run_dir: Path) -> float:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
+        manifest: dict[str, Any] = plain_json.read(path.read_text())
         found = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
@@ -256,7 +258,33 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             f"--resume: {folder} has the format {found!r}, expected {FORMAT!r}; resume with the "
             "version of aladdin_mpi that wrote it"
         )
+    if fault := _fault(manifest):
+        raise UserError(
+            f"--resume: {path} is damaged: {fault}; take another copy of the run folder"
+        )
     return manifest
+
+
+def _fault(manifest: dict[str, Any]) -> str:
+    """What is missing in a manifest; empty if nothing is."""
+    kinds: dict[str, Any] = {
+        "samples": int,
+        "parts": list,
+        "ranks": int,
+        "option": dict,
+        "moment": (int, float),
+    }
+    for name, kind in kinds.items():
+        if not isinstance(manifest.get(name), kind):
+            return f"it has no {name}"
+    parts = manifest["parts"]
+    if len(parts) != manifest["ranks"]:
+        return f"expected the parts of {manifest['ranks']} ranks, got {len(parts)}"
+    for rank, part in enumerate(parts):
+        is_whole = isinstance(part, dict) and {"file", "bytes", "sha256"} <= part.keys()
+        if part is not None and not is_whole:
+            return f"its entry for rank {rank} says no file, bytes and sha256"
+    return ""
 
 
 def _digest(path: Path) -> str:
@@ -265,14 +293,6 @@ def _digest(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _delete(path: Path) -> None:
-    """Delete a folder, or whatever else has taken its name."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -22,6 +22,7 @@ from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import SEALED
 from aladdin_mpi.data.loader_processes import is_loader_process
 from aladdin_mpi.errors import SUSPENDED_STATUS, SuspendedError, UserError
+from aladdin_mpi.model.soundness import check_module
 from aladdin_mpi.process import console, guard, heap, startup, stop_signal
 from aladdin_mpi.run import among_workers
 from aladdin_mpi.run.asked import (
@@ -44,7 +45,7 @@ from aladdin_mpi.run.own_optimizer import Asked, resolve, settings_for
 from aladdin_mpi.run.own_words import in_own_words
 from aladdin_mpi.run.placement import tell_placement
 from aladdin_mpi.run.rank import Rank
-from aladdin_mpi.run.script import OptionsFound, simulated_rank
+from aladdin_mpi.run.script import OptionsFound, SimulatedRank, simulated_rank
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.sealed import SealedTransport
 
@@ -121,6 +122,7 @@ class DataParallel:
         self._schedule = schedule
         self._given = settings
         self._is_own_loop = options is None
+        self._simulated: SimulatedRank | None = None
         self._words = in_own_words if self._is_own_loop else nullcontext
         try:
             with self._words():
@@ -134,6 +136,9 @@ class DataParallel:
     def _leave(self) -> None:
         """The run has ended: another one over MPI may begin."""
         self._ended = True
+        if self._simulated is not None:
+            self._simulated.unended.remove(self)
+            self._simulated = None
         if DataParallel._open is self:
             DataParallel._open = None
 
@@ -150,6 +155,8 @@ class DataParallel:
         simulated = simulated_rank() if transport is None else None
         if simulated is not None:
             self._owns_transport, transport = False, simulated.transport
+            self._simulated = simulated
+            simulated.unended.append(self)
             if transport is None:
                 brought = settings_for(optimizer, self._schedule, settings)
                 raise OptionsFound(simulated_options(simulated, {**brought, **settings}, module))
@@ -185,7 +192,9 @@ class DataParallel:
         was_chosen = self.options.device != "auto"
         tell_placement(transport, self.device, servers, self.options.quiet, was_chosen)
         # Timed computing needs no more than the parameters' sizes: they may be on "meta".
-        self.module = module if self.options.compute == "timed" else self._placed(module)
+        is_real = self.options.compute == "real"
+        agree(transport, lambda: check_module(module, needs_values=is_real))
+        self.module = self._placed(module) if is_real else module
         self._optimizer = agree(
             transport, lambda: resolve(self.module, self.options, optimizer, scheduler)
         )

@@ -99,6 +99,11 @@ def deal(
             f"--epochs: expected data with a length, got {type(data).__name__}, which has none; "
             "give samples= or steps= instead"
         )
+    if not length:
+        raise UserError(
+            f"training loop: expected data with at least one sample, got {type(data).__name__} "
+            "of none; look at what it is made of"
+        )
     return Deal(options, length, feed)
 
 

@@ -20,6 +20,7 @@ from aladdin_mpi.accelerator import enter, is_accelerator
 from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.replica import Replica
+from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.run.measurement import Measurement, Sums, added
 from aladdin_mpi.run.model_exchange import share_buffers
@@ -244,8 +245,9 @@ class _Part:
         """Sums over one of so many equal parts."""
         enter(self._replica.parameters.device)
         self._replica.set(vector)
-        self._measurement.prepare(self._module)
-        sums = self._measurement.sums(self._module, place, parts)
+        with no_exit():
+            self._measurement.prepare(self._module)
+            sums = self._measurement.sums(self._module, place, parts)
         self._after()
         return sums
 

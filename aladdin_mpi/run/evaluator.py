@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from aladdin_mpi.data.loading import global_generators_kept
 from aladdin_mpi.model.replica import Replica
+from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.run.divided_evaluation import DividedEvaluation
 from aladdin_mpi.run.measurement import Evaluate
 
@@ -79,7 +80,7 @@ class Evaluator:
         """Measure the model with the parameters ``vector`` now."""
         self._replica.set(vector)
         # Beside a thread that trains, putting them back would repeat what that has drawn.
-        with nullcontext() if self._threaded else global_generators_kept():
+        with no_exit(), nullcontext() if self._threaded else global_generators_kept():
             return self._evaluate(self.module)
 
     def wait(self) -> None:

@@ -13,6 +13,7 @@ from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.data.feeds import Source
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.replica import Replica
+from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.roles.step import SKIPPED, Loss
 from aladdin_mpi.run.loop_watch import LoopWatch
 from aladdin_mpi.run.rank import Rank
@@ -73,7 +74,7 @@ class Loop:
             size = min(left, self.batch_size)
             left -= size
             self._begin(is_last=not left)
-            yield None if source is None else self._deliver(source.next_batch(size))
+            yield None if source is None else self._deliver(_next(source, size))
             if not self._stepped and not self.skipping:
                 self._check_skipped()
         if not self._handed_over:
@@ -126,6 +127,11 @@ class Loop:
         self._user_side = getcurrent()
         self._algorithm_side.parent = self._user_side
         self.ticket = self._algorithm_side.switch(value)
+
+
+def _next(source: Source, size: int) -> Any:
+    with no_exit():  # the user's data set, transforms and collate_fn
+        return source.next_batch(size)
 
 
 def _value(loss: Tensor | float | None) -> Tensor | float | None:

@@ -9,8 +9,10 @@ from typing import Any
 
 from aladdin_mpi.algorithms.registry import Algorithm
 from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.config.settings import LARGEST_WHOLE
 from aladdin_mpi.control.exchange import agree, broadcast
 from aladdin_mpi.data.sampler import Period
+from aladdin_mpi.errors import UserError
 from aladdin_mpi.run.checkpoint import CheckpointStore
 from aladdin_mpi.transport.base import Transport
 
@@ -82,4 +84,12 @@ def samples_of(options: RunOptions, epoch: int | None, workers: int) -> int | No
         return options.samples
     if options.steps is not None:
         return options.steps * options.step_size * workers
-    return None if epoch is None else max(1, round((options.epochs or 0) * epoch))
+    if epoch is None:
+        return None
+    length = (options.epochs or 0) * epoch
+    if length > LARGEST_WHOLE:
+        raise UserError(
+            f"--epochs: expected at most {LARGEST_WHOLE:g} samples in all, got {options.epochs:g} "
+            f"times {epoch}; give fewer"
+        )
+    return max(1, round(length))

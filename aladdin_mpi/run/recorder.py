@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from aladdin_mpi.process import extras
-from aladdin_mpi.process.files import write_whole
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.process import extras, plain_json
+from aladdin_mpi.process.files import append, check_own_folder, write_whole
 from aladdin_mpi.run.rounding import rounded
 
 METRICS = "metrics.jsonl"
@@ -35,7 +36,7 @@ class Metrics:
         self._board = _open_board(folder / TENSORBOARD, samples)
 
     def _rewrite(self) -> None:
-        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in self.lines))
+        write_whole(self.path, "".join(plain_json.written(line) + "\n" for line in self.lines))
 
     def append(self, kind: str, values: Mapping[str, Any]) -> None:
         """Add a line of ``kind``; ``values`` has ``samples``."""
@@ -44,8 +45,7 @@ class Metrics:
             if self._closed:  # an evaluation that ends after a suspended run
                 return
             self.lines.append(line)
-            with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            append(self.path, plain_json.written(line) + "\n")
             if self._board is None:
                 return
             for name, value in values.items():
@@ -68,20 +68,37 @@ def _open_board(folder: Path, samples: int) -> Any:
     """TensorBoard's writer for the run from ``samples`` on; None if it is not installed."""
     if extras.missing("tensorboard"):
         return None
+    check_own_folder(folder)
     from torch.utils.tensorboard import SummaryWriter  # slow, and only rank 0 needs it
 
     return SummaryWriter(str(folder), purge_step=samples)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics; a last line cut off by a crash is left out."""
+    """The lines of a run's metrics; a last line cut off by a crash is left out.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     path = folder / METRICS
-    if not path.exists():
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
         return []
-    lines = []
-    for text in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            break
-    return lines
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path}: expected the metrics of a run, got what cannot be read ({error}); remove it, "
+            "or take another copy of the run folder"
+        ) from error
+    return list(takewhile(_is_line, map(_parsed, texts)))
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return plain_json.read(text)
+    except ValueError:
+        return None
+
+
+def _is_line(found: Any) -> bool:
+    return isinstance(found, dict) and {"kind", "samples"} <= found.keys()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import sys
@@ -15,11 +14,12 @@ from aladdin_mpi.config.options import CONFIG_NAME, LENGTHS, RESIZE_FIELDS, RunO
 from aladdin_mpi.config.settings import build, read_toml
 from aladdin_mpi.control.exchange import agree, broadcast
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.process.files import write_whole
+from aladdin_mpi.process import plain_json
+from aladdin_mpi.process.files import check_own_folder, write_whole
 from aladdin_mpi.run import run_lock
 from aladdin_mpi.run.checkpoint import FOLDER as CHECKPOINT
 from aladdin_mpi.run.checkpoint import CheckpointStore
-from aladdin_mpi.run.recorder import METRICS
+from aladdin_mpi.run.recorder import METRICS, TENSORBOARD
 from aladdin_mpi.run.report import CURVES
 from aladdin_mpi.run.run_lock import RunLock
 from aladdin_mpi.transport.base import Transport
@@ -87,9 +87,11 @@ def prepare(folder: Path, options: RunOptions) -> RunLock:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = run_lock.take(folder)
+        for own in (CHECKPOINT, TENSORBOARD):
+            check_own_folder(folder / own)
         for name in set(used).difference([CHECKPOINT]):
             (folder / name).unlink()
-        for old in (folder / "tensorboard").glob("events.*"):
+        for old in (folder / TENSORBOARD).glob("events.*"):
             old.unlink()
         for old in CheckpointStore(folder).all():
             shutil.rmtree(old, ignore_errors=True)
@@ -97,9 +99,16 @@ def prepare(folder: Path, options: RunOptions) -> RunLock:
         write_whole(folder / CONFIG_NAME, f"# {command}\n{to_toml(options)}")
     except OSError as error:
         raise UserError(
-            f"--run-dir: cannot write into {str(folder)!r}: {error.strerror}; give another folder"
+            f"--run-dir: cannot write into {str(folder)!r}: {error.strerror}"
+            f"{_at(error, folder)}; give another folder"
         ) from error
     return lock
+
+
+def _at(error: OSError, folder: Path) -> str:
+    """Which of its files it is."""
+    named = Path(str(error.filename or folder))
+    return f" ({named.name})" if named.parent == folder else ""
 
 
 def reopen(folder: Path, options: RunOptions) -> None:
@@ -125,4 +134,4 @@ def check_seen(folder: Path) -> None:
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     """Write ``summary.json``."""
-    write_whole(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
+    write_whole(folder / SUMMARY, plain_json.written(summary, indent=2) + "\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import socket
 import time
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.process import guard
+from aladdin_mpi.process import guard, plain_json
+from aladdin_mpi.process.files import open_own
 
 NAME = ".lock"
 """The file that a run holds locked while it writes."""
@@ -50,10 +50,11 @@ def take(folder: Path) -> RunLock:
     file server may not know yet that the host is gone which held it.
 
     Raises:
-        UserError: another run is using it.
+        UserError: another run is using it, or the lock's file is a symbolic link.
     """
+    path = folder.absolute() / NAME  # the program may go elsewhere
     try:
-        file = (folder.absolute() / NAME).open("a+")  # the program may go elsewhere
+        file = open(path, "a+", opener=lambda _, flags: open_own(path, flags))  # noqa: SIM115
     except OSError:
         return RunLock(None)  # who writes there will say so
     try:
@@ -75,7 +76,7 @@ def take(folder: Path) -> RunLock:
         file.close()
         return take(folder)
     file.truncate(0)
-    file.write(json.dumps(_myself()))
+    file.write(plain_json.written(_myself()))
     file.flush()
     lock = RunLock(file)
     guard.before_leaving(lock.release)  # no file is left by a run that is refused
@@ -105,7 +106,7 @@ def _owner(file: IO[str]) -> dict[str, Any]:
     while True:
         file.seek(0)
         try:
-            found: dict[str, Any] = json.loads(file.read())
+            found: dict[str, Any] = plain_json.read(file.read())
             return found
         except ValueError:
             if time.monotonic() > deadline:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -17,7 +17,8 @@ from typing import Any
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.config.options import SimulateOptions, check_ranks
 from aladdin_mpi.config.settings import Settings
-from aladdin_mpi.errors import UserError
+from aladdin_mpi.errors import SuspendedError, UserError
+from aladdin_mpi.process.guard import exit_called
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
@@ -31,10 +32,12 @@ class SimulatedRank:
     Attributes:
         typed: settings of the command line, over those of the script.
         transport: None: the options alone are asked for.
+        unended: what the script has to bring to its end, filled by it.
     """
 
     typed: Settings
     transport: Transport | None
+    unended: list[Any] = field(default_factory=list, compare=False)
 
 
 class OptionsFound(BaseException):
@@ -79,8 +82,17 @@ def simulate_script(script: Path, arguments: Sequence[str], typed: Settings) -> 
     cluster = VirtualCluster(size, options.cluster.placed(servers), options.seed, silence=silence)
 
     def rank(transport: Transport) -> None:
-        _rank.set(SimulatedRank(typed, transport))
-        main()
+        simulated = SimulatedRank(typed, transport)
+        _rank.set(simulated)
+        try:
+            main()
+        except SuspendedError:
+            raise
+        except SystemExit as error:
+            if simulated.unended:
+                raise exit_called(error) from error
+            if error.code:
+                raise
 
     cluster.run(rank)
 

@@ -15,6 +15,7 @@ import aladdin_mpi
 from aladdin_mpi.control.exchange import gather
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.process import console
+from aladdin_mpi.process.files import written_whole
 from aladdin_mpi.roles.role import Role
 from aladdin_mpi.run.books import Books
 from aladdin_mpi.run.context import Context
@@ -83,7 +84,8 @@ def summarise(
         summary |= {"images_skipped": len(paths), "skipped": paths}
     if trained.model is not None:
         state = {name: each.cpu() for name, each in context.module.state_dict().items()}
-        torch.save(state, folder / MODEL)
+        with written_whole(folder / MODEL) as temporary, temporary.open("wb") as file:
+            torch.save(state, file)
     books.metrics.close()
     # Also who has died while the model was measured: all they had computed was applied by then.
     with context.transport.atomic():

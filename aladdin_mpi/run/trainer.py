@@ -21,6 +21,7 @@ from aladdin_mpi.data.imagefolder import Fault
 from aladdin_mpi.data.models import build_model
 from aladdin_mpi.data.staging import stage
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.run.measurement import Measurement, Sums, reestimate_batch_norm
 from aladdin_mpi.run.origin import samples_of
@@ -29,11 +30,14 @@ from aladdin_mpi.transport.base import Transport
 EVALUATION_BATCH = 256
 SIZE_PREFIX = "size:"
 """``--model size:MB`` names a model by the size of its parameters alone, for timed computing."""
+LARGEST_MODEL = 1e9
+"""MB."""
 
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@no_exit()  # also in the user's model
 def train(options: RunOptions, transport: Transport) -> dict[str, Any]:
     """Train as ``options`` say; every rank calls it. Returns the summary at rank 0."""
     if options.compute == "timed":
@@ -188,9 +192,10 @@ def module_of_size(name: str) -> nn.Module:
         megabytes = float(text)
     except ValueError:
         megabytes = 0.0
-    if not megabytes > 0:
+    if not 0 < megabytes <= LARGEST_MODEL:
         raise UserError(
-            f"--model {name}: expected size:MB with MB above 0, got {text!r}; write for example "
+            f"--model {name}: expected size:MB with MB above 0 and at most "
+            f"{LARGEST_MODEL:g}, got {text!r}; write for example "
             "size:94"
         )
     return nn.Linear(round(megabytes * 250_000), 1, bias=False, device="meta")

@@ -55,7 +55,7 @@ def draw_places(sizes: tuple[int, ...], seed: int, count: int = COUNT) -> Places
     at: list[int] = []
     weight: list[float] = []
     start = 0
-    for size in sizes:
+    for size in filter(None, sizes):
         share = alike + count * size // (2 * whole)
         taken = size if whole <= count else min(size, max(1, share))
         at += sorted(draw.sample(range(start, start + size), taken))

@@ -261,6 +261,7 @@ def test_a_lab_that_cannot_be_finished_is_removed(monkeypatch: pytest.MonkeyPatc
     assert remains(names[0].partition("-")[0]) == []
 
 
+@pytest.mark.long
 def test_a_run_that_takes_too_long_is_ended(lab: Lab) -> None:
     code = STUBBORN.replace("time.sleep", "print('late', flush=True); time.sleep")
     with pytest.raises(subprocess.TimeoutExpired) as caught:

@@ -93,7 +93,12 @@ def test_auto_forks_where_it_must_and_says_so_once(
 @pytest.mark.parametrize(
     ("end", "collate", "expected"),
     [
-        (UNGUARDED, "put_together", "expected a program whose main file can be imported"),
+        pytest.param(
+            UNGUARDED,
+            "put_together",
+            "expected a program whose main file can be imported",
+            marks=pytest.mark.long,
+        ),
         (GUARDED, "lambda samples: put_together(samples)", "expected a data set and a collate_fn"),
     ],
 )

@@ -255,6 +255,7 @@ def slowly(tmp_path: Path, delay: float, timeout: float) -> Completed:
     return run_ranks(3, [str(tmp_path / "slow.py"), *map(str, words)], env=env, check=False)
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_a_copy_may_take_longer_than_a_wait(tmp_path: Path) -> None:
     done = slowly(tmp_path, delay=4, timeout=10)  # 18 files, eight at a time

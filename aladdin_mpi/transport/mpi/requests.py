@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from aladdin_mpi.transport.mpi import deaths  # noqa: F401  # before MPI: how that begins and ends
+from aladdin_mpi.transport.mpi import deaths  # before MPI: how that begins and ends
 
 # isort: split
 from mpi4py import MPI  # before torch: Cray MPICH breaks the other way round
@@ -13,7 +13,7 @@ from mpi4py import MPI  # before torch: Cray MPICH breaks the other way round
 # isort: split
 from aladdin_mpi.transport.base import Traffic
 from aladdin_mpi.transport.mpi.buffers import in_bytes
-from aladdin_mpi.transport.mpi.failures import DEATHS, NAMED_WITHIN, Failures
+from aladdin_mpi.transport.mpi.failures import NAMED_WITHIN, Failures
 from aladdin_mpi.transport.mpi.pending import MpiRequest, Pending
 from aladdin_mpi.transport.mpi.signals import Signals
 from aladdin_mpi.transport.request import ANY_SOURCE, Event
@@ -177,7 +177,7 @@ class Requests:
         ended = [r for r in firsts if not r.done and r.handle == MPI.REQUEST_NULL]
         for request in ended:
             self._meet_failure(request, error)
-        if not ended and error.Get_error_class() not in DEATHS:
+        if not ended and error.Get_error_class() not in deaths.DEATHS:
             raise error
         self._pending.drop_all_ended()
 
