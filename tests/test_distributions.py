@@ -182,7 +182,8 @@ def test_wheel_trains_with_nothing_but_what_it_requires(built: Built, tmp_path: 
         )
 
     # Torch is asked for the defaults of this optimizer, and still comes after MPI.
-    wrong = start("aladdin_mpi.train", "--optimizer", "adamw", "--lr", "x")
+    words = ("--algorithm", "ar-sgd", "--optimizer", "adamw", "--lr", "x")
+    wrong = start("aladdin_mpi.train", *words)
     assert (wrong.returncode, wrong.stderr.count("--lr: expected a number")) == (2, 1), wrong
     assert start("aladdin_mpi.slurm", "init").returncode == 0
     assert files(tmp_path / "slurm") == files(ROOT / "slurm")

@@ -18,7 +18,7 @@ class DiedError(Exception):
 def write(store: CheckpointStore, samples: int) -> None:
     store.begin(samples)
     entry = store.write(samples, 0, {"values": torch.ones(3)})
-    store.commit(samples, [entry], {})
+    store.commit(samples, [entry], {"ranks": 1, "option": {}, "moment": 0.0})
 
 
 def die_half_way(folder: Path) -> None:
