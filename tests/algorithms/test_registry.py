@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 from aladdin_mpi.algorithms import VARIABLE, registry
 from tests.commands import simulate, summary, train
 from tests.launch import ROOT
@@ -21,6 +23,7 @@ def test_an_algorithm_from_outside_trains_in_virtual_time(tmp_path: Path) -> Non
     assert "divisor = 2.0" in (tmp_path / "run" / "config.toml").read_text()
 
 
+@pytest.mark.long
 def test_an_algorithm_from_outside_trains_over_mpi(tmp_path: Path) -> None:
     train(3, tmp_path / "run", *PLAN, env=TOY, is_warm=False)
     assert summary(tmp_path / "run")["test_accuracy"] > 0.9

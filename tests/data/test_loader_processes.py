@@ -78,7 +78,12 @@ def test_by_the_method_asked_for(tmp_path: Path, method: str, kind: str) -> None
     ("end", "collate", "why"),
     [
         (UNGUARDED, "put_together", r'own.py has no line `if __name__ == "__main__":`'),
-        (GUARDED, "lambda samples: put_together(samples)", r"cannot be pickled \(.*lambda"),
+        pytest.param(
+            GUARDED,
+            "lambda samples: put_together(samples)",
+            r"cannot be pickled \(.*lambda",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_auto_forks_where_it_must_and_says_so_once(

@@ -54,6 +54,7 @@ def test_over_mpi(tmp_path: Path, what: str) -> None:
     assert run(tmp_path, what).endswith("done\n")
 
 
+@pytest.mark.long
 @needs("openmpi")
 def test_planted_mistakes_are_found(tmp_path: Path) -> None:
     printed = run(tmp_path, "defects")

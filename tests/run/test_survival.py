@@ -82,7 +82,13 @@ def test_the_others_train_on(
 @pytest.mark.parametrize(
     ("algorithm", "killed", "ulfm", "words"),
     [
-        ("multistep", 2, True, "; multistep needs every worker; resume with: --resume "),
+        pytest.param(
+            "multistep",
+            2,
+            True,
+            "; multistep needs every worker; resume with: --resume ",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             "aladdin",
             1,
