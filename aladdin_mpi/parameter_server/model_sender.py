@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,9 @@ class ModelSender:
         self._free: list[Tensor] = []
         self._in_flight: dict[tuple[int, int], tuple[Request, Tensor]] = {}
         self._newer: dict[tuple[int, int], tuple[Bucket, Tensor, float, NotesThen]] = {}
+        self._turns: dict[tuple[int, int], int] = {}
+        """The order in which those in ``_newer`` began to wait."""
+        self._turn = 0
         self._waiting: Counter[int] = Counter()
         """Of those in ``_newer``, how many are for each rank."""
         self._changed: set[tuple[int, int]] = set()
@@ -107,6 +110,7 @@ class ModelSender:
         if key not in self._newer:
             self._waiting[key[0]] += 1
             self._changed.add(key)
+            self._turns[key] = self._turn = self._turn + 1
         self._newer[key] = model
 
     def _take_waiting(self, key: tuple[int, int]) -> tuple[Bucket, Tensor, float, NotesThen] | None:
@@ -141,11 +145,11 @@ class ModelSender:
         del self._in_flight[key]
         return True
 
-    def advance(self) -> None:
-        """Send what waited and can go now."""
-        # Called for every gradient: of a thousand that wait, each may only be glanced at.
+    def _advance(self, keys: Iterable[tuple[int, int]]) -> None:
+        """Send of these what waited and can go now, what has waited longest first."""
         flying = self._in_flight
-        for key in [key for key in self._newer if flying[key][0].done]:
+        ready = [key for key in keys if key in self._newer and flying[key][0].done]
+        for key in sorted(ready, key=self._turns.__getitem__):
             if self._reclaim(key) and (model := self._take_waiting(key)) is not None:
                 self.send(key[0], *model)
         for rank in [rank for rank in self._ending if not self._waiting[rank]]:
@@ -160,7 +164,10 @@ class ModelSender:
         """
         if not (self._newer or self._ending or self._awaited):
             return
-        self.advance()
+        # Called for every gradient: of thousands that wait only those are looked at that may go.
+        self._advance(
+            {*self._changed, *map(self._key, self._awaited.intersection(awaited.ended()))}
+        )
         for key in sorted(self._changed):
             name = self._name(key)
             if key in self._newer:
@@ -170,6 +177,10 @@ class ModelSender:
                 awaited.drop(name)
                 self._awaited.remove(name)
         self._changed.clear()
+
+    def _key(self, name: int) -> tuple[int, int]:
+        bucket, rank = divmod(-1 - name, self._transport.size)
+        return rank, bucket
 
     def _name(self, key: tuple[int, int]) -> int:
         rank, bucket = key
@@ -185,11 +196,11 @@ class ModelSender:
             awaited.drop(name)
         self._awaited.clear()
         self._changed.clear()
-        self.advance()
+        self._advance(list(self._newer))
         while self._newer:
             with suppress(PeerFailedError):
                 self._transport.wait_any([self._in_flight[key][0] for key in self._newer])
-            self.advance()
+            self._advance(list(self._newer))
         for key in list(self._in_flight):
             with suppress(PeerFailedError):
                 self._transport.wait(self._in_flight[key][0])

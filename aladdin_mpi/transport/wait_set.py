@@ -29,6 +29,10 @@ class WaitSet:
         """Wait no more for the request of this name."""
         del self.requests[name]
 
+    def ended(self) -> list[int]:
+        """The names of those known to have ended."""
+        return [name for name, request in self.requests.items() if request.done]
+
     def wait(self) -> int:
         """Wait until one is done; the name of the first. It stays until it is replaced.
 
