@@ -29,10 +29,10 @@ NOTES = f"""\
 
 {ROW_NOTES}
 
-Virtual time knows of the lab the rate that links reach, between two hosts (less the frames'
-headers) and where all hosts send to each other, by messages alone (`benchmarks.calibration`), and
-a latency and overhead of single messages that were set beforehand (benchmarks/engines.py), the same
-for all cells. Rows are in order of their error."""
+Virtual time knows of the lab the rate of links (less the frames' headers), how messages share them,
+by traces of messages alone (`benchmarks.sharing`), and a latency and overhead of single messages
+that were set beforehand (benchmarks/engines.py), the same for all cells. Rows are in order of their
+error."""
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:

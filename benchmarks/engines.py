@@ -34,11 +34,13 @@ LINKS = {
     "--local-bandwidth-gbit": 20.0,
     "--sharing": "tcp",
 }
-"""The rest of the lab's network, set before the first cell was run, and not fitted since. A latency
-is that of a message that is announced first: three trips with a rank that polls at each end.
-`benchmarks.calibration` measures half of it inside a host and more Gbit/s there, and between hosts
-cannot see it behind the shaped link's burst; with its values 77 of the 88 cells that
-`benchmarks.agreement` had without `osgp` are within 5 %, and with these 81."""
+"""The rest of the lab's network, set before the first cell was run, and not fitted since, but for
+how messages share links, which was set later by traces of messages alone (`benchmarks.sharing`). A
+latency is that of a message that is announced first: three trips with a rank that polls at each
+end. `benchmarks.calibration` measures half of it inside a host and more Gbit/s there, and between
+hosts cannot see it behind the shaped link's burst; when links were shared evenly, 77 of the 88
+cells that `benchmarks.agreement` had without `osgp` were within 5 % with its values, and 81 with
+these."""
 HOROVOD_ENVIRONMENT = {
     "OMPI_MCA_coll": "^han",
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",

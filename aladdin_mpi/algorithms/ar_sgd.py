@@ -41,11 +41,6 @@ class ArSgdOptions(OwnOptions):
         "itself, else MPI, which it always is where the others go on after a worker's death",
     )
 
-    @property
-    def may_lose_workers(self) -> bool:
-        """Whether the library that sums can be one that outlasts a death."""
-        return self.allreduce in ("auto", "mpi")
-
 
 class ArSgdWorker(TrainingWorker):
     """``x <- x - lr/n (g_1 + ... + g_n)``, the same on every worker."""
@@ -61,7 +56,11 @@ class ArSgdWorker(TrainingWorker):
         self.compresses = isinstance(wire, DeepGradientCompression)
         self.sums: list[tuple[Bucket, Pending]] = []
         self.surviving: SurvivingSums | None = None
-        if self.transport.survives and not self.compresses and options.may_lose_workers:
+        if (
+            self.transport.survives
+            and not self.compresses
+            and options.allreduce in choose.OUTLAST_DEATHS
+        ):
             self.surviving = SurvivingSums(
                 self.transport, self.layout, worker.replica.new_vector, wire.dtype
             )
@@ -162,7 +161,8 @@ register(
         holder="first",
         compresses=True,
         needs_all=lambda run: (
-            run.compression != "none" or not own(run, ArSgdOptions).may_lose_workers
+            run.compression != "none"
+            or own(run, ArSgdOptions).allreduce not in choose.OUTLAST_DEATHS
         ),
         collective=True,
         clips="mean",

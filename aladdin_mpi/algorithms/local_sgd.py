@@ -50,11 +50,6 @@ class LocalSgdOptions(OwnOptions):
         "auto", description="what sums the models, as --ar-sgd-allreduce"
     )
 
-    @property
-    def may_lose_workers(self) -> bool:
-        """Whether the library that sums can be one that outlasts a death."""
-        return self.allreduce in ("auto", "mpi")
-
 
 class LocalSgdWorker(TrainingWorker):
     """``base`` is the last average: between segments it is the model of every worker."""
@@ -68,7 +63,7 @@ class LocalSgdWorker(TrainingWorker):
         self.base = worker.replica.new_vector()
         self.all_reduce: AllReduce | SurvivingSums
         dtype = wire.plain.dtype
-        if self.transport.survives and options.may_lose_workers:
+        if self.transport.survives and options.allreduce in choose.OUTLAST_DEATHS:
             new_vector = worker.replica.new_vector
             self.all_reduce = SurvivingSums(self.transport, self.layout, new_vector, dtype)
         else:
@@ -135,7 +130,7 @@ register(
         node_sums=True,
         lockstep=True,
         holder="all",
-        needs_all=lambda run: not own(run, LocalSgdOptions).may_lose_workers,
+        needs_all=lambda run: own(run, LocalSgdOptions).allreduce not in choose.OUTLAST_DEATHS,
         collective=True,
     )
 )

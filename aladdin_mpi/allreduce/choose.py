@@ -17,6 +17,8 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.transport.base import Transport
 
 NAMES = ("auto", "mpi", "horovod", "torch")
+OUTLAST_DEATHS = ("auto", "mpi")
+"""Those that may stand for sums which outlast the death of ranks: see :mod:`.surviving`."""
 
 
 def make(
