@@ -290,8 +290,8 @@ class AshlServer(Server):
     def resize(self, former: Former) -> None:
         """The stage stays, and the new workers are measured for a plan of their own."""
         super().resize(former)
-        if self.head is not None:
-            head = former.server["head"]
+        head = former.server["head"]
+        if self.head is not None and head is not None:  # else the server that knew is lost
             self.head.phase, self.head.fine_from = Phase(head["phase"]), head["fine_from"]
 
 

@@ -422,6 +422,14 @@ class GeneralOptions(BaseModel):
         default_text="runs/ALGORITHM-MODEL-DATASET-TIME",
     )
     overwrite: bool = option(False, "replace the results in an existing --run-dir", group="output")
+    spares: int = option(
+        0,
+        "ranks more, the last ones, that wait and take the place of a rank that is lost; MPI has "
+        "to survive deaths (mpirun --with-ft ulfm)",
+        unit="RANKS",
+        group="run",
+        ge=0,
+    )
     resume: Literal["auto"] | Path | None = option(
         None,
         "go on with the run in this folder from its last checkpoint; auto: with the one in "

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import log2
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -110,6 +110,7 @@ class Budget:
         self.limit = 0
         self.loss_scale = LossScale()
         self._is_open = False
+        self._opened = self._passed_over_before = 0
         self._early: list[tuple[int, int]] = []
         self._lockstep = bool(lockstep)
         self._workers = list(lockstep)
@@ -182,10 +183,29 @@ class Budget:
         """Samples granted to a rank in this segment beyond those of its first ``steps`` steps."""
         return sum(self._granted[rank][steps:])
 
+    def begin_at(self, drawn: int, passed_over: int) -> None:
+        """Go on where so many samples had been drawn, and so many of them passed over."""
+        self.drawn = self._opened = drawn
+        self.passed_over = self._passed_over_before = passed_over
+
+    def in_flight(self) -> dict[str, Any]:
+        """Of the present segment: what each rank was granted and has reported, and its limit."""
+        return {
+            "opened": self._opened,
+            "granted": [sum(sizes) for sizes in self._granted],
+            "computed": [
+                sum(sizes[:steps])
+                for sizes, steps in zip(self._granted, self._computed, strict=True)
+            ],
+            "total": self.total,
+            "passed_over": self.passed_over - self._passed_over_before,
+        }
+
     def open(self, limit: int) -> None:
         """Grant samples up to number ``limit`` of the run, first to those who came too early."""
         with self._transport.atomic():
             self.limit, self._is_open = min(limit, self.total), True
+            self._opened, self._passed_over_before = self.drawn, self.passed_over
             self._rounds.clear()
             self._turns = [0] * len(self._turns)
             self._granted = [[] for _ in self._turns]

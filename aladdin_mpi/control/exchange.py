@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import RefusedError, UserError
 from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import PeerFailedError
+from aladdin_mpi.transport.request import PeerFailedError, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,6 +110,35 @@ def summarised(problems: list[str | None], size: int) -> str:
         named = "" if plain else f"rank {', '.join(map(str, ranks))}: "
         lines.append(named + problem)
     return "\n".join(lines)
+
+
+def send_object(transport: Transport, value: Any, dest: int, tag: Tag) -> list[Request]:
+    """Start to send what a checkpoint can hold: tensors, numbers, strings, lists and dicts."""
+    file = BytesIO()
+    torch.save(value, file)
+    data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    parts = torch.tensor([data.numel()]), data
+    return [transport.isend(part, dest, tag) for part in parts]
+
+
+def receive_object(
+    transport: Transport, source: int, tag: Tag, timeout: float | None = None
+) -> Any:
+    """What :func:`send_object` has sent.
+
+    Args:
+        timeout: longest wait for it in seconds; None: the transport's own.
+
+    Raises:
+        PeerFailedError: that rank has died.
+        TimeoutError: nothing came in that time.
+    """
+    size = torch.zeros(1, dtype=torch.int64)
+    if transport.wait_any([transport.irecv(size, source, tag)], timeout) < 0:
+        raise TimeoutError
+    data = torch.empty(int(size), dtype=torch.uint8)
+    transport.wait(transport.irecv(data, source, tag))
+    return torch.load(BytesIO(data.numpy().tobytes()), weights_only=True)
 
 
 def _written(fact: Any) -> tuple[Tensor, Tensor]:

@@ -65,6 +65,12 @@ class Heartbeats:
                 self._send(dest, GOODBYE)
             self._on = False
 
+    def give_up(self) -> None:
+        """The group has come apart: nobody is watched any more, and nobody told."""
+        if self._on:
+            self._transport.unwatch(self._look)
+            self._on = False
+
     # -- signs of life ----------------------------------------------------------
     @property
     def _deputy(self) -> int:

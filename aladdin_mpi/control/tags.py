@@ -63,6 +63,16 @@ class Tag(IntEnum):
     """To rank 0: something was refused."""
     WHOLE = 21
     """Worker to server, or server to worker: a difference was lost, send the bucket as a whole."""
+    DEPUTY = 26
+    """Rank 0 to its deputy: what it alone knows of the run."""
+    JOIN = 27
+    """Between two groups, to the first rank of the next one: what this rank brings."""
+    MEMBERS = 28
+    """Its answer: who is in it."""
+    STATE = 29
+    """In a new group, to rank 0: this rank's state in the former one."""
+    SPARES_GO = 30
+    """To spare ranks: the run has ended without them."""
     REDUCE_SCATTER = 40
     """Worker to worker: a part of a bucket, for its owner to add."""
     ALL_GATHER = 41

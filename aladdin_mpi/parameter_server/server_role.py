@@ -88,6 +88,6 @@ class Server(Role):
         """See :meth:`Role.resize`."""
         self.server.resize(former)
         self.applied = dict.fromkeys(self.applied, former.server["applied"])
-        if self.optimizer is not None:
+        if self.optimizer is not None and former.server["optimizer"] is not None:
             mine = [bucket.part for bucket in self.server.buckets]
             self.optimizer.inherit(former.server["optimizer"], mine)

@@ -102,11 +102,11 @@ def scale_held_back(state: Any, factor: float) -> None:
 
 
 # -- servers ----------------------------------------------------------------------------
-def join_servers(states: Sequence[Mapping[str, Any]], layout: Layout) -> dict[str, Any]:
-    """The servers' states as one.
+def join_servers(states: Sequence[Mapping[str, Any] | None], layout: Layout) -> dict[str, Any]:
+    """The servers' states as one; nothing if there are none.
 
     Args:
-        states: of the servers' roles, in order.
+        states: of the servers' roles, in order; None: it is lost.
         layout: theirs.
 
     Returns:
@@ -114,21 +114,45 @@ def join_servers(states: Sequence[Mapping[str, Any]], layout: Layout) -> dict[st
         gradients that are not applied yet its start, stop, numbers and sum; ``head``, what the
         first server knows besides.
     """
-    if not states:
+    living = [state for state in states if state is not None]
+    if not living:
         return {}
-    servers = [state["server"] for state in states]
+    servers = [state["server"] for state in living]
     from_failed = min(server["from_failed"] for server in servers)
+    from_living = min(map(_from_living, living))
     return {
         "samples": max(server["samples"] for server in servers),
         "received": max(server["received"] for server in servers),
         "staleness": servers[0]["staleness"],
         "from_failed": from_failed,
-        "applied": _from_living(states[0]) + from_failed,
-        "optimizer": _join_optimizers([state["optimizer"] for state in states], layout)
-        if "optimizer" in states[0]
+        "applied": from_living + from_failed,
+        "optimizer": _join_optimizers(
+            [None if state is None else state["optimizer"] for state in states], layout
+        )
+        if "optimizer" in living[0]
         else None,
-        "pending": [each for state in states for each in _pending(state, layout)],
-        "head": states[0].get("head"),
+        "pending": [each for state in living for each in _pending(state, layout)],
+        "head": living[0].get("head"),
+    }
+
+
+def without_servers(counts: Sequence[dict[str, float] | None]) -> dict[str, Any]:
+    """What stands for :func:`join_servers` where every server is lost.
+
+    Args:
+        counts: see :class:`Former`.
+    """
+    samples = sum(int(each["samples"]) for each in counts if each is not None)
+    computed = sum(int(each["computed"]) for each in counts if each is not None)
+    return {
+        "samples": samples,
+        "received": computed,
+        "staleness": 0.0,
+        "from_failed": 0,
+        "applied": computed,
+        "optimizer": None,
+        "pending": [],
+        "head": None,
     }
 
 
@@ -154,15 +178,19 @@ def _pending(state: Mapping[str, Any], layout: Layout) -> list[dict[str, Any]]:
 
 def _join_optimizers(states: Sequence[Any], layout: Layout) -> dict[str, Any] | None:
     """Each server's is of its own buckets."""
-    first = states[0]
-    if first is None:
+    known = [state for state in states if state is not None]
+    if not known:
         return None
+    first = known[0]
     if "parts" in first:
         names = ("parts", "inherited")
-        return {**first, **{n: [each for s in states for each in s.get(n, ())] for n in names}}
+        return {**first, **{n: [each for s in known for each in s.get(n, ())] for n in names}}
     whole = first["velocity"]
     if whole is not None:
         for server, state in enumerate(states):
             for bucket in layout.owned_by(server):
-                whole[bucket.part] = state["velocity"][bucket.part]
+                if state is None:  # it begins again
+                    whole[bucket.part] = 0.0
+                else:
+                    whole[bucket.part] = state["velocity"][bucket.part]
     return {"velocity": whole}

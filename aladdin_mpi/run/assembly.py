@@ -35,6 +35,7 @@ from aladdin_mpi.run.building import (
 from aladdin_mpi.run.checkpoint import CheckpointStore
 from aladdin_mpi.run.context import Context, make_context, server_count
 from aladdin_mpi.run.coordinator import Coordinator
+from aladdin_mpi.run.deputy import Deputy
 from aladdin_mpi.run.divided_evaluation import DividedEvaluation, is_divided
 from aladdin_mpi.run.failures import record_losses
 from aladdin_mpi.run.handshake import check_agreement
@@ -53,6 +54,7 @@ from aladdin_mpi.run.seen_inputs import SeenInputs
 from aladdin_mpi.run.segments import Segments
 from aladdin_mpi.run.snapshots import Snapshots
 from aladdin_mpi.run.suspension import Suspension
+from aladdin_mpi.run.takeover import Takeover, take_over, tell
 from aladdin_mpi.run.variance import ModelVariance, draw_places
 from aladdin_mpi.transport.base import Transport
 
@@ -87,25 +89,39 @@ class Task:
 
 
 def assemble(
-    transport: Transport, options: RunOptions, algorithm: Algorithm, module: nn.Module, task: Task
+    transport: Transport,
+    options: RunOptions,
+    algorithm: Algorithm,
+    module: nn.Module,
+    task: Task,
+    takeover: Takeover | None = None,
 ) -> Rank:
     """Put a rank together, from its checkpoint where the run goes on. Every rank calls it.
 
     The order is that of what the ranks agree on, one after another. ``module`` is on its device.
 
+    Args:
+        takeover: of what a former group of ranks has left.
+
     Raises:
         UserError, RefusedError: ranks disagree, or a folder cannot be used.
     """
     seen = _seen(transport, options, algorithm, module, task.evaluate)
-    context = make_context(transport, options, algorithm, module)
+    context = make_context(
+        transport, options, algorithm, module, () if takeover is None else takeover.numbers
+    )
     described = "sgd" if task.optimizer is None else task.optimizer.describe()
     parameters, servers = context.replica.describe(), context.servers
-    check_agreement(transport, options, parameters, task.data, servers, described)
+    if takeover is None:
+        check_agreement(transport, options, parameters, task.data, servers, described)
     plan = make_plan(options, task.epoch, task.origin, not transport.models_time)
     base = options.lr if task.optimizer is None else 1.0
     lr = LearningRate(options, context.workers, task.epoch, plan.total, base, task.schedule)
-    folder = run_folder.open_for(transport, options)
-    share_model(context)
+    if takeover is None:
+        folder = run_folder.open_for(transport, options)
+        share_model(context)
+    else:
+        folder = takeover.open_folder(transport)
     local = LocalState(context.replica, transport.shares_process, task.state)
     optimizer = agree(transport, lambda: make_optimizer(context, task.optimizer))
     record = SkipRecord()
@@ -117,18 +133,25 @@ def assemble(
     # It outlives this rank, so it must not hold it, with all its vectors.
     guard.remedy = partial(_remedy, folder.path)
     measuring = _measuring(context, role, seen, task.evaluate, skips)
-    local.seed(options.seed * 1_000_003 + transport.rank + 1)
+    if takeover is None:
+        local.seed(options.seed * 1_000_003 + transport.rank + 1)
     store = CheckpointStore(folder.path)
     segments = _segments(context, role, coordinator, local, store, plan, task.origin, described)
     means = coordinator.own_figures if coordinator else None
     figures = OwnFigures(transport, means, lambda: segments.over)
-    if options.resume is not None:
+    if takeover is not None:
+        take_over(context, local, segments, takeover)
+    elif options.resume is not None:
         go_on(Resumption(context, role, local, segments, store, task.origin, lr))
     suspension = Suspension(transport, coordinator)
     heartbeats = Heartbeats(transport, options.worker_timeout)
+    deputy = Deputy(transport, coordinator.knowledge if coordinator else None)
     books = None
     if coordinator is not None:
-        books = _open(context, role, coordinator, folder.path, skips, measuring)
+        coordinator.on_report(deputy.hear)
+        coordinator.on_open(deputy.send)
+        books = _open(context, role, coordinator, folder.path, skips, measuring, takeover)
+        deputy.send()
     if seen is not None:
         seen.open()
     return Rank(
@@ -143,6 +166,7 @@ def assemble(
         segments,
         suspension,
         heartbeats,
+        deputy,
         books,
     )
 
@@ -244,9 +268,10 @@ def _open(
     folder: Path,
     skips: SkipReports,
     measuring: Measuring,
+    takeover: Takeover | None,
 ) -> Books:
     """The books of a run that begins or goes on; the user is told how it was set up."""
-    if context.options.resume is not None and not coordinator.budget.used_up:
+    if takeover is None and context.options.resume is not None and not coordinator.budget.used_up:
         run_folder.reopen(folder, context.options)
     books = open_books(
         context,
@@ -257,7 +282,12 @@ def _open(
         measuring.divided,
         measuring.snapshots,
         measuring.variance,
+        keeps_all=takeover is not None,
     )
+    if takeover is not None:
+        if not context.options.quiet:
+            tell(context, takeover)
+        return books
     texts = [role.describe(), _prospects(context), not_written()]
     if (text := "\n".join(filter(None, texts))) and not context.options.quiet:
         console.say(text, sys.stdout)

@@ -35,6 +35,11 @@ class Books:
     log: TrainingLog
     evaluations: Evaluations
 
+    def give_up(self) -> None:
+        """Somebody else keeps them from now on, or others are opened here."""
+        self.log.give_up()
+        self.metrics.close()
+
 
 def make_coordinator(
     context: Context, role: Role, plan: Plan, lr: LearningRate, skips: SkipRecord
@@ -63,10 +68,12 @@ def open_books(
     divided: DividedEvaluation | None,
     snapshots: Snapshots,
     variance: ModelVariance,
+    keeps_all: bool = False,
 ) -> Books:
     """At rank 0, when the coordinator knows where the run goes on, into the run's ``folder``.
 
-    There are no evaluations where ``evaluate`` is None.
+    There are no evaluations where ``evaluate`` is None. With ``keeps_all`` the metrics go on behind
+    whatever there is; otherwise what is behind this place of the run is dropped.
     """
     drawn = coordinator.budget.drawn
     skips.open()
@@ -79,7 +86,7 @@ def open_books(
         context.options.progress,
         context.options.quiet,
     )
-    metrics = Metrics(folder, drawn)
+    metrics = Metrics(folder, coordinator.plan.total if keeps_all else drawn)
     evaluator = None
     if evaluate is not None:
         evaluator = _evaluator(context, skips, evaluate, divided)

@@ -74,7 +74,7 @@ def make_wire(context: Context, optimizer: Optimizer, epoch: int) -> GradientCod
 def make_pace(context: Context) -> Pace:
     """How fast this rank computes."""
     options = context.options
-    index = context.transport.rank - context.servers
+    index = context.number
     modelled = options.compute == "timed" or context.transport.models_time
     return Pace(
         options.compute_time if modelled else None,

@@ -28,6 +28,7 @@ class Context:
         replica: of the module.
         layout: how the flat model is cut.
         nodes: ranks of the workers of each node, where a node is one worker of the algorithm.
+        numbers: of each worker, the one that it began the run with; none: as they are now.
     """
 
     transport: Transport
@@ -37,6 +38,13 @@ class Context:
     replica: Replica | PhantomReplica
     layout: Layout
     nodes: Sequence[Sequence[int]] = ()
+    numbers: Sequence[int] = ()
+
+    @property
+    def number(self) -> int:
+        """This worker's, with which it began the run."""
+        index = self.transport.rank - self.servers
+        return self.numbers[index] if self.numbers else index
 
     @property
     def leaders(self) -> list[int]:
@@ -99,9 +107,13 @@ def server_count(options: RunOptions, algorithm: Algorithm) -> int:
 
 
 def make_context(
-    transport: Transport, options: RunOptions, algorithm: Algorithm, module: nn.Module
+    transport: Transport,
+    options: RunOptions,
+    algorithm: Algorithm,
+    module: nn.Module,
+    numbers: Sequence[int] = (),
 ) -> Context:
-    """Every rank calls it.
+    """Every rank calls it. ``numbers`` as in :class:`Context`.
 
     Raises:
         UserError: more servers than the model has parts, or too few workers.
@@ -111,7 +123,7 @@ def make_context(
     layout = make_layout(options, algorithm, replica, servers, transport.size - servers)
     agree(transport, lambda: _check(transport, options, replica, layout))
     nodes = agree(transport, lambda: make_nodes(options, algorithm, transport, servers))
-    return Context(transport, options, algorithm, module, replica, layout, nodes)
+    return Context(transport, options, algorithm, module, replica, layout, nodes, numbers)
 
 
 def _make_replica(options: RunOptions, module: nn.Module) -> Replica | PhantomReplica:

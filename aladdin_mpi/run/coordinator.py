@@ -99,6 +99,7 @@ class Coordinator:
         self.marks = Marks(plan.log_every, plan.eval_every)
         self.losses = Losses()
         self._on_report: list[Callable[[Report], None]] = []
+        self._on_open: list[Callable[[], None]] = []
         self._on_close: list[Callable[[], None]] = []
         self._seconds = 0.0
         self._other_workers = 0.0
@@ -114,6 +115,10 @@ class Coordinator:
     def on_report(self, action: Callable[[Report], None]) -> None:
         """Have ``action`` called with every report, when it is counted."""
         self._on_report.append(action)
+
+    def on_open(self, action: Callable[[], None]) -> None:
+        """Have ``action`` called at the beginning of every segment."""
+        self._on_open.append(action)
 
     def on_close(self, action: Callable[[], None]) -> None:
         """Have ``action`` called at the end of every segment, when time stands still."""
@@ -152,6 +157,8 @@ class Coordinator:
             self.failures.note_earlier()
             self.budget.open(drawn if self.suspended else limit)
         self._opened = self._transport.now()
+        for action in self._on_open:
+            action()
 
     def suspend(self, number: int) -> None:
         """Grant nothing more, now and in later segments, because of this signal."""
@@ -215,6 +222,16 @@ class Coordinator:
         drawn = self.budget.drawn
         return {"samples": drawn, "epoch": drawn / self.plan.epoch, "seconds": self.seconds}
 
+    def knowledge(self) -> dict[str, Any]:
+        """All that goes on when another rank keeps the books, at any moment."""
+        with self._transport.atomic():
+            return {
+                **self.state_dict(),
+                "seconds": self.seconds,
+                "suspended": self.suspended,
+                "budget": self.budget.in_flight(),
+            }
+
     # -- checkpoint ---------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """The state between two segments."""
@@ -241,8 +258,7 @@ class Coordinator:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
-        self.budget.drawn = state["drawn"]
-        self.budget.passed_over = state.get("passed_over", 0)
+        self.budget.begin_at(state["drawn"], state.get("passed_over", 0))
         if "loss_scale" in state:
             self.budget.loss_scale.load_state_dict(state["loss_scale"])
         self._seconds = state["seconds"]
@@ -258,6 +274,20 @@ class Coordinator:
         if "own" in state:  # not in those of older runs
             self.own_figures.load_state_dict(state["own"])
         self._other_workers = state.get("other_workers", 0.0)
+
+    def take_over(self, known: dict[str, Any], drawn: int, former: Former) -> None:
+        """Go on with the books of a former group.
+
+        Args:
+            known: see :meth:`knowledge`.
+            drawn: samples that its ranks have drawn and not given back.
+            former: its ranks, put together.
+        """
+        self.load_state_dict({**known, "drawn": drawn})
+        self.suspended = known["suspended"]
+        if known["budget"]["total"] < self.plan.total:  # the loop has been left
+            self.budget.total = drawn
+        self.resize(former)
 
     def resize(self, former: Former) -> None:
         """Go on with the books of another number of workers; after :meth:`load_state_dict`."""

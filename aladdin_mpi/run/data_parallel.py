@@ -6,6 +6,8 @@ import atexit
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from aladdin_mpi.accelerator import configure
 from aladdin_mpi.algorithms import registry
+from aladdin_mpi.algorithms.registry import Algorithm
 from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.control.refusals import Reason, Refusal, report
@@ -46,6 +49,8 @@ from aladdin_mpi.run.own_words import in_own_words
 from aladdin_mpi.run.placement import tell_placement
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.script import OptionsFound, SimulatedRank, simulated_rank
+from aladdin_mpi.run.succession import Succession
+from aladdin_mpi.run.takeover import Takeover
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.sealed import SealedTransport
 
@@ -174,11 +179,7 @@ class DataParallel:
             self.options = simulated_options(simulated, asked, module)
         else:
             self.options = agreed_options(transport, options, asked, module)
-        self.algorithm = agree(
-            transport, lambda: registry.checked(self.options, self.transport.size)
-        )
-        if self.options.checksum:
-            transport = self.transport = _sealed(transport)
+        self.algorithm = agree(transport, lambda: _checked(self.options, transport))
         servers = self.options.servers if self.algorithm.server else 0
         self.is_server = transport.rank < servers
         self.device = agree(
@@ -200,7 +201,8 @@ class DataParallel:
         )
         self._evaluate = evaluate
         self._servers = servers
-        self._rank: Rank | None = None
+        seal = _sealed if self.options.checksum else _plain
+        self._succession = Succession(transport, self.options, self.algorithm, seal)
         self._loop = Loop(
             self.options.batch_size, Delivery(self.device, self.options.channels_last)
         )
@@ -218,6 +220,10 @@ class DataParallel:
         return (
             module.to(memory_format=torch.channels_last) if self.options.channels_last else module
         )
+
+    @property
+    def _rank(self) -> Rank | None:
+        return self._succession.rank
 
     @property
     def lr(self) -> float:
@@ -296,9 +302,9 @@ class DataParallel:
             sharded: see :meth:`batches`.
         """
         batches = HeldBack(self.batches(data, sharded))
-        if self._rank is None or self.is_server:
+        if self._rank is None or self.is_server or self._succession.is_spare:
             return
-        plan, loop = self._rank.plan, self._loop
+        plan, loop = self._ready().plan, self._loop
         for number in range(self._drawn() // plan.epoch, -(-plan.total // plan.epoch)):
             end = (number + 1) * plan.epoch
 
@@ -308,7 +314,7 @@ class DataParallel:
             epoch = Epoch(number, batches, is_past)
             yield epoch
             if not epoch.is_done:
-                self._rank.worker.pass_over(end)
+                self._ready().worker.pass_over(end)
         loop.skipping = True
         for _ in batches:
             pass
@@ -342,33 +348,58 @@ class DataParallel:
             skipped=dealt.feed.skipped if dealt.feed is not None else None,
             origin=origin,
         )
-        self._rank = rank = assemble(
-            self.transport, self.options, self.algorithm, self.module, task
-        )
-        self.run_dir = rank.folder.path
+        succession = self._succession
+        succession.assemble = partial(self._assemble, task)
+        succession.on_change = partial(self._follow, dealt)
+        if not succession.begin():
+            self._leave()
+            self._close()
+            return
         if self.options.resume is not None and dealt.caveat and self.transport.rank == 0:
             guard.warn([dealt.caveat])
         if self.is_server:
-            rank.segments.run()
+            succession.run()
         else:
-            yield from self._worker_batches(rank, dealt)
+            yield from self._worker_batches()
+        rank = self._ready()
         if rank.segments.suspended:
             rank.suspend()
             self._leave()
             raise SuspendedError
         self._summary = rank.complete()
+        succession.end()
         self._leave()
+        self._close()
+
+    def _close(self) -> None:
         if self._owns_transport:
             self.transport.close()
             atexit.unregister(self._check_ended)  # which would hold all vectors until then
 
-    def _worker_batches(self, rank: Rank, dealt: Deal) -> Iterator[Any]:
-        source = dealt.source(rank.worker, rank.segments.origin.past)
+    def _assemble(
+        self, task: Task, transport: Transport, options: RunOptions, takeover: Takeover | None
+    ) -> Rank:
+        if takeover is not None:
+            task = replace(task, origin=takeover.origin)
+        self.transport = transport
+        return assemble(transport, options, self.algorithm, self.module, task, takeover)
+
+    def _follow(self, dealt: Deal, rank: Rank) -> None:
+        """This rank has a place in a group."""
+        self.run_dir = rank.folder.path
+        self._servers = rank.context.servers
+        self.is_server = rank.context.is_server
+        if not self.is_server:
+            source = dealt.source(rank.worker, rank.segments.origin.past)
+            self._loop.follow(rank, source)
+
+    def _worker_batches(self) -> Iterator[Any]:
+        self._succession.may_raise = lambda: self._loop.is_in_algorithm
         watch = None
         if self._is_own_loop and self.options.compute == "real":
             watch = LoopWatch(self.module)
         try:
-            yield from self._loop.batches(rank, source, watch)
+            yield from self._loop.batches(self._succession.run, watch)
         finally:
             if watch is not None:
                 watch.close()
@@ -535,6 +566,26 @@ def _refuse_second() -> None:
         "DataParallel: expected one run at a time, got a second before the loop of the first has "
         "ended; train several models together as one module, such as nn.ModuleDict"
     )
+
+
+def _checked(options: RunOptions, transport: Transport) -> Algorithm:
+    """The algorithm of the run.
+
+    Raises:
+        UserError: the options and the ranks do not suit each other.
+    """
+    if options.spares and not transport.survives:
+        raise UserError(
+            f"--spares: expected an MPI that survives deaths, got one that does not, with "
+            f"{options.spares} spare ranks; start it by mpirun --with-ft ulfm (Open MPI 5), or "
+            "leave the option out"
+        )
+    return registry.checked(options, transport.size - options.spares)
+
+
+def _plain(transport: Transport) -> Transport:
+    """Without checksums."""
+    return transport
 
 
 def _sealed(transport: Transport) -> Transport:

@@ -56,12 +56,14 @@ def check_ranks(settings: Settings) -> None:
         UserError: they are too few, or too many of them are servers.
     """
     fields = RunOptions.model_fields
-    resume, name, servers = (
+    resume, name, servers, spares = (
         settings[(field,)].value if (field,) in settings else fields[field].default
-        for field in ("resume", "algorithm", "servers")
+        for field in ("resume", "algorithm", "servers", "spares")
     )
-    if resume is None and str(servers).isdecimal():  # otherwise it is looked at later
-        registry.check_ranks(registry.find(str(name)), world.place()[1], int(servers))
+    # Otherwise it is looked at later.
+    if resume is None and str(servers).isdecimal() and str(spares).isdecimal():
+        size = world.place()[1] - int(spares)
+        registry.check_ranks(registry.find(str(name)), size, int(servers))
 
 
 def checked(options: Options) -> Options:
@@ -70,7 +72,7 @@ def checked(options: Options) -> Options:
     Raises:
         UserError: their number does not suit the options, or these do not go together.
     """
-    size = world.place()[1]
+    size = world.place()[1] - options.spares
     if options.resume == AUTO and options.run_dir and (options.run_dir / SUMMARY).exists():
         return options  # nothing may be left to do, which any number of ranks can
     algorithm = registry.checked(options, size)

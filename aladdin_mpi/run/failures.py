@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from aladdin_mpi.control.budget import Budget
@@ -52,6 +52,31 @@ class Failures:
         for rank in sorted(self._transport.failed):
             self._lose(rank)
 
+    def take_over(self, losses: Sequence[Mapping[str, Any]]) -> None:
+        """Write down the ranks whose loss has brought this group about.
+
+        Args:
+            losses: of each its ``rank`` in the job, its ``host``, "died" or "left out", and what is
+                lost with it.
+        """
+        for loss in losses:
+            known = [each for each in self.records if each["rank"] == loss["rank"]]
+            record = next((each for each in known if "samples_lost" not in each), None)
+            record = self._first_told(loss) if record is None else record
+            record |= {name: loss[name] for name in ("samples_lost", "gradients_lost")}
+
+    def _first_told(self, loss: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a rank 0, whose loss none but its successor can tell of."""
+        transport, moment = self._transport, self._moment()
+        console.say(
+            f"aladdin_mpi: rank {loss['rank']} (host {loss['host']}) has failed at sample "
+            f"{moment['samples']}; rank {transport.original(0)} (host {transport.host_name(0)}) "
+            "keeps the books now"
+        )
+        record = {name: loss[name] for name in ("rank", "host", "what")} | moment
+        self.records.append(record)
+        return record
+
     def complete(self) -> None:
         """The model is complete at rank 0: whoever fails from now on is not needed any more."""
         self._is_complete = True
@@ -62,12 +87,16 @@ class Failures:
         self._lost.add(rank)
         moment = self._moment()
         host = self._transport.host_name(rank)
-        what = f"rank {rank} (host {host}) {self._fate(rank)} at sample {moment['samples']}"
+        number = self._transport.original(rank)
+        what = f"rank {number} (host {host}) {self._fate(rank)} at sample {moment['samples']}"
         self._check_goes_on(rank, what)
         excluded = rank in self._transport.excluded
-        console.say(f"aladdin_mpi: {what}; {'it is excluded, and ' * excluded}{self._prospect()}")
+        prospect = self._prospect()
+        if self._transport.comes_apart_without(rank):
+            prospect = "the others go on from what they have"
+        console.say(f"aladdin_mpi: {what}; {'it is excluded, and ' * excluded}{prospect}")
         fate = "left out" if excluded else "died"
-        record = {"rank": rank, "host": host, "what": fate, **moment}
+        record = {"rank": number, "host": host, "what": fate, **moment}
         self._open.append(record)
         self.records.append(record)
 
@@ -78,6 +107,8 @@ class Failures:
 
     def _check_goes_on(self, rank: int, what: str) -> None:
         """Raise LostError if the run cannot go on without the rank."""
+        if self._transport.comes_apart_without(rank):
+            return
         if rank < self._first_worker and not self._is_complete:
             raise LostError(f"{what}; it kept a part of the model")
         if self._needed and not self._is_complete:
@@ -114,6 +145,11 @@ class Failures:
     def samples(self) -> int:
         """Samples lost in all."""
         return sum(record.get("samples_lost", 0) for record in self.records)
+
+    @property
+    def gradients(self) -> int:
+        """Gradients of workers that live which were lost when groups came apart."""
+        return sum(record.get("gradients_lost", 0) for record in self.records)
 
 
 def taken_from_failed(transport: Transport, role: Role, first_worker: int) -> dict[str, int]:

@@ -34,6 +34,7 @@ class Loop:
         self.batch_size = batch_size
         self._deliver = deliver
         self._rank: Rank | None = None
+        self._source: Source | None = None
         self._watch: LoopWatch | None = None
         self._user_side: greenlet | None = None
         self._algorithm_side: greenlet | None = None
@@ -56,16 +57,30 @@ class Loop:
         """Whether the algorithm has come to its end."""
         return self._algorithm_side is not None and self._algorithm_side.dead
 
-    def batches(self, rank: Rank, source: Source | None, watch: LoopWatch | None) -> Iterator[Any]:
-        """The batches, until the budget is used up; None for each where there is no data."""
-        self._rank, self._watch = rank, watch
+    @property
+    def is_in_algorithm(self) -> bool:
+        """Whether it is the algorithm's side that asks."""
+        return self._algorithm_side is not None and getcurrent() is self._algorithm_side
+
+    def follow(self, rank: Rank, source: Source | None) -> None:
+        """Go on with this part in the run, and these data; None: there are none."""
+        self._rank, self._source = rank, source
+
+    def batches(self, train: Callable[[], None], watch: LoopWatch | None) -> Iterator[Any]:
+        """The batches, until the budget is used up; None for each where there is no data.
+
+        Args:
+            train: the algorithm's side.
+            watch: see :class:`LoopWatch`; None: nobody watches.
+        """
+        self._watch = watch
         self._user_side = getcurrent()
-        self._algorithm_side = greenlet(rank.segments.run)
+        self._algorithm_side = greenlet(train)
         self.ticket = self._algorithm_side.switch()
         while not self._algorithm_side.dead:
-            yield from self._step_of(source)
+            yield from self._step_of()
 
-    def _step_of(self, source: Source | None) -> Iterator[Any]:
+    def _step_of(self) -> Iterator[Any]:
         """The batches of one ticket."""
         assert self.ticket is not None
         left = self.ticket.size
@@ -74,6 +89,7 @@ class Loop:
             size = min(left, self.batch_size)
             left -= size
             self._begin(is_last=not left)
+            source = self._source
             yield None if source is None else self._deliver(_next(source, size))
             if not self._stepped and not self.skipping:
                 self._check_skipped()

@@ -51,7 +51,7 @@ def find_origin(transport: Transport, options: RunOptions, algorithm: Algorithm)
     """
     servers = options.servers if algorithm.server else 0
     if options.resume is None:
-        return Origin(transport.size - servers, servers)
+        return Origin(transport.size - options.spares - servers, servers)
     folder = Path(options.resume)
     manifest = agree(
         transport, lambda: CheckpointStore(folder).manifest() if transport.rank == 0 else {}

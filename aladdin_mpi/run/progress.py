@@ -147,6 +147,12 @@ class Progress:
         done = drawn - before
         return (time.monotonic() - at) / done * (self._total - drawn) if done > 0 else None
 
+    def give_up(self) -> None:
+        """Another one follows, on a line of its own."""
+        if isinstance(self._output, Live):
+            console.close()
+        self._output = None
+
     def close(self, drawn: int, seconds: float) -> None:
         """The run is over, or suspended: leave its last state on the screen."""
         if isinstance(self._output, Live):

@@ -16,6 +16,7 @@ from aladdin_mpi.roles.role import Role, TrainingWorker
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.run.books import Books
 from aladdin_mpi.run.context import Context
+from aladdin_mpi.run.deputy import Deputy
 from aladdin_mpi.run.divided_evaluation import DividedEvaluation
 from aladdin_mpi.run.measurement import Evaluate
 from aladdin_mpi.run.model_exchange import collect_model, share_buffers
@@ -62,6 +63,7 @@ class Rank:
     segments: Segments
     suspension: Suspension
     heartbeats: Heartbeats
+    deputy: Deputy
     books: Books | None
     """At rank 0."""
 
@@ -102,6 +104,19 @@ class Rank:
             )
         self._leave()
         self.context.transport.close(SUSPENDED_STATUS)
+
+    def give_up(self) -> None:
+        """The group has come apart: this rank's part in it ends where it is."""
+        self.suspension.close()
+        self.heartbeats.give_up()
+        seen, divided = self.measuring.seen, self.measuring.divided
+        if seen is not None:
+            seen.close()
+        if divided is not None:
+            divided.close()
+        if self.books is not None:
+            self.books.give_up()
+        self.role.close()
 
     def complete(self) -> dict[str, Any]:
         """Complete the model everywhere, measure it, write the books; the summary at rank 0."""

@@ -7,7 +7,7 @@ it reads itself, from the part of the former worker with its number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from io import BytesIO
 from typing import Any
@@ -18,11 +18,18 @@ from torch import Tensor
 from aladdin_mpi.algorithms.registry import Algorithm
 from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.exchange import broadcast, broadcast_tensor
-from aladdin_mpi.model.layout import Layout
+from aladdin_mpi.errors import LostError
+from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.model.replica import PhantomReplica, Replica
 from aladdin_mpi.process import console
-from aladdin_mpi.roles.former import COUNTS, Former, join_servers, mean_state, scale_held_back
-from aladdin_mpi.run.checkpoint import CheckpointStore
+from aladdin_mpi.roles.former import (
+    COUNTS,
+    Former,
+    join_servers,
+    mean_state,
+    scale_held_back,
+    without_servers,
+)
 from aladdin_mpi.run.origin import Origin
 from aladdin_mpi.run.schedule import LearningRate
 from aladdin_mpi.transport.base import Transport
@@ -32,30 +39,33 @@ PIECE = 1 << 26
 
 
 class Assembly:
-    """Puts a checkpoint together at rank 0.
+    """Puts the states of all ranks together at rank 0.
+
+    Of a server that is lost the workers tell what its buckets were.
 
     Args:
-        store: where it is.
-        origin: who wrote it.
+        part: a rank's state, asked for in their order; None: it is lost.
+        origin: whose they are.
         layout: theirs.
         replica: of the module.
     """
 
     def __init__(
         self,
-        store: CheckpointStore,
+        part: Callable[[int], dict[str, Any] | None],
         algorithm: Algorithm,
         options: RunOptions,
         origin: Origin,
         layout: Layout,
         replica: Replica | PhantomReplica,
     ) -> None:
-        self._store = store
+        self._part = part
         self._algorithm = algorithm
         self._options = options
         self._origin = origin
         self._layout = layout
         self._replica = replica
+        self._orphans: list[Bucket] = []
         self._weights = torch.zeros(len(layout.buckets), dtype=torch.float64)
         like = replica.parameters
         device = "meta" if like.is_meta else "cpu"
@@ -67,9 +77,12 @@ class Assembly:
         Raises:
             UserError: a part is missing or damaged, or there is no mean of the workers' states.
         """
-        servers = [self._part(rank)["role"] for rank in range(self._origin.servers)]
-        for state in servers:
+        parts = [self._part(rank) for rank in range(self._origin.servers)]
+        servers = [None if part is None else part["role"] for part in parts]
+        for state in filter(None, servers):
             self._take_values(state["server"].pop("values"))
+        lost = [server for server, state in enumerate(servers) if state is None]
+        self._orphans = [bucket for server in lost for bucket in self._layout.owned_by(server)]
         mean, counts, count = None, [], 0
         for number, part in self._workers():
             counts.append(None if part is None else _counts(part))
@@ -79,21 +92,20 @@ class Assembly:
             self._take_model(state, state.pop("parameters"))
             self._spread_own(state, number, mean)
             mean = mean_state(mean, state, count) if mean is not None else state
-        assert mean is not None
+        if mean is None:
+            raise LostError("no worker's state is left to go on from")
         own = getattr(self._options, self._algorithm.group, None)
         if getattr(own, "normalize", "") == "none":
             # Gradients are not divided by the number of workers: their sum is to stay.
             scale_held_back(mean, count / workers)
-        return Former(self._model, mean, join_servers(servers, self._layout), counts)
-
-    def _part(self, rank: int) -> dict[str, Any]:
-        part = self._store.part(rank)
-        assert part is not None, "a server that fails ends the run"
-        return part
+        joined = join_servers(servers, self._layout)
+        if servers and not joined:
+            joined = without_servers(counts)
+        return Former(self._model, mean, joined, counts)
 
     def _workers(self) -> Iterator[tuple[int, dict[str, Any] | None]]:
         for worker in range(self._origin.workers):
-            yield worker, self._store.part(self._origin.servers + worker)
+            yield worker, self._part(self._origin.servers + worker)
 
     # -- the global model -------------------------------------------------------------------
     def _take_values(self, values: dict[int, Tensor]) -> None:
@@ -102,12 +114,13 @@ class Assembly:
 
     def _take_model(self, state: dict[str, Any], parameters: Tensor) -> None:
         """A worker's model, as far as it makes up the global one: a weighted mean."""
-        if self._algorithm.holder == "servers":
-            return
         weights = state.get("alpha", [state.get("w", 1.0)] * len(self._layout.buckets))
+        buckets: Sequence[Bucket] = self._layout.buckets
+        if self._algorithm.holder == "servers":
+            buckets, weights = self._orphans, [1.0] * len(self._orphans)
         if self._algorithm.holder == "first" and self._weights.any():
             return
-        for bucket, weight in zip(self._layout.buckets, weights, strict=True):
+        for bucket, weight in zip(buckets, weights, strict=True):
             self._weights[bucket.index] += weight
             mine, theirs = self._model[bucket.part], parameters[bucket.part]
             mine.add_(theirs - mine, alpha=weight / self._weights[bucket.index].item())

@@ -61,7 +61,7 @@ def resize(of: Resumption) -> None:
     state = agree(transport, lambda: of.segments.load(resizes=True) if first else None)
     options, algorithm, replica = context.options, context.algorithm, context.replica
     layout = make_layout(options, algorithm, replica, origin.servers, origin.workers)
-    parts = Assembly(of.store, algorithm, options, origin, layout, replica)
+    parts = Assembly(of.store.part, algorithm, options, origin, layout, replica)
     former = agree(transport, lambda: parts.former(context.workers) if first else None)
     former = share(transport, former)
     taken = (None if each is None else int(each["samples"]) for each in former.counts)

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,16 @@ def open_for(transport: Transport, options: RunOptions) -> OpenFolder:
     folder = Path(broadcast(transport, str(given or Path("runs") / default_name(options))))
     lock = agree(transport, lambda: _take(folder, options) if transport.rank == 0 else None)
     agree(transport, lambda: check_seen(folder))
+    return OpenFolder(folder, lock)
+
+
+def take_over(transport: Transport, folder: Path) -> OpenFolder:
+    """The folder of a run whose former rank 0 is lost."""
+    lock = None
+    if transport.rank == 0:
+        # Who is excluded, and hangs, may hold the lock still: it writes no more.
+        with suppress(UserError):
+            lock = run_lock.take(folder)
     return OpenFolder(folder, lock)
 
 

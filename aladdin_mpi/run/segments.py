@@ -7,7 +7,7 @@ depends on the saved state alone, and a resumed run goes on as the uninterrupted
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,6 +71,10 @@ class Segments:
         self._plan = plan
         self.origin = origin
         self._saved: int | None = None
+        self.began_at = 0
+        """Samples that all had drawn when the present segment began."""
+        self.computed_before = 0
+        """Samples that this worker had computed by then."""
         self.over = False
         """Whether the budget is used up."""
         self.suspended = 0
@@ -80,6 +84,7 @@ class Segments:
         """Train until the budget is used up, or the coordinator ends the run for a signal."""
         while not (self.over or self.suspended):
             self._start_together()
+            self._mark_beginning()
             if self._coordinator is not None:
                 self._coordinator.open()
             self._role.run()
@@ -118,6 +123,11 @@ class Segments:
         transport.sleep_until(self._moment + SETTLE_SECONDS + STAGGER_SECONDS * transport.rank)
         if transport.rank == 0:
             transport.reseed(self._drawn)  # type: ignore[attr-defined]
+
+    def _mark_beginning(self) -> None:
+        self.began_at = self._drawn
+        if isinstance(self._role, TrainingWorker):
+            self.computed_before = self._role.worker.samples
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -167,6 +177,16 @@ class Segments:
             "local": self._local.state_dict(),
         }
 
+    def part(self) -> dict[str, Any]:
+        """What others need to know of this rank where the segment cannot be ended."""
+        traffic = self._transport.traffic
+        counted = {"waiting": traffic.waiting, "bytes_sent": traffic.bytes_sent}
+        return {"role": self._role.state_dict(), **counted}
+
+    def local_state(self) -> dict[str, Any]:
+        """What is this rank's alone."""
+        return self._local.state_dict()
+
     def restore(self, state: dict[str, Any] | None) -> None:
         """Take up the state that a checkpoint holds for this rank.
 
@@ -203,6 +223,34 @@ class Segments:
             self._coordinator.load_state_dict(state["keeper"])
             self._coordinator.resize(former)
         agree(self._transport, lambda: self._role.resize(former))
+        self._count_on(former)
+
+    def take_over(
+        self,
+        drawn: int,
+        former: Former,
+        known: dict[str, Any] | None = None,
+        losses: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Go on where a former group has come apart.
+
+        Args:
+            drawn: the samples that its ranks have drawn and not given back.
+            former: its ranks, put together.
+            known: what its coordinator knew, at rank 0.
+            losses: likewise, see :meth:`.Failures.take_over`.
+        """
+        transport = self._transport
+        self._moment = broadcast(transport, transport.now() + SETTLE_SECONDS)
+        self._drawn = drawn
+        self.over = drawn >= self._plan.total
+        if self._coordinator is not None and known is not None:
+            self._coordinator.take_over(known, drawn, former)
+            self._coordinator.failures.take_over(losses)
+        agree(transport, lambda: self._role.resize(former))
+        self._count_on(former)
+
+    def _count_on(self, former: Former) -> None:
         if isinstance(self._role, TrainingWorker):
             traffic, worker = self._transport.traffic, self._role.worker
             traffic.waiting = former.carried("waiting", worker.index, worker.count)

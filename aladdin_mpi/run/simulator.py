@@ -20,10 +20,10 @@ def simulate(options: SimulateOptions) -> dict[str, Any]:
     """
     algorithm = registry.find(options.algorithm)
     servers = options.servers if algorithm.server else 0
-    size = options.workers + servers
+    size = options.workers + servers + options.spares
     check_ranks(options, size)
     start = 0.0 if options.resume is None else resumed_moment(Path(options.resume))
     silence = options.worker_timeout or None
     cluster = VirtualCluster(size, options.cluster.placed(servers), options.seed, start, silence)
     summaries = cluster.run(lambda transport: train(options, transport))
-    return summaries[0] or {}
+    return next(filter(None, summaries), {})  # of the last rank 0

@@ -70,7 +70,11 @@ def summarise(
         coordinator.own_figures.add(figures)
     books.log.log_rest()
     books.log.close()
-    summary = {**_about(context, coordinator), **_accounts(totals, servers), **role.facts()}
+    accounts = _accounts(totals, servers)
+    if lost := coordinator.failures.gradients:
+        accounts["gradients_computed"] += lost
+        accounts["gradients_lost"] = lost
+    summary = {**_about(context, coordinator), **accounts, **role.facts()}
     if own := coordinator.own_figures.last:
         summary["own"] = own
     # What workers reported ends with their last draw; this has their last wait too.

@@ -66,6 +66,10 @@ class TrainingLog:
         if own := self._coordinator.own_figures.take():
             self._metrics.append("own", {**self._coordinator.moment(), **own})
 
+    def give_up(self) -> None:
+        """Somebody else shows the progress from now on."""
+        self._progress.give_up()
+
     def close(self) -> None:
         """Nothing more is drawn: leave the progress on the screen."""
         self._progress.close(self._coordinator.budget.drawn, self._coordinator.seconds)

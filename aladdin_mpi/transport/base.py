@@ -80,6 +80,10 @@ class Transport(ABC):
         """The name of a rank's host."""
         return str(self.hosts[rank])
 
+    def original(self, rank: int) -> int:
+        """The number that a rank has in the job, which users know it by."""
+        return rank
+
     # -- time ---------------------------------------------------------------
     @abstractmethod
     def now(self) -> float:
@@ -169,6 +173,13 @@ class Transport(ABC):
         """End a send or a receive whose other end may never come; its memory is not used again.
 
         Handlers may call it: who waits for the request goes on.
+        """
+
+    @abstractmethod
+    def abandon_tags(self, tags: range) -> None:
+        """End all sends and receives of these tags, and hear no message of theirs any more.
+
+        Their memory is not used again. For a group of ranks that has come apart.
         """
 
     @abstractmethod
@@ -285,6 +296,10 @@ class Transport(ABC):
         That is all between this rank and that one: nothing is sent to it any more, nothing
         that comes from it is taken. The others have to do the same.
         """
+
+    def comes_apart_without(self, rank: int) -> bool:
+        """Whether those who are left form a new group when ``rank`` is lost: see :mod:`.group`."""
+        return False
 
     @property
     def living(self) -> list[int]:

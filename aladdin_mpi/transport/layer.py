@@ -31,6 +31,9 @@ class Layer(Transport):
     def host_name(self, rank: int) -> str:
         return self.inner.host_name(rank)
 
+    def original(self, rank: int) -> int:
+        return self.inner.original(rank)
+
     def now(self) -> float:
         return self.inner.now()
 
@@ -60,6 +63,9 @@ class Layer(Transport):
 
     def abandon(self, request: Request) -> None:
         self.inner.abandon(request)
+
+    def abandon_tags(self, tags: range) -> None:
+        self.inner.abandon_tags(tags)
 
     def exclude_from_traffic(self, *tags: int) -> None:
         self.inner.exclude_from_traffic(*tags)
@@ -101,6 +107,9 @@ class Layer(Transport):
 
     def exclude(self, rank: int) -> None:
         self.inner.exclude(rank)
+
+    def comes_apart_without(self, rank: int) -> bool:
+        return self.inner.comes_apart_without(rank)
 
     def on_failure(self, action: Callable[[int], None]) -> None:
         self.inner.on_failure(action)

@@ -39,6 +39,9 @@ class PartOfRanks(Layer):
     def host_name(self, rank: int) -> str:
         return self.inner.host_name(self._ranks[rank])
 
+    def original(self, rank: int) -> int:
+        return self.inner.original(self._ranks[rank])
+
     def sleep_between(self, moments: Sequence[float], action: Callable[[int], None]) -> None:
         self.inner.sleep_between(moments, action)
 

@@ -172,6 +172,12 @@ class MpiTransport(Transport):
         with self._polling.lock:
             self._requests.abandon(request)
 
+    def abandon_tags(self, tags: range) -> None:
+        with self._handlers.lock:
+            self._handlers.drop_tags(tags)
+            with self._polling.lock:
+                self._requests.abandon_tags(tags)
+
     def exclude_from_traffic(self, *tags: int) -> None:
         self._requests.untracked |= set(tags)
 

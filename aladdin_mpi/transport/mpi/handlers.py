@@ -59,6 +59,11 @@ class Handlers:
         """No more messages come from this rank."""
         self._inboxes = [inbox for inbox in self._inboxes if inbox.source != source]
 
+    def drop_tags(self, tags: range) -> None:
+        """No message of these tags is handled any more."""
+        with self.lock:
+            self._inboxes = [inbox for inbox in self._inboxes if inbox.tag not in tags]
+
     def when_done(self, request: Request, action: Callable[[], None]) -> None:
         """Call ``action`` once the request has ended."""
         with self.lock:

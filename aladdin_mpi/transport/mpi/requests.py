@@ -263,6 +263,16 @@ class Requests:
             request.done = True
             self._signals.news.set()
 
+    def abandon_tags(self, tags: range) -> None:
+        """The same for all requests of these tags."""
+        self.take_fresh()
+        for line in [line for line in self._held_back if line[1] in tags]:
+            for request, _ in self._held_back.pop(line):
+                request.done = True
+        for request in self._pending:
+            if request.tag in tags and not request.done:
+                self.abandon(request)
+
     def left(self, receives: bool) -> list[MpiRequest]:
         """The receives, or all others, that have not ended."""
         return [request for request in self._pending if request.receives == receives]

@@ -235,6 +235,15 @@ class Endpoint:
             self.mailbox.withdraw(request)
         self.complete(request)
 
+    def abandon_tags(self, tags: range) -> None:
+        """End all receives and held sends of these tags; what has been sent goes on its way."""
+        for tag in [tag for tag in self._handlers if tag in tags]:
+            del self._handlers[tag]
+        for key in [key for key in self._held if key[1] in tags]:
+            del self._held[key]
+        for receive in self.mailbox.withdraw_tags(tags):
+            self.complete(receive)
+
     # -- handlers -----------------------------------------------------------------
     def register(self, tag: int, nbytes: int, handler: Handler) -> None:
         """Have ``handler`` called for the messages of ``tag``, those waiting included."""

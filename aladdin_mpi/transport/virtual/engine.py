@@ -285,6 +285,10 @@ class VirtualTransport(Transport):
         if isinstance(request, Operation) and not request.done:
             self._endpoint.abandon(request)
 
+    def abandon_tags(self, tags: range) -> None:
+        """See :meth:`Transport.abandon_tags`."""
+        self._endpoint.abandon_tags(tags)
+
     # -- messages that interrupt --------------------------------------------
     def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
         """See :meth:`Transport.on_message`. Handlers run before any rank goes on at that time."""

@@ -67,6 +67,11 @@ class Mailbox:
         keys = [key for key in self._posted if source is None or key[0] == source]
         return [receive for key in keys for receive in self._posted.pop(key)]
 
+    def withdraw_tags(self, tags: range) -> list[Operation]:
+        """Take back the receives of these tags."""
+        keys = [key for key in self._posted if key[1] in tags]
+        return [receive for key in keys for receive in self._posted.pop(key)]
+
     def keep(self, message: Message) -> None:
         """Keep an unexpected message."""
         self._serial += 1

@@ -1,0 +1,79 @@
+"""What rank 0 alone knows of a run, kept a second time on another host.
+
+It is small: where the run is, who has failed, what is due. Rank 0 sends it every few reports of
+workers, so that the books go on when rank 0 is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from io import BytesIO
+from typing import Any
+
+import torch
+
+from aladdin_mpi.control.budget import Report
+from aladdin_mpi.control.tags import COORDINATOR, Tag
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.request import Request
+
+EVERY = 8
+"""Reports of workers between two copies."""
+MOST_BYTES = 1 << 16
+
+
+def deputy_of(transport: Transport) -> int | None:
+    """The first rank on another host than rank 0's, or else the next one; None: rank 0 is alone."""
+    others = [rank for rank in transport.living if rank]
+    away = [rank for rank in others if transport.hosts[rank] != transport.hosts[0]]
+    return next(iter(away or others), None)
+
+
+class Deputy:
+    """This rank's side of the copies; there are none where a rank's death ends the job.
+
+    Any rank may become the deputy, as the one before it is lost: so all listen.
+
+    Args:
+        look: at rank 0, what it knows now.
+    """
+
+    def __init__(self, transport: Transport, look: Callable[[], dict[str, Any]] | None) -> None:
+        self._transport = transport
+        self._look = look
+        self._reports = 0
+        self.copy: dict[str, Any] | None = None
+        """At the deputy, the newest one."""
+        if not transport.survives:
+            return
+        transport.exclude_from_traffic(Tag.DEPUTY)
+        if transport.rank != COORDINATOR:
+            self._listen()
+
+    def _listen(self) -> None:
+        buffer = torch.empty(MOST_BYTES, dtype=torch.uint8)
+        request = self._transport.irecv(buffer, COORDINATOR, Tag.DEPUTY)
+        self._transport.when_done(request, lambda: self._take(request))
+
+    def _take(self, request: Request) -> None:
+        if request.failed is None and request.nbytes and request.buffer is not None:
+            message = request.buffer[: request.nbytes]
+            self.copy = torch.load(BytesIO(message.numpy().tobytes()), weights_only=True)
+            self._listen()
+
+    def hear(self, report: Report) -> None:
+        """At rank 0, of every report."""
+        self._reports += 1
+        if self._reports % EVERY == 0:
+            self.send()
+
+    def send(self) -> None:
+        """At rank 0: send a copy now."""
+        deputy = deputy_of(self._transport) if self._transport.survives else None
+        if self._look is None or deputy is None:
+            return
+        file = BytesIO()
+        torch.save(self._look(), file)
+        data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+        if len(data) <= MOST_BYTES:  # not so with thousands of refusals of many kinds
+            self._transport.isend(data, deputy, Tag.DEPUTY)

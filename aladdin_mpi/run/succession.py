@@ -1,0 +1,203 @@
+"""A rank's part in a run, group after group: when one comes apart, those who are left go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from aladdin_mpi.algorithms.registry import Algorithm
+from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.run.membership import begin, gather_anew
+from aladdin_mpi.run.rank import Rank
+from aladdin_mpi.run.takeover import Left, Takeover, former_ranks, what_is_left
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.group import Group, RankLostError
+from aladdin_mpi.transport.request import PeerFailedError, Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Assemble = Callable[[Transport, RunOptions, "Takeover | None"], Rank]
+"""Puts this rank together in a group."""
+SUMS_OF_A_LIBRARY = ("horovod", "nccl", "gloo")
+"""Values of ``--allreduce`` whose communicators need every rank that they were made with."""
+
+
+def can_follow(options: RunOptions) -> bool:
+    """Whether those who are left when a rank is lost can form a new group."""
+    return not (
+        options.node_sums
+        or options.dataset == "shards"
+        or getattr(options, "allreduce", "") in SUMS_OF_A_LIBRARY
+    )
+
+
+LOOK_SECONDS = 60.0
+"""Of a spare rank between two looks at whether it waits still: no wait lasts longer."""
+
+
+class Succession:
+    """Forms groups, and trains in one after another.
+
+    Args:
+        base: the transport among all ranks of the job.
+        options: of the run.
+        algorithm: of the run.
+        seal: puts checksums on a group's messages, where they are asked for.
+        assemble: puts this rank together in a group.
+    """
+
+    def __init__(
+        self,
+        base: Transport,
+        options: RunOptions,
+        algorithm: Algorithm,
+        seal: Callable[[Transport], Transport],
+    ) -> None:
+        self._base = base
+        self._options = options
+        self._algorithm = algorithm
+        self._seal = seal
+        servers = options.servers if algorithm.server else 0
+        self.members = begin(base.size, servers, options.spares)
+        self._group: Group | None = None
+        self.may_raise: Callable[[], bool] = lambda: True
+        """Whether this rank is where an error brings it here; see :class:`Group`."""
+        self.assemble: Assemble = _not_yet
+        self.on_change: Callable[[Rank], None] = lambda rank: None
+        """Called with this rank's part in every new group."""
+        self.rank: Rank | None = None
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this rank has no place yet."""
+        return self._base.rank in self.members.spares
+
+    def transport(self) -> Transport:
+        """The present group's; all ranks' where nobody survives a death."""
+        if not self._base.survives and not self.members.spares:
+            return self._seal(self._base)
+        members = self.members
+        self._group = Group(self._base, members.ranks, members.number, self._needs)
+        self._group.may_raise = self.may_raise_now
+        return self._seal(self._group)
+
+    def may_raise_now(self) -> bool:
+        """See :attr:`may_raise`."""
+        return self.may_raise()
+
+    def _needs(self, place: int) -> bool:
+        """Whether the present group comes apart without a rank of it."""
+        if not can_follow(self._options):
+            return False
+        all_are_needed = self._algorithm.needs_all(self._options) or self.members.spares
+        return bool(all_are_needed) or place < max(1, self.members.servers)
+
+    def begin(self) -> bool:
+        """Take a place in the run; False: it has ended before a spare rank got one."""
+        if self.is_spare:
+            return self._wait_for_place()
+        self.rank = self.assemble(self.transport(), self._options, None)
+        self.on_change(self.rank)
+        return True
+
+    def _wait_for_place(self) -> bool:
+        """Until a rank is lost, or the run ends."""
+        bell = _Bell(self._base)
+        while self.is_spare:
+            if not self._base.failed.intersection(self.members.ranks):
+                bell.wait()
+            if bell.is_over:
+                return False
+            if self._base.failed.intersection(self.members.ranks):
+                self._enter(None)
+        return True
+
+    def end(self) -> None:
+        """The run is over: rank 0 lets the spare ranks go."""
+        group = self._group
+        if group is None or group.rank:
+            return
+        for rank in self.members.spares:
+            if rank not in self._base.failed:
+                self._base.isend(torch.zeros(1, dtype=torch.uint8), rank, Tag.SPARES_GO)
+
+    # -- training ---------------------------------------------------------------------
+    def run(self) -> None:
+        """Train until the run is over, or suspended."""
+        while True:
+            assert self.rank is not None
+            try:
+                self.rank.segments.run()
+                break
+            except PeerFailedError as error:
+                if self._group is None or not self._group.explains(error):
+                    raise
+            except RankLostError:
+                pass
+            self._follow(what_is_left(self.rank, self.members))
+        if self._group is not None:
+            self._group.needs_nobody()
+
+    def _follow(self, left: Left) -> None:
+        """Take a place in the group that follows, however often it comes apart meanwhile."""
+        assert self.rank is not None and self._group is not None
+        self.rank.give_up()
+        self._group.leave()
+        while not self._enter(left):
+            pass
+
+    def _enter(self, left: Left | None) -> bool:
+        """Form the next group, and take a place in it; whether that could be done."""
+        brought = {} if left is None else left.brought
+        gathered = gather_anew(self._base, self.members, brought, self._options.worker_timeout)
+        self.members = gathered.members
+        if self.is_spare:
+            return True
+        options = self._options.model_copy(update={"servers": max(1, self.members.servers)})
+        takeover = Takeover(
+            self._base, self.members, former_ranks(gathered), gathered.brought, left
+        )
+        transport = self.transport()
+        assert self._group is not None
+        try:
+            self.rank = self.assemble(transport, options, takeover)
+        except (RankLostError, PeerFailedError):
+            self._group.leave()
+            return False
+        self.on_change(self.rank)
+        return True
+
+
+class _Bell:
+    """Rings for a spare rank when a rank is lost, and when the run is over."""
+
+    def __init__(self, base: Transport) -> None:
+        self._base = base
+        self._ring = self._new()
+        self.is_over = False
+        base.on_message(Tag.SPARES_GO, 1, self._end)
+        base.on_failure(lambda rank: self._base.abandon(self._ring))
+
+    def _new(self) -> Request:
+        # A message that never comes: who waits for it is woken when it is abandoned.
+        nothing = torch.empty(0, dtype=torch.uint8)
+        return self._base.irecv(nothing, self._base.rank, Tag.SPARES_GO)
+
+    def _end(self, source: int, message: Tensor) -> None:
+        self.is_over = True
+        self._base.abandon(self._ring)
+
+    def wait(self) -> None:
+        """Until it rings; not at all if that has been."""
+        seconds = None if self._base.models_time else LOOK_SECONDS
+        while not self._ring.done:
+            self._base.wait_any([self._ring], seconds)
+        self._ring = self._new()
+
+
+def _not_yet(transport: Transport, options: RunOptions, takeover: Takeover | None) -> Rank:
+    raise AssertionError("nobody has said how a rank is put together")

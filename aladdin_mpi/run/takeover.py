@@ -1,0 +1,308 @@
+"""What a new group of ranks makes of the state in which the former one came apart.
+
+As where a checkpoint is resumed by other numbers of ranks, but from the memory of those who are
+left: rank 0 puts their states together and gives all what they need. Buckets of a server that is
+lost are the mean of what the workers have of them. Gradients that were on their way, or had been
+summed and not applied, are lost; samples that nobody had computed are granted anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aladdin_mpi.control.exchange import (
+    agree,
+    broadcast,
+    broadcast_tensor,
+    gather,
+    receive_object,
+    send_object,
+)
+from aladdin_mpi.control.tags import COORDINATOR, Tag
+from aladdin_mpi.data.sampler import Period
+from aladdin_mpi.errors import LostError
+from aladdin_mpi.parameter_server.server_role import Server
+from aladdin_mpi.process import console
+from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.role import TrainingWorker
+from aladdin_mpi.run import run_folder
+from aladdin_mpi.run.context import Context, make_layout
+from aladdin_mpi.run.local_state import LocalState
+from aladdin_mpi.run.membership import Gathered, Membership
+from aladdin_mpi.run.origin import Origin
+from aladdin_mpi.run.rank import Rank
+from aladdin_mpi.run.resizing import Assembly, share
+from aladdin_mpi.run.run_folder import OpenFolder
+from aladdin_mpi.run.segments import Segments
+from aladdin_mpi.transport.base import Transport
+
+Brought = Mapping[str, Any]
+"""What a rank tells the next group's first rank of itself; see :func:`what_is_left`."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """What is left of this rank's part in a group that has come apart.
+
+    Attributes:
+        part: its state, as a checkpoint has it.
+        local: its random numbers, buffers, and what the user's loop keeps.
+        folder: of the run, which rank 0 holds locked.
+        brought: what all are told.
+    """
+
+    part: dict[str, Any]
+    local: dict[str, Any]
+    folder: OpenFolder
+    brought: dict[str, Any]
+
+
+def what_is_left(rank: Rank, group: Membership) -> Left:
+    """Of ``rank``, when its group has come apart."""
+    segments, computed, taken = rank.segments, 0, None
+    if isinstance(rank.role, TrainingWorker):
+        computed = rank.role.worker.samples - segments.computed_before
+    elif isinstance(rank.role, Server):
+        taken = [rank.role.taken_from(worker) for worker in range(rank.role.n)]
+    keeper = rank.deputy.copy
+    if rank.books is not None:
+        keeper = rank.books.coordinator.knowledge()
+    origin = segments.origin
+    brought = {
+        "group": group.number,
+        "ranks": list(group.ranks),
+        "drawn": segments.began_at,
+        "computed": computed,
+        "taken": taken,
+        "keeper": keeper,
+        "is_first": rank.books is not None,
+        "origin": {
+            "workers": origin.workers,
+            "servers": origin.servers,
+            "past": [list(period.taken) for period in origin.past],
+            "schedule_step": rank.plan.schedule_step,
+        },
+        "folder": str(rank.folder.path.absolute()),
+    }
+    local = segments.local_state()
+    local = {**local, "user": dict(local["user"])}
+    return Left(segments.part(), local, rank.folder, brought)
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """What a rank needs to know to take its place in a new group.
+
+    Attributes:
+        base: the transport among all ranks of the job.
+        members: of the new group.
+        former: ranks of the former one, by their numbers in the job.
+        brought: by each rank that is left.
+        mine: what is left of this rank's part; None: it had none.
+    """
+
+    base: Transport
+    members: Membership
+    former: Sequence[int]
+    brought: Mapping[int, Brought]
+    mine: Left | None
+
+    @property
+    def told(self) -> list[Brought]:
+        """What those bring who had a part in the former group."""
+        return [each for each in self.brought.values() if each.get("ranks") == [*self.former]]
+
+    @property
+    def origin(self) -> Origin:
+        """Of the former group."""
+        told = self.told[0]["origin"]
+        past = tuple(Period(tuple(taken)) for taken in told["past"])
+        return Origin(told["workers"], told["servers"], past, told["schedule_step"])
+
+    def open_folder(self, transport: Transport) -> OpenFolder:
+        """That of the run."""
+        if self.mine is not None and self.mine.folder.lock is not None:
+            return self.mine.folder
+        return run_folder.take_over(transport, Path(self.told[0]["folder"]))
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the workers, those with which they began the run; spares come behind all."""
+        first, _ = self.members.full
+        return [rank - first for rank in self.members.ranks[self.members.servers :]]
+
+    @property
+    def keeper(self) -> dict[str, Any]:
+        """What the former rank 0 knew, from itself or else from its deputy.
+
+        Raises:
+            LostError: both are lost.
+        """
+        known = [each for each in self.told if each["keeper"] is not None]
+        first = [each for each in known if each["is_first"]]
+        newest = max(known, key=lambda each: each["keeper"]["seconds"], default=None)
+        if newest is None:
+            raise LostError("rank 0 and its deputy are both lost, and with them the run's books")
+        found: dict[str, Any] = (first[0] if first else newest)["keeper"]
+        return found
+
+    @property
+    def lost(self) -> list[int]:
+        """Ranks of the former group that are not in the new one, by their numbers in the job."""
+        return [rank for rank in self.former if rank not in self.members.ranks]
+
+    def taken_from(self, rank: int) -> int | None:
+        """Gradients of a rank that all servers have got in the segment; None: there are none."""
+        worker = self.former.index(rank) - self.origin.servers
+        taken = [each["taken"] for each in self.told if each["taken"] is not None]
+        return min((each[worker] for each in taken if worker >= 0), default=None)
+
+    @property
+    def drawn(self) -> int:
+        """Samples drawn and not given back: those computed, and those granted to who is lost."""
+        drawn = max(each["drawn"] for each in self.told)
+        computed = sum(each["computed"] for each in self.told if each["drawn"] == drawn)
+        budget = self.keeper["budget"]
+        if budget["opened"] != drawn:
+            return drawn + computed
+        granted = sum(budget["granted"][self.former.index(rank)] for rank in self.lost)
+        return int(drawn + computed + granted + budget["passed_over"])
+
+
+def former_ranks(gathered: Gathered) -> Sequence[int]:
+    """The ranks of the newest group in which anybody has had a part."""
+    told = [each for each in gathered.brought.values() if "ranks" in each]
+    newest = max(told, key=lambda each: each["group"])
+    ranks: list[int] = newest["ranks"]
+    return ranks
+
+
+def take_over(
+    context: Context, local: LocalState, segments: Segments, takeover: Takeover
+) -> Former:
+    """Take up in a new group what is left of the former one; every rank of it calls it."""
+    transport, first = context.transport, context.transport.rank == COORDINATOR
+    origin = takeover.origin
+    options, algorithm, replica = context.options, context.algorithm, context.replica
+    layout = make_layout(options, algorithm, replica, origin.servers, origin.workers)
+    parts = _Parts(transport, takeover)
+    assembly = Assembly(parts.of, algorithm, options, origin, layout, replica)
+    former = agree(transport, lambda: assembly.former(context.workers) if first else None)
+    parts.end()
+    former = share(transport, former)
+    lost = _reconcile(former, takeover)
+    taken = tuple(None if each is None else int(each["samples"]) for each in former.counts)
+    past = (*origin.past, Period(taken))
+    segments.origin = Origin(context.workers, context.servers, past, origin.schedule_step)
+    if first:
+        losses = _losses(takeover, lost, options.step_size)
+        keeper = takeover.keeper
+        segments.take_over(takeover.drawn, former, keeper, losses)
+    else:
+        segments.take_over(takeover.drawn, former)
+    _take_local(context, local, takeover)
+    return former
+
+
+def _reconcile(former: Former, takeover: Takeover) -> int:
+    """Let the books go on as if what is lost had not been; returns how many gradients are.
+
+    Those of workers that live, which are not applied to every bucket.
+    """
+    books = former.server
+    if not books:
+        return 0
+    computed = sum(int(each["computed"]) for each in former.counts if each is not None)
+    from_lost = sum(takeover.taken_from(rank) or 0 for rank in takeover.lost)
+    lost = max(0, computed + books["from_failed"] + from_lost - books["applied"])
+    books["from_failed"] = books["applied"] - computed
+    books["pending"] = []
+    return int(lost)
+
+
+def _losses(takeover: Takeover, gradients: int, step: int) -> list[dict[str, Any]]:
+    """Of each rank that is lost: who it was, and what is lost with it."""
+    found: list[dict[str, Any]] = []
+    budget, servers = takeover.keeper["budget"], takeover.origin.servers
+    for rank in takeover.lost:
+        place, taken = takeover.former.index(rank), takeover.taken_from(rank)
+        granted = budget["granted"][place]
+        if place < servers:
+            samples = 0
+        elif taken is not None:
+            samples = max(0, granted - step * taken)
+        else:
+            samples = granted - budget["computed"][place]
+        found.append(
+            {
+                "rank": rank,
+                "host": takeover.base.host_name(rank),
+                "what": "left out" if rank in takeover.base.excluded else "died",
+                "samples_lost": samples,
+                "gradients_lost": 0,
+            }
+        )
+    if found:
+        found[0]["gradients_lost"] = gradients
+        found[0]["samples_lost"] += gradients * step
+    return found
+
+
+class _Parts:
+    """The states of the former group, which come to rank 0 one after another."""
+
+    def __init__(self, transport: Transport, takeover: Takeover) -> None:
+        self._transport = transport
+        self._takeover = takeover
+        self._sends = []
+        if transport.rank and takeover.mine is not None:
+            self._sends = send_object(transport, takeover.mine.part, COORDINATOR, Tag.STATE)
+
+    def of(self, place: int) -> dict[str, Any] | None:
+        """At rank 0: of a rank of the former group; None: it is lost."""
+        rank = self._takeover.former[place]
+        now = self._takeover.members.place(rank)
+        if now is None or "ranks" not in self._takeover.brought[rank]:
+            return None
+        if now == COORDINATOR:
+            assert self._takeover.mine is not None
+            return self._takeover.mine.part
+        found: dict[str, Any] = receive_object(self._transport, now, Tag.STATE)
+        return found
+
+    def end(self) -> None:
+        """Rank 0 has them all."""
+        self._transport.wait_all(self._sends)
+
+
+def _take_local(context: Context, local: LocalState, takeover: Takeover) -> None:
+    """A rank keeps what it has of its own; one that is new gets the first worker's buffers."""
+    transport = context.transport
+    is_new = takeover.mine is None
+    if takeover.mine is not None:
+        local.load_state_dict(takeover.mine.local)
+    if not context.is_real:
+        return
+    everyone: list[bool] = broadcast(transport, gather(transport, is_new))
+    if not any(everyone):
+        return
+    source = everyone.index(False)
+    for buffer in context.replica.buffers():
+        flat = buffer.view(-1) if buffer.dim() == 0 else buffer
+        values = flat.detach().cpu().clone().contiguous()
+        broadcast_tensor(transport, values, source)
+        if is_new:
+            flat.copy_(values)
+
+
+def tell(context: Context, takeover: Takeover) -> None:
+    """At rank 0: say that the run goes on."""
+    servers, workers = context.servers, context.workers
+    beside = f" and {servers} server{'s' * (servers > 1)}" if servers else ""
+    console.say(
+        f"aladdin_mpi: the run goes on with {workers} worker{'s' * (workers > 1)}{beside} from "
+        f"sample {takeover.drawn}"
+    )

@@ -1,0 +1,164 @@
+"""Ranks that train together until one of them is lost without which they cannot go on.
+
+Those who are left then form a new group. Its messages have tags of their own, so that what is
+still on its way from the former one is never taken for its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from aladdin_mpi.transport.base import Handler, Transport
+from aladdin_mpi.transport.part import PartOfRanks
+from aladdin_mpi.transport.request import Event, PeerFailedError, Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TAGS = 1 << 16
+"""Tags of a group, the seals of messages among them."""
+LOSS = TAGS - 1
+"""The tag of a message that never comes: its receive ends when a rank is lost."""
+
+
+class RankLostError(Exception):
+    """A rank has been lost without which this group cannot go on.
+
+    Attributes:
+        rank: its number in the group.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} of the group is lost")
+        self.rank = rank
+
+
+def may_raise() -> bool:
+    """Where nobody says otherwise, a wait may end by an error."""
+    return True
+
+
+class Group(PartOfRanks):
+    """The transport among ``ranks``, until one of them is lost that they need.
+
+    Every wait then ends with :class:`RankLostError`, and so does every later one.
+
+    Args:
+        inner: among all ranks of the job.
+        ranks: this one is among them.
+        number: counts the groups of a job, from 0.
+        needs: whether the group cannot go on without a rank of it.
+    """
+
+    def __init__(
+        self,
+        inner: Transport,
+        ranks: Sequence[int],
+        number: int,
+        needs: Callable[[int], bool],
+    ) -> None:
+        super().__init__(inner, ranks)
+        self.number = number
+        self.has_collectives = number == 0 and self.size == inner.size and inner.has_collectives
+        self.may_raise: Callable[[], bool] = may_raise
+        """Whether the caller of a wait may be told by an error; its wait just ends otherwise."""
+        self.lost: int | None = None
+        """The first rank lost that it needs."""
+        self._needs = needs
+        self._has_left = False
+        self._first_tag = number * TAGS
+        nothing = torch.empty(0, dtype=torch.uint8)
+        self._loss = inner.irecv(nothing, inner.rank, self._first_tag + LOSS)
+        inner.on_failure(self._note)
+        with inner.atomic():
+            for rank in sorted(inner.failed):
+                self._note(rank)
+
+    def _note(self, rank: int) -> None:
+        place = self._places.get(rank)
+        if self._has_left or self.lost is not None or place is None or not self._needs(place):
+            return
+        self.lost = place
+        self.inner.abandon(self._loss)
+
+    def needs_nobody(self) -> None:
+        """From now on whoever waits for a rank that is lost is told so, and nobody else."""
+        self._needs = lambda place: False
+
+    def comes_apart_without(self, rank: int) -> bool:
+        return self._needs(rank)
+
+    def explains(self, error: PeerFailedError) -> bool:
+        """Whether the group cannot go on without the rank of which the error tells."""
+        return self.lost is not None or self._needs(error.rank)
+
+    def leave(self) -> None:
+        """End all that is under way in it; nothing that still comes is heard."""
+        self._has_left = True
+        self.inner.abandon_tags(range(self._first_tag, self._first_tag + TAGS))
+
+    # -- messages -----------------------------------------------------------------
+    def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
+        return super().isend(buffer, dest, self._first_tag + tag, after)
+
+    def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
+        return super().irecv(buffer, source, self._first_tag + tag)
+
+    def exclude_from_traffic(self, *tags: int) -> None:
+        self.inner.exclude_from_traffic(*(self._first_tag + tag for tag in tags))
+
+    def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
+        if self.lost is None:
+            with self._own_numbers():
+                first = self.inner.wait_any([*requests, self._loss], timeout)
+            if first < len(requests):
+                return first
+        if self.may_raise():
+            assert self.lost is not None
+            raise RankLostError(self.lost)
+        return 0
+
+    def test(self, request: Request) -> bool:
+        with self._own_numbers():
+            return self.inner.test(request)
+
+    @contextmanager
+    def _own_numbers(self) -> Iterator[None]:
+        """Let errors name ranks by their numbers in the group."""
+        try:
+            yield
+        except PeerFailedError as error:
+            place = self._places.get(error.rank, error.rank)
+            raise PeerFailedError(place, self.inner.host_name(error.rank)) from None
+
+    # -- handlers -------------------------------------------------------------------
+    def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
+        def handle(source: int, message: Tensor) -> None:
+            if not self._has_left:
+                handler(source, message)
+
+        super().on_message(self._first_tag + tag, nbytes, handle)
+
+    def on_failure(self, action: Callable[[int], None]) -> None:
+        def act(rank: int) -> None:
+            if not self._has_left:
+                action(rank)
+
+        super().on_failure(act)
+
+    def when_done(self, request: Request, action: Callable[[], None]) -> None:
+        self.inner.when_done(request, self._unless_left(action))
+
+    def when_happened(self, event: Event, action: Callable[[], None]) -> None:
+        self.inner.when_happened(event, self._unless_left(action))
+
+    def _unless_left(self, action: Callable[[], None]) -> Callable[[], None]:
+        def act() -> None:
+            if not self._has_left:
+                action()
+
+        return act
