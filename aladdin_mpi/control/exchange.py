@@ -124,10 +124,7 @@ def send_object(transport: Transport, value: Any, dest: int, tag: Tag) -> list[R
 def receive_object(
     transport: Transport, source: int, tag: Tag, timeout: float | None = None
 ) -> Any:
-    """What :func:`send_object` has sent.
-
-    Args:
-        timeout: longest wait for it in seconds; None: the transport's own.
+    """What :func:`send_object` has sent; ``timeout`` in seconds replaces the transport's own.
 
     Raises:
         PeerFailedError: that rank has died.

@@ -99,9 +99,7 @@ def assemble(
     """Put a rank together, from its checkpoint where the run goes on. Every rank calls it.
 
     The order is that of what the ranks agree on, one after another. ``module`` is on its device.
-
-    Args:
-        takeover: of what a former group of ranks has left.
+    With ``takeover`` the run goes on from what a former group of ranks has left.
 
     Raises:
         UserError, RefusedError: ranks disagree, or a folder cannot be used.
@@ -150,6 +148,7 @@ def assemble(
     if coordinator is not None:
         coordinator.on_report(deputy.hear)
         coordinator.on_open(deputy.send)
+        transport.on_failure(lambda rank: deputy.send())
         books = _open(context, role, coordinator, folder.path, skips, measuring, takeover)
         deputy.send()
     if seen is not None:

@@ -70,8 +70,8 @@ class Failures:
         transport, moment = self._transport, self._moment()
         console.say(
             f"aladdin_mpi: rank {loss['rank']} (host {loss['host']}) has failed at sample "
-            f"{moment['samples']}; rank {transport.original(0)} (host {transport.host_name(0)}) "
-            "keeps the books now"
+            f"{moment['samples']}, and rank {transport.original(0)} (host "
+            f"{transport.host_name(0)}) keeps the run's books now"
         )
         record = {name: loss[name] for name in ("rank", "host", "what")} | moment
         self.records.append(record)

@@ -99,6 +99,7 @@ def gather_anew(base: Transport, before: Membership, mine: Any, patience: float)
 
     Args:
         base: the transport among all ranks of the job.
+        before: this rank's last group.
         mine: what this rank brings, as a checkpoint can hold it.
         patience: seconds after which a rank that does not come is taken as lost; 0: none is.
 

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aladdin_mpi.transport import collectives
 from aladdin_mpi.transport.base import Handler, Transport
+from aladdin_mpi.transport.collectives import Steps
+from aladdin_mpi.transport.group_collectives import FIRST_TAG, NUMBERS, Channel, Stepper
 from aladdin_mpi.transport.part import PartOfRanks
 from aladdin_mpi.transport.request import Event, PeerFailedError, Request
 
@@ -63,7 +66,9 @@ class Group(PartOfRanks):
     ) -> None:
         super().__init__(inner, ranks)
         self.number = number
-        self.has_collectives = number == 0 and self.size == inner.size and inner.has_collectives
+        # The engine's, which need all ranks of the job.
+        self.has_collectives = self.size == inner.size and inner.has_collectives
+        self._collectives = 0
         self.may_raise: Callable[[], bool] = may_raise
         """Whether the caller of a wait may be told by an error; its wait just ends otherwise."""
         self.lost: int | None = None
@@ -134,6 +139,51 @@ class Group(PartOfRanks):
         except PeerFailedError as error:
             place = self._places.get(error.rank, error.rank)
             raise PeerFailedError(place, self.inner.host_name(error.rank)) from None
+
+    # -- collectives ------------------------------------------------------------------
+    def _collective(self, algorithm: Callable[..., Steps], *arguments: object) -> Request:
+        """Start one; every rank of the group calls them in the same order."""
+        tag = FIRST_TAG + self._collectives % NUMBERS
+        self._collectives += 1
+        channel = Channel(
+            self.rank,
+            self.size,
+            lambda buffer, dest: self.isend(buffer, dest, tag),
+            lambda buffer, source: self.irecv(buffer, source, tag),
+        )
+        # A message that never comes: its receive is taken back when the collective has ended.
+        nothing = torch.empty(0, dtype=torch.uint8)
+        end = self.inner.irecv(nothing, self.inner.rank, self._first_tag + tag)
+        steps = algorithm(channel, *arguments)
+        Stepper(steps, self.when_done, lambda: self.inner.cancel(end)).advance()
+        return end
+
+    def ibarrier(self) -> Request:
+        if self.has_collectives:
+            return self.inner.ibarrier()
+        return self._collective(collectives.barrier)
+
+    def ibroadcast(self, buffer: Tensor, root: int) -> Request:
+        if self.has_collectives:
+            return self.inner.ibroadcast(buffer, root)
+        return self._collective(collectives.broadcast, buffer, root)
+
+    def iallreduce(self, buffer: Tensor, total: Tensor | None = None) -> Request:
+        if self.has_collectives:
+            return self.inner.iallreduce(buffer, total)
+        if total is not None and not total.is_meta:
+            total.copy_(buffer)
+        return self._collective(collectives.allreduce, buffer if total is None else total)
+
+    def iallgather(self, buffer: Tensor, gathered: Tensor) -> Request:
+        if self.has_collectives:
+            return self.inner.iallgather(buffer, gathered)
+        return self._collective(collectives.allgather, buffer, gathered)
+
+    def ialltoall(self, buffer: Tensor, received: Tensor) -> Request:
+        if self.has_collectives:
+            return self.inner.ialltoall(buffer, received)
+        return self._collective(collectives.alltoall, buffer, received)
 
     # -- handlers -------------------------------------------------------------------
     def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:

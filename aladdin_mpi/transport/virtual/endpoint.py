@@ -11,9 +11,10 @@ from greenlet import greenlet
 
 from aladdin_mpi.transport.base import Handler, Traffic
 from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.transport.collectives import Part, Steps
 from aladdin_mpi.transport.request import ANY_SOURCE, Event, Request
 from aladdin_mpi.transport.virtual.clock import LATE, Clock
-from aladdin_mpi.transport.virtual.collectives import Collective, Part, Steps
+from aladdin_mpi.transport.virtual.collective import Collective
 from aladdin_mpi.transport.virtual.fiber import Fiber
 from aladdin_mpi.transport.virtual.matching import Mailbox, as_bytes, copied, fill, too_long
 from aladdin_mpi.transport.virtual.message import Message, Operation

@@ -17,6 +17,7 @@ import torch
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process.heap import collected_seldom
+from aladdin_mpi.transport import collectives
 from aladdin_mpi.transport.base import Handler, Transport
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.request import (
@@ -26,7 +27,6 @@ from aladdin_mpi.transport.request import (
     Request,
     TransportError,
 )
-from aladdin_mpi.transport.virtual import collectives
 from aladdin_mpi.transport.virtual.clock import EARLY, Clock
 from aladdin_mpi.transport.virtual.endpoint import Endpoint, Fabric
 from aladdin_mpi.transport.virtual.message import Operation

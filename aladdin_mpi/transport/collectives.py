@@ -1,4 +1,4 @@
-"""The collectives of the virtual engine: MPI's usual algorithms over point to point.
+"""Collectives over point to point, by MPI's usual algorithms.
 
 Each algorithm is a generator that starts sends and receives and yields those that
 must be done before it goes on, so that a collective moves on while its rank computes.
@@ -7,15 +7,13 @@ Tensors of the device "meta" move as sizes: their parts are None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from aladdin_mpi.transport.request import Request
-from aladdin_mpi.transport.virtual.matching import as_bytes
-from aladdin_mpi.transport.virtual.message import Operation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +26,7 @@ RING_RANKS = 32
 the other, cost more than their bytes; halving and doubling takes 2 log2(n) for the same bytes
 (Thakur, Rabenseifner, Gropp, Int. J. High Performance Computing Applications 19, 2005)."""
 
-Steps = Iterator[Sequence[Operation]]
+Steps = Iterator[Sequence[Request]]
 Part = tuple["Tensor | None", int]
 """A piece of a buffer, None if the buffer holds no data, and its bytes."""
 
@@ -39,64 +37,13 @@ class Channel(Protocol):
     rank: int
     size: int
 
-    def send(self, dest: int, part: Part) -> Operation:
+    def send(self, dest: int, part: Part) -> Request:
         """Start to send."""
         ...
 
-    def receive(self, source: int, part: Part) -> Operation:
+    def receive(self, source: int, part: Part) -> Request:
         """Post a receive."""
         ...
-
-
-class Collective(Request):
-    """The ``number``-th collective of one rank, under way.
-
-    ``resume`` is called to have the engine call :meth:`advance`, ``finish`` at the end.
-    """
-
-    __slots__ = ("_finish", "_missing", "_resume", "_steps", "number", "pending")
-
-    waiter = None
-
-    def __init__(
-        self,
-        what: str,
-        number: int,
-        steps: Steps,
-        resume: Callable[[Collective], None],
-        finish: Callable[[Collective], None],
-    ) -> None:
-        super().__init__(what)
-        self.number = number
-        self._steps = steps
-        self._resume = resume
-        self._finish = finish
-        self._missing = 0
-        self.pending: Sequence[Operation] = ()
-
-    def advance(self) -> None:
-        """Go on as far as no operation is awaited."""
-        if self.done:
-            return
-        for operations in self._steps:
-            pending = [operation for operation in operations if not operation.done]
-            if pending:
-                self.pending = pending
-                self._missing = len(pending)
-                for operation in pending:
-                    operation.waiter = self
-                return
-        self._finish(self)
-
-    def operation_done(self, operation: Request) -> None:
-        """Note that an operation that this collective waits for is done."""
-        self._missing -= 1
-        if not self._missing:
-            self._resume(self)
-
-    def abandon(self) -> None:
-        """Stop for good."""
-        self._steps = iter(())
 
 
 class _Buffer:
@@ -109,7 +56,11 @@ class _Buffer:
 
     @classmethod
     def of_bytes(cls, tensor: Tensor) -> _Buffer:
-        return cls(tensor if tensor.is_meta else as_bytes(tensor))
+        if tensor.is_meta:
+            return cls(tensor)
+        if not tensor.numel():
+            return cls(torch.empty(0, dtype=torch.uint8))  # its strides may not allow the view
+        return cls(tensor.detach().view(-1).view(torch.uint8))
 
     def part(self, start: int, end: int) -> Part:
         data = None if self.vector is None else self.vector[start:end]
