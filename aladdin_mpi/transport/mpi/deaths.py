@@ -72,21 +72,21 @@ def as_failures() -> Iterator[None]:
         raise PeerFailedError(min(dead(MPI.COMM_WORLD), default=-1), "not known yet") from error
 
 
-def take_leave(farewell: MPI.Intracomm, timeout: float | None) -> None:
-    """Tell rank 0 that this rank leaves, and wait for its leave."""
+def take_leave(farewell: MPI.Intracomm, last: int, timeout: float | None) -> None:
+    """Tell the rank that leaves last that this one leaves, and wait for its leave."""
     nothing = bytearray(0)
-    _end_within(timeout, [farewell.Isend(nothing, 0), farewell.Irecv(nothing, 0)])
+    _end_within(timeout, [farewell.Isend(nothing, last), farewell.Irecv(nothing, last)])
 
 
 def give_leave(farewell: MPI.Intracomm, others: Sequence[int]) -> None:
-    """Rank 0 lets the others leave, when nobody has anything to send any more."""
+    """The last rank lets the others leave, when nobody has anything to send any more."""
     nothing = bytearray(0)
     _end_within(FAREWELL_SECONDS, [farewell.Irecv(nothing, rank) for rank in others])
     _end_within(FAREWELL_SECONDS, [farewell.Isend(nothing, rank) for rank in others])
 
 
 def wait_gone(everyone: MPI.Intracomm) -> None:
-    """Wait for a moment until all others are gone, so that rank 0 is the last."""
+    """Wait for a moment until all others are gone, so that this rank is the last."""
     _until(lambda: len(dead(everyone)) == everyone.size - 1, LEAVE_SECONDS)
 
 

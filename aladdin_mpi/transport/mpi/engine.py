@@ -294,11 +294,11 @@ class MpiTransport(Transport):
             raise TransportError("closed while sends waited for their event")
 
     def _take_leave(self, status: int) -> None:
-        """Leave together, rank 0 last: nobody may go to whom another still sends."""
-        if self.rank:
-            deaths.take_leave(self._collectives, self.timeout)
+        """Leave together, the first rank last: nobody may go to whom another still sends."""
+        last, *others = self.living
+        if self.rank != last:
+            deaths.take_leave(self._collectives, last, self.timeout)
             return
-        others = self.living[1:]
         deaths.give_leave(self._collectives, others)
         if not self.survives:
             return
