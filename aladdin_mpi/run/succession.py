@@ -161,6 +161,7 @@ class Succession:
         takeover = Takeover(
             self._base, self.members, former_ranks(gathered), gathered.brought, left
         )
+        takeover.check()
         transport = self.transport()
         assert self._group is not None
         try:

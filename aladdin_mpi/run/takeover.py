@@ -23,7 +23,7 @@ from aladdin_mpi.control.exchange import (
 )
 from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.data.sampler import Period
-from aladdin_mpi.errors import LostError
+from aladdin_mpi.errors import LostError, RefusedError
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.process import console
 from aladdin_mpi.roles.former import Former
@@ -134,18 +134,29 @@ class Takeover:
         first, _ = self.members.full
         return [rank - first for rank in self.members.ranks[self.members.servers :]]
 
-    @property
-    def keeper(self) -> dict[str, Any]:
-        """What the former rank 0 knew, from itself or else from its deputy.
+    def check(self) -> None:
+        """Check that the run can go on.
 
         Raises:
-            LostError: both are lost.
+            LostError: at the new rank 0: nobody is left who knows where it was.
+            RefusedError: at the others.
         """
+        if any(each["keeper"] is not None for each in self.told):
+            return
+        if self.base.rank != self.members.ranks[0]:
+            raise RefusedError
+        first = self.former[0]
+        raise LostError(
+            f"rank {first} (host {self.base.host_name(first)}), which kept the run's books, and "
+            "its deputy are both lost"
+        )
+
+    @property
+    def keeper(self) -> dict[str, Any]:
+        """What the former rank 0 knew, from itself or else from its deputy."""
         known = [each for each in self.told if each["keeper"] is not None]
         first = [each for each in known if each["is_first"]]
-        newest = max(known, key=lambda each: each["keeper"]["seconds"], default=None)
-        if newest is None:
-            raise LostError("rank 0 and its deputy are both lost, and with them the run's books")
+        newest = max(known, key=lambda each: float(each["keeper"]["seconds"]))
         found: dict[str, Any] = (first[0] if first else newest)["keeper"]
         return found
 
