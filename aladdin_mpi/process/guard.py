@@ -32,6 +32,8 @@ YIELD_SECONDS = 3.0
 """Time for another rank to say what has happened."""
 TURN_SECONDS = 1.0
 """Time for a worker to say what has gone wrong and to end the job, before the next one does."""
+AGAIN = "start the job again"
+"""The remedy where a rank is lost before the run has begun."""
 LAST_TURN = 3
 """In a large job the ranks from here on do not wait for each other."""
 
@@ -169,12 +171,12 @@ def end_job(error: BaseException) -> None:
         if error.agreed:
             leave(status)
     elif isinstance(error, LostError):
-        console.say(f"aladdin_mpi: error: {error}{_and_then()}")
+        console.say(f"aladdin_mpi: error: {error}{_and_then(AGAIN)}")
     elif _peer(error) is not None:
         # Rank 0 has the word; of its own death the next one tells. In virtual time one process is
         # all ranks.
         if size == 1 or rank == (1 if _peer(error) == 0 else 0):
-            console.say(f"aladdin_mpi: error: {error}{_and_then()}")
+            console.say(f"aladdin_mpi: error: {error}{_and_then(AGAIN)}")
         else:
             time.sleep(YIELD_SECONDS)
     elif (full := system_error(error)) and full.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -203,8 +205,8 @@ def _await_turn(rank: int, size: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _and_then() -> str:
-    text = remedy()
+def _and_then(otherwise: str = "") -> str:
+    text = remedy() or otherwise
     return f"; {text}" if text else ""
 
 

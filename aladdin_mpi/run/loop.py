@@ -65,6 +65,8 @@ class Loop:
     def follow(self, rank: Rank, source: Source | None) -> None:
         """Go on with this part in the run, and these data; None: there are none."""
         self._rank, self._source = rank, source
+        if self._watch is not None:
+            self._watch.renew()
 
     def batches(self, train: Callable[[], None], watch: LoopWatch | None) -> Iterator[Any]:
         """The batches, until the budget is used up; None for each where there is no data.

@@ -55,6 +55,10 @@ class LoopWatch:
         self._is_first = True
         self._hook = register_optimizer_step_pre_hook(self._refuse_optimizer)
 
+    def renew(self) -> None:
+        """The run itself has given the parameters other memory."""
+        self._places = [p.data_ptr() for p in self._flat]
+
     def begin(self) -> None:
         """A batch is handed out."""
         self._versions = [p._version for p in self._names]

@@ -97,10 +97,19 @@ class Succession:
         return bool(all_are_needed) or place < max(1, self.members.servers)
 
     def begin(self) -> bool:
-        """Take a place in the run; False: it has ended before a spare rank got one."""
+        """Take a place in the run; False: it has ended before a spare rank got one.
+
+        Raises:
+            PeerFailedError: a rank has died of which there is nothing yet to go on from.
+        """
         if self.is_spare:
             return self._wait_for_place()
-        self.rank = self.assemble(self.transport(), self._options, None)
+        transport = self.transport()
+        try:
+            self.rank = self.assemble(transport, self._options, None)
+        except RankLostError as error:
+            number = transport.original(error.rank)
+            raise PeerFailedError(number, transport.host_name(error.rank)) from None
         self.on_change(self.rank)
         return True
 

@@ -227,6 +227,12 @@ def _reconcile(former: Former, takeover: Takeover) -> int:
     if not books:
         return 0
     computed = sum(int(each["computed"]) for each in former.counts if each is not None)
+    if not any(each["taken"] is not None for each in takeover.told):
+        # No server is left to say: the workers' models stand for what was applied.
+        known = takeover.keeper["failures"]
+        books["applied"] = computed - sum(each.get("gradients_lost", 0) for each in known)
+        books["from_failed"] = books["applied"] - computed
+        return 0
     from_lost = sum(takeover.taken_from(rank) or 0 for rank in takeover.lost)
     lost = max(0, computed + books["from_failed"] + from_lost - books["applied"])
     books["from_failed"] = books["applied"] - computed

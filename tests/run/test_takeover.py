@@ -1,0 +1,192 @@
+"""Any rank dies at any moment, in virtual time: those who are left go on, and the books hold.
+
+``ALADDIN_MPI_SCHEDULES=500`` tries so many schedules for each algorithm instead of the few of
+everyday. A failure is named by its algorithm and seed, which replay it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aladdin_mpi import DataParallel
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.errors import LostError, RefusedError
+from aladdin_mpi.run import loop_watch, summary
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.transport.request import PeerFailedError
+from aladdin_mpi.transport.virtual.engine import VirtualCluster
+
+SCHEDULES = int(os.environ.get("ALADDIN_MPI_SCHEDULES", "20"))
+BATCH = 4
+STEP_SECONDS = 1.0
+FEATURES = 3
+
+
+class Points(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Of a plane, and what lies above them."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(FEATURES, generator=generator)
+        return x, x.sum(0, keepdim=True)
+
+
+@dataclass
+class Schedule:
+    """A run, and who dies in it when."""
+
+    algorithm: str
+    workers: int
+    servers: int
+    spares: int
+    samples: int
+    deaths: dict[int, float]
+    settings: dict[str, Any]
+    seed: int
+    hosts: int
+
+    @property
+    def size(self) -> int:
+        return self.workers + self.servers + self.spares
+
+
+@dataclass
+class Outcome:
+    """What the ranks have come to; of those that died there is no summary and no model."""
+
+    steps: list[int]
+    summaries: dict[int, dict[str, Any]] = field(default_factory=dict)
+    models: dict[int, Tensor] = field(default_factory=dict)
+    began: float | None = None
+    """When the first step was made."""
+    reason: str = ""
+
+
+def schedule(algorithm: str, seed: int) -> Schedule:
+    r = random.Random(f"{algorithm} {seed}")
+    kind = registry.find(algorithm)
+    workers = r.randint(2, 5)
+    servers = r.randint(1, 3) if kind.server else 0
+    spares = r.choice([0, 0, 1, 2])
+    size, steps = workers + servers + spares, r.choice([4, 12])
+    ranks = range(size)
+    dying = r.sample(ranks, min(size - 1, r.choice([1, 1, 2, 2, 3])))
+    if r.random() < 0.6 and 0 not in dying:
+        dying[0] = 0
+    moments = [r.uniform(0.0, 1.3 * steps + 2) for _ in dying]
+    if r.random() < 0.3:  # two at once
+        moments[-1] = moments[0]
+    every = r.choice(["never", str(BATCH * workers * 3)])
+    return Schedule(
+        algorithm,
+        workers,
+        servers,
+        spares,
+        BATCH * workers * steps + r.randint(0, 3),
+        dict(zip(dying, moments, strict=True)),
+        {"checkpoint_every": every, "jitter": 0.3, "eval_every": r.choice([0.0, 0.5])},
+        seed,
+        r.choice([1, 2, size]),
+    )
+
+
+def play(plan: Schedule, folder: Path) -> Outcome:
+    outcome = Outcome([0] * plan.size)
+    hosts = Cluster(
+        hosts=plan.hosts, bandwidth_gbit=1e-3, latency_us=1e3, deaths=plan.deaths
+    ).placed(plan.servers)
+    cluster = VirtualCluster(plan.size, hosts, plan.seed)
+    try:
+        cluster.run(lambda transport: train(transport, plan, folder, outcome))
+    except (LostError, RefusedError, PeerFailedError) as error:
+        outcome.reason = str(error) or "refused"
+    return outcome
+
+
+def train(transport: Transport, plan: Schedule, folder: Path, outcome: Outcome) -> None:
+    torch.manual_seed(plan.seed)
+    module = nn.Linear(FEATURES, 1)
+    run = DataParallel(
+        module,
+        transport=transport,
+        evaluate=lambda module: {"test_loss": 0.0},
+        algorithm=plan.algorithm,
+        samples=plan.samples,
+        batch_size=BATCH,
+        lr=0.02,
+        seed=plan.seed,
+        servers=max(1, plan.servers),
+        spares=plan.spares,
+        compute_time=STEP_SECONDS,
+        bucket_mb=8e-6,
+        run_dir=folder,
+        quiet=True,
+        **plan.settings,
+    )
+    for x, y in run.batches(Points()):
+        loss = nn.functional.mse_loss(module(x), y)
+        loss.backward()
+        outcome.steps[transport.rank] += 1
+        outcome.began = transport.now() if outcome.began is None else outcome.began
+        run.step(loss)
+    if run.run_dir is None:
+        return  # a spare rank that got no place
+    outcome.summaries[transport.rank] = run.summary
+    outcome.models[transport.rank] = torch.cat([p.detach().view(-1) for p in module.parameters()])
+
+
+def check(plan: Schedule, outcome: Outcome) -> None:
+    if outcome.reason:
+        assert may_end(plan, outcome), outcome.reason
+        return
+    (found,) = filter(None, outcome.summaries.values())
+    models = list(outcome.models.values())
+    assert torch.isfinite(models[0]).all()
+    assert all(torch.equal(model, models[0]) for model in models)
+    assert found["samples"] == plan.samples
+    lost = found.get("gradients_lost", 0)
+    dropped, refused = found["gradients_dropped"], found["gradients_refused"]
+    assert not refused
+    assert found["gradients_applied"] + dropped + lost == found["gradients_computed"]
+    living = sum(n for rank, n in enumerate(outcome.steps) if rank not in plan.deaths)
+    assert living <= found["gradients_computed"] <= sum(outcome.steps)
+    told = {each["rank"] for each in found["failures"]}
+    assert told <= set(plan.deaths)
+    if any(model.numel() for model in models):
+        before, after = FEATURES, (models[0][:FEATURES] - 1).norm()
+        assert after < 2 * before
+
+
+def may_end(plan: Schedule, outcome: Outcome) -> bool:
+    """Whether deaths may have ended the run: of rank 0 and its deputy together, or of too many.
+
+    Or one before there was anything to go on from.
+    """
+    first = min(plan.deaths.values())
+    return len(plan.deaths) > 1 or outcome.began is None or first < outcome.began
+
+
+@pytest.fixture(autouse=True)
+def without_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture for each run, and looking through all objects for a GradScaler."""
+    monkeypatch.setattr(summary, "draw_curves", lambda *_: None)
+    monkeypatch.setattr(loop_watch, "_refuse_scaler", lambda: None)
+
+
+@pytest.mark.parametrize("seed", range(SCHEDULES))
+@pytest.mark.parametrize("algorithm", registry.ALGORITHMS)
+def test_those_who_are_left_go_on(algorithm: str, seed: int, tmp_path: Path) -> None:
+    plan = schedule(algorithm, seed)
+    check(plan, play(plan, tmp_path / "run"))
