@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field
 
 from aladdin_mpi.algorithms.host_first import FollowingLink, LeadingLink, host_groups
@@ -116,6 +114,7 @@ class BspServer(Server):
                 self.server.tell_refused(arrival)
             self.arrived[arrival.bucket.index].add(arrival.worker)
             self._complete(arrival.bucket)
+        assert not any(self.arrived.values()), "a round is half done"
 
     def _ended(self, worker: int) -> None:
         """Rounds are completed without a worker that has ended or failed."""
@@ -136,11 +135,6 @@ class BspServer(Server):
         self.sums[bucket.index].clear()
         for sender in sorted(self.senders):
             self.server.send_model(sender, bucket)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on: no round is half done then."""
-        assert not any(self.arrived.values())
-        return super().state_dict()
 
 
 def _check(run: RunSettings) -> None:

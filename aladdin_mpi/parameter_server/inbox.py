@@ -136,7 +136,7 @@ class _Line:
         if self.ended or not self._posted:
             return None
         announced, data = self._posted[0]
-        if not announced.done:
+        if not announced.done or announced.failed is not None:
             return announced
         # Nothing follows the end, which may have come since the last look.
         ended = self._announced().kind == Kind.END

@@ -66,6 +66,7 @@ class ParameterServer:
         """Gradients taken as a whole from workers that had failed when a checkpoint was written."""
         self.taken = self._nothing_taken()
         """Gradients taken in this segment, for every worker and bucket."""
+        self._is_open = False
         self._seen = [0] * self.worker_count
         self._schedule = schedule
         self._sender = ModelSender(transport, codec, layout.largest)
@@ -97,6 +98,7 @@ class ParameterServer:
         """
         self._sender.open()
         self.taken = self._nothing_taken()
+        self._is_open = True
         first, failed = self.layout.servers, self.transport.failed
         open_workers = [w for w in range(self.worker_count) if first + w not in failed]
         for worker in open_workers:
@@ -130,6 +132,7 @@ class ParameterServer:
                 on_end(worker)
             self._sender.end(self.layout.servers + worker)
         self.given = [self.given[w] + self.whole_from(w) for w in range(self.worker_count)]
+        self._is_open = False
         self._sender.flush(heads)
 
     def _take(self, worker: int, look: bool) -> Iterator[Arrival]:
@@ -160,6 +163,10 @@ class ParameterServer:
     def whole_from(self, worker: int) -> int:
         """Gradients of which all buckets have been taken from a worker in this segment."""
         return min(self.taken[worker].values(), default=0)
+
+    def not_given_by(self, worker: int) -> int:
+        """Of these, those that do not count as given yet."""
+        return self.whole_from(worker) if self._is_open else 0
 
     @property
     def from_failed(self) -> int:

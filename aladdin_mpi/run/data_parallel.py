@@ -241,6 +241,11 @@ class DataParallel:
         return self.transport.size - self._servers
 
     @property
+    def groups(self) -> int:
+        """How many groups of ranks the run has had: one, and one for each loss that ended one."""
+        return self._succession.members.number
+
+    @property
     def is_over(self) -> bool:
         """Whether the run has ended: every rank has the trained model, and trains no more."""
         return self._ended

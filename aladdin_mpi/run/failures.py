@@ -39,7 +39,7 @@ class Failures:
         self._needed = needed
         self._moment = moment
         self._silence = silence
-        self._open: list[dict[str, Any]] = []
+        self._open: list[tuple[int, dict[str, Any]]] = []
         self._lost: set[int] = set()
         self._is_complete = False
         self.records: list[dict[str, Any]] = []
@@ -62,7 +62,9 @@ class Failures:
         for loss in losses:
             known = [each for each in self.records if each["rank"] == loss["rank"]]
             record = next((each for each in known if "samples_lost" not in each), None)
-            record = self._first_told(loss) if record is None else record
+            if known and record is None:
+                continue  # its books are closed: it was lost in an earlier segment
+            record = record or self._first_told(loss)
             record |= {name: loss[name] for name in ("samples_lost", "gradients_lost")}
 
     def _first_told(self, loss: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +99,7 @@ class Failures:
         console.say(f"aladdin_mpi: {what}; {'it is excluded, and ' * excluded}{prospect}")
         fate = "left out" if excluded else "died"
         record = {"rank": number, "host": host, "what": fate, **moment}
-        self._open.append(record)
+        self._open.append((rank, record))
         self.records.append(record)
 
     @property
@@ -134,8 +136,7 @@ class Failures:
         Args:
             taken: of every rank what :func:`taken_from_failed` says there.
         """
-        for record in self._open:
-            rank = record["rank"]
+        for rank, record in self._open:
             whole = [facts[str(rank)] for facts in taken if facts and str(rank) in facts]
             steps = min(whole, default=self._budget.computed(rank))
             record["samples_lost"] = self._budget.lost(rank, steps)

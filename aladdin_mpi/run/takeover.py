@@ -62,11 +62,13 @@ class Left:
 
 def what_is_left(rank: Rank, group: Membership) -> Left:
     """Of ``rank``, when its group has come apart."""
-    segments, computed, taken = rank.segments, 0, None
+    segments, computed, taken, not_given = rank.segments, 0, None, None
     if isinstance(rank.role, TrainingWorker):
         computed = rank.role.worker.samples - segments.computed_before
     elif isinstance(rank.role, Server):
-        taken = [rank.role.taken_from(worker) for worker in range(rank.role.n)]
+        workers = range(rank.role.n)
+        taken = [rank.role.taken_from(worker) for worker in workers]
+        not_given = [rank.role.server.not_given_by(worker) for worker in workers]
     keeper = rank.deputy.copy
     if rank.books is not None:
         keeper = rank.books.coordinator.knowledge()
@@ -77,6 +79,7 @@ def what_is_left(rank: Rank, group: Membership) -> Left:
         "drawn": segments.began_at,
         "computed": computed,
         "taken": taken,
+        "not_given": not_given,
         "keeper": keeper,
         "is_first": rank.books is not None,
         "origin": {
@@ -112,13 +115,22 @@ class Takeover:
 
     @property
     def told(self) -> list[Brought]:
-        """What those bring who had a part in the former group."""
+        """What the new group's ranks bring that had a part in the former one."""
+        return [
+            each
+            for rank, each in self.brought.items()
+            if rank in self.members.ranks and each.get("ranks") == [*self.former]
+        ]
+
+    @property
+    def _known(self) -> list[Brought]:
+        """The same, with that of ranks which have been lost since."""
         return [each for each in self.brought.values() if each.get("ranks") == [*self.former]]
 
     @property
     def origin(self) -> Origin:
         """Of the former group."""
-        told = self.told[0]["origin"]
+        told = self._known[0]["origin"]
         past = tuple(Period(tuple(taken)) for taken in told["past"])
         return Origin(told["workers"], told["servers"], past, told["schedule_step"])
 
@@ -126,7 +138,7 @@ class Takeover:
         """That of the run."""
         if self.mine is not None and self.mine.folder.lock is not None:
             return self.mine.folder
-        return run_folder.take_over(transport, Path(self.told[0]["folder"]))
+        return run_folder.take_over(transport, Path(self._known[0]["folder"]))
 
     @property
     def numbers(self) -> list[int]:
@@ -141,7 +153,7 @@ class Takeover:
             LostError: at the new rank 0: nobody is left who knows where it was.
             RefusedError: at the others.
         """
-        if any(each["keeper"] is not None for each in self.told):
+        if any(each["keeper"] is not None for each in self._known):
             return
         if self.base.rank != self.members.ranks[0]:
             raise RefusedError
@@ -154,7 +166,7 @@ class Takeover:
     @property
     def keeper(self) -> dict[str, Any]:
         """What the former rank 0 knew, from itself or else from its deputy."""
-        known = [each for each in self.told if each["keeper"] is not None]
+        known = [each for each in self._known if each["keeper"] is not None]
         first = [each for each in known if each["is_first"]]
         newest = max(known, key=lambda each: float(each["keeper"]["seconds"]))
         found: dict[str, Any] = (first[0] if first else newest)["keeper"]
@@ -165,10 +177,10 @@ class Takeover:
         """Ranks of the former group that are not in the new one, by their numbers in the job."""
         return [rank for rank in self.former if rank not in self.members.ranks]
 
-    def taken_from(self, rank: int) -> int | None:
+    def taken_from(self, rank: int, name: str = "taken") -> int | None:
         """Gradients of a rank that all servers have got in the segment; None: there are none."""
         worker = self.former.index(rank) - self.origin.servers
-        taken = [each["taken"] for each in self.told if each["taken"] is not None]
+        taken = [each[name] for each in self.told if each[name] is not None]
         return min((each[worker] for each in taken if worker >= 0), default=None)
 
     @property
@@ -233,7 +245,7 @@ def _reconcile(former: Former, takeover: Takeover) -> int:
         books["applied"] = computed - sum(each.get("gradients_lost", 0) for each in known)
         books["from_failed"] = books["applied"] - computed
         return 0
-    from_lost = sum(takeover.taken_from(rank) or 0 for rank in takeover.lost)
+    from_lost = sum(takeover.taken_from(rank, "not_given") or 0 for rank in takeover.lost)
     lost = max(0, computed + books["from_failed"] + from_lost - books["applied"])
     books["from_failed"] = books["applied"] - computed
     books["pending"] = []

@@ -69,6 +69,8 @@ class Outcome:
     steps: list[int]
     summaries: dict[int, dict[str, Any]] = field(default_factory=dict)
     models: dict[int, Tensor] = field(default_factory=dict)
+    interrupted: int = 0
+    """How often a rank has followed into another group."""
     began: float | None = None
     """When the first step was made."""
     reason: str = ""
@@ -78,7 +80,7 @@ def schedule(algorithm: str, seed: int) -> Schedule:
     r = random.Random(f"{algorithm} {seed}")
     kind = registry.find(algorithm)
     workers = r.randint(2, 5)
-    servers = r.randint(1, 3) if kind.server else 0
+    servers = r.randint(1, min(3, workers)) if kind.server else 0
     spares = r.choice([0, 0, 1, 2])
     size, steps = workers + servers + spares, r.choice([4, 12])
     ranks = range(size)
@@ -141,6 +143,7 @@ def train(transport: Transport, plan: Schedule, folder: Path, outcome: Outcome) 
         outcome.steps[transport.rank] += 1
         outcome.began = transport.now() if outcome.began is None else outcome.began
         run.step(loss)
+    outcome.interrupted += run.groups - 1
     if run.run_dir is None:
         return  # a spare rank that got no place
     outcome.summaries[transport.rank] = run.summary
@@ -161,7 +164,8 @@ def check(plan: Schedule, outcome: Outcome) -> None:
     assert not refused
     assert found["gradients_applied"] + dropped + lost == found["gradients_computed"]
     living = sum(n for rank, n in enumerate(outcome.steps) if rank not in plan.deaths)
-    assert living <= found["gradients_computed"] <= sum(outcome.steps)
+    # In virtual time a step that is under way when a group comes apart has not been computed yet.
+    assert living - outcome.interrupted <= found["gradients_computed"] <= sum(outcome.steps)
     told = {each["rank"] for each in found["failures"]}
     assert told <= set(plan.deaths)
     if any(model.numel() for model in models):
