@@ -7,7 +7,7 @@ everybody; also the silent one, which reads it when it comes back, and leaves.
 
 Rank 0 itself is watched by a deputy, the first of the others, to whom the others send their
 signs of life as well: so the deputy can tell a rank 0 that hangs from a link of its own that
-is cut.
+is cut. Where the others can go on without rank 0 the deputy excludes it.
 """
 
 from __future__ import annotations
@@ -123,24 +123,31 @@ class Heartbeats:
         return [r for r, heard in self._heard.items() if now - heard > limit and r not in failed]
 
     def _cut_off(self, silent: int) -> None:
-        """At rank 0: leave a rank out, and tell everybody."""
+        """Leave a rank out, and tell everybody: at rank 0, or of rank 0."""
         if self._transport.survives:  # otherwise the job ends here
-            for dest in self._transport.living[1:]:
-                self._send(dest, silent, Tag.EXCLUDED)
+            for dest in self._transport.living:
+                if dest != self._transport.rank:
+                    self._send(dest, silent, Tag.EXCLUDED)
         self._transport.exclude(silent)
 
     def _exclude(self, source: int, message: Tensor) -> None:
         silent = int(message.view(torch.int64))
         if silent == self._transport.rank:
             raise ExcludedError(
-                f"{self._name(silent)} was excluded from the run, as rank 0 had no heartbeat of it "
-                f"for {self._timeout:g} s: it leaves"
+                f"{self._name(silent)} was excluded from the run, as {self._name(source)} had no "
+                f"heartbeat of it for {self._timeout:g} s: it leaves"
             )
         self._transport.exclude(silent)
 
     def _without_rank_0(self, now: float, is_deputy: bool) -> None:
-        """Rank 0 is silent: end the job, or this rank alone where only its link is cut."""
+        """Rank 0 is silent: go on without it, or end the job, or this rank alone.
+
+        The latter where only its own link is cut.
+        """
         silence = f"{self._name(0)} has sent no heartbeat for {now - self._heard[0]:.0f} s"
+        if is_deputy and self._transport.comes_apart_without(0) and self._hears_most(now):
+            self._cut_off(0)
+            return
         if self._transport.survives and not (is_deputy and self._hears_others(now)):
             me = self._name(self._transport.rank)
             raise ExcludedError(f"{silence}: {me} takes itself for cut off, and leaves")
@@ -154,5 +161,15 @@ class Heartbeats:
             return True
         return any(now - self._heard[r] <= self._timeout for r in others)
 
+    def _hears_most(self, now: float) -> bool:
+        """Whether this side of a network that is cut has more than half of the ranks.
+
+        On the host of rank 0 it is rank 0 itself that hangs.
+        """
+        if self._transport.hosts[0] == self._transport.host:
+            return True
+        heard = sum(now - moment <= self._timeout for moment in self._heard.values())
+        return 2 * (heard + 1) > len(self._transport.living)
+
     def _name(self, rank: int) -> str:
-        return f"rank {rank} (host {self._transport.host_name(rank)})"
+        return f"rank {self._transport.original(rank)} (host {self._transport.host_name(rank)})"

@@ -6,18 +6,26 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.errors import LostError
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.request import PeerFailedError
 
 
-def allreduce(worker: Worker, value: float | Tensor) -> tuple[Tensor, int]:
+def allreduce(worker: Worker, value: float | Tensor, call: int) -> tuple[Tensor, int] | None:
     """The sum of ``value`` over all workers that live, in fp64, and how many they are.
 
     Each sends its own to all others, and adds them up in the order of the workers: all have the
     same sum, to the bit. A collective of MPI would need the servers too.
+
+    Returns None where the group of ranks has come apart: it is to be asked for again in the next
+    one. ``call`` counts the calls of this rank.
+
+    Raises:
+        LostError: other workers are at another call, as the group came apart in between.
     """
     transport = worker.whole
-    mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(-1).contiguous()
+    numbers = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(-1)
+    mine = torch.cat([torch.tensor([call], dtype=torch.float64), numbers])
     others = [
         rank for rank in transport.living if rank >= worker.servers and rank != transport.rank
     ]
@@ -33,7 +41,11 @@ def allreduce(worker: Worker, value: float | Tensor) -> tuple[Tensor, int]:
         except PeerFailedError:
             continue
         values[rank] = received[rank]
+    if transport.has_come_apart:
+        return None
     transport.wait_ended(sends)
-    total = torch.stack([values[rank] for rank in sorted(values)]).sum(0)
+    if any(theirs[0] != call for theirs in values.values()):
+        raise LostError("a rank was lost while run.reduce() was under way, which some had ended")
+    total = torch.stack([values[rank] for rank in sorted(values)]).sum(0)[1:]
     shape = value.shape if isinstance(value, Tensor) else ()
     return total.reshape(shape), len(values)

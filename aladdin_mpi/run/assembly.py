@@ -297,6 +297,8 @@ def _prospects(context: Context) -> str:
     """What becomes of the run if a worker dies, where something can be done."""
     if context.transport.models_time or not context.transport.survives:
         return ""
+    if context.transport.comes_apart_without(0):
+        return "ULFM: if ranks die the others go on"
     if context.needs_all is not None:
         return f"ULFM: is there, but {context.needs_all} needs every worker"
     return "ULFM: if workers die the others go on"

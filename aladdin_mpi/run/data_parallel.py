@@ -208,6 +208,7 @@ class DataParallel:
         )
         self._batches: Iterator[Any] | None = None
         self._ended = self._left = False
+        self._reductions = 0
         self._hooks: list[RemovableHandle] = []
         self.run_dir: Path | None = None
         self._summary: dict[str, Any] = {}
@@ -354,6 +355,7 @@ class DataParallel:
             origin=origin,
         )
         succession = self._succession
+        succession.options = self.options
         succession.assemble = partial(self._assemble, task)
         succession.on_change = partial(self._follow, dealt)
         if not succession.begin():
@@ -366,12 +368,13 @@ class DataParallel:
             succession.run()
         else:
             yield from self._worker_batches()
+            succession.may_raise = lambda: True
         rank = self._ready()
         if rank.segments.suspended:
             rank.suspend()
             self._leave()
             raise SuspendedError
-        self._summary = rank.complete()
+        self._summary = succession.complete()
         succession.end()
         self._leave()
         self._close()
@@ -522,9 +525,16 @@ class DataParallel:
                 "training loop: expected run.reduce() before the run ends, got it behind; call it "
                 "at the ends of run.epochs(), or measure on one rank: all have the same model now"
             )
+        self._reductions += 1
         with self._words():
-            total, count = among_workers.allreduce(self._ready().worker, value)
-        return total / count if how == "mean" else total
+            while not self.is_server:
+                summed = among_workers.allreduce(self._ready().worker, value, self._reductions)
+                if summed is not None:
+                    total, count = summed
+                    return total / count if how == "mean" else total
+                self._loop.interrupt()
+        # This rank has become a server: its value is its own.
+        return torch.as_tensor(value, dtype=torch.float64)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

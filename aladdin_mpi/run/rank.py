@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
+from aladdin_mpi.control.exchange import broadcast
 from aladdin_mpi.control.heartbeats import Heartbeats
 from aladdin_mpi.data.skipped import SkipReports
 from aladdin_mpi.errors import SUSPENDED_STATUS
@@ -140,6 +141,8 @@ class Rank:
         summary = summarise(context, self.role, self.books, self.folder.path, trained)
         if seen is not None:
             share_buffers(context, 0)
+        if context.transport.comes_apart_without(0):
+            broadcast(context.transport, None)  # rank 0 has written all: nobody is needed any more
         self._leave()
         return summary
 

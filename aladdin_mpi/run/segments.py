@@ -183,6 +183,11 @@ class Segments:
         counted = {"waiting": traffic.waiting, "bytes_sent": traffic.bytes_sent}
         return {"role": self._role.state_dict(), **counted}
 
+    @property
+    def ended_at(self) -> int | None:
+        """The samples of a run whose training is over; None: it is not."""
+        return self._drawn if self.over else None
+
     def local_state(self) -> dict[str, Any]:
         """What is this rank's alone."""
         return self._local.state_dict()

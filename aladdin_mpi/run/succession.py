@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from aladdin_mpi.algorithms.registry import Algorithm
+from aladdin_mpi.allreduce.choose import OUTLAST_DEATHS
 from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.run.membership import begin, gather_anew
@@ -20,19 +21,16 @@ from aladdin_mpi.transport.request import PeerFailedError, Request
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
 Assemble = Callable[[Transport, RunOptions, "Takeover | None"], Rank]
 """Puts this rank together in a group."""
-SUMS_OF_A_LIBRARY = ("horovod", "nccl", "gloo")
-"""Values of ``--allreduce`` whose communicators need every rank that they were made with."""
 
 
-def can_follow(options: RunOptions) -> bool:
+def can_follow(options: RunOptions, algorithm: Algorithm) -> bool:
     """Whether those who are left when a rank is lost can form a new group."""
-    return not (
-        options.node_sums
-        or options.dataset == "shards"
-        or getattr(options, "allreduce", "") in SUMS_OF_A_LIBRARY
-    )
+    sums = getattr(getattr(options, algorithm.group, None), "allreduce", "auto")
+    # Libraries need every rank that they were started with; shards are dealt once.
+    return sums in OUTLAST_DEATHS and not options.node_sums and options.dataset != "shards"
 
 
 LOOK_SECONDS = 60.0
@@ -58,7 +56,7 @@ class Succession:
         seal: Callable[[Transport], Transport],
     ) -> None:
         self._base = base
-        self._options = options
+        self.options = options
         self._algorithm = algorithm
         self._seal = seal
         servers = options.servers if algorithm.server else 0
@@ -91,9 +89,9 @@ class Succession:
 
     def _needs(self, place: int) -> bool:
         """Whether the present group comes apart without a rank of it."""
-        if not can_follow(self._options):
+        if not can_follow(self.options, self._algorithm):
             return False
-        all_are_needed = self._algorithm.needs_all(self._options) or self.members.spares
+        all_are_needed = self._algorithm.needs_all(self.options) or self.members.spares
         return bool(all_are_needed) or place < max(1, self.members.servers)
 
     def begin(self) -> bool:
@@ -106,7 +104,7 @@ class Succession:
             return self._wait_for_place()
         transport = self.transport()
         try:
-            self.rank = self.assemble(transport, self._options, None)
+            self.rank = self.assemble(transport, self.options, None)
         except RankLostError as error:
             number = transport.original(error.rank)
             raise PeerFailedError(number, transport.host_name(error.rank)) from None
@@ -137,19 +135,29 @@ class Succession:
     # -- training ---------------------------------------------------------------------
     def run(self) -> None:
         """Train until the run is over, or suspended."""
+        self._go_on(lambda rank: rank.segments.run())
+
+    def complete(self) -> dict[str, Any]:
+        """Complete the run; the summary at its rank 0, when that has written everything."""
+
+        def complete(rank: Rank) -> dict[str, Any]:
+            rank.segments.run()  # to its end, where a loss has brought the run back
+            return rank.complete()
+
+        return self._go_on(complete)
+
+    def _go_on(self, act: Callable[[Rank], T]) -> T:
+        """Do so with this rank's part in the present group, or in one that follows."""
         while True:
             assert self.rank is not None
             try:
-                self.rank.segments.run()
-                break
+                return act(self.rank)
             except PeerFailedError as error:
                 if self._group is None or not self._group.explains(error):
                     raise
             except RankLostError:
                 pass
             self._follow(what_is_left(self.rank, self.members))
-        if self._group is not None:
-            self._group.needs_nobody()
 
     def _follow(self, left: Left) -> None:
         """Take a place in the group that follows, however often it comes apart meanwhile."""
@@ -162,11 +170,11 @@ class Succession:
     def _enter(self, left: Left | None) -> bool:
         """Form the next group, and take a place in it; whether that could be done."""
         brought = {} if left is None else left.brought
-        gathered = gather_anew(self._base, self.members, brought, self._options.worker_timeout)
+        gathered = gather_anew(self._base, self.members, brought, self.options.worker_timeout)
         self.members = gathered.members
         if self.is_spare:
             return True
-        options = self._options.model_copy(update={"servers": max(1, self.members.servers)})
+        options = self.options.model_copy(update={"servers": max(1, self.members.servers)})
         takeover = Takeover(
             self._base, self.members, former_ranks(gathered), gathered.brought, left
         )

@@ -77,6 +77,7 @@ def what_is_left(rank: Rank, group: Membership) -> Left:
         "group": group.number,
         "ranks": list(group.ranks),
         "drawn": segments.began_at,
+        "ended_at": segments.ended_at,
         "computed": computed,
         "taken": taken,
         "not_given": not_given,
@@ -186,6 +187,9 @@ class Takeover:
     @property
     def drawn(self) -> int:
         """Samples drawn and not given back: those computed, and those granted to who is lost."""
+        ended_at = next((each["ended_at"] for each in self.told if each["ended_at"]), None)
+        if ended_at is not None:
+            return int(ended_at)
         drawn = max(each["drawn"] for each in self.told)
         computed = sum(each["computed"] for each in self.told if each["drawn"] == drawn)
         budget = self.keeper["budget"]

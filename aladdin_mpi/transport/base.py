@@ -297,6 +297,11 @@ class Transport(ABC):
         that comes from it is taken. The others have to do the same.
         """
 
+    @property
+    def has_come_apart(self) -> bool:
+        """Whether a rank is lost without which these cannot go on, so that no wait is one."""
+        return False
+
     def comes_apart_without(self, rank: int) -> bool:
         """Whether those who are left form a new group when ``rank`` is lost: see :mod:`.group`."""
         return False

@@ -6,8 +6,7 @@ still on its way from the former one is never taken for its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +15,7 @@ from aladdin_mpi.transport import collectives
 from aladdin_mpi.transport.base import Handler, Transport
 from aladdin_mpi.transport.collectives import Steps
 from aladdin_mpi.transport.group_collectives import FIRST_TAG, NUMBERS, Channel, Stepper
+from aladdin_mpi.transport.layer import Layer
 from aladdin_mpi.transport.part import PartOfRanks
 from aladdin_mpi.transport.request import Event, PeerFailedError, Request
 
@@ -45,7 +45,7 @@ def may_raise() -> bool:
     return True
 
 
-class Group(PartOfRanks):
+class Group(Layer):
     """The transport among ``ranks``, until one of them is lost that they need.
 
     Every wait then ends with :class:`RankLostError`, and so does every later one.
@@ -59,18 +59,19 @@ class Group(PartOfRanks):
 
     def __init__(
         self,
-        inner: Transport,
+        base: Transport,
         ranks: Sequence[int],
         number: int,
         needs: Callable[[int], bool],
     ) -> None:
-        super().__init__(inner, ranks)
+        super().__init__(inner := PartOfRanks(base, ranks))
+        self._base = base
         self.number = number
         # The engine's, which need all ranks of the job.
-        self.has_collectives = self.size == inner.size and inner.has_collectives
+        self.has_collectives = self.size == base.size and base.has_collectives
         self._collectives = 0
         self.may_raise: Callable[[], bool] = may_raise
-        """Whether the caller of a wait may be told by an error; its wait just ends otherwise."""
+        """Whether a caller may be told of a loss by an error; a wait just ends otherwise."""
         self.lost: int | None = None
         """The first rank lost that it needs."""
         self._needs = needs
@@ -84,15 +85,18 @@ class Group(PartOfRanks):
                 self._note(rank)
 
     def _note(self, rank: int) -> None:
-        place = self._places.get(rank)
-        if self._has_left or self.lost is not None or place is None or not self._needs(place):
+        if self._has_left or self.lost is not None or not self._needs(rank):
             return
-        self.lost = place
+        self.lost = rank
         self.inner.abandon(self._loss)
 
     def needs_nobody(self) -> None:
         """From now on whoever waits for a rank that is lost is told so, and nobody else."""
         self._needs = lambda place: False
+
+    @property
+    def has_come_apart(self) -> bool:
+        return self.lost is not None
 
     def comes_apart_without(self, rank: int) -> bool:
         return self._needs(rank)
@@ -118,8 +122,11 @@ class Group(PartOfRanks):
 
     def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
         if self.lost is None:
-            with self._own_numbers():
+            try:
                 first = self.inner.wait_any([*requests, self._loss], timeout)
+            except PeerFailedError as error:
+                self._raise_unless_held_back(error)
+                return 0
             if first < len(requests):
                 return first
         if self.may_raise():
@@ -128,17 +135,16 @@ class Group(PartOfRanks):
         return 0
 
     def test(self, request: Request) -> bool:
-        with self._own_numbers():
-            return self.inner.test(request)
-
-    @contextmanager
-    def _own_numbers(self) -> Iterator[None]:
-        """Let errors name ranks by their numbers in the group."""
         try:
-            yield
+            return self.inner.test(request)
         except PeerFailedError as error:
-            place = self._places.get(error.rank, error.rank)
-            raise PeerFailedError(place, self.inner.host_name(error.rank)) from None
+            self._raise_unless_held_back(error)
+            return True
+
+    def _raise_unless_held_back(self, error: PeerFailedError) -> None:
+        """In the user's code, as in a hook of backward, nobody could do with this error."""
+        if self.may_raise() or not self.explains(error):
+            raise error
 
     # -- collectives ------------------------------------------------------------------
     def _collective(self, algorithm: Callable[..., Steps], *arguments: object) -> Request:
@@ -160,29 +166,29 @@ class Group(PartOfRanks):
 
     def ibarrier(self) -> Request:
         if self.has_collectives:
-            return self.inner.ibarrier()
+            return self._base.ibarrier()
         return self._collective(collectives.barrier)
 
     def ibroadcast(self, buffer: Tensor, root: int) -> Request:
         if self.has_collectives:
-            return self.inner.ibroadcast(buffer, root)
+            return self._base.ibroadcast(buffer, root)
         return self._collective(collectives.broadcast, buffer, root)
 
     def iallreduce(self, buffer: Tensor, total: Tensor | None = None) -> Request:
         if self.has_collectives:
-            return self.inner.iallreduce(buffer, total)
+            return self._base.iallreduce(buffer, total)
         if total is not None and not total.is_meta:
             total.copy_(buffer)
         return self._collective(collectives.allreduce, buffer if total is None else total)
 
     def iallgather(self, buffer: Tensor, gathered: Tensor) -> Request:
         if self.has_collectives:
-            return self.inner.iallgather(buffer, gathered)
+            return self._base.iallgather(buffer, gathered)
         return self._collective(collectives.allgather, buffer, gathered)
 
     def ialltoall(self, buffer: Tensor, received: Tensor) -> Request:
         if self.has_collectives:
-            return self.inner.ialltoall(buffer, received)
+            return self._base.ialltoall(buffer, received)
         return self._collective(collectives.alltoall, buffer, received)
 
     # -- handlers -------------------------------------------------------------------

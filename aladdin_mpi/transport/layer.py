@@ -108,6 +108,10 @@ class Layer(Transport):
     def exclude(self, rank: int) -> None:
         self.inner.exclude(rank)
 
+    @property
+    def has_come_apart(self) -> bool:
+        return self.inner.has_come_apart
+
     def comes_apart_without(self, rank: int) -> bool:
         return self.inner.comes_apart_without(rank)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from aladdin_mpi.transport.base import Handler, Transport
 from aladdin_mpi.transport.layer import Layer
-from aladdin_mpi.transport.request import Event, Request
+from aladdin_mpi.transport.request import Event, PeerFailedError, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +51,23 @@ class PartOfRanks(Layer):
 
     def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
         return self.inner.irecv(buffer, self._ranks[source], tag)
+
+    def test(self, request: Request) -> bool:
+        with self._own_numbers():
+            return self.inner.test(request)
+
+    def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
+        with self._own_numbers():
+            return self.inner.wait_any(requests, timeout)
+
+    @contextmanager
+    def _own_numbers(self) -> Iterator[None]:
+        """Let errors name ranks by their places."""
+        try:
+            yield
+        except PeerFailedError as error:
+            place = self._places.get(error.rank, error.rank)
+            raise PeerFailedError(place, self.inner.host_name(error.rank)) from None
 
     def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
         self.inner.on_message(

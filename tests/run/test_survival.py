@@ -59,7 +59,7 @@ def test_the_others_train_on(
         kill(job, run, killed, EPOCH)
         done = job.wait(120)
     assert done.returncode == 0, repr(done)
-    assert "ULFM: if workers die the others go on" in done.stdout
+    assert "ULFM: if ranks die the others go on" in done.stdout
     found = summary(run)
     assert sorted(failure["rank"] for failure in found["failures"]) == killed
     for failure in found["failures"]:
