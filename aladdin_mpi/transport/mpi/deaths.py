@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from aladdin_mpi.process import console, guard
-from aladdin_mpi.transport.mpi import openmpi  # noqa: F401  # before MPI: it decides how that begins
+from aladdin_mpi.transport.mpi import openmpi  # before MPI: it decides how that begins
 from aladdin_mpi.transport.mpi.ulfm import SURVIVES  # and this one how it ends
 
 # isort: split
@@ -21,6 +21,8 @@ from mpi4py import MPI
 
 # isort: split
 from aladdin_mpi.transport.request import PeerFailedError
+
+openmpi.settle()
 
 __all__ = [
     "DEATHS",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 
 TCP_FLAGS = "OMPI_MCA_btl_tcp_flags"
@@ -41,6 +42,23 @@ def _is_chosen() -> bool:
         return re.search(r"^\s*btl\s*=", USERS_FILE.read_text(), re.MULTILINE) is not None
     except (OSError, ValueError):
         return False
+
+
+SETTLE_SECONDS = 0.5
+
+
+def settle() -> None:
+    """After MPI_Init, before the first message: let it end on every host.
+
+    Slurm may let a host's ranks through a moment before another's. Open MPI cannot take a message
+    as long as MPI_Init waits: the rank dies in `mca_pml_ob1_recv_frag_callback_match`
+    (open-mpi/ompi, issue 12495; seen once in some hundred starts by srun, Slurm 22.05).
+    """
+    hosts = int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
+    parts = int(os.environ.get("SLURM_HET_SIZE", "1"))
+    is_by_srun = "PMIX_RANK" in os.environ and "OMPI_COMM_WORLD_SIZE" not in os.environ
+    if is_by_srun and "SLURM_PROCID" in os.environ and max(hosts, parts) > 1:
+        time.sleep(SETTLE_SECONDS)
 
 
 if is_one_host() and not _is_chosen():
