@@ -32,17 +32,19 @@ class Former:
         worker: the mean of the workers' states, less their models.
         server: the servers' states put together, see :func:`join_servers`.
         counts: of each worker, by the names in ``COUNTS``; None: it had failed.
+        number: of the workers, where that of the counts is another.
     """
 
     model: Tensor
     worker: dict[str, Any]
     server: dict[str, Any] = field(default_factory=dict)
     counts: list[dict[str, float] | None] = field(default_factory=list)
+    number: int | None = None
 
     @property
     def workers(self) -> int:
         """Their number."""
-        return len(self.counts)
+        return len(self.counts) if self.number is None else self.number
 
     def carried(self, name: str, worker: int, workers: int) -> float:
         """What a new worker goes on counting from, so that the sum over all stays what it was."""

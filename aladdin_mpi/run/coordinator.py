@@ -228,7 +228,7 @@ class Coordinator:
             return {
                 **self.state_dict(),
                 "seconds": self.seconds,
-                "suspended": self.suspended,
+                "suspended": int(self.suspended),
                 "budget": self.budget.in_flight(),
             }
 

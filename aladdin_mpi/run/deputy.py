@@ -42,8 +42,7 @@ class Deputy:
         self._transport = transport
         self._look = look
         self._reports = 0
-        self.copy: dict[str, Any] | None = None
-        """At the deputy, the newest one."""
+        self._newest: bytes | None = None
         if not transport.survives:
             return
         transport.exclude_from_traffic(Tag.DEPUTY)
@@ -57,9 +56,16 @@ class Deputy:
 
     def _take(self, request: Request) -> None:
         if request.failed is None and request.nbytes and request.buffer is not None:
-            message = request.buffer[: request.nbytes]
-            self.copy = torch.load(BytesIO(message.numpy().tobytes()), weights_only=True)
+            self._newest = request.buffer[: request.nbytes].numpy().tobytes()
             self._listen()
+
+    @property
+    def copy(self) -> dict[str, Any] | None:
+        """The newest one, at a rank that is the deputy or has been; None elsewhere."""
+        if self._newest is None:
+            return None
+        found: dict[str, Any] = torch.load(BytesIO(self._newest), weights_only=True)
+        return found
 
     def hear(self, report: Report) -> None:
         """At rank 0, of every report."""

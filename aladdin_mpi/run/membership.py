@@ -72,7 +72,8 @@ def succeed(before: Membership, living: Collection[int]) -> Membership:
         while spares and len(places) < full:
             places.append(spares.pop(0))
     if not workers or (full_servers and not servers):
-        raise LostError("too few ranks are left to train on")
+        lost = ", ".join(str(rank) for rank in before.ranks if rank not in living)
+        raise LostError(f"rank {lost} has failed, and too few ranks are left to train on")
     return replace(
         before,
         number=before.number + 1,

@@ -26,12 +26,15 @@ class Origin:
         servers: likewise.
         past: periods with other numbers of workers.
         schedule_step: samples after which a scheduler goes on, where the run has begun; else None.
+        begun: servers and workers that were asked for when they last changed by the user's will;
+            some may have been lost since.
     """
 
     workers: int
     servers: int
     past: tuple[Period, ...] = ()
     schedule_step: int | None = None
+    begun: tuple[int, int] | None = None
 
     @property
     def first_workers(self) -> int:
@@ -40,7 +43,12 @@ class Origin:
 
     def as_json(self, schedule_step: int) -> dict[str, Any]:
         """For a checkpoint's manifest."""
-        return {"past": [period.taken for period in self.past], "schedule_step": schedule_step}
+        past = [period.taken for period in self.past]
+        return {"past": past, "schedule_step": schedule_step, "begun": self.begun}
+
+    def fits(self, servers: int, workers: int) -> bool:
+        """Whether a run of so many goes on with a checkpoint without being asked to resize."""
+        return (servers, workers) in ((self.servers, self.workers), self.begun)
 
 
 def find_origin(transport: Transport, options: RunOptions, algorithm: Algorithm) -> Origin:
@@ -51,12 +59,13 @@ def find_origin(transport: Transport, options: RunOptions, algorithm: Algorithm)
     """
     servers = options.servers if algorithm.server else 0
     if options.resume is None:
-        return Origin(transport.size - options.spares - servers, servers)
+        workers = transport.size - options.spares - servers
+        return Origin(workers, servers, begun=(servers, workers))
     folder = Path(options.resume)
     manifest = agree(
         transport, lambda: CheckpointStore(folder).manifest() if transport.rank == 0 else {}
     )
-    names = ("ranks", "option", "past", "schedule_step")
+    names = ("ranks", "option", "past", "schedule_step", "begun")
     return _origin(
         broadcast(transport, {name: manifest.get(name) for name in names}), bool(algorithm.server)
     )
@@ -66,7 +75,14 @@ def _origin(manifest: Mapping[str, Any], has_servers: bool) -> Origin:
     servers = int(manifest["option"]["servers"]) if has_servers else 0
     past: Sequence[Sequence[int | None]] = manifest["past"] or ()  # none before it was written
     periods = tuple(Period(tuple(taken)) for taken in past)
-    return Origin(manifest["ranks"] - servers, servers, periods, manifest["schedule_step"])
+    begun: Sequence[int] = manifest["begun"] or (servers, manifest["ranks"] - servers)
+    return Origin(
+        manifest["ranks"] - servers,
+        servers,
+        periods,
+        manifest["schedule_step"],
+        (begun[0], begun[1]),
+    )
 
 
 def samples_of(options: RunOptions, epoch: int | None, workers: int) -> int | None:

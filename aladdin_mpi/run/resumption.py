@@ -43,12 +43,14 @@ def go_on(of: Resumption) -> None:
         UserError, RefusedError: the checkpoint does not fit this run, or is damaged.
     """
     before, now = (of.origin.workers, of.origin.servers), (of.context.workers, of.context.servers)
-    resizes = of.context.options.allow_resize
+    servers, workers = of.context.servers, of.context.workers
+    resizes = of.context.options.allow_resize or of.origin.fits(servers, workers)
     if resizes and before != now:
         with of.segments.uncounted():
             resize(of)
         return
-    state = agree(of.context.transport, lambda: of.segments.load(resizes))
+    may_differ = of.context.options.allow_resize
+    state = agree(of.context.transport, lambda: of.segments.load(may_differ))
     of.segments.restore(state)
     with of.segments.uncounted():
         _revive(of.context, of.role, state is None)
@@ -66,7 +68,8 @@ def resize(of: Resumption) -> None:
     former = share(transport, former)
     taken = (None if each is None else int(each["samples"]) for each in former.counts)
     past = (*origin.past, Period(tuple(taken)))
-    now = Origin(context.workers, context.servers, past, origin.schedule_step)
+    begun = context.servers, context.workers
+    now = Origin(context.workers, context.servers, past, origin.schedule_step, begun)
     of.segments.resize(state, former, now)
     agree(transport, lambda: _take_local(of))
     if first and not options.quiet:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from aladdin_mpi.control.barrier import barrier
 from aladdin_mpi.control.exchange import agree, broadcast, gather
+from aladdin_mpi.control.tags import COORDINATOR
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.vectors import is_finite
 from aladdin_mpi.roles.former import Former
@@ -25,6 +26,7 @@ from aladdin_mpi.run.local_state import LocalState
 from aladdin_mpi.run.origin import Origin
 from aladdin_mpi.run.plan import Plan
 from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.group import RankLostError
 
 SETTLE_SECONDS = 1.0
 """Virtual time for the messages around a checkpoint, and for a resumed run's set-up."""
@@ -91,10 +93,17 @@ class Segments:
             if self._coordinator is not None:
                 self._coordinator.close()
             with self.uncounted():
-                self._end()
+                lost = self._end()
+            if lost is not None and not (self.over or self.suspended):
+                # Its share of the data goes to those who are left, while nothing is in flight.
+                self._mark_beginning()
+                raise RankLostError(lost)
 
-    def _end(self) -> None:
-        """Agree on where the run is, and save it."""
+    def _end(self) -> int | None:
+        """Agree on where the run is, and save it.
+
+        Returns a worker that is lost, if those who are left can form a new group.
+        """
         barrier(self._transport)
         self._record_losses()
         fact: Any = None
@@ -103,8 +112,12 @@ class Segments:
             budget.close()
             suspended = 0 if budget.used_up else self._coordinator.suspended
             moment = self._transport.now() + SETTLE_SECONDS
-            fact = (budget.drawn, budget.used_up, suspended, moment)
-        self._drawn, self.over, self.suspended, self._moment = broadcast(self._transport, fact)
+            lost = min(self._transport.failed, default=None)
+            if not self._transport.comes_apart_without(COORDINATOR):
+                lost = None
+            fact = (budget.drawn, budget.used_up, suspended, moment, lost)
+        told = broadcast(self._transport, fact)
+        self._drawn, self.over, self.suspended, self._moment, lost = told
         if self._transport.models_time:
             # A worker's last report may come after the barrier: it belongs to the checkpoint.
             self._transport.sleep_until(self._moment)
@@ -112,6 +125,7 @@ class Segments:
         if self._drawn != self._saved:
             self._save(self._store)
             self._saved = self._drawn
+        return lost
 
     def _start_together(self) -> None:
         """Start when all are ready; in virtual time, when a resumed run starts as well."""

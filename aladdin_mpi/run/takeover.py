@@ -9,7 +9,7 @@ summed and not applied, are lost; samples that nobody had computed are granted a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,7 @@ def what_is_left(rank: Rank, group: Membership) -> Left:
             "servers": origin.servers,
             "past": [list(period.taken) for period in origin.past],
             "schedule_step": rank.plan.schedule_step,
+            "begun": origin.begun,
         },
         "folder": str(rank.folder.path.absolute()),
     }
@@ -133,7 +134,8 @@ class Takeover:
         """Of the former group."""
         told = self._known[0]["origin"]
         past = tuple(Period(tuple(taken)) for taken in told["past"])
-        return Origin(told["workers"], told["servers"], past, told["schedule_step"])
+        begun = told["begun"] and tuple(told["begun"])
+        return Origin(told["workers"], told["servers"], past, told["schedule_step"], begun)
 
     def open_folder(self, transport: Transport) -> OpenFolder:
         """That of the run."""
@@ -223,7 +225,8 @@ def take_over(
     lost = _reconcile(former, takeover)
     taken = tuple(None if each is None else int(each["samples"]) for each in former.counts)
     past = (*origin.past, Period(taken))
-    segments.origin = Origin(context.workers, context.servers, past, origin.schedule_step)
+    _keep_own_counts(former, takeover)
+    segments.origin = replace(origin, workers=context.workers, servers=context.servers, past=past)
     if first:
         losses = _losses(takeover, lost, options.step_size)
         keeper = takeover.keeper
@@ -232,6 +235,19 @@ def take_over(
         segments.take_over(takeover.drawn, former)
     _take_local(context, local, takeover)
     return former
+
+
+def _keep_own_counts(former: Former, takeover: Takeover) -> None:
+    """Each worker that is left counts on from what it has counted itself.
+
+    What one has counted that is a server now goes to another: see :meth:`Former.carried`.
+    """
+    servers, counts = takeover.origin.servers, former.counts
+    was = {rank: counts[place] for place, rank in enumerate(takeover.former[servers:])}
+    now = takeover.members.ranks[takeover.members.servers :]
+    kept = [was.pop(rank, None) for rank in now]
+    former.number = len(counts)
+    former.counts = [*kept, *(each for each in was.values() if each is not None)]
 
 
 def _reconcile(former: Former, takeover: Takeover) -> int:

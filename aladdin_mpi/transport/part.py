@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from aladdin_mpi.transport.base import Handler, Transport
@@ -53,21 +52,21 @@ class PartOfRanks(Layer):
         return self.inner.irecv(buffer, self._ranks[source], tag)
 
     def test(self, request: Request) -> bool:
-        with self._own_numbers():
+        try:
             return self.inner.test(request)
+        except PeerFailedError as error:
+            raise self._with_place(error) from None
 
     def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
-        with self._own_numbers():
-            return self.inner.wait_any(requests, timeout)
-
-    @contextmanager
-    def _own_numbers(self) -> Iterator[None]:
-        """Let errors name ranks by their places."""
         try:
-            yield
+            return self.inner.wait_any(requests, timeout)
         except PeerFailedError as error:
-            place = self._places.get(error.rank, error.rank)
-            raise PeerFailedError(place, self.inner.host_name(error.rank)) from None
+            raise self._with_place(error) from None
+
+    def _with_place(self, error: PeerFailedError) -> PeerFailedError:
+        """The same, naming the rank by its place."""
+        place = self._places.get(error.rank, error.rank)
+        return PeerFailedError(place, self.inner.host_name(error.rank))
 
     def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
         self.inner.on_message(
