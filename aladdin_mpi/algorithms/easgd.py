@@ -240,6 +240,7 @@ register(
         ),
         lambda server, optimizer, run: EasgdServer(server, own(run, EasgdOptions)),
         options=EasgdOptions,
+        has_centre=True,
         few_bits=True,
         on_resize="what the workers' own models were ahead of the centre is dropped",
     )
@@ -261,6 +262,7 @@ register(
         lambda server, optimizer, run: EasgdServer(server, own(run, EasgdOptions)),
         options=EasgdOptions,
         options_of="easgd",
+        has_centre=True,
         few_bits=True,
         optimizers="sgd",
         on_resize="what the workers' own models were ahead of the centre is dropped",

@@ -51,6 +51,7 @@ class Algorithm:
         holder: who holds the global model: the servers, each its buckets; every worker
             the same, of which the first is asked; or all workers, whose weighted mean
             it is (the consensus).
+        has_centre: the servers' model is another than the workers', who are only drawn to it.
         least_workers: the smallest number of workers for which it makes sense.
         layout: cuts the flat vector where the usual cut will not do.
         compresses: its gradients can be sent compressed.
@@ -75,6 +76,7 @@ class Algorithm:
     options_of: str = ""
     lockstep: bool = False
     holder: Holder = "servers"
+    has_centre: bool = False
     least_workers: int = 1
     layout: MakeLayout | None = None
     compresses: bool = False

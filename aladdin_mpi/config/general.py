@@ -430,6 +430,15 @@ class GeneralOptions(BaseModel):
         group="run",
         ge=0,
     )
+    mirror_every: int = option(
+        64,
+        "where MPI survives deaths: updates of a bucket at a server between two copies of it at "
+        "another rank, from which a lost server's momentum, or elastic averaging's centre, is "
+        "taken; 0: there are none",
+        unit="UPDATES",
+        group="run",
+        ge=0,
+    )
     resume: Literal["auto"] | Path | None = option(
         None,
         "go on with the run in this folder from its last checkpoint; auto: with the one in "

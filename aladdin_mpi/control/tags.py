@@ -71,6 +71,8 @@ class Tag(IntEnum):
     """Its answer: who is in it."""
     STATE = 29
     """In a new group, to rank 0: this rank's state in the former one."""
+    MIRROR = 31
+    """Server to the rank that keeps its mirror: a bucket's length, then the bucket."""
     SPARES_GO = 30
     """To spare ranks: the run has ended without them."""
     REDUCE_SCATTER = 40

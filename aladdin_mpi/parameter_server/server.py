@@ -66,6 +66,8 @@ class ParameterServer:
         """Gradients taken as a whole from workers that had failed when a checkpoint was written."""
         self.taken = self._nothing_taken()
         """Gradients taken in this segment, for every worker and bucket."""
+        self.on_update: Callable[[Bucket], None] = _nobody
+        """Called with every bucket that a gradient has come for, when that is used."""
         self._is_open = False
         self._seen = [0] * self.worker_count
         self._schedule = schedule
@@ -148,6 +150,7 @@ class ParameterServer:
             self._look(arrival, look)
             yield arrival
             intake.give_back(arrival)
+            self.on_update(arrival.bucket)
 
     def _lose(self, worker: int) -> None:
         """Close the books on a worker that has failed."""
@@ -280,3 +283,7 @@ class ParameterServer:
         self.staleness, self.from_former = joined["staleness"], joined["from_failed"]
         self._seen = [self.received] * n
         self.given = [int(former.carried("computed", worker, n)) for worker in range(n)]
+
+
+def _nobody(bucket: Bucket) -> None:
+    """Nobody keeps a mirror."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.model.layout import Layout
+from aladdin_mpi.model.layout import Bucket, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,6 +136,29 @@ def join_servers(states: Sequence[Mapping[str, Any] | None], layout: Layout) -> 
         "pending": [each for state in living for each in _pending(state, layout)],
         "head": living[0].get("head"),
     }
+
+
+def put_mirrored(
+    whole: dict[str, Any] | None, mirrored: dict[str, Any], bucket: Bucket, like: Tensor
+) -> dict[str, Any] | None:
+    """The servers' optimizers as one, with that of a bucket whose server is lost.
+
+    Args:
+        whole: see :func:`join_servers`; None: every server is lost.
+        mirrored: its state, less what belongs to other buckets.
+        bucket: whose it is.
+        like: the flat model.
+    """
+    if "parts" in mirrored:
+        parts = [] if whole is None else whole["parts"]
+        return {**(whole or mirrored), "parts": [*parts, *mirrored["parts"]]}
+    velocity = mirrored["velocity"]
+    if velocity is None:
+        return whole
+    if whole is None or whole["velocity"] is None:
+        whole = {"velocity": torch.zeros_like(like)}
+    whole["velocity"][bucket.part] = velocity
+    return whole
 
 
 def without_servers(counts: Sequence[dict[str, float] | None]) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.control.heartbeats import Heartbeats
 from aladdin_mpi.data.skipped import SkippedImages, SkipRecord, SkipReports
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.parameter_server.mirror import Kept, Mirror
+from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.process import console, guard
 from aladdin_mpi.roles.role import Role
 from aladdin_mpi.roles.step import Loss
@@ -166,8 +168,19 @@ def assemble(
         suspension,
         heartbeats,
         deputy,
+        _mirrors(context, role),
         books,
     )
+
+
+def _mirrors(context: Context, role: Role) -> Kept | None:
+    """Have servers' states kept a second time, where one of them may be lost."""
+    transport, every = context.transport, context.options.mirror_every
+    if not every or not context.servers or not transport.comes_apart_without(0):
+        return None
+    if isinstance(role, Server) and (context.algorithm.has_centre or role.optimizer is not None):
+        Mirror(transport, role, context.servers, every)
+    return Kept(transport, context.servers)
 
 
 def _seen(

@@ -11,6 +11,7 @@ from aladdin_mpi.control.heartbeats import Heartbeats
 from aladdin_mpi.data.skipped import SkipReports
 from aladdin_mpi.errors import SUSPENDED_STATUS
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.parameter_server.mirror import Kept
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.process import console
 from aladdin_mpi.roles.role import Role, TrainingWorker
@@ -65,6 +66,8 @@ class Rank:
     suspension: Suspension
     heartbeats: Heartbeats
     deputy: Deputy
+    kept: Kept | None
+    """Mirrors of servers; None: nobody has any."""
     books: Books | None
     """At rank 0."""
 

@@ -7,7 +7,7 @@ it reads itself, from the part of the former worker with its number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
 from typing import Any
@@ -27,6 +27,7 @@ from aladdin_mpi.roles.former import (
     Former,
     join_servers,
     mean_state,
+    put_mirrored,
     scale_held_back,
     without_servers,
 )
@@ -41,7 +42,8 @@ PIECE = 1 << 26
 class Assembly:
     """Puts the states of all ranks together at rank 0.
 
-    Of a server that is lost the workers tell what its buckets were.
+    Of a server that is lost the workers tell what its buckets were, and a mirror what only it
+    knew.
 
     Args:
         part: a rank's state, asked for in their order; None: it is lost.
@@ -66,6 +68,7 @@ class Assembly:
         self._layout = layout
         self._replica = replica
         self._orphans: list[Bucket] = []
+        self._mirrors: dict[int, Mapping[str, Any]] = {}
         self._weights = torch.zeros(len(layout.buckets), dtype=torch.float64)
         like = replica.parameters
         device = "meta" if like.is_meta else "cpu"
@@ -77,7 +80,7 @@ class Assembly:
         Raises:
             UserError: a part is missing or damaged, or there is no mean of the workers' states.
         """
-        parts = [self._part(rank) for rank in range(self._origin.servers)]
+        parts = [self._noted(self._part(rank)) for rank in range(self._origin.servers)]
         servers = [None if part is None else part["role"] for part in parts]
         for state in filter(None, servers):
             self._take_values(state["server"].pop("values"))
@@ -101,11 +104,31 @@ class Assembly:
         joined = join_servers(servers, self._layout)
         if servers and not joined:
             joined = without_servers(counts)
+        self._take_mirrored(joined)
         return Former(self._model, mean, joined, counts)
 
     def _workers(self) -> Iterator[tuple[int, dict[str, Any] | None]]:
         for worker in range(self._origin.workers):
-            yield worker, self._part(self._origin.servers + worker)
+            yield worker, self._noted(self._part(self._origin.servers + worker))
+
+    def _noted(self, part: dict[str, Any] | None) -> dict[str, Any] | None:
+        """A rank's part, whose mirrors are kept."""
+        if part is not None:
+            for buckets in part.get("mirrors", {}).values():
+                self._mirrors |= buckets
+        return part
+
+    def _take_mirrored(self, joined: dict[str, Any]) -> None:
+        """What only a lost server knew, from its mirror: the optimizer's state, and a centre."""
+        for bucket in self._orphans:
+            told = self._mirrors.get(bucket.index)
+            if told is None:
+                continue
+            if self._algorithm.has_centre:
+                self._model[bucket.part] = told["values"]
+            if told["optimizer"] is not None:
+                whole = joined["optimizer"]
+                joined["optimizer"] = put_mirrored(whole, told["optimizer"], bucket, self._model)
 
     # -- the global model -------------------------------------------------------------------
     def _take_values(self, values: dict[int, Tensor]) -> None:

@@ -94,7 +94,8 @@ def what_is_left(rank: Rank, group: Membership) -> Left:
     }
     local = segments.local_state()
     local = {**local, "user": dict(local["user"])}
-    return Left(segments.part(), local, rank.folder, brought)
+    mirrors = {} if rank.kept is None else rank.kept.of
+    return Left({**segments.part(), "mirrors": mirrors}, local, rank.folder, brought)
 
 
 @dataclass(frozen=True)

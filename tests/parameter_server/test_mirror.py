@@ -1,0 +1,133 @@
+"""What only a lost server knew is taken from its mirror."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aladdin_mpi import DataParallel
+from aladdin_mpi.control.exchange import send_object
+from aladdin_mpi.parameter_server import mirror
+from aladdin_mpi.parameter_server.mirror import keeper_of
+from aladdin_mpi.roles.former import Former
+from aladdin_mpi.run import summary, takeover
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.transport.virtual.engine import VirtualCluster
+
+DEATH = 20.5
+LR = 0.05
+WORKERS = 3
+
+
+@pytest.mark.parametrize(("servers", "expected"), [(1, [1]), (3, [1, 2, 0])])
+def test_who_keeps_it(servers: int, expected: list[int]) -> None:
+    assert [keeper_of(server, servers) for server in range(servers)] == expected
+
+
+def train(transport: Transport, folder: Path, servers: int, settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(4, 1)
+    data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+    run = DataParallel(
+        module,
+        transport=transport,
+        servers=servers,
+        samples=400,
+        batch_size=4,
+        lr=LR,
+        bucket_mb=8e-6,
+        compute_time=1.0,
+        run_dir=folder,
+        quiet=True,
+        **settings,
+    )
+    for x, y in run.batches(data):
+        nn.functional.mse_loss(module(x), y).backward()
+        run.step()
+
+
+class Spy:
+    """Notes what a server sends to its mirror, and what is put together without it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent: dict[int, list[dict[str, Any]]] = {}
+        self.formers: list[Former] = []
+        reconcile = takeover._reconcile
+        monkeypatch.setattr(summary, "draw_curves", lambda *_: None)
+        monkeypatch.setattr(mirror, "send_object", self._send)
+
+        def keep(former: Former, of: Any) -> int:
+            optimizer = former.server["optimizer"]
+            velocity = None if optimizer is None else optimizer["velocity"].clone()
+            server = {**former.server, "optimizer": {"velocity": velocity}}
+            self.formers.append(Former(former.model.clone(), {}, server))
+            return reconcile(former, of)
+
+        monkeypatch.setattr(takeover, "_reconcile", keep)
+
+    def _send(self, transport: Transport, told: dict[str, Any], *where: Any) -> Any:
+        if transport.original(transport.rank) == 0:
+            self.sent.setdefault(told["bucket"], []).append(told)
+        return send_object(transport, told, *where)
+
+    def newest(self, name: str) -> list[list[Tensor]]:
+        """Of each bucket of the lost server the last two that it has sent."""
+        pick = (
+            (lambda told: told["optimizer"]["velocity"])
+            if name == "velocity"
+            else (lambda told: told["values"])
+        )
+        return [[pick(told) for told in each[-2:]] for each in self.sent.values()]
+
+
+def is_in(part: Tensor, vector: Tensor) -> bool:
+    """Whether a vector has a part somewhere, to the bit."""
+    return any(torch.equal(window, part) for window in vector.unfold(0, len(part), 1))
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("velocity", {"algorithm": "asp", "momentum": 0.9, "asp": {"momentum": "server"}}),
+        ("values", {"algorithm": "easgd"}),
+    ],
+)
+def test_what_only_the_lost_server_knew(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    servers: int,
+    name: str,
+    settings: dict[str, Any],
+) -> None:
+    spy = Spy(monkeypatch)
+    cluster = Cluster(deaths={0: DEATH}).placed(servers)
+    how = {**settings, "mirror_every": 1}
+    VirtualCluster(servers + WORKERS, cluster, 0).run(
+        lambda transport: train(transport, tmp_path / "run", servers, how)
+    )
+    former = spy.formers[0]
+    whole = former.server["optimizer"]["velocity"] if name == "velocity" else former.model
+    assert spy.sent
+    for last_two in spy.newest(name):
+        assert all(part.any() for part in last_two)
+        assert any(is_in(part, whole) for part in last_two)
+
+
+def test_without_a_mirror_momentum_begins_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spy = Spy(monkeypatch)
+    how = {"algorithm": "asp", "momentum": 0.9, "asp": {"momentum": "server"}, "mirror_every": 0}
+    VirtualCluster(2 + WORKERS, Cluster(deaths={0: DEATH}).placed(2), 0).run(
+        lambda transport: train(transport, tmp_path / "run", 2, how)
+    )
+    former = spy.formers[0]
+    assert not spy.sent
+    velocity = former.server["optimizer"]["velocity"]
+    assert velocity.any() and (velocity == 0).any()
