@@ -75,6 +75,9 @@ def open_books(
     There are no evaluations where ``evaluate`` is None. With ``keeps_all`` the metrics go on behind
     whatever there is; otherwise what is behind this place of the run is dropped.
     """
+    metrics = Metrics(folder, coordinator.plan.total if keeps_all else coordinator.budget.drawn)
+    if keeps_all and (trained := [line for line in metrics.lines if line["kind"] == "train"]):
+        coordinator.catch_up(trained[-1]["samples"], trained[-1]["seconds"])
     drawn = coordinator.budget.drawn
     skips.open()
     # Before what follows, which takes seconds.
@@ -86,7 +89,6 @@ def open_books(
         context.options.progress,
         context.options.quiet,
     )
-    metrics = Metrics(folder, coordinator.plan.total if keeps_all else drawn)
     evaluator = None
     if evaluate is not None:
         evaluator = _evaluator(context, skips, evaluate, divided)

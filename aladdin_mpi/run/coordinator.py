@@ -275,6 +275,13 @@ class Coordinator:
             self.own_figures.load_state_dict(state["own"])
         self._other_workers = state.get("other_workers", 0.0)
 
+    def catch_up(self, samples: int, seconds: float) -> None:
+        """Lines of metrics reach so far, which a former rank 0 has written: log behind them."""
+        marks = self.marks
+        marks.next_log = max(marks.next_log, samples + 1)
+        marks.last_log = max(marks.last_log, (samples, seconds))
+        self._seconds = max(self._seconds, seconds)
+
     def take_over(self, known: dict[str, Any], drawn: int, former: Former) -> None:
         """Go on with the books of a former group.
 

@@ -25,7 +25,7 @@ from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import LostError, RefusedError
 from aladdin_mpi.parameter_server.server_role import Server
-from aladdin_mpi.process import console
+from aladdin_mpi.process import console, guard
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.run import run_folder
@@ -160,6 +160,7 @@ class Takeover:
         if any(each["keeper"] is not None for each in self._known):
             return
         if self.base.rank != self.members.ranks[0]:
+            self.base.sleep(guard.YIELD_SECONDS)  # that one ends the job meanwhile
             raise RefusedError
         first = self.former[0]
         raise LostError(
