@@ -1,0 +1,78 @@
+"""Who follows when ranks of a group are lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from aladdin_mpi.errors import LostError
+from aladdin_mpi.run.membership import Gathered, Membership, begin, gather_anew, succeed
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.transport.virtual.engine import VirtualCluster
+
+SERVERS, SPARES, SIZE = 2, 2, 8
+
+
+@pytest.mark.parametrize(
+    ("lost", "servers", "workers", "spares"),
+    [
+        ({3}, (0, 1), (2, 4, 5, 6), (7,)),  # a spare takes a worker's place
+        ({0}, (1, 6), (2, 3, 4, 5), (7,)),  # and a server's
+        ({0, 1}, (6, 7), (2, 3, 4, 5), ()),
+        ({0, 1, 6, 7}, (2,), (3, 4, 5), ()),  # where there is none, a worker becomes a server
+        ({0, 3, 4, 7}, (1,), (2, 5, 6), ()),  # workers first, as long as there is a server
+        ({6, 7}, (0, 1), (2, 3, 4, 5), ()),
+    ],
+)
+def test_who_follows(
+    lost: set[int], servers: tuple[int, ...], workers: tuple[int, ...], spares: tuple[int, ...]
+) -> None:
+    before = begin(SIZE, SERVERS, SPARES)
+    after = succeed(before, set(range(SIZE)) - lost)
+    assert after.ranks[: after.servers] == servers
+    assert after.ranks[after.servers :] == workers
+    assert (after.spares, after.number) == (spares, 2)
+
+
+def test_places_that_stayed_empty_are_filled_later() -> None:
+    before = Membership(4, (1, 2), 1, (5,), (2, 2))
+    after = succeed(before, {1, 2, 5})
+    assert (after.ranks, after.servers, after.workers) == ((1, 2, 5), 1, 2)
+
+
+@pytest.mark.parametrize("lost", [{2, 3, 4, 5, 6, 7}, {0, 1, 2, 3, 4, 6, 7}])
+def test_too_few(lost: set[int]) -> None:
+    with pytest.raises(LostError, match="too few ranks are left"):
+        succeed(begin(SIZE, SERVERS, SPARES), set(range(SIZE)) - lost)
+
+
+def test_without_servers_the_first_that_is_left_keeps_the_books() -> None:
+    after = succeed(begin(4, 0, 0), {1, 3})
+    assert (after.ranks, after.servers) == ((1, 3), 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_agree_though_more_are_lost_meanwhile(seed: int) -> None:
+    """The first of the next group, too, while it tells the others who is in."""
+    latency = 1e-3
+    moments = {0: 0.0, 1: 1e-9 + latency * (0.5 + seed / 4), 5: latency * seed / 5}
+    cluster = Cluster(hosts=SIZE, latency_us=1e6 * latency, deaths=moments)
+
+    def agree(transport: Transport) -> Gathered:
+        before = begin(SIZE, SERVERS, SPARES)
+        transport.sleep(1e-6 * transport.rank)
+        gathered = gather_anew(transport, before, {"rank": transport.rank}, 0.0)
+        while set(gathered.members.ranks) & transport.failed:  # found at the first message
+            gathered = gather_anew(transport, gathered.members, {"rank": transport.rank}, 0.0)
+        transport.sleep(1.0)
+        if set(gathered.members.ranks) & transport.failed:
+            gathered = gather_anew(transport, gathered.members, {"rank": transport.rank}, 0.0)
+        return gathered
+
+    found = [each for each in VirtualCluster(SIZE, cluster, seed).run(agree) if each is not None]
+    assert len(found) == SIZE - len(moments)
+    assert len({each.members for each in found}) == 1
+    members = found[0].members
+    assert not set(moments) & set(members.ranks)
+    for rank in members.ranks:
+        assert found[0].brought[rank] == {"rank": rank}

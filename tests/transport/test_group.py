@@ -1,0 +1,141 @@
+"""Groups of ranks: messages of their own, and an end to every wait when a rank is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.transport.group import Group, RankLostError
+from aladdin_mpi.transport.request import PeerFailedError
+from aladdin_mpi.transport.virtual.engine import VirtualCluster
+
+SIZE = 5
+TAG = 7
+NEEDED = 0
+
+
+def run(main: Callable[[Transport], Any], deaths: dict[int, float] | None = None) -> list[Any]:
+    return VirtualCluster(SIZE, Cluster(hosts=SIZE, deaths=deaths or {4: 1e9}), 0).run(main)
+
+
+def group_of(transport: Transport, number: int = 1, needed: int = NEEDED) -> Group:
+    return Group(transport, range(SIZE), number, lambda rank: rank == needed)
+
+
+def test_a_wait_for_anybody_ends_when_a_needed_rank_is_lost() -> None:
+    def main(transport: Transport) -> tuple[int, float] | None:
+        group = group_of(transport)
+        if group.rank == NEEDED:
+            group.sleep(10.0)
+            return None
+        other = 1 + group.rank % (SIZE - 1)  # lives, and never sends
+        request = group.irecv(torch.empty(1), other, TAG)
+        with pytest.raises(RankLostError) as caught:
+            group.wait(request)
+        with pytest.raises(RankLostError):
+            group.wait(group.irecv(torch.empty(1), other, TAG))
+        assert group.has_come_apart
+        return caught.value.rank, group.now()
+
+    found = run(main, {NEEDED: 2.0})
+    assert found[1:] == [(NEEDED, 2.0)] * (SIZE - 1)
+
+
+def test_who_is_not_needed_ends_the_waits_for_it_alone() -> None:
+    def main(transport: Transport) -> str:
+        group = group_of(transport)
+        if group.rank == 3:
+            group.sleep(10.0)
+        with pytest.raises(PeerFailedError, match="rank 3"):
+            group.wait(group.irecv(torch.empty(1), 3, TAG))
+        assert not group.has_come_apart
+        return "goes on"
+
+    assert run(main, {3: 2.0}).count("goes on") == SIZE - 1
+
+
+def test_in_the_users_code_a_wait_just_ends() -> None:
+    def main(transport: Transport) -> int | None:
+        group = group_of(transport)
+        group.may_raise = lambda: False
+        if group.rank == NEEDED:
+            group.sleep(10.0)
+            return None
+        requests = [group.irecv(torch.empty(1), NEEDED, TAG), group.irecv(torch.empty(1), 1, TAG)]
+        first = group.wait_any(requests)
+        assert group.test(requests[0])
+        return first
+
+    assert set(run(main, {NEEDED: 2.0})[1:]) == {0}
+
+
+def test_what_a_former_group_has_sent_is_not_heard() -> None:
+    def main(transport: Transport) -> tuple[float, list[float]]:
+        former, heard = group_of(transport), list[float]()
+        former.on_message(TAG + 1, 4, lambda _, message: heard.append(message.numel()))
+        if former.rank == 1:
+            for tag in (TAG, TAG + 1):
+                former.isend(torch.ones(1), 2, tag)
+            former.isend(torch.ones(1 << 20), 2, TAG)  # stays on its way
+        former.leave()
+        group = group_of(transport, 2)
+        if group.rank == 1:
+            group.isend(torch.full((1,), 5.0), 2, TAG)
+        value = torch.zeros(1)
+        if group.rank == 2:
+            group.wait(group.irecv(value, 1, TAG))
+        group.sleep(1.0)
+        return value.item(), heard
+
+    assert run(main)[2] == (5.0, [])
+
+
+@pytest.mark.parametrize("length", [1, 7, 40_000])
+def test_collectives_among_some_ranks(length: int) -> None:
+    members = [1, 3, 4]
+
+    def main(transport: Transport) -> dict[str, Any] | None:
+        if transport.rank not in members:
+            return None
+        group = Group(transport, members, 2, lambda rank: False)
+        group.sleep(0.001 * group.rank)
+        mine = torch.arange(length, dtype=torch.float32) + 10 * group.rank
+        summed, gathered = mine.clone(), torch.empty(3 * length)
+        received = torch.empty(3)
+        told = torch.full((2,), float(group.rank))
+        group.wait_all(
+            [
+                group.iallreduce(summed),
+                group.iallgather(mine, gathered),
+                group.ialltoall(torch.tensor([1.0, 2.0, 3.0]) + group.rank, received),
+                group.ibroadcast(told, 2),
+                group.ibarrier(),
+            ]
+        )
+        return {"sum": summed, "all": gathered, "each": received, "told": told}
+
+    found = [each for each in run(main) if each is not None]
+    numbers = torch.arange(length, dtype=torch.float32)
+    for place, each in enumerate(found):
+        assert torch.equal(each["sum"], 3 * numbers + 30)
+        assert torch.equal(each["all"], torch.cat([numbers + 10 * rank for rank in range(3)]))
+        assert each["each"].tolist() == [1.0 + place + rank for rank in range(3)]
+        assert each["told"].tolist() == [2.0, 2.0]
+
+
+def test_ranks_have_the_numbers_of_their_places() -> None:
+    def main(transport: Transport) -> tuple[int, list[int], int] | None:
+        if transport.rank in (0, 4):
+            return None
+        group = Group(transport, [3, 1, 2], 1, lambda rank: False)
+        lost: list[int] = []
+        group.on_failure(lost.append)
+        group.sleep(5.0)
+        return group.rank, lost, group.original(0)
+
+    assert run(main, {2: 2.0, 4: 1.0})[1] == (1, [2], 3)
