@@ -11,21 +11,18 @@ from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.request import PeerFailedError
 
 
-def allreduce(worker: Worker, value: float | Tensor, call: int) -> tuple[Tensor, int] | None:
+def allreduce(worker: Worker, value: float | Tensor) -> tuple[Tensor, int]:
     """The sum of ``value`` over all workers that live, in fp64, and how many they are.
 
     Each sends its own to all others, and adds them up in the order of the workers: all have the
     same sum, to the bit. A collective of MPI would need the servers too.
 
-    Returns None where the group of ranks has come apart: it is to be asked for again in the next
-    one. ``call`` counts the calls of this rank.
-
     Raises:
-        LostError: other workers are at another call, as the group came apart in between.
+        LostError: the group of ranks comes apart. Those who wait here cannot go on in the next one,
+            whose other workers may have to make steps with them before they come here.
     """
     transport = worker.whole
-    numbers = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(-1)
-    mine = torch.cat([torch.tensor([call], dtype=torch.float64), numbers])
+    mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(-1).contiguous()
     others = [
         rank for rank in transport.living if rank >= worker.servers and rank != transport.rank
     ]
@@ -42,10 +39,8 @@ def allreduce(worker: Worker, value: float | Tensor, call: int) -> tuple[Tensor,
             continue
         values[rank] = received[rank]
     if transport.has_come_apart:
-        return None
+        raise LostError("a rank was lost while workers waited for each other in run.reduce()")
     transport.wait_ended(sends)
-    if any(theirs[0] != call for theirs in values.values()):
-        raise LostError("a rank was lost while run.reduce() was under way, which some had ended")
-    total = torch.stack([values[rank] for rank in sorted(values)]).sum(0)[1:]
+    total = torch.stack([values[rank] for rank in sorted(values)]).sum(0)
     shape = value.shape if isinstance(value, Tensor) else ()
     return total.reshape(shape), len(values)

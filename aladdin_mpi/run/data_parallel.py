@@ -40,6 +40,7 @@ from aladdin_mpi.run.delivery import Delivery
 from aladdin_mpi.run.device import choose_device
 from aladdin_mpi.run.epochs import Batches, Epoch, HeldBack
 from aladdin_mpi.run.loop import Loop
+from aladdin_mpi.run.loop_progress import LoopProgress
 from aladdin_mpi.run.loop_watch import LoopWatch
 from aladdin_mpi.run.measurement import Evaluate
 from aladdin_mpi.run.near_cores import bind_to_near
@@ -208,7 +209,8 @@ class DataParallel:
         )
         self._batches: Iterator[Any] | None = None
         self._ended = self._left = False
-        self._reductions = 0
+        self._progress = LoopProgress()
+        self._succession.progress = self._progress
         self._hooks: list[RemovableHandle] = []
         self.run_dir: Path | None = None
         self._summary: dict[str, Any] = {}
@@ -311,7 +313,10 @@ class DataParallel:
         if self._rank is None or self.is_server or self._succession.is_spare:
             return
         plan, loop = self._ready().plan, self._loop
-        for number in range(self._drawn() // plan.epoch, -(-plan.total // plan.epoch)):
+        first = self._progress.first_epoch
+        first = self._drawn() // plan.epoch if first is None else first
+        for number in range(first, -(-plan.total // plan.epoch)):
+            self._progress.epoch = number
             end = (number + 1) * plan.epoch
 
             def is_past(end: int = end) -> bool:
@@ -389,6 +394,7 @@ class DataParallel:
     ) -> Rank:
         if takeover is not None:
             task = replace(task, origin=takeover.origin)
+            self._progress.take_over(takeover.progress, takeover.mine is None)
         self.transport = transport
         return assemble(transport, options, self.algorithm, self.module, task, takeover)
 
@@ -525,16 +531,12 @@ class DataParallel:
                 "training loop: expected run.reduce() before the run ends, got it behind; call it "
                 "at the ends of run.epochs(), or measure on one rank: all have the same model now"
             )
-        self._reductions += 1
+        if self.is_server:  # where a worker has become one its value is its own
+            return torch.as_tensor(value, dtype=torch.float64)
+        self._progress.reductions += 1
         with self._words():
-            while not self.is_server:
-                summed = among_workers.allreduce(self._ready().worker, value, self._reductions)
-                if summed is not None:
-                    total, count = summed
-                    return total / count if how == "mean" else total
-                self._loop.interrupt()
-        # This rank has become a server: its value is its own.
-        return torch.as_tensor(value, dtype=torch.float64)
+            total, count = among_workers.allreduce(self._ready().worker, value)
+        return total / count if how == "mean" else total
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.control.budget import Ticket
-from aladdin_mpi.control.tags import COORDINATOR
 from aladdin_mpi.data.feeds import Source
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.replica import Replica
@@ -18,7 +17,6 @@ from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.roles.step import SKIPPED, Loss
 from aladdin_mpi.run.loop_watch import LoopWatch
 from aladdin_mpi.run.rank import Rank
-from aladdin_mpi.transport.group import RankLostError
 
 
 class Loop:
@@ -137,16 +135,6 @@ class Loop:
         self._losses.append(_value(loss))
         if self.is_last:
             self._hand_over()
-
-    def interrupt(self) -> None:
-        """The group of ranks has come apart while the user's side waited for others.
-
-        The batch that the loop has stays: it is that of the next group's first ticket.
-        """
-        assert self._algorithm_side is not None
-        self._user_side = getcurrent()
-        self._algorithm_side.parent = self._user_side
-        self.ticket = self._algorithm_side.throw(RankLostError(COORDINATOR))
 
     def _hand_over(self) -> None:
         """Until the algorithm wants the next gradient."""

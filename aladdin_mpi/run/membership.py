@@ -53,18 +53,19 @@ def begin(size: int, servers: int, spares: int) -> Membership:
     return Membership(1, tuple(range(active)), servers, tuple(range(active, size)), full)
 
 
-def succeed(before: Membership, living: Collection[int]) -> Membership:
+def succeed(before: Membership, living: Collection[int], is_over: bool = False) -> Membership:
     """The group that follows when only ``living`` are left.
 
-    Spare ranks take the places of those who are lost. The last server's place is taken by a worker
-    where there is no spare.
+    Spare ranks take the places of those who are lost, unless the training ``is_over``. The last
+    server's place is taken by a worker where there is no spare.
 
     Raises:
         LostError: no worker, or no rank for a server, is left.
     """
     servers = [rank for rank in before.ranks[: before.servers] if rank in living]
     workers = [rank for rank in before.ranks[before.servers :] if rank in living]
-    spares = [rank for rank in before.spares if rank in living]
+    waiting = [rank for rank in before.spares if rank in living]
+    spares = [] if is_over else waiting
     full_servers, full_workers = before.full
     if full_servers and not servers and (spares or len(workers) > 1):
         servers = [(spares or workers).pop(0)]
@@ -79,7 +80,7 @@ def succeed(before: Membership, living: Collection[int]) -> Membership:
         number=before.number + 1,
         ranks=(*servers, *workers),
         servers=len(servers),
-        spares=tuple(spares),
+        spares=tuple(waiting if is_over else spares),
     )
 
 
@@ -138,7 +139,11 @@ def _lead(base: Transport, before: Membership, mine: Any, patience: float | None
             base.exclude(rank)
             continue
         number, brought[rank] = max(number, other), theirs
-    members = succeed(replace(before, number=number), set(brought).difference(base.failed))
+    living = set(brought).difference(base.failed)
+    is_over = any(each.get("ended_at") is not None for each in brought.values())
+    members = succeed(replace(before, number=number), living, is_over)
+    if base.rank != members.ranks[0]:  # a spare rank that is not needed any more
+        raise LostError("the last server was lost when the training was over")
     told = {"members": asdict(members), "brought": brought}
     for rank in brought:
         if rank != base.rank and rank not in base.failed:

@@ -11,6 +11,7 @@ from aladdin_mpi.algorithms.registry import Algorithm
 from aladdin_mpi.allreduce.choose import OUTLAST_DEATHS
 from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.run.loop_progress import LoopProgress
 from aladdin_mpi.run.membership import begin, gather_anew
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.takeover import Left, Takeover, former_ranks, what_is_left
@@ -67,6 +68,8 @@ class Succession:
         self.assemble: Assemble = _not_yet
         self.on_change: Callable[[Rank], None] = lambda rank: None
         """Called with this rank's part in every new group."""
+        self.progress = LoopProgress()
+        """Of the user's loop at this rank."""
         self.rank: Rank | None = None
 
     @property
@@ -120,7 +123,8 @@ class Succession:
             if bell.is_over:
                 return False
             if self._base.failed.intersection(self.members.ranks):
-                self._enter(None)
+                while not self._enter(None):
+                    pass
         return True
 
     def end(self) -> None:
@@ -157,7 +161,7 @@ class Succession:
                     raise
             except RankLostError:
                 pass
-            self._follow(what_is_left(self.rank, self.members))
+            self._follow(what_is_left(self.rank, self.members, self.progress))
 
     def _follow(self, left: Left) -> None:
         """Take a place in the group that follows, however often it comes apart meanwhile."""
@@ -170,7 +174,8 @@ class Succession:
     def _enter(self, left: Left | None) -> bool:
         """Form the next group, and take a place in it; whether that could be done."""
         brought = {} if left is None else left.brought
-        gathered = gather_anew(self._base, self.members, brought, self.options.worker_timeout)
+        patience = 0.0 if self._base.models_time else self.options.worker_timeout
+        gathered = gather_anew(self._base, self.members, brought, patience)
         self.members = gathered.members
         if self.is_spare:
             return True

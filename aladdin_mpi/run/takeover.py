@@ -9,6 +9,7 @@ summed and not applied, are lost; samples that nobody had computed are granted a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.run import run_folder
 from aladdin_mpi.run.context import Context, make_layout
 from aladdin_mpi.run.local_state import LocalState
+from aladdin_mpi.run.loop_progress import LoopProgress
 from aladdin_mpi.run.membership import Gathered, Membership
 from aladdin_mpi.run.origin import Origin
 from aladdin_mpi.run.rank import Rank
@@ -60,8 +62,8 @@ class Left:
     brought: dict[str, Any]
 
 
-def what_is_left(rank: Rank, group: Membership) -> Left:
-    """Of ``rank``, when its group has come apart."""
+def what_is_left(rank: Rank, group: Membership, progress: LoopProgress) -> Left:
+    """Of ``rank``, when its group has come apart, and of the ``progress`` of its loop."""
     segments, computed, taken, not_given = rank.segments, 0, None, None
     if isinstance(rank.role, TrainingWorker):
         computed = rank.role.worker.samples - segments.computed_before
@@ -79,6 +81,7 @@ def what_is_left(rank: Rank, group: Membership) -> Left:
         "drawn": segments.began_at,
         "ended_at": segments.ended_at,
         "computed": computed,
+        "progress": None if isinstance(rank.role, Server) else progress.as_plain(),
         "taken": taken,
         "not_given": not_given,
         "keeper": keeper,
@@ -176,6 +179,11 @@ class Takeover:
         newest = max(known, key=lambda each: float(each["keeper"]["seconds"]))
         found: dict[str, Any] = (first[0] if first else newest)["keeper"]
         return found
+
+    @property
+    def progress(self) -> list[dict[str, int]]:
+        """How far the loops have come of the workers that are left."""
+        return [each["progress"] for each in self.told if each["progress"] is not None]
 
     @property
     def lost(self) -> list[int]:
@@ -320,7 +328,8 @@ class _Parts:
             return None
         if now == COORDINATOR:
             assert self._takeover.mine is not None
-            return self._takeover.mine.part
+            # What is put together is changed, and may be asked for in another group.
+            return deepcopy(self._takeover.mine.part)
         found: dict[str, Any] = receive_object(self._transport, now, Tag.STATE)
         return found
 

@@ -27,6 +27,9 @@ TAGS = 1 << 16
 LOSS = TAGS - 1
 """The tag of a message that never comes: its receive ends when a rank is lost."""
 
+APART = TAGS - 2
+"""The tag with which a rank says that it has left the group, which has come apart then."""
+
 
 class RankLostError(Exception):
     """A rank has been lost without which this group cannot go on.
@@ -79,16 +82,21 @@ class Group(Layer):
         self._first_tag = number * TAGS
         nothing = torch.empty(0, dtype=torch.uint8)
         self._loss = inner.irecv(nothing, inner.rank, self._first_tag + LOSS)
+        self.exclude_from_traffic(APART)
+        self.on_message(APART, 1, lambda source, message: self._come_apart(source))
         inner.on_failure(self._note)
         with inner.atomic():
             for rank in sorted(inner.failed):
                 self._note(rank)
 
     def _note(self, rank: int) -> None:
-        if self._has_left or self.lost is not None or not self._needs(rank):
-            return
-        self.lost = rank
-        self.inner.abandon(self._loss)
+        if not self._has_left and self._needs(rank):
+            self._come_apart(rank)
+
+    def _come_apart(self, rank: int) -> None:
+        if self.lost is None:
+            self.lost = rank
+            self.inner.abandon(self._loss)
 
     def needs_nobody(self) -> None:
         """From now on whoever waits for a rank that is lost is told so, and nobody else."""
@@ -106,7 +114,13 @@ class Group(Layer):
         return self.lost is not None or self._needs(error.rank)
 
     def leave(self) -> None:
-        """End all that is under way in it; nothing that still comes is heard."""
+        """End all that is under way in it, and tell the others; nothing is heard that still comes.
+
+        They may not have needed whom this rank has just waited for.
+        """
+        for rank in self.living:
+            if rank != self.rank:
+                self.isend(torch.zeros(1, dtype=torch.uint8), rank, APART)
         self._has_left = True
         self.inner.abandon_tags(range(self._first_tag, self._first_tag + TAGS))
 

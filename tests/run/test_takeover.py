@@ -56,6 +56,8 @@ class Schedule:
     settings: dict[str, Any]
     seed: int
     hosts: int
+    reduces: bool
+    """Whether workers add up a value at the end of every epoch."""
 
     @property
     def size(self) -> int:
@@ -91,16 +93,21 @@ def schedule(algorithm: str, seed: int) -> Schedule:
     if r.random() < 0.3:  # two at once
         moments[-1] = moments[0]
     every = r.choice(["never", str(BATCH * workers * 3)])
+    samples = BATCH * workers * steps + r.randint(0, 3)
+    reduces = r.random() < 0.3
+    if reduces:  # at the ends of whole epochs
+        every, samples = "never", 2 * len(Points())
     return Schedule(
         algorithm,
         workers,
         servers,
         spares,
-        BATCH * workers * steps + r.randint(0, 3),
+        samples,
         dict(zip(dying, moments, strict=True)),
         {"checkpoint_every": every, "jitter": 0.3, "eval_every": r.choice([0.0, 0.5])},
         seed,
         r.choice([1, 2, size]),
+        reduces,
     )
 
 
@@ -137,12 +144,15 @@ def train(transport: Transport, plan: Schedule, folder: Path, outcome: Outcome) 
         quiet=True,
         **plan.settings,
     )
-    for x, y in run.batches(Points()):
-        loss = nn.functional.mse_loss(module(x), y)
-        loss.backward()
-        outcome.steps[transport.rank] += 1
-        outcome.began = transport.now() if outcome.began is None else outcome.began
-        run.step(loss)
+    for epoch in run.epochs(Points()):
+        for x, y in epoch:
+            loss = nn.functional.mse_loss(module(x), y)
+            loss.backward()
+            outcome.steps[transport.rank] += 1
+            outcome.began = transport.now() if outcome.began is None else outcome.began
+            run.step(loss)
+        if plan.reduces:
+            assert 0 < run.reduce(1.0, "sum").item() <= plan.size
     outcome.interrupted += run.groups - 1
     if run.run_dir is None:
         return  # a spare rank that got no place
@@ -176,8 +186,10 @@ def check(plan: Schedule, outcome: Outcome) -> None:
 def may_end(plan: Schedule, outcome: Outcome) -> bool:
     """Whether deaths may have ended the run: of rank 0 and its deputy together, or of too many.
 
-    Or one before there was anything to go on from.
+    Or one before there was anything to go on from, or while workers waited for each other.
     """
+    if plan.reduces and "run.reduce()" in outcome.reason:
+        return True
     first = min(plan.deaths.values())
     return len(plan.deaths) > 1 or outcome.began is None or first < outcome.began
 
