@@ -15,6 +15,7 @@ from aladdin_mpi.probing.measured_cluster import sections, told
 from aladdin_mpi.probing.options import ProbeOptions
 from aladdin_mpi.probing.steps import Task, make_task, time_steps
 from aladdin_mpi.run.device import choose_device
+from aladdin_mpi.run.placement import tell_placement
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import WaitTimeoutError
 
@@ -33,6 +34,8 @@ def measure_cluster(options: ProbeOptions, transport: Transport, cores: int) -> 
         LostError: a rank does not answer.
     """
     task = agree(transport, lambda: _prepare(options, transport))
+    was_chosen = options.device != "auto"
+    tell_placement(transport, task.device, 0, quiet=True, was_chosen=was_chosen)
     steps = partial(time_steps, transport, task)
     try:
         found = measure(transport, steps, options.seconds, cores)
@@ -43,6 +46,7 @@ def measure_cluster(options: ProbeOptions, transport: Transport, cores: int) -> 
     ranks = f"{transport.size} rank{'s' * (transport.size > 1)}"
     day = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     model = f"{options.model}, batches of {options.batch_size}, {options.precision}"
+    model += f" on {task.device.type}"
     text = rendered(f"Measured by {ranks} with {model}, {day}.", sections(found))
     check(text, str(options.out))
     for line in told(found):

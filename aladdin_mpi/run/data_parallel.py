@@ -191,7 +191,7 @@ class DataParallel:
         configure(self.device, self.options.tf32, self.options.cudnn_benchmark)
         may_bind = self.options.bind_cores == "auto"
         bind_to_near(transport, self.device if may_bind else torch.device("cpu"))
-        was_chosen = self.options.device != "auto"
+        was_chosen = self.options.device != "auto" or self.options.compute == "timed"
         tell_placement(transport, self.device, servers, self.options.quiet, was_chosen)
         # Timed computing needs no more than the parameters' sizes: they may be on "meta".
         is_real = self.options.compute == "real"

@@ -27,18 +27,20 @@ def tell_placement(
     quiet: bool = False,
     was_chosen: bool = True,
 ) -> None:
-    """Print at rank 0 where every rank computes, and warn of GPUs shared, idle, or far from it.
+    """Print at rank 0 where every rank computes, and warn of GPUs shared, far from it, or idle.
 
-    All ranks call it. In virtual time there is nothing to tell.
+    All ranks call it. In virtual time there is only the last warning to give, on one host.
 
     Args:
-        transport: over MPI.
+        transport: among all ranks.
         device: this rank's.
         servers: number of server ranks, the first ones.
         quiet: only warn.
         was_chosen: the user wants this device, and no other.
     """
     if transport.shares_process:
+        if transport.rank == transport.size - 1:  # a worker, and the others are where it is
+            guard.warn(idle_gpus([place(transport.rank, device, servers, was_chosen)]))
         return
     facts = gather(transport, place(transport.rank, device, servers, was_chosen))
     if facts and not quiet:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -26,6 +27,7 @@ from aladdin_mpi.data import loading
 from aladdin_mpi.parameter_server import inbox
 from aladdin_mpi.run import trainer
 from aladdin_mpi.run.measurement import Measurement, reestimate_batch_norm
+from aladdin_mpi.transport.mpi.engine import MpiTransport
 from tests.late import guarded
 from tests.late.device import runtime, states
 
@@ -49,10 +51,13 @@ EQUAL: dict[str, dict[str, Any]] = {
     "bsp dgc": DGC,
     "bsp host-first": {"bsp": {"host_first": True}},
     "bsp checksum": {"checksum": True},
+    "bsp int8": {"wire": "int8"},
     "bsp node": {"node_sums": True},
     "bsp node bf16": {"node_sums": True, "wire": "bf16"},
     "local-sgd": {},
+    "local-sgd bf16": {"wire": "bf16"},
     "multistep": {},
+    "multistep bf16": {"wire": "bf16"},
     "multistep activations": {"multistep": {"exchange": "activations"}},
     "sgp": {},
     "sgp bf16": {"wire": "bf16"},
@@ -60,6 +65,8 @@ EQUAL: dict[str, dict[str, Any]] = {
 """Those whose result is the same every time: it has to be the CPU's, to the bit."""
 
 
+SUMMED_BY = {"ar-sgd": "Iallreduce", "multistep": "Ialltoall"}
+"""Whose sums are MPI's, and which of its collectives begins one."""
 OTHER_DELAYS = [(200, 0), (10_000, 0), (500, 1000)]
 """Short copies, long ones, slow kernels."""
 WITH_OTHER_DELAYS = ("ar-sgd", "bsp bf16", "bsp dgc", "sgp")
@@ -67,7 +74,6 @@ RESUMED = ("ar-sgd dgc", "bsp", "multistep", "sgp")
 FEW_BITS: dict[str, dict[str, Any]] = {
     "aladdin-ahead fp32": {"wire": "fp32"},
     "aladdin-ahead int4": {"wire": "int4"},
-    "bsp int8": {"wire": "int8"},
     "asp clip": {"clip": 1.0},
 }
 STALLS = (
@@ -304,6 +310,43 @@ def steps_behind(folder: str, name: str) -> list[bool]:
     return [] if run.is_server else behind
 
 
+def check_sums(folder: str) -> None:
+    """Sums begin while the device computes, also where the host does nothing but wait for it."""
+    runtime.set_delays(100, 6000, WORLD.rank)
+    for name, collective in SUMMED_BY.items():
+        early, every = sums_begun(folder, name, collective)
+        expect(2 * early >= every > 1, f"{name}: {early} of {every} sums began during backward")
+        with replaced(MpiTransport, "when_happened", lambda self, event, action: None):
+            early, every = sums_begun(folder, name, collective)
+        expect(early == 0, f"{name}: {early} of {every} sums began without being seen to")
+
+
+def sums_begun(folder: str, name: str, collective: str) -> tuple[int, int]:
+    """How many sums of a step began before the device was done with it, at best, and how many."""
+    begun: list[str] = []
+    begin = MpiTransport._collective
+
+    def watched(self: MpiTransport, kind: str, *given: Any, **kw: Any) -> Any:
+        begun.append(kind)
+        return begin(self, kind, *given, **kw)
+
+    module = network()
+    run = make(module, folder, "gpu", name)
+    steps = []
+    few: Any = Subset(cast(Any, load_dataset("digits").train), range(480))
+    with replaced(MpiTransport, "_collective", watched):
+        for images, labels in run.batches(few):
+            begun.clear()
+            nn.functional.cross_entropy(module(images), labels).backward()
+            computed = torch.accelerator.current_stream().record_event()
+            while not computed.query():
+                time.sleep(1e-3)
+            early = begun.count(collective)
+            run.step()
+            steps.append((early, begun.count(collective)))
+    return max(steps)
+
+
 def check_all(folder: str) -> None:
     """What is not the same every time keeps its books, or the run would end with an error."""
     for name in sorted(ALGORITHMS):
@@ -475,6 +518,7 @@ CHECKS = {
     "refused": check_refused,
     "budget": check_budget,
     "ahead": check_ahead,
+    "sums": check_sums,
     "evaluation": check_evaluation,
     "all": check_all,
     "defects": check_defects,

@@ -147,6 +147,24 @@ def test_closing_drops_no_send_that_waits_for_its_event() -> None:
         transport.close()
 
 
+def test_what_is_given_up_before_its_event_is_never_sent(transport: MpiTransport) -> None:
+    happened: list[bool] = []
+
+    class Later:
+        def query(self) -> bool:
+            return bool(happened)
+
+    dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    given_up = transport.isend(full(4, 1), dest, 2007, after=Later())
+    transport.abandon(given_up)
+    assert given_up.done
+    happened.append(True)
+    message = torch.empty(4)
+    receive = transport.irecv(message, source, 2007)
+    transport.wait_all([receive, transport.isend(full(4, 2), dest, 2007)])
+    assert torch.equal(message, full(4, 2))
+
+
 @pytest.mark.parametrize("direction", ["send", "receive"])
 def test_refuses_what_mpi_cannot_send(transport: MpiTransport, direction: str) -> None:
     strided = torch.zeros(4, 4).t()

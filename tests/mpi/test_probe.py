@@ -37,7 +37,9 @@ def test_rank_0_writes_what_all_have_measured(transport: MpiTransport, tmp_path:
     if transport.rank:
         assert not options.out.exists()
         return
-    found = check(options.out.read_text(), "cluster.toml")
+    text = options.out.read_text()
+    found = check(text, "cluster.toml")
+    assert " fp32 on cpu, " in text
     assert (found.workers, found.cluster.hosts) == (transport.size, 1)
     assert found.cluster.memory_gbyte > 0
     assert found.cluster.local_latency_us > 0

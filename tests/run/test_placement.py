@@ -10,8 +10,17 @@ import pytest
 import torch
 
 from aladdin_mpi.run import placement
-from aladdin_mpi.run.placement import by_host, by_rank, far_cores, idle_gpus, place, shared_gpus
+from aladdin_mpi.run.placement import (
+    by_host,
+    by_rank,
+    far_cores,
+    idle_gpus,
+    place,
+    shared_gpus,
+    tell_placement,
+)
 from tests.commands import train
+from tests.virtual_lab import lab, run
 
 
 def fact(
@@ -83,6 +92,19 @@ def test_a_host_with_gpus_whose_workers_are_on_its_cpu_is_warned_of(
     assert idle_gpus([place(1, cpu, servers=1)]) == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert idle_gpus([place(1, cpu, servers=1, was_chosen=False)]) == []
+
+
+def test_in_virtual_time_that_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(placement, "on_the_bus", lambda: 4)
+    cpu = torch.device("cpu")
+    run(3, lambda transport: tell_placement(transport, cpu, servers=1), lab(1))
+    assert capfd.readouterr().err == ""
+    run(3, lambda transport: tell_placement(transport, cpu, servers=1, was_chosen=False), lab(1))
+    told = capfd.readouterr()
+    assert told.err.count("workers compute on the CPU of ") == 1
+    assert told.out == ""
 
 
 def test_the_training_tells_it(tmp_path: Path) -> None:

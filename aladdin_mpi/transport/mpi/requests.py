@@ -257,11 +257,28 @@ class Requests:
     def abandon(self, request: MpiRequest) -> None:
         """Look at it no more; MPI may hold on to its buffer, so it is kept."""
         self.take_fresh()
-        if not request.done and request.handle != MPI.REQUEST_NULL:
+        if request.done:
+            return
+        if request.handle != MPI.REQUEST_NULL:
             self._pending.remove(request)
             self._abandoned.append(request)
-            request.done = True
-            self._signals.news.set()
+        elif not self._forget_held_back(request):
+            return
+        request.done = True
+        self._signals.news.set()
+
+    def _forget_held_back(self, request: MpiRequest) -> bool:
+        """Never send what still waits for its event; whether ``request`` is such a one."""
+        line = request.peer, request.tag
+        queue = self._held_back.get(line, deque())
+        left = deque(each for each in queue if each[0] is not request)
+        if len(left) == len(queue):
+            return False
+        if left:
+            self._held_back[line] = left
+        else:
+            del self._held_back[line]
+        return True
 
     def abandon_tags(self, tags: range) -> None:
         """The same for all requests of these tags."""
