@@ -47,6 +47,7 @@ PASSES = (
     Pass("calibration", ("--repeats", "2"), needs_lab=True),
     Pass("sharing", needs_lab=True),
     Pass("ulfm"),
+    Pass("takeover"),
     Pass(
         "throughput",
         ("--workers", "4", "--hosts", "2", "--iterations", "20", "--workload", "resnet50"),
