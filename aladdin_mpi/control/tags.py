@@ -75,6 +75,8 @@ class Tag(IntEnum):
     """Server to the rank that keeps its mirror: a bucket's length, then the bucket."""
     SPARES_GO = 30
     """To spare ranks: the run has ended without them."""
+    SPARES_CALLED = 32
+    """To spare ranks: a group has come apart, and these ranks are excluded."""
     REDUCE_SCATTER = 40
     """Worker to worker: a part of a bucket, for its owner to add."""
     ALL_GATHER = 41

@@ -192,7 +192,9 @@ class DataParallel:
         may_bind = self.options.bind_cores == "auto"
         bind_to_near(transport, self.device if may_bind else torch.device("cpu"))
         was_chosen = self.options.device != "auto" or self.options.compute == "timed"
-        tell_placement(transport, self.device, servers, self.options.quiet, was_chosen)
+        tell_placement(
+            transport, self.device, servers, self.options.quiet, was_chosen, self.options.spares
+        )
         # Timed computing needs no more than the parameters' sizes: they may be on "meta".
         is_real = self.options.compute == "real"
         agree(transport, lambda: check_module(module, needs_values=is_real))
@@ -376,6 +378,7 @@ class DataParallel:
             succession.may_raise = lambda: True
         rank = self._ready()
         if rank.segments.suspended:
+            succession.end()
             rank.suspend()
             self._leave()
             raise SuspendedError

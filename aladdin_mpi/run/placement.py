@@ -26,6 +26,7 @@ def tell_placement(
     servers: int,
     quiet: bool = False,
     was_chosen: bool = True,
+    spares: int = 0,
 ) -> None:
     """Print at rank 0 where every rank computes, and warn of GPUs shared, far from it, or idle.
 
@@ -37,12 +38,18 @@ def tell_placement(
         servers: number of server ranks, the first ones.
         quiet: only warn.
         was_chosen: the user wants this device, and no other.
+        spares: number of spare ranks, the last ones.
     """
     if transport.shares_process:
-        if transport.rank == transport.size - 1:  # a worker, and the others are where it is
+        if (
+            transport.rank == transport.size - 1
+        ):  # a worker, or a spare rank, and the others are where it is
             guard.warn(idle_gpus([place(transport.rank, device, servers, was_chosen)]))
         return
-    facts = gather(transport, place(transport.rank, device, servers, was_chosen))
+    mine = place(transport.rank, device, servers, was_chosen)
+    if transport.rank >= transport.size - spares:
+        mine["role"] = "spare"
+    facts = gather(transport, mine)
     if facts and not quiet:
         lines = by_rank(facts) if len(facts) <= LONG else by_host(facts)
         console.say("\n".join(lines), sys.stdout)

@@ -71,19 +71,21 @@ class Succession:
         self.progress = LoopProgress()
         """Of the user's loop at this rank."""
         self.rank: Rank | None = None
+        self._has_ended = False
 
     @property
     def is_spare(self) -> bool:
         """Whether this rank has no place yet."""
         return self._base.rank in self.members.spares
 
-    def transport(self) -> Transport:
-        """The present group's; all ranks' where nobody survives a death."""
+    def _new_transport(self) -> Transport:
+        """Among the members; all ranks' own where nobody survives a death."""
         if not self._base.survives and not self.members.spares:
             return self._seal(self._base)
         members = self.members
         self._group = Group(self._base, members.ranks, members.number, self._needs)
         self._group.may_raise = self.may_raise_now
+        self._group.before_close = self.end
         return self._seal(self._group)
 
     def may_raise_now(self) -> bool:
@@ -105,7 +107,7 @@ class Succession:
         """
         if self.is_spare:
             return self._wait_for_place()
-        transport = self.transport()
+        transport = self._new_transport()
         try:
             self.rank = self.assemble(transport, self.options, None)
         except RankLostError as error:
@@ -127,11 +129,19 @@ class Succession:
                     pass
         return True
 
+    def _call_spares(self) -> None:
+        """Those who wait may not know of ranks that are excluded, and may live."""
+        excluded = torch.tensor(sorted(self._base.excluded), dtype=torch.int64)
+        for rank in self.members.spares:
+            if rank not in self._base.failed:
+                self._base.isend(excluded, rank, Tag.SPARES_CALLED)
+
     def end(self) -> None:
-        """The run is over: rank 0 lets the spare ranks go."""
+        """The run is over, or refused: rank 0 lets the spare ranks go."""
         group = self._group
-        if group is None or group.rank:
+        if group is None or group.rank or self._has_ended:
             return
+        self._has_ended = True
         for rank in self.members.spares:
             if rank not in self._base.failed:
                 self._base.isend(torch.zeros(1, dtype=torch.uint8), rank, Tag.SPARES_GO)
@@ -168,6 +178,7 @@ class Succession:
         assert self.rank is not None and self._group is not None
         self.rank.give_up()
         self._group.leave()
+        self._call_spares()
         while not self._enter(left):
             pass
 
@@ -184,7 +195,7 @@ class Succession:
             self._base, self.members, former_ranks(gathered), gathered.brought, left
         )
         takeover.check()
-        transport = self.transport()
+        transport = self._new_transport()
         assert self._group is not None
         try:
             self.rank = self.assemble(transport, options, takeover)
@@ -203,6 +214,7 @@ class _Bell:
         self._ring = self._new()
         self.is_over = False
         base.on_message(Tag.SPARES_GO, 1, self._end)
+        base.on_message(Tag.SPARES_CALLED, 8 * base.size, self._exclude)
         base.on_failure(lambda rank: self._base.abandon(self._ring))
 
     def _new(self) -> Request:
@@ -213,6 +225,11 @@ class _Bell:
     def _end(self, source: int, message: Tensor) -> None:
         self.is_over = True
         self._base.abandon(self._ring)
+
+    def _exclude(self, source: int, message: Tensor) -> None:
+        for rank in message.view(torch.int64).tolist():
+            if rank not in self._base.failed:
+                self._base.exclude(rank)
 
     def wait(self) -> None:
         """Until it rings; not at all if that has been."""

@@ -97,7 +97,8 @@ def what_is_left(rank: Rank, group: Membership, progress: LoopProgress) -> Left:
     }
     local = segments.local_state()
     local = {**local, "user": dict(local["user"])}
-    mirrors = {} if rank.kept is None else rank.kept.of
+    with rank.context.transport.atomic():  # mirrors come by a handler
+        mirrors = {} if rank.kept is None else {k: dict(v) for k, v in rank.kept.of.items()}
     return Left({**segments.part(), "mirrors": mirrors}, local, rank.folder, brought)
 
 

@@ -48,6 +48,10 @@ def may_raise() -> bool:
     return True
 
 
+def _nothing() -> None:
+    """Nobody has to be told."""
+
+
 class Group(Layer):
     """The transport among ``ranks``, until one of them is lost that they need.
 
@@ -75,6 +79,8 @@ class Group(Layer):
         self._collectives = 0
         self.may_raise: Callable[[], bool] = may_raise
         """Whether a caller may be told of a loss by an error; a wait just ends otherwise."""
+        self.before_close: Callable[[], None] = _nothing
+        """What this rank has to do before it closes."""
         self.lost: int | None = None
         """The first rank lost that it needs."""
         self._needs = needs
@@ -123,6 +129,10 @@ class Group(Layer):
                 self.isend(torch.zeros(1, dtype=torch.uint8), rank, APART)
         self._has_left = True
         self.inner.abandon_tags(range(self._first_tag, self._first_tag + TAGS))
+
+    def close(self, status: int = 0) -> None:
+        self.before_close()
+        self.inner.close(status)
 
     # -- messages -----------------------------------------------------------------
     def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -173,6 +174,19 @@ def test_spares_need_an_mpi_that_survives_deaths(tmp_path: Path) -> None:
     done = train(4, tmp_path / "run", "--spares", 1, check=False)
     assert done.returncode == 2
     assert done.stderr.count("--spares: expected an MPI that survives deaths") == 1, repr(done)
+
+
+def test_spares_leave_with_the_others(tmp_path: Path) -> None:
+    """Where the run is refused, and where it ends without a loss."""
+    run = tmp_path / "run"
+    plan = ["--spares", 1, "--epochs", 2]
+    done = train(4, run, *plan, mpirun=ULFM)
+    assert re.search(r"^rank 3 .* spare ", done.stdout, re.MULTILINE), repr(done)
+    assert summary(run)["workers"] == 2
+    done = train(4, run, *plan, mpirun=ULFM, check=False)
+    assert done.returncode == 2
+    assert "--run-dir: expected a new folder" in done.stderr
+    assert done.seconds < ENDS_WITHIN / 2
 
 
 KILLS = int(os.environ.get("ALADDIN_MPI_KILLS", "30"))
