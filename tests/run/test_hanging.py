@@ -78,13 +78,33 @@ def test_the_others_train_on(tmp_path: Path, algorithm: str, returns: bool) -> N
     assert rises(metrics(run, "train"))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("returns", [True, False])
+def test_the_others_train_on_without_rank_0(tmp_path: Path, returns: bool) -> None:
+    """Its deputy excludes it, and the next group's first rank keeps the books."""
+    run = tmp_path / "run"
+    plan = ["--algorithm", "aladdin", "--servers", 2, *PLAN, "--epochs", 40, "--slowdown", "0=3"]
+    with training(5, run, *plan, mpirun=ULFM) as job:
+        pid = stop(job, run, 0)
+        job.wait_for("aladdin_mpi: the run goes on with 3 workers and 1 server from sample")
+        if returns:
+            os.kill(pid, signal.SIGCONT)
+            job.wait_for(f"rank 0 (host {host()}) was excluded from the run, as rank 1 (host ")
+        done = job.wait(120)
+    assert done.returncode == 0, repr(done)
+    assert "Traceback" not in done.stderr, repr(done)
+    assert ("is still hanging: ended with the job" in done.stderr) != returns
+    (failure,) = summary(run)["failures"]
+    assert (failure["rank"], failure["what"]) == (0, "left out")
+    assert summary(run)["samples"] == 40 * EPOCH
+    assert end_of(str(run), 10)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "hanging", "ulfm", "words"),
     [
         ("aladdin", 2, False, "without ULFM (mpirun --with-ft ulfm) the others cannot go on"),
-        pytest.param("aladdin", 0, True, "it keeps the run's books", marks=pytest.mark.long),
         pytest.param("asp", 0, False, "it keeps the run's books", marks=pytest.mark.long),
-        pytest.param("multistep", 1, True, "multistep needs every worker", marks=pytest.mark.long),
     ],
 )
 def test_the_job_ends(tmp_path: Path, algorithm: str, hanging: int, ulfm: bool, words: str) -> None:

@@ -43,6 +43,9 @@ FAREWELL_SECONDS = 60.0
 """Longest time that rank 0 waits for the others to say that they leave, ..."""
 LEAVE_SECONDS = 5.0
 """... and to be gone."""
+EXIT_TAG = 1
+EXIT_SECONDS = 0.2
+"""Longest time for a rank to tell of its end."""
 LAST_WORK_SECONDS = 600.0
 """Longest time for what a program does after its training, where a rank still hangs."""
 
@@ -80,6 +83,15 @@ def take_leave(farewell: MPI.Intracomm, last: int, timeout: float | None) -> Non
     _end_within(timeout, [farewell.Isend(nothing, last), farewell.Irecv(nothing, last)])
 
 
+def tell_exit(farewell: MPI.Intracomm, last: int) -> None:
+    """Tell the rank that leaves last when this process ends: MPI does not say so of each."""
+
+    def tell() -> None:
+        _end_within(EXIT_SECONDS, [farewell.Isend(bytearray(0), last, EXIT_TAG)])
+
+    guard.before_leaving(tell)
+
+
 def give_leave(farewell: MPI.Intracomm, others: Sequence[int]) -> None:
     """The last rank lets the others leave, when nobody has anything to send any more."""
     nothing = bytearray(0)
@@ -93,19 +105,25 @@ def wait_gone(everyone: MPI.Intracomm) -> None:
 
 
 def end_those_left(
-    everyone: MPI.Intracomm, hanging: dict[int, str], others: Sequence[int], status: int
+    everyone: MPI.Intracomm,
+    farewell: MPI.Intracomm,
+    hanging: dict[int, str],
+    others: Sequence[int],
+    status: int,
 ) -> None:
     """End the job if ranks that were excluded never came back: they keep the launcher waiting.
 
     Args:
         everyone: of the whole job.
+        farewell: see :func:`tell_exit`.
         hanging: those ranks, with their hosts.
         others: ranks that may still be at what their program does after its training.
         status: the job's exit status.
     """
     if not hanging.keys() - dead(everyone):
         return
-    _until(lambda: dead(everyone).issuperset(others), LAST_WORK_SECONDS)
+    nothing = bytearray(0)
+    _end_within(LAST_WORK_SECONDS, [farewell.Irecv(nothing, rank, EXIT_TAG) for rank in others])
     left = sorted(hanging.keys() - dead(everyone))
     if not left:
         return

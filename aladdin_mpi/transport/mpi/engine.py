@@ -297,6 +297,8 @@ class MpiTransport(Transport):
         """Leave together, the first rank last: nobody may go to whom another still sends."""
         last, *others = self.living
         if self.rank != last:
+            if self.survives:
+                deaths.tell_exit(self._collectives, last)
             deaths.take_leave(self._collectives, last, self.timeout)
             return
         deaths.give_leave(self._collectives, others)
@@ -305,7 +307,8 @@ class MpiTransport(Transport):
         deaths.wait_gone(self._collectives)
         hanging = {rank: self.host_name(rank) for rank in self.excluded}
         if hanging:
-            end = partial(deaths.end_those_left, self._messages, hanging, others, status)
+            farewell = self._messages, self._collectives
+            end = partial(deaths.end_those_left, *farewell, hanging, others, status)
             guard.before_leaving(end)
 
 
