@@ -70,6 +70,7 @@ def test_the_recommended_is_the_fastest_and_runs(tmp_path: Path) -> None:
     assert again_there.returncode == 2 and "expected a folder without advice" in again_there.stderr
 
 
+@pytest.mark.long
 def test_what_a_sample_teaches_counts_by_table_or_pilot(tmp_path: Path) -> None:
     text = "2 nodes x 2 GPUs, 10 Gbit/s, step 0.1 s"
     out = tmp_path / "pilot"

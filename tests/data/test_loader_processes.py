@@ -65,7 +65,11 @@ def program(folder: Path, end: str, arguments: str) -> str:
 
 @pytest.mark.parametrize(
     ("method", "kind"),
-    [("auto", "ForkServerProcess"), ("spawn", "SpawnProcess"), ("fork", "ForkProcess")],
+    [
+        ("auto", "ForkServerProcess"),
+        pytest.param("spawn", "SpawnProcess", marks=pytest.mark.long),
+        ("fork", "ForkProcess"),
+    ],
 )
 def test_by_the_method_asked_for(tmp_path: Path, method: str, kind: str) -> None:
     path = program(tmp_path, GUARDED, f'"{method}", put_together')

@@ -1,6 +1,6 @@
 """Workers die at any moment, in virtual time: the others use up the budget, and accounts hold.
 
-``ALADDIN_MPI_SCHEDULES=500`` tries so many schedules for each algorithm instead of the few
+``ALADDIN_MPI_SCHEDULES=500`` tries a quarter as many schedules for each algorithm, and not the few
 of everyday. A failure is named by its algorithm and seed, which replay it.
 """
 
@@ -75,7 +75,7 @@ def schedule(variant: str, seed: int) -> Job:
     )
 
 
-@pytest.mark.parametrize("seed", range(SCHEDULES))
+@pytest.mark.parametrize("seed", range(max(5, SCHEDULES // 4)))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_living_go_on(variant: str, seed: int) -> None:
     check_the_living(schedule(variant, seed))

@@ -51,7 +51,7 @@ def kill(job: Job, run_dir: Path, ranks: list[int], at: int) -> None:
         ("aladdin", 5, [3], ["--servers", 2]),
         pytest.param("bsp", 4, [1, 3], [], marks=pytest.mark.long),
         pytest.param("gosgd", 3, [2], [], marks=pytest.mark.long),
-        pytest.param("ar-sgd", 4, [2], []),
+        pytest.param("ar-sgd", 4, [2], [], marks=pytest.mark.long),
         pytest.param("local-sgd", 4, [1, 3], [], marks=pytest.mark.long),
     ],
 )

@@ -96,7 +96,13 @@ transport.close()
 
 
 @needs("openmpi")
-@pytest.mark.parametrize("mpirun", [[], ["--with-ft", "ulfm"]], ids=["plain", "ulfm"])
+@pytest.mark.parametrize(
+    "mpirun",
+    [
+        pytest.param([], id="plain", marks=pytest.mark.long),
+        pytest.param(["--with-ft", "ulfm"], id="ulfm"),
+    ],
+)
 def test_ranks_of_one_host_listen_nowhere(
     mpirun: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
