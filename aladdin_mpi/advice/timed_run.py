@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +37,14 @@ class Timed:
         waiting: share of the workers' time.
         links: of all hosts, the busiest first.
         busiest_bytes: that its busiest link carries for a step of all workers.
+        cost: seconds of a processor that the run took.
     """
 
     rate: float
     waiting: float
     links: tuple[Link, ...]
     busiest_bytes: float
+    cost: float = 0.0
 
 
 def run(options: dict[str, Any]) -> Timed | str:
@@ -63,6 +66,7 @@ def _carried_out(options: dict[str, Any]) -> Timed:
     from aladdin_mpi.run.trainer import train
     from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 
+    began = time.process_time()
     with tempfile.TemporaryDirectory(prefix="aladdin-advice-") as folder:
         asked = SimulateOptions.model_validate({**options, "run_dir": Path(folder) / "run"})
         servers = asked.servers if registry.find(asked.algorithm).server else 0
@@ -82,7 +86,8 @@ def _carried_out(options: dict[str, Any]) -> Timed:
     links = _links(carried, asked, summary)
     steps = summary["samples"] / (asked.workers * asked.batch_size)
     most = max((max(each) for way, each in carried.items() if way != "local"), default=0)
-    return Timed(rate, summary["wait_fraction"], tuple(links), most / steps)
+    cost = time.process_time() - began
+    return Timed(rate, summary["wait_fraction"], tuple(links), most / steps, cost)
 
 
 def _links(carried: dict[str, list[int]], options: Any, summary: dict[str, Any]) -> Sequence[Link]:
