@@ -18,6 +18,7 @@ from aladdin_mpi.advice.candidates import (
     bound,
     ground,
     plain,
+    turn,
     variants,
 )
 from aladdin_mpi.advice.learning import Share
@@ -48,6 +49,7 @@ FULL = 0.8
 """Share of its time from which a link is taken to be full: bursts leave gaps."""
 NOTED = 0.05
 """Share of time from which waiting is worth a word."""
+CANNOT_WIN = "cannot win"
 TIE = 0.01
 """Share by which two candidates may differ and count as equal: then fewer servers are better."""
 ERROR = 0.05
@@ -105,6 +107,9 @@ class Entry:
         rates = self._rates if self.long else [self.rate]
         error = ERROR if self.long else 2 * ERROR
         return min(rates) * (1 - error), min(self.bound, max(rates) * (1 + error))
+
+
+Futures = dict["Future[Timed | str]", Entry]
 
 
 class Race:
@@ -191,7 +196,7 @@ class Race:
         """Of a run on the whole cluster."""
         return max(CHECK, steps // 2) if self._ground.workers > MANY else steps
 
-    def _results(self, futures: dict[Future[Timed | str], Entry]) -> Iterator[tuple[Entry, Timed]]:
+    def _results(self, futures: Futures) -> Iterator[tuple[Future[Timed | str], Timed]]:
         """As they come, until the time is over; what is left then is given up."""
         left = set(futures)
         while left and (seconds := self._end - time.monotonic()) > 0:
@@ -204,7 +209,7 @@ class Race:
                 if isinstance(found, str):
                     entry.why_not = found
                 else:
-                    yield entry, self._scale.get(future, _as_it_is)(found)
+                    yield future, self._scale.get(future, _as_it_is)(found)
                 self._tell(entry.candidate.describe(), self._done, self._asked)
         for future in left:
             future.cancel()
@@ -234,18 +239,18 @@ class Race:
     def _first(self, candidates: Iterable[Candidate], pool: Processes) -> None:
         """Short runs, of those that may be best first; the others as long as they may win."""
         entries = [self._entry(candidate) for candidate in candidates]
-        entries.sort(key=lambda entry: -entry.bound * entry.share.value)
+        entries.sort(key=lambda entry: (-self.possible(entry), turn(entry.candidate)))
         futures = {self._submit(pool, entry, SHORT): entry for entry in entries}
-        for entry, timed in self._results(futures):
-            entry.short = timed
+        for future, timed in self._results(futures):
+            futures[future].short = timed
             self._prune(futures)
 
-    def _prune(self, futures: dict[Future[Timed | str], Entry]) -> None:
+    def _prune(self, futures: Futures) -> None:
         best = self.best * (1 - TIE)
         for future, entry in futures.items():
             if entry.candidate != REFERENCE and self.possible(entry) < best and future.cancel():
                 self._asked -= 1
-                entry.why_not = "cannot win"
+                entry.why_not = CANNOT_WIN
 
     def _second(self, pool: Processes) -> None:
         """Other options, where they may win."""
@@ -268,21 +273,31 @@ class Race:
             for seed in range(SEEDS)
             for entry in finalists
         }
-        for entry, timed in self._results(futures):
-            entry.long.append(timed)
+        for future, timed in self._results(futures):
+            futures[future].long.append(timed)
 
     def _check(self, small: Smaller, pool: Processes) -> None:
         """The best on the whole cluster too, for a few steps, as far as there is time for it.
 
-        And for as many on the smaller one: from a start the rate is another than later.
+        And for as many on the smaller one: from a start the rate is another than later. Then those
+        that cannot win, which are worth a line.
         """
         chosen = [entry for entry in self.ranking()[:CHECKED] if self._fits(entry, small)]
         brief = {self._submit(pool, entry, CHECK): entry for entry in chosen}
         whole = {self._submit(pool, entry, CHECK, whole=True): entry for entry in chosen}
-        expected = {id(entry): timed.rate for entry, timed in self._results(brief)}
-        for entry, timed in self._results(whole):
-            if rate := expected.get(id(entry)):
-                entry.growth = timed.rate / rate
+        rest = {
+            self._submit(pool, entry, SHORT): entry
+            for entry in sorted(self.entries, key=lambda entry: turn(entry.candidate))
+            if entry.why_not == CANNOT_WIN and small.candidate(entry.candidate) is not None
+        }
+        expected: dict[int, float] = {}
+        for future, timed in self._results(brief | whole | rest):
+            if future in rest:
+                rest[future].short, rest[future].why_not = timed, ""
+            elif future in brief:
+                expected[id(brief[future])] = timed.rate
+            elif rate := expected.get(id(whole[future])):
+                whole[future].growth = timed.rate / rate
 
     def _fits(self, entry: Entry, small: Smaller) -> bool:
         """Whether a run on the whole cluster will have ended in time."""
@@ -335,7 +350,7 @@ class Race:
         self._end = self._after
         found: dict[str, float] = {}
         with workers_of(self._request.jobs) as pool:
-            futures: dict[Future[Timed | str], Entry] = {}
+            futures: Futures = {}
             names: dict[int, str] = {}
             for name, candidate, request in asked:
                 on = ground(request.simulated({"compute": "timed"}), self._ground.megabytes)
@@ -349,8 +364,8 @@ class Race:
                 futures[future] = entry
                 names[id(entry)] = name
             scaled = {names[id(futures[future])] for future in futures if future in self._scale}
-            for entry, timed in self._results(futures):
-                name = names[id(entry)]
+            for future, timed in self._results(futures):
+                name = names[id(futures[future])]
                 found[name] = timed.rate * (growth or 1.0 if name in scaled else 1.0)
         return found
 

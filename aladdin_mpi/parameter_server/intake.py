@@ -25,7 +25,7 @@ RECEIVES_AHEAD = 8
 """Messages of each worker for which a receive is posted."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Arrival:
     """One bucket of a worker's gradient.
 

@@ -57,7 +57,8 @@ class Fabric:
         """Those at which some ranks have not come yet."""
         self.known: dict[Hashable, Any] = {}
         """See :meth:`Transport.once`."""
-        self.handling = cluster.handling
+        is_free = not (cluster.memory_gbyte or cluster.handling_us)
+        self.handling = None if is_free else cluster.handling
         self.callers: list[greenlet] = []
         """Those that call for ranks and are free: see :class:`Visits`."""
         self.endpoints = [Endpoint(self, cluster, rank, size) for rank in range(size)]

@@ -212,8 +212,7 @@ class VirtualTransport(Transport):
 
     def charge_memory(self, nbytes: int) -> None:
         """Let the time pass that the cluster's processes need; it may be none."""
-        seconds = self._handling(nbytes)
-        if seconds:
+        if self._handling is not None and (seconds := self._handling(nbytes)):
             self._fiber.sleep(seconds)
 
     def sleep_until(self, moment: float) -> None:

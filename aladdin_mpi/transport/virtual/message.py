@@ -28,9 +28,12 @@ class Waiter(Protocol):
 
 
 class Operation(Request):
-    """A send or a receive of one rank; ``waiter`` is told of its end, if there is one."""
+    """A send or a receive of one rank; ``waiter`` is told of its end, if there is one.
 
-    __slots__ = ("capacity", "peer", "serial", "tag", "waiter")
+    ``name`` is what the waiter calls it.
+    """
+
+    __slots__ = ("capacity", "name", "peer", "serial", "tag", "waiter")
 
     def __init__(self, what: str, buffer: Tensor | None, peer: int, tag: int, nbytes: int) -> None:
         self.what = what
@@ -44,7 +47,7 @@ class Operation(Request):
         self.peer = peer
         self.tag = tag
         self.capacity = nbytes
-        self.serial = 0
+        self.serial = self.name = 0
         self.waiter: Waiter | None = None
 
     def __repr__(self) -> str:

@@ -57,7 +57,7 @@ class Visits:
 
     def come(self) -> None:
         """The next moment has come; in the engine's greenlet."""
-        if self._fiber.ended or self._fiber.killed:
+        if self._fiber.killed:
             return
         is_idle = self._is_idle
         try:
@@ -72,11 +72,13 @@ class Visits:
 
     def _pass(self) -> None:
         """Nothing is to be done at this moment."""
-        self._index += 1
-        if self._index == len(self._moments):
-            self._fiber.come_home()
-        else:
-            self._fiber.call_later(Visits.come, self, self._seconds)
+        fiber, moments = self._fiber, self._moments
+        self._index = index = self._index + 1
+        if index == len(moments):
+            fiber.come_home()
+            return
+        seconds = moments[index] - fiber.now  # as _seconds, which is asked for most often here
+        fiber.call_later(Visits.come, self, seconds if seconds > 0.0 else 0.0)
 
     def call(self) -> bool:
         """Make the call; whether it was the last."""
