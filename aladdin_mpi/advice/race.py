@@ -260,7 +260,8 @@ class Race:
             for candidate in variants(entry.candidate.algorithm, self._ground):
                 fewer = candidate.servers < entry.candidate.servers
                 may_win = bound(candidate, self._ground) * self._unit * entry.share.value
-                if may_win >= self.best * (1 - TIE) and (is_near or not fewer):
+                is_cheap = self._smaller is None or self._smaller.candidate(candidate) is not None
+                if is_cheap and may_win >= self.best * (1 - TIE) and (is_near or not fewer):
                     found.append(candidate)
         self._first(found, pool)
 

@@ -20,7 +20,7 @@ from aladdin_mpi.config.options import SimulateOptions
 
 MANY = 128
 """Workers from which a smaller cluster stands for a larger one."""
-ROUNDED = 0.1
+ROUNDED = 0.3
 """Share by which the number of servers may be off for it."""
 
 
