@@ -64,9 +64,9 @@ class Fiber:
         self._wake()
 
     @property
-    def now(self) -> float:
-        """Virtual seconds."""
-        return self._clock.now
+    def clock(self) -> Clock:
+        """That of all ranks."""
+        return self._clock
 
     @property
     def ended(self) -> bool:

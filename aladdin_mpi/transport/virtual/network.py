@@ -193,13 +193,15 @@ class Network:
             flow = flows.popleft()
             if flow.queue:
                 link.busy = True
-                self._go_on(flow, link)
+                self._start_piece(flow, link)
                 return
             flow.active = False
 
     def _start_piece(self, flow: Flow, link: Link) -> None:
-        # Most events of a simulation are pieces: hence no calls of min() and max().
         message, clock = flow.queue[0], self._clock
+        if message.midst:
+            self._start_next(message, flow, link)
+            return
         unsent, piece = message.unsent, message.piece
         if unsent < piece:
             piece = unsent
@@ -228,12 +230,8 @@ class Network:
             clock.at(flow.arrived, self._arrive, message)
         clock.at(now + duration, self._end_piece, flow)
 
-    def _go_on(self, flow: Flow, link: Link) -> None:
-        """As :meth:`_start_piece`, for a piece in a message's midst, which most events are."""
-        message = flow.queue[0]
-        if not message.midst:
-            self._start_piece(flow, link)
-            return
+    def _start_next(self, message: Message, flow: Flow, link: Link) -> None:
+        """Start a piece between the first and the last of a message: what most events are."""
         message.midst -= 1
         clock, piece = self._clock, message.piece
         now, duration = clock.now, piece * link.seconds_per_byte
@@ -276,7 +274,11 @@ class Network:
                 while not flow.queue:
                     flow.active = False
                     flow = flows.popleft()
-            self._go_on(flow, link)
+            message = flow.queue[0]
+            if message.midst:
+                self._start_next(message, flow, link)
+            else:
+                self._start_piece(flow, link)
             return
         link.busy = False
         if flow.queue:

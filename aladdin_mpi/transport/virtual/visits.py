@@ -23,7 +23,16 @@ class Visits:
         moments: see :meth:`Transport.sleep_between`; at least one. ``is_idle`` likewise.
     """
 
-    __slots__ = ("_action", "_callers", "_fiber", "_index", "_is_idle", "_moments", "error")
+    __slots__ = (
+        "_action",
+        "_callers",
+        "_clock",
+        "_fiber",
+        "_index",
+        "_is_idle",
+        "_moments",
+        "error",
+    )
 
     def __init__(
         self,
@@ -34,6 +43,7 @@ class Visits:
         is_idle: Callable[[], bool] | None = None,
     ) -> None:
         self._fiber = fiber
+        self._clock = fiber.clock
         self._is_idle = is_idle
         self._callers = callers
         self._moments = moments
@@ -53,7 +63,7 @@ class Visits:
 
     @property
     def _seconds(self) -> float:
-        return max(0.0, self._moments[self._index] - self._fiber.now)
+        return max(0.0, self._moments[self._index] - self._clock.now)
 
     def come(self) -> None:
         """The next moment has come; in the engine's greenlet."""
@@ -77,7 +87,9 @@ class Visits:
         if index == len(moments):
             fiber.come_home()
             return
-        seconds = moments[index] - fiber.now  # as _seconds, which is asked for most often here
+        seconds = (
+            moments[index] - self._clock.now
+        )  # as _seconds, which is asked for most often here
         fiber.call_later(Visits.come, self, seconds if seconds > 0.0 else 0.0)
 
     def call(self) -> bool:
