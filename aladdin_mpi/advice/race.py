@@ -12,6 +12,7 @@ from statistics import fmean
 
 from aladdin_mpi.advice import timed_run
 from aladdin_mpi.advice.candidates import (
+    EARLY,
     REFERENCE,
     Candidate,
     Ground,
@@ -280,19 +281,20 @@ class Race:
     def _check(self, small: Smaller, pool: Processes) -> None:
         """The best on the whole cluster too, for a few steps, as far as there is time for it.
 
-        And for as many on the smaller one: from a start the rate is another than later. Then those
-        that cannot win, which are worth a line.
+        And for as many on the smaller one: from a start the rate is another than later. Those that
+        cannot win are worth a line: the main ones before that, the others behind.
         """
         chosen = [entry for entry in self.ranking()[:CHECKED] if self._fits(entry, small)]
+        chosen.sort(key=lambda entry: self._cost(entry, small))
+        left = [entry for entry in self.entries if entry.why_not == CANNOT_WIN]
+        left = [entry for entry in left if small.candidate(entry.candidate) is not None]
+        main = [entry for entry in left if entry.candidate.algorithm in EARLY]
         brief = {self._submit(pool, entry, CHECK): entry for entry in chosen}
+        rest = {self._submit(pool, entry, SHORT): entry for entry in main}
         whole = {self._submit(pool, entry, CHECK, whole=True): entry for entry in chosen}
-        rest = {
-            self._submit(pool, entry, SHORT): entry
-            for entry in sorted(self.entries, key=lambda entry: turn(entry.candidate))
-            if entry.why_not == CANNOT_WIN and small.candidate(entry.candidate) is not None
-        }
+        rest |= {self._submit(pool, entry, SHORT): entry for entry in left if entry not in main}
         expected: dict[int, float] = {}
-        for future, timed in self._results(brief | whole | rest):
+        for future, timed in self._results({**brief, **whole, **rest}):
             if future in rest:
                 rest[future].short, rest[future].why_not = timed, ""
             elif future in brief:
@@ -302,12 +304,15 @@ class Race:
 
     def _fits(self, entry: Entry, small: Smaller) -> bool:
         """Whether a run on the whole cluster will have ended in time."""
-        timed = entry.timed
-        if timed is None or small.candidate(entry.candidate) is None:
+        if entry.timed is None or small.candidate(entry.candidate) is None:
             return False
+        return self._cost(entry, small) < self._end - time.monotonic()
+
+    def _cost(self, entry: Entry, small: Smaller) -> float:
+        """Seconds of a processor that it takes on the whole cluster, about."""
+        assert entry.timed is not None
         steps = LONG if entry.long else SHORT
-        cost = timed.cost * CHECK / steps * small.growth(entry.candidate)
-        return cost < self._end - time.monotonic()
+        return entry.timed.cost * CHECK / steps * small.growth(entry.candidate)
 
     # -- what is known ------------------------------------------------------------------
     def score(self, entry: Entry) -> float:
