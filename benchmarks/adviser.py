@@ -29,7 +29,7 @@ from aladdin_mpi.advice.options import AdviseOptions, Request
 from aladdin_mpi.advice.race import LONG, Entry, Race
 from aladdin_mpi.advice.timed_run import rate_of
 from aladdin_mpi.config.options import SimulateOptions
-from aladdin_mpi.config.settings import Setting, parse_part
+from aladdin_mpi.config.settings import parse_part
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process.files import write_whole
 from aladdin_mpi.transport.cluster import Cluster
@@ -270,9 +270,7 @@ def relief(
 ) -> tuple[float | None, float | None]:
     """How much faster with twice of what is short: as predicted, and over MPI."""
     fields = found.relief
-    changed = {tuple(name.split(".")): Setting(value, name) for name, value in fields.items()}
-    request = request_for(setup).on(changed)
-    predicted = race.try_out([("relieved", entry.candidate, request)])
+    predicted = race.try_out([("relieved", entry.candidate, request_for(setup).on(fields))])
     expected = predicted["relieved"] / entry.rate if "relieved" in predicted else None
     widened = replace(setup, slowdown=_slowdown(setup, fields))
     links = _links(setup, race.options(entry.candidate, 1).cluster, fields)

@@ -51,9 +51,14 @@ class Spy(VirtualTransport):
         super().sleep(seconds)
         self.switched()
 
-    def sleep_between(self, moments: Sequence[float], action: Callable[[int], None]) -> None:
+    def sleep_between(
+        self,
+        moments: Sequence[float],
+        action: Callable[[int], None],
+        is_idle: Callable[[], bool] | None = None,
+    ) -> None:
         # By single sleeps, each of which is told of.
-        Transport.sleep_between(self, moments, action)
+        Transport.sleep_between(self, moments, action, is_idle)
 
     def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
         self.switched()

@@ -14,7 +14,6 @@ from aladdin_mpi.advice.pilot import Pilot
 from aladdin_mpi.advice.race import SHORT, Entry, Race
 from aladdin_mpi.advice.report import Advice, Scaling
 from aladdin_mpi.advice.what_if import Change, grown
-from aladdin_mpi.config.settings import Setting
 from aladdin_mpi.errors import UserError
 
 RELIEVED = "relieved"
@@ -39,12 +38,12 @@ def advise(request: Request) -> Advice:
     best = entries[0]
     if best.timed is None:
         raise UserError(
-            f"--seconds {request.options.seconds:g}: expected time for at least one virtual run, "
-            "got none done; give more, or name some --algorithms"
+            f"--seconds {request.seconds(on.workers):g}: expected time for at least one virtual "
+            "run, got none done; give more, or name some --algorithms"
         )
     tried = _try_changes(request, race, best, on)
     scaling = _scaling(request, race, entries, on) if request.options.out is not None else {}
-    advice = Advice(request, on, entries, race.score, *tried, scaling)
+    advice = Advice(request, on, entries, race.score, *tried, scaling, race.part)
     tell("", 0, 0)
     giving.give(advice)
     return advice
@@ -92,12 +91,12 @@ def _try_changes(
     found = bottleneck.find(best.candidate, best.timed, on, base)
     asked = []
     if found.relief:
-        asked.append((RELIEVED, best.candidate, request.on(_settings(found.relief))))
+        asked.append((RELIEVED, best.candidate, request.on(found.relief)))
     notes = {}
     for change in request.changes:
         candidate, changed, notes[change.text] = _changed(change, best.candidate, request, base, on)
         asked.append((change.text, candidate, changed))
-    rates = race.try_out(asked) if asked else {}
+    rates = race.try_out(asked, growth=best.growth) if asked else {}
     tried = [(change, rates.get(change.text), notes[change.text]) for change in request.changes]
     return found, rates.get(RELIEVED), tried
 
@@ -117,7 +116,7 @@ def _changed(
         servers = change.servers if servers else 0
     spread = candidate.spread or servers > 1
     changed = Candidate(candidate.algorithm, servers, spread and servers > 1, candidate.options)
-    return changed, request.on(_settings(fields)), note
+    return changed, request.on(fields), note
 
 
 def _scaling(request: Request, race: Race, entries: Sequence[Entry], on: Ground) -> Scaling:
@@ -145,10 +144,6 @@ def _scaling(request: Request, race: Race, entries: Sequence[Entry], on: Ground)
         entry, workers, ideal = points[name]
         found[entry.candidate.describe()].append((workers, rate * unit, ideal))
     return {name: sorted(each) for name, each in found.items()}
-
-
-def _settings(fields: dict[str, Any]) -> dict[tuple[str, ...], Setting]:
-    return {tuple(name.split(".")): Setting(value, name) for name, value in fields.items()}
 
 
 def _progress(request: Request) -> Callable[[str, int, int], None]:

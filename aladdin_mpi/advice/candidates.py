@@ -14,10 +14,13 @@ from aladdin_mpi.errors import UserError
 
 NOT_ADVISED = ("multistep", "eamsgd")
 """The first sums parts of layers, of which a size knows nothing; the second is as easgd is."""
+EARLY = ("aladdin-ahead", "ar-sgd", "sgp", "aladdin", "local-sgd", "bsp")
+"""Of each kind the main ones, to be run first where nothing else decides: time may run out."""
 BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
 """Of a value on the wire."""
 SERVERS = 32
-"""Of a first run at most: it takes time in proportion to the servers, and few runs need more."""
+"""Of a first run at most: it takes time in proportion to the servers, and few runs need more; of a
+later one twice as many."""
 LEAST_BYTES = {"aladdin-ahead": 0.5}
 """Of those that choose for themselves: as if always."""
 
@@ -78,6 +81,12 @@ class Candidate:
         parts += [self.wire] if self.wire else []
         parts += ["node sums"] if self.has_nodes else []
         return ", ".join(parts)
+
+
+def turn(candidate: Candidate) -> int:
+    """Its place among those of which nothing else says which is to be run first."""
+    name = candidate.algorithm
+    return EARLY.index(name) if name in EARLY else len(EARLY)
 
 
 REFERENCE = Candidate("ar-sgd", 0, False)
@@ -177,7 +186,7 @@ def variants(name: str, on: Ground) -> Iterator[Candidate]:
         for wire in _wires(algorithm)[:1]:
             yield _with(first, wire=wire, node_sums=True)
     if first.servers > 1:
-        more = {on.hosts} if on.hosts > SERVERS else set()
+        more = {min(on.hosts, 2 * SERVERS)} if on.hosts > SERVERS else set()
         half = min(SERVERS, -(-on.hosts // 2))
         for servers in sorted({1, half, *more} - {first.servers}, reverse=True):
             yield Candidate(name, servers, servers > 1, first.options)

@@ -28,6 +28,9 @@ ABOUT = (
 )
 ADVICE, PILOT = "advice", "pilot"
 BY_TABLE = "table"
+SECONDS, LONGER = 240.0, 450.0
+LARGE = 256
+"""Workers from which :data:`LONGER` is the time."""
 
 
 class AdviseOptions(BaseModel):
@@ -78,8 +81,13 @@ class AdviseOptions(BaseModel):
         unit="NAME=VALUE",
         group=ADVICE,
     )
-    seconds: float = option(
-        240.0, "time for it; what is not known by then is told", unit="SECONDS", group=ADVICE, gt=0
+    seconds: float | None = option(
+        None,
+        "time for it; what is not known by then is told",
+        unit="SECONDS",
+        group=ADVICE,
+        gt=0,
+        default_text=f"{SECONDS:g}, with more than {LARGE} workers {LONGER:g}",
     )
     jobs: int | None = option(
         None, "virtual runs at a time", group=ADVICE, default_text="one for each core", ge=1
@@ -134,14 +142,22 @@ class Request:
         """Virtual runs at a time."""
         return self.options.jobs or len(os.sched_getaffinity(0))
 
+    def seconds(self, workers: int) -> float:
+        """The time for it, with so many workers."""
+        return self.options.seconds or (LONGER if workers > LARGE else SECONDS)
+
     def simulated(self, more: Mapping[str, Any]) -> SimulateOptions:
         """Options of a virtual run on the cluster; ``more`` by the names of its fields."""
-        given = {tuple(name.split(".")): Setting(value, name) for name, value in more.items()}
-        return build(SimulateOptions, self.cluster | given)
+        return build(SimulateOptions, self.cluster | _settings(more))
 
-    def on(self, changed: Settings) -> Request:
-        """The same on a cluster with other settings."""
-        return replace(self, cluster=self.cluster | changed)
+    def on(self, changed: Mapping[str, Any]) -> Request:
+        """The same on a cluster of which some fields are others."""
+        return replace(self, cluster=self.cluster | _settings(changed))
+
+
+def _settings(fields: Mapping[str, Any]) -> Settings:
+    """By their names, with dots for fields within."""
+    return {tuple(name.split(".")): Setting(value, name) for name, value in fields.items()}
 
 
 def read(argv: Sequence[str] | None) -> Request:

@@ -6,29 +6,39 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from statistics import fmean
 
 from aladdin_mpi.advice import timed_run
 from aladdin_mpi.advice.candidates import (
+    EARLY,
     REFERENCE,
     Candidate,
     Ground,
     bound,
     ground,
     plain,
+    turn,
     variants,
 )
 from aladdin_mpi.advice.learning import Share
 from aladdin_mpi.advice.options import Request
 from aladdin_mpi.advice.pool import Processes, workers_of
+from aladdin_mpi.advice.smaller import MANY, Smaller, smaller
 from aladdin_mpi.advice.timed_run import Timed
 from aladdin_mpi.config.options import SimulateOptions
 
 SHORT, LONG = 10, 30
 """Steps of every worker in a first and in a last run."""
-MANY = 128
-"""Workers from which runs have half as many steps."""
+CHECK = 5
+"""Steps of every worker in a run on the whole cluster, where a smaller one stands for it."""
+CHECKED = 3
+"""Of those that are first, how many are run on the whole cluster."""
+FIRST_ROUNDS = 0.6
+"""Share of the time in which runs on the smaller cluster have to end."""
+AFTER = 100.0
+"""Seconds at most, behind the others, for trying out changes."""
 FINALISTS = 4
 SEEDS = 2
 """Runs of each finalist."""
@@ -40,6 +50,7 @@ FULL = 0.8
 """Share of its time from which a link is taken to be full: bursts leave gaps."""
 NOTED = 0.05
 """Share of time from which waiting is worth a word."""
+CANNOT_WIN = "cannot win"
 TIE = 0.01
 """Share by which two candidates may differ and count as equal: then fewer servers are better."""
 ERROR = 0.05
@@ -54,6 +65,8 @@ class Entry:
         bound: samples per second that it cannot be above.
         short: the first run.
         long: runs that are long enough to be believed.
+        growth: where runs are on a smaller cluster that stands for the whole one: the rate on the
+            whole one, over what it should be by a run as long on the smaller one.
         why_not: it has not been run, for this reason.
     """
 
@@ -62,6 +75,7 @@ class Entry:
     share: Share
     short: Timed | None = None
     long: list[Timed] = field(default_factory=list)
+    growth: float | None = None
     why_not: str = ""
 
     @property
@@ -72,9 +86,13 @@ class Entry:
     @property
     def rate(self) -> float:
         """Samples per second, at most what there can be: lines of metrics fall as they do."""
-        if self.long:
-            return min(self.bound, fmean(each.rate for each in self.long))
-        return min(self.bound, self.short.rate) if self.short is not None else 0.0
+        return min(self.bound, fmean(self._rates)) if self._rates else 0.0
+
+    @property
+    def _rates(self) -> list[float]:
+        """Of the runs that count."""
+        runs = self.long or ([] if self.short is None else [self.short])
+        return [each.rate * (self.growth or 1.0) for each in runs]
 
     @property
     def is_strained(self) -> bool:
@@ -87,9 +105,12 @@ class Entry:
     @property
     def between(self) -> tuple[float, float]:
         """Samples per second, likely: by the runs, and by how far virtual time has been off."""
-        rates = [each.rate for each in self.long] or [self.rate]
+        rates = self._rates if self.long else [self.rate]
         error = ERROR if self.long else 2 * ERROR
         return min(rates) * (1 - error), min(self.bound, max(rates) * (1 + error))
+
+
+Futures = dict["Future[Timed | str]", Entry]
 
 
 class Race:
@@ -115,17 +136,32 @@ class Race:
         self._model = model
         self._share = share
         self._tell = tell
-        self._end = time.monotonic() + request.options.seconds
+        self._smaller = smaller(request, ground)
+        seconds = request.seconds(ground.workers)
+        self._began = time.monotonic()
+        self._end = self._last = self._began + seconds
+        if self._smaller is not None:
+            self._end = self._began + FIRST_ROUNDS * seconds
+        self._after = self._last + min(seconds / 2, AFTER)
         self._unit = request.options.batch_size / ground.step
         self._done = self._asked = 0
-        halved = 2 if ground.workers > MANY else 1
-        self._steps = {SHORT: SHORT // halved, LONG: LONG // halved}
+        self._scale: dict[Future[Timed | str], Callable[[Timed], Timed]] = {}
+        """For runs on a smaller cluster: what they say of the whole one."""
         self.entries: list[Entry] = []
+
+    @property
+    def part(self) -> Ground | None:
+        """The smaller cluster on which runs are; None: they are on the whole one."""
+        return None if self._smaller is None else self._smaller.ground
 
     # -- runs ---------------------------------------------------------------------------
     def options(self, candidate: Candidate, steps: int, seed: int = 0) -> SimulateOptions:
         """Of a timed run of ``candidate``, ``steps`` of each worker long."""
-        request, workers = self._request, self._ground.workers
+        return self._on(self._request, self._ground.workers, candidate, steps, seed)
+
+    def _on(
+        self, request: Request, workers: int, candidate: Candidate, steps: int, seed: int
+    ) -> SimulateOptions:
         batch = request.options.batch_size
         jitter = {} if ("jitter",) in request.cluster else {"jitter": JITTER}
         return request.simulated(
@@ -143,13 +179,25 @@ class Race:
         )
 
     def _submit(
-        self, pool: Processes, entry: Entry, steps: int, seed: int = 0
+        self, pool: Processes, entry: Entry, steps: int, seed: int = 0, whole: bool = False
     ) -> Future[Timed | str]:
+        """A run, on the smaller cluster if there is one; ``whole``: on the whole one anyway."""
         self._asked += 1
-        options = self.options(entry.candidate, self._steps[steps], seed)
-        return pool.submit(timed_run.run, options.model_dump(mode="json"))
+        candidate, small = entry.candidate, self._smaller
+        part = None if small is None or whole else small.candidate(candidate)
+        if small is None or part is None:
+            options = self.options(candidate, self._steps(steps), seed)
+            return pool.submit(timed_run.run, options.model_dump(mode="json"))
+        options = self._on(small.request, small.ground.workers, part, steps, seed)
+        future = pool.submit(timed_run.run, options.model_dump(mode="json"))
+        self._scale[future] = partial(small.scaled, candidate)
+        return future
 
-    def _results(self, futures: dict[Future[Timed | str], Entry]) -> Iterator[tuple[Entry, Timed]]:
+    def _steps(self, steps: int) -> int:
+        """Of a run on the whole cluster."""
+        return max(CHECK, steps // 2) if self._ground.workers > MANY else steps
+
+    def _results(self, futures: Futures) -> Iterator[tuple[Future[Timed | str], Timed]]:
         """As they come, until the time is over; what is left then is given up."""
         left = set(futures)
         while left and (seconds := self._end - time.monotonic()) > 0:
@@ -162,7 +210,7 @@ class Race:
                 if isinstance(found, str):
                     entry.why_not = found
                 else:
-                    yield entry, found
+                    yield future, self._scale.get(future, _as_it_is)(found)
                 self._tell(entry.candidate.describe(), self._done, self._asked)
         for future in left:
             future.cancel()
@@ -175,7 +223,11 @@ class Race:
         with workers_of(self._request.jobs) as pool:
             self._first([plain(name, self._ground) for name in names], pool)
             self._second(pool)
-            self._last(pool)
+            self._third(pool)
+        if self._smaller is not None:
+            self._end = self._last
+            with workers_of(self._request.jobs) as pool:  # some may be at what is given up
+                self._check(self._smaller, pool)
         return self.ranking()
 
     def _entry(self, candidate: Candidate) -> Entry:
@@ -188,18 +240,18 @@ class Race:
     def _first(self, candidates: Iterable[Candidate], pool: Processes) -> None:
         """Short runs, of those that may be best first; the others as long as they may win."""
         entries = [self._entry(candidate) for candidate in candidates]
-        entries.sort(key=lambda entry: -entry.bound * entry.share.value)
+        entries.sort(key=lambda entry: (-self.possible(entry), turn(entry.candidate)))
         futures = {self._submit(pool, entry, SHORT): entry for entry in entries}
-        for entry, timed in self._results(futures):
-            entry.short = timed
+        for future, timed in self._results(futures):
+            futures[future].short = timed
             self._prune(futures)
 
-    def _prune(self, futures: dict[Future[Timed | str], Entry]) -> None:
+    def _prune(self, futures: Futures) -> None:
         best = self.best * (1 - TIE)
         for future, entry in futures.items():
             if entry.candidate != REFERENCE and self.possible(entry) < best and future.cancel():
                 self._asked -= 1
-                entry.why_not = "cannot win"
+                entry.why_not = CANNOT_WIN
 
     def _second(self, pool: Processes) -> None:
         """Other options, where they may win."""
@@ -209,11 +261,12 @@ class Race:
             for candidate in variants(entry.candidate.algorithm, self._ground):
                 fewer = candidate.servers < entry.candidate.servers
                 may_win = bound(candidate, self._ground) * self._unit * entry.share.value
-                if may_win >= self.best * (1 - TIE) and (is_near or not fewer):
+                is_cheap = self._smaller is None or self._smaller.candidate(candidate) is not None
+                if is_cheap and may_win >= self.best * (1 - TIE) and (is_near or not fewer):
                     found.append(candidate)
         self._first(found, pool)
 
-    def _last(self, pool: Processes) -> None:
+    def _third(self, pool: Processes) -> None:
         """Long runs of the best, and of synchronous SGD to compare with."""
         ranking = [entry for entry in self.ranking() if entry.short is not None]
         finalists = ranking[:FINALISTS]
@@ -222,8 +275,44 @@ class Race:
             for seed in range(SEEDS)
             for entry in finalists
         }
-        for entry, timed in self._results(futures):
-            entry.long.append(timed)
+        for future, timed in self._results(futures):
+            futures[future].long.append(timed)
+
+    def _check(self, small: Smaller, pool: Processes) -> None:
+        """The best on the whole cluster too, for a few steps, as far as there is time for it.
+
+        And for as many on the smaller one: from a start the rate is another than later. Those that
+        cannot win are worth a line: the main ones before that, the others behind.
+        """
+        chosen = [entry for entry in self.ranking()[:CHECKED] if self._fits(entry, small)]
+        chosen.sort(key=lambda entry: self._cost(entry, small))
+        left = [entry for entry in self.entries if entry.why_not == CANNOT_WIN]
+        left = [entry for entry in left if small.candidate(entry.candidate) is not None]
+        main = [entry for entry in left if entry.candidate.algorithm in EARLY]
+        brief = {self._submit(pool, entry, CHECK): entry for entry in chosen}
+        rest = {self._submit(pool, entry, SHORT): entry for entry in main}
+        whole = {self._submit(pool, entry, CHECK, whole=True): entry for entry in chosen}
+        rest |= {self._submit(pool, entry, SHORT): entry for entry in left if entry not in main}
+        expected: dict[int, float] = {}
+        for future, timed in self._results({**brief, **whole, **rest}):
+            if future in rest:
+                rest[future].short, rest[future].why_not = timed, ""
+            elif future in brief:
+                expected[id(brief[future])] = timed.rate
+            elif rate := expected.get(id(whole[future])):
+                whole[future].growth = timed.rate / rate
+
+    def _fits(self, entry: Entry, small: Smaller) -> bool:
+        """Whether a run on the whole cluster will have ended in time."""
+        if entry.timed is None or small.candidate(entry.candidate) is None:
+            return False
+        return self._cost(entry, small) < self._end - time.monotonic()
+
+    def _cost(self, entry: Entry, small: Smaller) -> float:
+        """Seconds of a processor that it takes on the whole cluster, about."""
+        assert entry.timed is not None
+        steps = LONG if entry.long else SHORT
+        return entry.timed.cost * CHECK / steps * small.growth(entry.candidate)
 
     # -- what is known ------------------------------------------------------------------
     def score(self, entry: Entry) -> float:
@@ -252,22 +341,41 @@ class Race:
         return [*equal, *found[len(equal) :]]
 
     def try_out(
-        self, asked: Sequence[tuple[str, Candidate, Request]], steps: int = LONG
+        self,
+        asked: Sequence[tuple[str, Candidate, Request]],
+        steps: int = LONG,
+        growth: float | None = None,
     ) -> dict[str, float]:
-        """Samples per second of candidates on other clusters, by name; without those too late."""
-        self._end = max(self._end, time.monotonic() + self._request.options.seconds / 2)
+        """Samples per second of candidates on other clusters, by name; without those too late.
+
+        Args:
+            asked: the names, the candidates and the clusters.
+            steps: of every worker.
+            growth: see :class:`Entry`.
+        """
+        self._end = self._after
         found: dict[str, float] = {}
         with workers_of(self._request.jobs) as pool:
-            futures: dict[Future[Timed | str], Entry] = {}
+            futures: Futures = {}
             names: dict[int, str] = {}
             for name, candidate, request in asked:
                 on = ground(request.simulated({"compute": "timed"}), self._ground.megabytes)
                 changed = Race(request, on, self._model, self._share, self._tell)
-                options = changed.options(candidate, changed._steps[steps])
                 entry = Entry(candidate, inf, Share(1.0))
+                # How a number of workers scales is not seen with a part of them.
+                whole = on.workers != self._ground.workers
+                future = changed._submit(pool, entry, steps, whole=whole)
                 self._asked += 1
-                futures[pool.submit(timed_run.run, options.model_dump(mode="json"))] = entry
+                self._scale |= changed._scale
+                futures[future] = entry
                 names[id(entry)] = name
-            for entry, timed in self._results(futures):
-                found[names[id(entry)]] = timed.rate
+            scaled = {names[id(futures[future])] for future in futures if future in self._scale}
+            for future, timed in self._results(futures):
+                name = names[id(futures[future])]
+                found[name] = timed.rate * (growth or 1.0 if name in scaled else 1.0)
         return found
+
+
+def _as_it_is(timed: Timed) -> Timed:
+    """Of a run on the whole cluster."""
+    return timed

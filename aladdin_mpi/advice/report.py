@@ -35,6 +35,7 @@ class Advice:
         relieved: samples per second of the best without its bottleneck.
         tried: the changes of ``--what-if``.
         scaling: speed-ups with other numbers of workers.
+        part: of the cluster, on which most runs were; None: all were on the whole of it.
     """
 
     request: Request
@@ -45,6 +46,7 @@ class Advice:
     relieved: float | None
     tried: Sequence[Tried]
     scaling: Scaling = field(default_factory=dict)
+    part: Ground | None = None
 
     @property
     def best(self) -> Entry:
@@ -133,9 +135,23 @@ def _notes(advice: Advice, most: int) -> list[str]:
     for why in dict.fromkeys(entry.why_not for entry in left):
         those = [entry.candidate.describe() for entry in left if entry.why_not == why]
         lines.append(f"Not run, {why}: {'; '.join(those)}.")
+    if advice.part is not None:
+        lines.append(_on_part(advice, advice.part))
     if advice.weighs:
         lines.append(_on_learning(advice))
     return [" ".join(lines)]
+
+
+def _on_part(advice: Advice, part: Ground) -> str:
+    """Which runs were of a part of the cluster."""
+    checked = [entry.candidate.describe() for entry in advice.entries if entry.growth is not None]
+    text = (
+        f"By runs with {part.workers} of the workers on {part.hosts} of the hosts, with their part "
+        "of the servers where these can be divided"
+    )
+    if checked:
+        return f"{text}; compared with all of them for {'; '.join(checked)}."
+    return f"{text}; for all of them there was no time: give more --seconds."
 
 
 def _on_learning(advice: Advice) -> str:
@@ -251,6 +267,7 @@ def _entry(advice: Advice, entry: Entry) -> dict[str, Any]:
         "likely": entry.between,
         "runs": len(entry.long) or 1,
         "is_long": bool(entry.long),
+        "whole_over_part": entry.growth,
         "speed_up": advice.speed_up(entry.rate),
         "waiting": timed.waiting,
         "busiest_link": vars(timed.links[0]) if timed.links else None,

@@ -101,7 +101,7 @@ class PassiveSide(_Side):
     def _answer(self, source: int, message: Tensor) -> None:
         bucket = self.layout.buckets[self._next[source]]
         self._next[source] = (bucket.index + 1) % len(self.layout.buckets)
-        x = self.master[bucket.part]
+        x = bucket.of(self.master)
         mine = self._room(bucket)
         theirs = message.view(self.wire.dtype)
         damaged = is_void(theirs)
@@ -175,7 +175,7 @@ class ActiveSide(_Side):
         if peer is None:
             return
         self._answers = [
-            self.transport.irecv(self._theirs[bucket.part], peer, Tag.AVERAGED)
+            self.transport.irecv(bucket.of(self._theirs), peer, Tag.AVERAGED)
             for bucket in self.layout.buckets
         ]
         self._mine = self._outbox.send(self.master, peer)
@@ -268,7 +268,7 @@ class AdPsgdWorker(TrainingWorker):
         target = self.x if self._link is None else self._link.room
         for bucket in self.layout.buckets:
             with self.transport.atomic():
-                copy(target[bucket.part], self.master[bucket.part])
+                copy(bucket.of(target), bucket.of(self.master))
         if self._link is not None:
             copy(self.x, self._link.read())
 
@@ -277,11 +277,11 @@ class AdPsgdWorker(TrainingWorker):
             g = self._link.wait_for(g)
         for bucket in self.layout.buckets:
             with self.transport.atomic():
-                add(self.master[bucket.part], g[bucket.part], alpha=-self.worker.lr)
+                add(bucket.of(self.master), bucket.of(g), alpha=-self.worker.lr)
 
     def part(self, bucket: Bucket) -> Tensor:
         """This worker's x."""
-        return self.master[bucket.part]
+        return bucket.of(self.master)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next segment depends on; x and its copy are the same now."""

@@ -118,7 +118,7 @@ class AladdinWorker(TrainingWorker):
         link.open()
         for batch in worker.batches():
             g = link.outbox.begin(batch.start)
-            worker.gradient(g, self._send(g))  # [3] and, bucket by bucket, [5]
+            worker.gradient(g, self._send(g), link.outbox.is_idle)  # [3] and, bucket by bucket, [5]
             if self.updates_itself and not self.sends_steps:
                 self.optimizer.step(x, g, worker.lr)  # [4]
             link.outbox.end()
@@ -175,7 +175,7 @@ class AheadInbox(ModelInbox):
         super().put(parameters, model, values)
         assert self._velocity is not None
         moved = model.alpha * self._steps * self._worker.lr
-        add(parameters[model.bucket.part], self._velocity[model.bucket.part], alpha=-moved)
+        add(model.bucket.of(parameters), model.bucket.of(self._velocity), alpha=-moved)
 
 
 class _Shard:

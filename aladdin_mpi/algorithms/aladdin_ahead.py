@@ -116,7 +116,7 @@ class AheadWorker(TrainingWorker):
             self._adapt()
             g = link.outbox.begin(batch.start, notes=self._notes)
             self.track.begin(worker.lr)
-            worker.gradient(g, self._send(g))
+            worker.gradient(g, self._send(g), link.outbox.is_idle)
             link.outbox.end()
             link.inbox.blend_into(self.x)
         self._adapt()
@@ -180,7 +180,7 @@ class TrackInbox(ModelInbox):
         during = int(model.notes[-1])
         self._timing.note(model.bucket.server, model.bucket.index, during)
         if self._track.x.is_meta:  # of which nobody blends anything in
-            self.put(self._track.x, model, self._track.x[model.bucket.part])
+            self.put(self._track.x, model, model.bucket.of(self._track.x))
 
     def put(self, parameters: Tensor, model: Model, values: Tensor) -> None:
         """Go on from one bucket's model."""

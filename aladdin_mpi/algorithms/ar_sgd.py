@@ -99,12 +99,12 @@ class ArSgdWorker(TrainingWorker):
         self.codec.load_state_dict(former.worker["codec"])
 
     def _begin_sum(self, bucket: Bucket) -> None:
-        g = self.g[bucket.part]
+        g = bucket.of(self.g)
         if self.worker.share != 1.0:
             scale(g, self.worker.share)
         if self.compresses:
             # Deep gradient compression: each worker's own momentum, before the choice.
-            self.optimizer.correct(bucket.part, g, self.x[bucket.part])
+            self.optimizer.correct(bucket.part, g, bucket.of(self.x))
         if self.surviving is not None:
             self.surviving.start(g, bucket)
         else:
@@ -118,7 +118,7 @@ class ArSgdWorker(TrainingWorker):
             self._step(bucket, total, workers)
 
     def _step(self, bucket: Bucket, total: Tensor, workers: int) -> None:
-        x, lr, mean = self.x[bucket.part], self.worker.lr, 1 / workers
+        x, lr, mean = bucket.of(self.x), self.worker.lr, 1 / workers
         if self.compresses:
             scale(total, mean)
             add(x, total, alpha=-lr)
@@ -129,8 +129,8 @@ class ArSgdWorker(TrainingWorker):
         """With the norm of the whole mean, or whole parameters."""
         worker, g = self.worker, self.g
         for bucket, total in totals:
-            if total.data_ptr() != g[bucket.part].data_ptr():
-                copy(g[bucket.part], total)
+            if total.data_ptr() != bucket.of(g).data_ptr():
+                copy(bucket.of(g), total)
         scale(g, 1 / workers)
         if worker.clipping.norm is not None:
             clip_norm(g, worker.clipping.norm)

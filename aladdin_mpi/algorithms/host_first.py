@@ -71,7 +71,7 @@ class LeadingLink(GradientLink):
         self.completed = 0
         for bucket in self.layout.buckets:
             receives = [
-                self.transport.irecv(buffer[bucket.part], rank, Tag.LOCAL_GRADIENT)
+                self.transport.irecv(bucket.of(buffer), rank, Tag.LOCAL_GRADIENT)
                 for rank, buffer in self.received.items()
             ]
             self.awaited.append((bucket, receives))
@@ -92,13 +92,13 @@ class LeadingLink(GradientLink):
             self.outbox.put(bucket)
 
     def _add(self, g: Tensor, bucket: Bucket) -> None:
-        mine = g[bucket.part]
+        mine = bucket.of(g)
         self.transport.charge_memory(
             TAKEN * mine.numel() * self.wire.dtype.itemsize * len(self.received)
         )
         if not mine.is_meta:
             for buffer in self.received.values():
-                theirs = buffer[bucket.part]
+                theirs = bucket.of(buffer)
                 if not is_void(theirs):
                     # It is received into again after the answer to the sum, which left after this.
                     there, _ = self.wire.fetch(theirs)
@@ -110,7 +110,7 @@ class LeadingLink(GradientLink):
         event = self.wire.encode(self.x, self.model)
         self.transport.wait_all(
             [
-                self.transport.isend(self.model[bucket.part], rank, Tag.LOCAL_MODEL, after=event)
+                self.transport.isend(bucket.of(self.model), rank, Tag.LOCAL_MODEL, after=event)
                 for bucket in self.layout.buckets
                 for rank in self.group[1:]
             ]
@@ -151,8 +151,8 @@ class FollowingLink(GradientLink):
 
     def forward(self, g: Tensor, bucket: Bucket) -> None:
         """Send it to the leader."""
-        wire = self.sent[bucket.part]
-        event = self.wire.encode(g[bucket.part], wire)
+        wire = bucket.of(self.sent)
+        event = self.wire.encode(bucket.of(g), wire)
         self.requests.append(
             self.transport.isend(wire, self.leader, Tag.LOCAL_GRADIENT, after=event)
         )
@@ -162,12 +162,12 @@ class FollowingLink(GradientLink):
         if self.taken is not None:
             self.transport.await_event(self.taken)
         receives = [
-            self.transport.irecv(self.model[bucket.part], self.leader, Tag.LOCAL_MODEL)
+            self.transport.irecv(bucket.of(self.model), self.leader, Tag.LOCAL_MODEL)
             for bucket in self.layout.buckets
         ]
         self.transport.wait_all(receives)
         if self.model.data_ptr() != self.x.data_ptr():
             for bucket in self.layout.buckets:
-                if not is_void(self.model[bucket.part]):
-                    there, self.taken = self.wire.fetch(self.model[bucket.part])
-                    copy(self.x[bucket.part], there)
+                if not is_void(bucket.of(self.model)):
+                    there, self.taken = self.wire.fetch(bucket.of(self.model))
+                    copy(bucket.of(self.x), there)

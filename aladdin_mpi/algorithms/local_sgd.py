@@ -96,7 +96,7 @@ class LocalSgdWorker(TrainingWorker):
         add(moved, self.base, alpha=-1.0)
         totals, workers = self._summed(moved)
         for bucket, total in totals:
-            add(self.base[bucket.part], total, alpha=1 / workers)
+            add(bucket.of(self.base), total, alpha=1 / workers)
         copy(self.x, self.base)
 
     def _summed(self, moved: Tensor) -> Sums:
@@ -104,9 +104,9 @@ class LocalSgdWorker(TrainingWorker):
         buckets, sums = self.layout.buckets, self.all_reduce
         if isinstance(sums, SurvivingSums):
             for bucket in buckets:
-                sums.start(moved[bucket.part], bucket)
+                sums.start(bucket.of(moved), bucket)
             return sums.finish()
-        under_way = [sums.start(moved[bucket.part], bucket.index) for bucket in buckets]
+        under_way = [sums.start(bucket.of(moved), bucket.index) for bucket in buckets]
         totals = [(b, pending.wait()) for b, pending in zip(buckets, under_way, strict=True)]
         return Sums(totals, self.n)
 

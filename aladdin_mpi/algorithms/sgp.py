@@ -169,7 +169,7 @@ class SgpWorker(TrainingWorker):
         post = self.transport.irecv
         push.requests = [post(push.w, source, Tag.PUSH)]
         for bucket in self.layout.buckets:
-            push.requests.append(post(push.values[bucket.part], source, Tag.PUSH))
+            push.requests.append(post(bucket.of(push.values), source, Tag.PUSH))
         self.incoming.append(push)
 
     def _push(self, dest: int) -> None:
@@ -197,9 +197,9 @@ class SgpWorker(TrainingWorker):
     def _add(self, push: _Push) -> None:
         w = intact(push.w, push.requests[0].source).item()
         for bucket in self.layout.buckets:
-            theirs = push.values[bucket.part]
+            theirs = bucket.of(push.values)
             if is_void(theirs):
-                copy(theirs, self.x[bucket.part])  # as if the sender had the same: w is kept
+                copy(theirs, bucket.of(self.x))  # as if the sender had the same: w is kept
         values, push.event = self.wire.fetch(push.values)
         with self.transport.atomic():
             lerp(self.x, values, w / (self.w + w))

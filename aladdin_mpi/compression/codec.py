@@ -10,7 +10,7 @@ import torch
 from aladdin_mpi.accelerator import CopyEvent, CopyStream, is_accelerator, pinned
 from aladdin_mpi.compression.models import ModelDecoder, ModelEncoder
 from aladdin_mpi.model.layout import Bucket
-from aladdin_mpi.model.vectors import add
+from aladdin_mpi.model.vectors import add, sizes
 from aladdin_mpi.transport.request import Event
 
 if TYPE_CHECKING:
@@ -130,7 +130,9 @@ class DenseWire(GradientCodec):
         """
         if self._copies is not None:
             return pinned(numel, self.dtype, self.device)
-        return torch.zeros(numel, dtype=self.dtype, device=self._memory)
+        if self._memory == "meta":
+            return sizes(numel, self.dtype)
+        return torch.zeros(numel, dtype=self.dtype)
 
     def buffer_for(self, vector: Tensor) -> Tensor:
         """A buffer as long as ``vector``: ``vector`` itself where it can be sent as it is."""

@@ -29,6 +29,7 @@ from aladdin_mpi.compression.quantise import (
     scales_of,
 )
 from aladdin_mpi.model.layout import Bucket, Layout
+from aladdin_mpi.model.vectors import cut
 from aladdin_mpi.transport.request import Event
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class FewBitsCodec(GradientCodec):
         self, bucket: Bucket, values: Tensor, samples: int, room: Tensor
     ) -> tuple[Tensor, Event | None]:
         """What ``left`` and ``values`` are together; see :meth:`GradientCodec.compress`."""
-        room = room[: self.length(bucket)]
+        room = cut(room, 0, self.length(bucket))
         if values.is_meta:
             return room, None
         if room.numel() == bucket.numel:
@@ -175,8 +176,8 @@ class FewBitsEncoder(ModelEncoder):
         length = message_length(bucket.numel, bits)
         shadow = self._shadows.get(key)
         if shadow is None or length == bucket.numel:
-            return self._whole(key, values, room[: bucket.numel])
-        message = room[:length]
+            return self._whole(key, values, cut(room, 0, bucket.numel))
+        message = cut(room, 0, length)
         if not values.is_meta:
             written = _room(message, values)
             quantise_difference(values, shadow, written, bits, self._scratch)

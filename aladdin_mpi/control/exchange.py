@@ -27,6 +27,9 @@ def gather(transport: Transport, fact: Any) -> list[Any]:
 
     None of a rank that has failed.
     """
+    if transport.meets:
+        facts = transport.meet(fact)
+        return [] if transport.rank else [fact, *map(_as_read, facts[1:])]
     if transport.rank:
         _send(transport, _written(fact), 0)
         return []
@@ -35,6 +38,14 @@ def gather(transport: Transport, fact: Any) -> list[Any]:
 
 def broadcast(transport: Transport, fact: Any) -> Any:
     """Rank 0's ``fact`` at every rank that lives."""
+    if transport.meets:
+        told = transport.meet(None if transport.rank else _as_read(fact))
+        return told[0] if transport.rank else fact
+    return _broadcast(transport, fact)
+
+
+def _broadcast(transport: Transport, fact: Any) -> Any:
+    """By messages."""
     if transport.rank:
         return _receive(transport, 0)
     message = _written(fact)
@@ -91,11 +102,24 @@ def agree(transport: Transport, attempt: Callable[[], T]) -> T:
             result = attempt()
     except UserError as error:
         problem = str(error)
-    summary = broadcast(transport, summarised(gather(transport, problem), transport.size))
+    summary = _summary(transport, problem)
     if summary:
         transport.close()
         raise UserError(summary, agreed=True) if transport.rank == 0 else RefusedError
     return result  # type: ignore[return-value]
+
+
+def _summary(transport: Transport, problem: str | None) -> str:
+    """What is wrong, at every rank."""
+    if transport.meets:
+        problems = transport.meet(problem)
+        if problems.count(None) == len(problems):
+            return ""
+    else:
+        problems = gather(transport, problem)
+    # By messages: the others' errors are to come behind that of rank 0, which says what is wrong.
+    found: str = _broadcast(transport, summarised(problems, transport.size))
+    return found
 
 
 def summarised(problems: list[str | None], size: int) -> str:
@@ -142,6 +166,11 @@ def _written(fact: Any) -> tuple[Tensor, Tensor]:
     """As a message's length, and the message."""
     text = torch.frombuffer(bytearray(json.dumps(fact).encode()), dtype=torch.uint8)
     return torch.tensor([text.numel()]), text
+
+
+def _as_read(fact: Any) -> Any:
+    """What comes of ``fact`` where it is sent."""
+    return fact if fact is None or type(fact) in (str, int) else json.loads(json.dumps(fact))
 
 
 def _send(transport: Transport, message: tuple[Tensor, Tensor], dest: int) -> None:

@@ -65,7 +65,7 @@ class GossipInbox:
             return
         # A running mean, not a sum of weighted values: it holds however small the weights are.
         self.weights[bucket.index] += weight
-        lerp(self._mean[bucket.part], values, weight / self.weights[bucket.index])
+        lerp(bucket.of(self._mean), values, weight / self.weights[bucket.index])
 
     def _check_ended(self) -> None:
         """If no other has anything more to say in this segment, say so to who waits."""
@@ -89,7 +89,7 @@ class GossipInbox:
                 a = self.weights[bucket.index]
                 if a:
                     total = alpha[bucket.index] + a
-                    lerp(x[bucket.part], self._mean[bucket.part], a / total)
+                    lerp(bucket.of(x), bucket.of(self._mean), a / total)
                     alpha[bucket.index], self.weights[bucket.index] = total, 0.0
 
     def drain(self) -> None:

@@ -63,7 +63,7 @@ class ModelOutbox:
         send, tag = self._transport.isend, self._tag
         copy.requests = [] if header is None else [send(header, dest, tag)]
         for bucket in self._layout.buckets:
-            copy.requests.append(send(copy.values[bucket.part], dest, tag, after=event))
+            copy.requests.append(send(bucket.of(copy.values), dest, tag, after=event))
         return copy.values
 
     def flush(self) -> None:

@@ -59,7 +59,14 @@ class Layout:
 
     def owned_by(self, server: int) -> tuple[Bucket, ...]:
         """The buckets of one server, in order."""
-        return tuple(bucket for bucket in self.buckets if bucket.server == server)
+        return self._owned.get(server, ())
+
+    @cached_property
+    def _owned(self) -> dict[int, tuple[Bucket, ...]]:
+        found: dict[int, list[Bucket]] = {}
+        for bucket in self.buckets:
+            found.setdefault(bucket.server, []).append(bucket)
+        return {server: tuple(buckets) for server, buckets in found.items()}
 
 
 def cut(

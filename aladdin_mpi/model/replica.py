@@ -22,6 +22,7 @@ from aladdin_mpi.model.bound_gradients import BoundGradients
 from aladdin_mpi.model.bucket_watch import BucketWatch, OnBucket
 from aladdin_mpi.model.layout import Layout
 from aladdin_mpi.model.other_dtypes import OtherDtypes, common_dtype
+from aladdin_mpi.model.vectors import sizes as sizes_alone
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -291,8 +292,12 @@ class PhantomReplica(_Flat):
 
     def __init__(self, numel: int, sizes: Outline | None = None) -> None:
         self.numel = numel
-        self.parameters = torch.zeros(numel, device="meta")
+        self.parameters = sizes_alone(numel, torch.float32)
         self._outline = sizes or Outline(((1, numel),), (numel,))
+
+    def new_vector(self) -> Tensor:
+        """The same one again: there is nothing in it."""
+        return self.parameters
 
     def keep_buffers(self) -> None:
         """There are none."""

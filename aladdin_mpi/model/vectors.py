@@ -73,7 +73,9 @@ def lerp(x: Tensor, y: Tensor, weight: float) -> None:
 
 def host_vector(like: Tensor) -> Tensor:
     """A zeroed vector like ``like``, in the host's memory where it has any."""
-    return torch.zeros_like(like, device="meta" if like.is_meta else "cpu")
+    if like.is_meta:
+        return sizes(like.numel(), like.dtype)
+    return torch.zeros_like(like, device="cpu")
 
 
 def blocks(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Sequence
 from enum import IntEnum
 from math import isnan
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,17 +41,14 @@ class Header(NamedTuple):
     alpha: float = 0.0
     notes: tuple[float, ...] = ()
 
-    def pack(self) -> Tensor:
-        """As a message."""
-        values = (*self[:-1], *self.notes)
-        # Half the time of torch.tensor(), and every message of a model has a header.
-        data = bytearray(struct.pack(f"{len(values)}d", *values))
-        return torch.frombuffer(data, dtype=torch.float64)
+    def pack(self) -> tuple[float, ...]:
+        """As the numbers of a message."""
+        return (*self[:-1], *self.notes)
 
     @staticmethod
-    def unpack(message: Tensor) -> Header:
+    def unpack(numbers: Sequence[float]) -> Header:
         """The inverse of :meth:`pack`."""
-        kind, gradients, samples, bucket, alpha, *notes = message.tolist()
+        kind, gradients, samples, bucket, alpha, *notes = numbers
         return Header(int(kind), int(gradients), int(samples), int(bucket), alpha, tuple(notes))
 
     @staticmethod
@@ -61,11 +58,14 @@ class Header(NamedTuple):
         Raises:
             TransportError: it was damaged on its way.
         """
+        if request.numbers is not None:
+            return Header.unpack(request.numbers)
         assert request.buffer is not None
         message = request.buffer[: request.nbytes // request.buffer.itemsize]
-        if isnan(message.tolist()[0]):  # as all numbers of a void message are
+        numbers = message.tolist()
+        if isnan(numbers[0]):  # as all numbers of a void message are
             intact(message, request.source)
-        return Header.unpack(message)
+        return Header.unpack(numbers)
 
 
 def new_header(notes: int = 0) -> Tensor:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aladdin_mpi.model.vectors import add_if_finite
+from aladdin_mpi.model.vectors import add_if_finite, cut
 from aladdin_mpi.parameter_server.intake import Arrival
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class GradientSum:
     @property
     def values(self) -> Tensor:
         """The sum; meaningless while ``count`` is 0."""
-        return self._storage[: self._numel]
+        return cut(self._storage, 0, self._numel)
 
     def add(self, arrival: Arrival) -> bool:
         """Add an arrived bucket; False: it is refused, as the sum would not be finite.

@@ -11,7 +11,7 @@ import torch
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Bucket, Layout
-from aladdin_mpi.model.vectors import lerp
+from aladdin_mpi.model.vectors import cut, lerp
 from aladdin_mpi.parameter_server.frames import Header, Kind, new_header
 from aladdin_mpi.transport.base import EVENT_POLL, Transport
 from aladdin_mpi.transport.request import Event, Request
@@ -85,7 +85,7 @@ class _Line:
                 self._oldest = None
                 bucket = self._layout.buckets[header.bucket]
                 assert data.buffer is not None
-                message = data.buffer[: data.nbytes // data.buffer.itemsize]
+                message = cut(data.buffer, 0, data.nbytes // data.buffer.itemsize)
                 found.append(Model(bucket, message, header.alpha, header.notes))
             else:
                 break
@@ -207,7 +207,7 @@ class ModelInbox:
 
     def put(self, parameters: Tensor, model: Model, values: Tensor) -> None:
         """Blend in one bucket, of which ``values`` are the newest."""
-        lerp(parameters[model.bucket.part], values, model.alpha)
+        lerp(model.bucket.of(parameters), values, model.alpha)
 
     def _is_damaged(self, model: Model) -> bool:
         """Whether it was damaged on its way; then its server is asked for the whole bucket."""

@@ -11,7 +11,7 @@ import torch
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Bucket
-from aladdin_mpi.model.vectors import add, is_finite
+from aladdin_mpi.model.vectors import add, cut, is_finite
 from aladdin_mpi.parameter_server.frames import Header, Kind, new_header
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Request
@@ -25,7 +25,7 @@ RECEIVES_AHEAD = 8
 """Messages of each worker for which a receive is posted."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Arrival:
     """One bucket of a worker's gradient.
 
@@ -65,7 +65,7 @@ class Arrival:
     @property
     def values(self) -> Tensor:
         """The gradient, of the bucket's length; a copy unless :attr:`is_dense`."""
-        values = self.storage[: self.bucket.numel]
+        values = cut(self.storage, 0, self.bucket.numel)
         if self.is_dense:
             return values
         values = torch.zeros_like(values, dtype=torch.float32)
@@ -121,6 +121,7 @@ class Intake:
         self._buckets = buckets
         self._codec = codec
         self._storages = [codec.buffer(largest) for _ in range(RECEIVES_AHEAD)]
+        self._headers: list[Tensor] = []
         self._posted: deque[tuple[Request, Tensor | None]] = deque()
         self._post_next = 0
         self._take_next = 0
@@ -143,10 +144,11 @@ class Intake:
         turn = self._post_next % (1 + len(self._buckets))
         self._post_next += 1
         if turn == 0:
-            buffer, storage = new_header(self._notes), None
+            buffer = self._headers.pop() if self._headers else new_header(self._notes)
+            storage = None
         else:
             storage = self._storages.pop()
-            buffer = storage[: self._buckets[turn - 1].numel]
+            buffer = cut(storage, 0, self._buckets[turn - 1].numel)
         request = self._transport.irecv(buffer, self._source, Tag.GRADIENT)
         self._posted.append((request, storage))
 
@@ -157,6 +159,8 @@ class Intake:
         self._take_next += 1
         if storage is None:
             self.header = Header.received(request)
+            assert request.buffer is not None
+            self._headers.append(request.buffer)
             self.ended = self.header.kind == Kind.END
             if not self.ended:
                 self._post()

@@ -28,7 +28,7 @@ class DifferenceInbox(ModelInbox):
 
     def put(self, parameters: Tensor, model: Model, values: Tensor) -> None:
         """Take one bucket."""
-        x, base = parameters[model.bucket.part], self.base[model.bucket.part]
+        x, base = model.bucket.of(parameters), model.bucket.of(self.base)
         x.sub_(base)
         base.copy_(values)
         x.add_(base)

@@ -12,6 +12,7 @@ import torch
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.model.vectors import cut
 from aladdin_mpi.parameter_server.frames import Header, Kind
 from aladdin_mpi.parameter_server.intake import Arrival
 from aladdin_mpi.transport.base import Transport
@@ -100,7 +101,7 @@ class ModelSender:
         self._transport.charge_memory(self._moved(bucket, message.nbytes))
         told = notes() if callable(notes) else notes
         header = Header(Kind.BUCKETS, bucket=bucket.index, alpha=alpha, notes=told)
-        self._transport.isend(header.pack(), rank, Tag.MODEL)
+        self._transport.isend_numbers(header.pack(), rank, Tag.MODEL)
         request = self._transport.isend(message, rank, Tag.MODEL, after=event)
         self._in_flight[key] = (request, wire)
 
@@ -124,7 +125,7 @@ class ModelSender:
         self, rank: int, bucket: Bucket, values: Tensor, wire: Tensor
     ) -> tuple[Tensor, Event | None]:
         if self._differences is None:
-            message = wire[: bucket.numel]
+            message = cut(wire, 0, bucket.numel)
             return message, self._wire.encode(values, message)
         always = self._codec.always_sent(bucket)
         return self._differences.encode(rank, bucket, values, wire, always), None
@@ -154,7 +155,7 @@ class ModelSender:
                 self.send(key[0], *model)
         for rank in [rank for rank in self._ending if not self._waiting[rank]]:
             self._ending.remove(rank)
-            self._transport.isend(Header(Kind.END).pack(), rank, Tag.MODEL)
+            self._transport.isend_numbers(Header(Kind.END).pack(), rank, Tag.MODEL)
 
     def keep_up(self, awaited: WaitSet) -> None:
         """Send what can go now, and have ``awaited`` wait for what the rest waits behind.

@@ -99,6 +99,18 @@ class Outbox(Stateful):
         elif self._waiting is not None:
             self._advance()
 
+    def is_idle(self) -> bool:
+        """Whether :meth:`put` would do nothing: its turn has not come, nor that of another."""
+        if self._live:
+            return False
+        if self._waiting is None:
+            return True
+        for slot in self._in_flight:
+            requests = slot.requests
+            if not requests or requests[0].done:
+                return False
+        return True
+
     def end(self) -> None:
         """The current gradient is complete."""
         slot, self._current = self._current, None
@@ -149,13 +161,17 @@ class Outbox(Stateful):
             self._in_flight = [slot for slot in self._in_flight if slot.requests]
 
     def _announce(self, slot: _Slot) -> None:
+        notes = slot.notes
+        header = Header(
+            Kind.BUCKETS, slot.count, slot.samples, notes=() if callable(notes) else notes
+        )
         for server in range(self._layout.servers):
-            notes = slot.notes(server) if callable(slot.notes) else slot.notes
-            header = Header(Kind.BUCKETS, gradients=slot.count, samples=slot.samples, notes=notes)
+            if callable(notes):
+                header = header._replace(notes=notes(server))
             slot.requests.append(self._header(server, header))
 
     def _header(self, server: int, header: Header) -> Request:
-        return self._transport.isend(header.pack(), server, Tag.GRADIENT)
+        return self._transport.isend_numbers(header.pack(), server, Tag.GRADIENT)
 
     def _send(self, slot: _Slot, bucket: Bucket) -> None:
         values, room = bucket.of(slot.vector), bucket.of(slot.room)

@@ -197,9 +197,9 @@ class ParameterServer:
         That costs one reading of the values, which the cache holds then for the addition that
         follows.
         """
-        message = arrival.storage[: arrival.length]
-        if message.is_meta:
+        if arrival.storage.is_meta:
             return
+        message = arrival.storage[: arrival.length]
         if is_void(message):
             arrival.refuse()  # those who saw it arrive have told of it
         elif thoroughly and not is_finite(self.arriving.numbers(arrival.bucket, message)):

@@ -44,19 +44,19 @@ class LedWorker(TrainingWorker):
         if self.taken is not None:
             self.transport.await_event(self.taken)
         receives = [
-            self.transport.irecv(self.model[bucket.part], self.leader, Tag.LOCAL_MODEL)
+            self.transport.irecv(bucket.of(self.model), self.leader, Tag.LOCAL_MODEL)
             for bucket in self.layout.buckets
         ]
         self.transport.wait_all(receives)
         for bucket in self.layout.buckets:
-            if not is_void(self.model[bucket.part]):
-                there, self.taken = self.wire.fetch(self.model[bucket.part])
+            if not is_void(bucket.of(self.model)):
+                there, self.taken = self.wire.fetch(bucket.of(self.model))
                 with self.transport.atomic():
-                    copy(self.x[bucket.part], there)
+                    copy(bucket.of(self.x), there)
 
     def _send(self, bucket: Bucket) -> None:
-        wire = self.sent[bucket.part]
-        event = self.wire.encode(self.g[bucket.part], wire)
+        wire = bucket.of(self.sent)
+        event = self.wire.encode(bucket.of(self.g), wire)
         send = self.transport.isend(wire, self.leader, Tag.LOCAL_GRADIENT, after=event)
         self.sends.append(send)
 

@@ -91,8 +91,8 @@ class NodeLeader:
         for taken in self._taken.values():
             self._transport.await_event(taken)
         for bucket in self._layout.buckets:
-            model = self._model[bucket.part]
-            event = self._wire.encode(self._x[bucket.part], model)
+            model = bucket.of(self._model)
+            event = self._wire.encode(bucket.of(self._x), model)
             if event is not None:
                 event.hold()  # the step may change x at once
             self._sends += [
@@ -100,7 +100,7 @@ class NodeLeader:
                 for rank in self._others
             ]
             receives = [
-                self._transport.irecv(buffer[bucket.part], rank, Tag.LOCAL_GRADIENT)
+                self._transport.irecv(bucket.of(buffer), rank, Tag.LOCAL_GRADIENT)
                 for rank, buffer in self._received.items()
             ]
             self._awaited.append((bucket, receives))
@@ -120,14 +120,14 @@ class NodeLeader:
             yield first
 
     def _add(self, bucket: Bucket) -> None:
-        mine = self._vector[bucket.part]
+        mine = bucket.of(self._vector)
         nbytes = MOVED * mine.numel() * self._wire.dtype.itemsize * len(self._others)
         self._transport.charge_memory(nbytes)
         if mine.is_meta:
             return
         scale(mine, self._shares[0])
         for rank, share in zip(self._others, self._shares[1:], strict=True):
-            theirs = self._received[rank][bucket.part]
+            theirs = bucket.of(self._received[rank])
             if not is_void(theirs):
                 there, taken = self._wire.fetch(theirs)
                 add(mine, there, alpha=share)

@@ -134,7 +134,7 @@ class TrainingWorker(Role):
 
     def part(self, bucket: Bucket) -> Tensor:
         """This worker's own model."""
-        return self.x[bucket.part]
+        return bucket.of(self.x)
 
     def resize(self, former: Former) -> None:
         """Begin from the global model, with the mean of what the workers had of their own."""

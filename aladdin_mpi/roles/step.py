@@ -42,6 +42,7 @@ class RealStep:
     """
 
     before_forward: OnBucket | None = None
+    is_idle: Callable[[], bool] | None = None
 
     def __init__(
         self,
@@ -103,6 +104,8 @@ class ModelledStep:
     """
 
     watch: BucketWatch | None = None
+    is_idle: Callable[[], bool] | None = None
+    """Whether ``on_bucket`` would do nothing at present."""
 
     def __init__(
         self,
@@ -147,7 +150,7 @@ class ModelledStep:
     def _pass_backward(self, start: float, duration: float) -> None:
         """Let the step's time pass."""
         moments = [start + duration * share for share in self._ends]
-        self._transport.sleep_between(moments, self._end_bucket)
+        self._transport.sleep_between(moments, self._end_bucket, self.is_idle)
 
     def _end_bucket(self, index: int) -> None:
         self._on_bucket(self._layout.buckets[index])

@@ -218,16 +218,23 @@ class Worker(Stateful):
         self.loss_scale = self.ticket.scale
         return loss * self.loss_scale
 
-    def gradient(self, vector: Tensor, on_bucket: OnBucket | None = None) -> None:
+    def gradient(
+        self,
+        vector: Tensor,
+        on_bucket: OnBucket | None = None,
+        is_idle: Callable[[], bool] | None = None,
+    ) -> None:
         """Compute the current batch's gradient into the flat ``vector``, whatever it holds.
 
         ``on_bucket`` is called for every bucket, in order, as soon as it is complete:
-        during backward, or spread over the modelled one; None: nobody asks. Without
+        during backward, or spread over the modelled one; None: nobody asks. It need not be
+        called while ``is_idle`` says that it would do nothing, where nothing is calculated. Without
         samples in the round the gradient is zero and takes no time. Of one that is refused
         at least the bucket that is not finite, and those after it, are zero.
         """
         on_bucket = on_bucket or _ignore
         self._on_bucket = on_bucket if self.clipping.tells_at_once else self._completed.append
+        self.step.is_idle = self._idleness(vector, on_bucket, is_idle)
         self.clipping.begin()
         self.check.begin()
         self.loss_scale = 1.0
@@ -262,10 +269,18 @@ class Worker(Stateful):
             self.check.clear_unsound(vector)
         return loss
 
+    def _idleness(
+        self, vector: Tensor, on_bucket: OnBucket, is_idle: Callable[[], bool] | None
+    ) -> Callable[[], bool] | None:
+        """What says whether :meth:`_complete` would have no effect; None: it always has."""
+        if self._node is not None or not vector.is_meta or not self.clipping.tells_at_once:
+            return None
+        return _always if on_bucket is _ignore else is_idle
+
     def _complete(self, bucket: Bucket) -> None:
         """Backward has completed a bucket."""
         if self.loss_scale != 1.0:
-            scale(self._vector[bucket.part], 1 / self.loss_scale)
+            scale(bucket.of(self._vector), 1 / self.loss_scale)
         for each in self._summed(bucket):
             self._tell(each)
 
@@ -328,3 +343,8 @@ class Worker(Stateful):
 
 def _ignore(bucket: Bucket) -> None:
     """There is nobody to tell."""
+
+
+def _always() -> bool:
+    """There is never anything to be done."""
+    return True

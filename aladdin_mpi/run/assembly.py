@@ -69,6 +69,7 @@ class Task:
         epoch: samples of one epoch.
         data: facts about this rank's data, in which all must agree.
         compute: see :class:`Worker`; ``may_clip`` likewise.
+        may_draw: whether computing may draw random numbers.
         evaluate: see :class:`.Evaluator`; None: no evaluations. Unless it is a
             :class:`Measurement`, the module has batch norm's statistics estimated before.
         optimizer: None: momentum SGD.
@@ -85,6 +86,7 @@ class Task:
     optimizer: OwnOptimizer | None
     schedule: Callable[[int], float] | None
     may_clip: bool
+    may_draw: bool
     state: dict[str, Any]
     skipped: SkippedImages | None
     origin: Origin
@@ -217,7 +219,7 @@ def _role(
         optimizer.advance((ticket.start + ticket.whole) // plan.schedule_step)
         skips.pass_on()
 
-    compute = local.computing(task.compute)
+    compute = local.computing(task.compute) if task.may_draw else task.compute
     computing = Computing(compute, make_pace(context), task.may_clip, advance)
     return make_worker(context, optimizer, wire, lr, computing)
 

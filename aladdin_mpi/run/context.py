@@ -118,18 +118,27 @@ def make_context(
     Raises:
         UserError: more servers than the model has parts, or too few workers.
     """
-    replica = agree(transport, lambda: _make_replica(options, module))
+    replica = agree(transport, lambda: _make_replica(transport, options, module))
     servers = server_count(options, algorithm)
-    layout = make_layout(options, algorithm, replica, servers, transport.size - servers)
+    workers = transport.size - servers
+    if isinstance(replica, Replica):
+        layout = make_layout(options, algorithm, replica, servers, workers)
+    else:  # all ranks of a simulation have the same
+        key = "layout", id(module), servers, workers
+        layout = transport.once(
+            key, lambda: make_layout(options, algorithm, replica, servers, workers)
+        )
     agree(transport, lambda: _check(transport, options, replica, layout))
     nodes = agree(transport, lambda: make_nodes(options, algorithm, transport, servers))
     return Context(transport, options, algorithm, module, replica, layout, nodes, numbers)
 
 
-def _make_replica(options: RunOptions, module: nn.Module) -> Replica | PhantomReplica:
+def _make_replica(
+    transport: Transport, options: RunOptions, module: nn.Module
+) -> Replica | PhantomReplica:
     if options.compute == "real":
         return Replica(module)
-    sizes = shared_outline(module)
+    _, sizes = transport.once(("outline", id(module)), lambda: (module, shared_outline(module)))
     return PhantomReplica(sum(sizes.layers), sizes)
 
 

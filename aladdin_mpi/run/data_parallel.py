@@ -197,7 +197,7 @@ class DataParallel:
         )
         # Timed computing needs no more than the parameters' sizes: they may be on "meta".
         is_real = self.options.compute == "real"
-        agree(transport, lambda: check_module(module, needs_values=is_real))
+        agree(transport, lambda: self._check(module, needs_values=is_real))
         self.module = self._placed(module) if is_real else module
         self._optimizer = agree(
             transport, lambda: resolve(self.module, self.options, optimizer, scheduler)
@@ -219,6 +219,18 @@ class DataParallel:
         self.state: dict[str, Any] = {}
         if self._owns_transport:
             atexit.register(self._check_ended)
+
+    def _check(self, module: nn.Module, needs_values: bool) -> None:
+        """Of a module that is only measured all ranks of a simulation may have the same."""
+        if needs_values:
+            check_module(module, needs_values)
+        else:
+
+            def check() -> nn.Module:
+                check_module(module, needs_values)
+                return module  # it lives as long as its number is known
+
+            self.transport.once(("checked", id(module)), check)
 
     def _placed(self, module: nn.Module) -> nn.Module:
         module = module.to(self.device)
@@ -357,6 +369,7 @@ class DataParallel:
             self._optimizer,
             self._schedule,
             may_clip=self._is_own_loop,
+            may_draw=self._is_own_loop or self.options.compute == "real",
             state=self.state,
             skipped=dealt.feed.skipped if dealt.feed is not None else None,
             origin=origin,

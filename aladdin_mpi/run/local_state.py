@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aladdin_mpi.accelerator import random_state, set_random_state
+from aladdin_mpi.accelerator import is_accelerator, random_state, set_random_state
 from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.replica import PhantomReplica, Replica
@@ -79,7 +79,10 @@ class LocalState:
 
     def seed(self, number: int) -> None:
         """Begin with this seed."""
-        torch.manual_seed(number)
+        if is_accelerator(self._device):
+            torch.manual_seed(number)
+        else:  # which would look for accelerators, and keep the stack for each
+            torch.default_generator.manual_seed(number)
         self._random = self._position()
 
     def computing(self, compute: Compute) -> Compute:

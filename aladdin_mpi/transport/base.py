@@ -7,11 +7,14 @@ and runs over MPI (:mod:`aladdin_mpi.transport.mpi`) or in virtual time
 
 from __future__ import annotations
 
+import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from aladdin_mpi.transport.request import Event, PeerFailedError, Request
 from aladdin_mpi.transport.wait_set import WaitSet
@@ -22,6 +25,7 @@ EVENT_POLL = 0.0001
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
 Handler = Callable[[int, "Tensor"], None]
 """Called as ``handler(source, message)`` when a registered message arrives."""
 
@@ -70,6 +74,8 @@ class Transport(ABC):
     """Whether its ranks are all, so that the engine's collectives are there."""
     progresses: bool
     """Whether messages move, and are handled, while the rank computes."""
+    meets = False
+    """Whether there is :meth:`meet`."""
 
     @property
     def host(self) -> int:
@@ -83,6 +89,15 @@ class Transport(ABC):
     def original(self, rank: int) -> int:
         """The number that a rank has in the job, which users know it by."""
         return rank
+
+    # -- in one process -----------------------------------------------------
+    def meet(self, fact: Any) -> list[Any]:
+        """Everyone's ``fact`` by rank, when all have called it: without messages or time."""
+        raise NotImplementedError
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What ``make`` returns; of ranks that share a process the first one's, for all."""
+        return make()
 
     # -- time ---------------------------------------------------------------
     @abstractmethod
@@ -104,10 +119,16 @@ class Transport(ABC):
         """As :meth:`sleep`, until ``now()`` is ``moment``; in virtual time exactly so."""
         self.sleep(max(0.0, moment - self.now()))
 
-    def sleep_between(self, moments: Sequence[float], action: Callable[[int], None]) -> None:
+    def sleep_between(
+        self,
+        moments: Sequence[float],
+        action: Callable[[int], None],
+        is_idle: Callable[[], bool] | None = None,
+    ) -> None:
         """Call ``action(i)`` at the i-th of ``moments``, or at once if that is past.
 
-        The rank sleeps in between. ``action`` may do all that the rank itself may.
+        The rank sleeps in between. ``action`` may do all that the rank itself may. Where
+        ``is_idle()`` says that it would do nothing now, it need not be called.
         """
         for index, moment in enumerate(moments):
             self.sleep(max(0.0, moment - self.now()))
@@ -120,6 +141,15 @@ class Transport(ABC):
 
         Never waits. Sends of one tag to one rank leave in the order of the calls.
         """
+
+    def isend_numbers(self, numbers: Sequence[float], dest: int, tag: int) -> Request:
+        """Start to send numbers, in float64, to a receive of at least as many.
+
+        They come in its buffer or, without having been in memory, in its ``numbers``.
+        """
+        # Half the time of torch.tensor(), and every message of a model has a header.
+        data = bytearray(struct.pack(f"{len(numbers)}d", *numbers))
+        return self.isend(torch.frombuffer(data, dtype=torch.float64), dest, tag)
 
     @abstractmethod
     def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from aladdin_mpi.transport.base import Handler, Transport
+from aladdin_mpi.transport.base import Handler, T, Transport
 from aladdin_mpi.transport.request import Event, Request
 
 if TYPE_CHECKING:
@@ -23,10 +23,17 @@ class Layer(Transport):
         self.models_time, self.needs_memory = inner.models_time, inner.needs_memory
         self.shares_process = inner.shares_process
         self.survives, self.progresses = inner.survives, inner.progresses
+        self.meets = inner.meets
 
     def __getattr__(self, name: str) -> Any:
         """What only one engine has."""
         return getattr(self.inner, name)
+
+    def meet(self, fact: Any) -> list[Any]:
+        return self.inner.meet(fact)
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        return self.inner.once(key, make)
 
     def host_name(self, rank: int) -> str:
         return self.inner.host_name(rank)

@@ -27,6 +27,7 @@ class PartOfRanks(Layer):
 
     def __init__(self, inner: Transport, ranks: Sequence[int]) -> None:
         super().__init__(inner)
+        self.meets = False  # not all of its ranks are here
         self._ranks = tuple(ranks)
         self._places = {rank: place for place, rank in enumerate(ranks)}
         self.rank, self.size = self._places[inner.rank], len(ranks)
@@ -42,11 +43,19 @@ class PartOfRanks(Layer):
     def original(self, rank: int) -> int:
         return self.inner.original(self._ranks[rank])
 
-    def sleep_between(self, moments: Sequence[float], action: Callable[[int], None]) -> None:
-        self.inner.sleep_between(moments, action)
+    def sleep_between(
+        self,
+        moments: Sequence[float],
+        action: Callable[[int], None],
+        is_idle: Callable[[], bool] | None = None,
+    ) -> None:
+        self.inner.sleep_between(moments, action, is_idle)
 
     def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
         return self.inner.isend(buffer, self._ranks[dest], tag, after)
+
+    def isend_numbers(self, numbers: Sequence[float], dest: int, tag: int) -> Request:
+        return self.inner.isend_numbers(numbers, self._ranks[dest], tag)
 
     def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
         return self.inner.irecv(buffer, self._ranks[source], tag)

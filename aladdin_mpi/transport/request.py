@@ -45,10 +45,12 @@ class Request:
     ``done`` is set when it has ended; ``source`` and ``nbytes`` then describe a received
     message, and ``order`` is a counter that grows with every completion on this
     rank, so that messages can be taken in their order of arrival. ``failed`` is
-    the dead rank at the other end, if that is how the operation ended.
+    the dead rank at the other end, if that is how the operation ended. ``numbers`` are those of
+    :meth:`Transport.isend_numbers` where an engine hands them over as they are, and not in
+    ``buffer``.
     """
 
-    __slots__ = ("buffer", "done", "failed", "nbytes", "order", "source", "what")
+    __slots__ = ("buffer", "done", "failed", "nbytes", "numbers", "order", "source", "what")
 
     def __init__(self, what: str, buffer: Tensor | None = None) -> None:
         self.what = what
@@ -58,6 +60,7 @@ class Request:
         self.nbytes = 0
         self.order = -1
         self.failed: int | None = None
+        self.numbers: tuple[float, ...] | None = None
 
     def __repr__(self) -> str:
         state = "done" if self.done else "pending"

@@ -226,6 +226,10 @@ class _Checked(Request):
         return self.parts[0].buffer
 
     @property
+    def numbers(self) -> tuple[float, ...] | None:  # type: ignore[override]
+        return self.parts[0].numbers
+
+    @property
     def source(self) -> int:  # type: ignore[override]
         return self.parts[0].source
 

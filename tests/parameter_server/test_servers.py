@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -121,10 +122,10 @@ def test_every_header_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read = 0
     unpack = Header.unpack
 
-    def counted(message: Tensor) -> Header:
+    def counted(numbers: Sequence[float]) -> Header:
         nonlocal read
         read += 1
-        return unpack(message)
+        return unpack(numbers)
 
     monkeypatch.setattr(Header, "unpack", staticmethod(counted))
     # Headers come long before what they announce: 20 kB take 0.2 s, so there is much to look at.

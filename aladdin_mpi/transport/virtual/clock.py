@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from heapq import heappop, heappush
+from itertools import count
 from typing import Any
 
 EARLY = -1.0
@@ -13,6 +14,7 @@ LATE = 1.0
 """Of the events of one time: after the arrival of all messages."""
 
 Action = Callable[[Any], None]
+_Event = tuple[float, float, int, Action, Any]
 
 
 class Clock:
@@ -22,37 +24,48 @@ class Clock:
     its arguments and its seed alone.
     """
 
-    __slots__ = ("_draw", "_events", "_seed", "_serial", "_stopped", "now", "random")
+    __slots__ = ("_events", "_number", "_seed", "_stopped", "at", "now", "random")
+
+    at: Callable[..., None]
+    """``at(time, action, argument, turn=0.0)``: have ``action(argument)`` called at ``time``;
+    ``turn`` is 0, EARLY or LATE."""
 
     def __init__(self, seed: int, start_time: float) -> None:
         self.now = start_time
         self._seed = seed
-        self._events: list[tuple[float, float, int, Action, Any]] = []
-        self._serial = 0
+        self._events: list[_Event] = []
+        self._number = count().__next__
         self._stopped = False
         self.reseed()
 
     def reseed(self, *key: int) -> None:
         """Start the random numbers anew from the seed and ``key``."""
         self.random = random.Random("/".join(map(str, (self._seed, *key))))
-        self._draw = self.random.random
-
-    def at(self, time: float, action: Action, argument: Any, turn: float = 0.0) -> None:
-        """Have ``action(argument)`` called at ``time``; ``turn`` is 0, EARLY or LATE."""
-        self._serial += 1
-        heappush(self._events, (time, turn + self._draw(), self._serial, action, argument))
+        self.at = _scheduler(self._events, self.random.random, self._number)
 
     def run(self) -> bool:
         """Go from event to event until :meth:`stop` is called; False: there was none left."""
-        events = self._events
+        events, pop = self._events, heappop
         self._stopped = False
         while not self._stopped:
             if not events:
                 return False
-            self.now, _, _, action, argument = heappop(events)
+            self.now, _, _, action, argument = pop(events)
             action(argument)
         return True
 
     def stop(self) -> None:
         """Let :meth:`run` end with the present event."""
         self._stopped = True
+
+
+def _scheduler(
+    events: list[_Event], draw: Callable[[], float], number: Callable[[], int]
+) -> Callable[..., None]:
+    # A function with all that it needs at hand: it is called for every piece of every message.
+    push = heappush
+
+    def at(time: float, action: Action, argument: Any, turn: float = 0.0) -> None:
+        push(events, (time, turn + draw(), number(), action, argument))
+
+    return at

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from greenlet import greenlet
@@ -16,7 +16,14 @@ from aladdin_mpi.transport.request import ANY_SOURCE, Event, Request
 from aladdin_mpi.transport.virtual.clock import LATE, Clock
 from aladdin_mpi.transport.virtual.collective import Collective
 from aladdin_mpi.transport.virtual.fiber import Fiber
-from aladdin_mpi.transport.virtual.matching import Mailbox, as_bytes, copied, fill, too_long
+from aladdin_mpi.transport.virtual.matching import (
+    Mailbox,
+    as_bytes,
+    copied,
+    fill,
+    in_memory,
+    too_long,
+)
 from aladdin_mpi.transport.virtual.message import Message, Operation
 from aladdin_mpi.transport.virtual.network import Network
 from aladdin_mpi.transport.virtual.tcp_network import TcpNetwork
@@ -45,7 +52,14 @@ class Fabric:
         self.dead: frozenset[int] = frozenset()
         self.excluded: frozenset[int] = frozenset()
         self.may_fail = may_fail
-        self.handling = cluster.handling
+        # A pause holds messages back, and what follows them.
+        self.meets = not (may_fail or cluster.pauses)
+        self.meetings: dict[int, Meeting] = {}
+        """Those at which some ranks have not come yet."""
+        self.known: dict[Hashable, Any] = {}
+        """See :meth:`Transport.once`."""
+        is_free = not (cluster.memory_gbyte or cluster.handling_us)
+        self.handling = None if is_free else cluster.handling
         self.callers: list[greenlet] = []
         """Those that call for ranks and are free: see :class:`Visits`."""
         self.endpoints = [Endpoint(self, cluster, rank, size) for rank in range(size)]
@@ -70,6 +84,22 @@ class Fabric:
                 endpoint.peer_died(rank)
 
 
+class Meeting:
+    """Where ranks wait for each other: what each of ``size`` brings."""
+
+    def __init__(self, size: int) -> None:
+        self.facts: list[Any] = [None] * size
+        self.missing = size
+        self.waiting: list[tuple[Endpoint, Attendance]] = []
+
+
+class Attendance(Request):
+    """One rank's wait at a meeting."""
+
+    __slots__ = ()
+    waiter = None
+
+
 class Endpoint:
     """What one rank has posted, holds back and handles. Nothing here blocks."""
 
@@ -86,11 +116,12 @@ class Endpoint:
         self._held: dict[tuple[int, int], deque[tuple[Message, Event | None]]] = {}
         self._collectives: dict[int, Collective] = {}
         self._collective_calls = 0
+        self._meetings = 0
         self._when_done: dict[Request, list[Callable[[], None]]] = {}
         self._completions = 0
 
     # -- the end of a request ---------------------------------------------------
-    def complete(self, request: Operation | Collective) -> None:
+    def complete(self, request: Operation | Collective | Attendance) -> None:
         """Mark ``request`` done, and wake who waits for it."""
         request.done = True
         self._completions += 1
@@ -150,6 +181,17 @@ class Endpoint:
             self._hold(message, request, after)
         return request
 
+    def send_numbers(self, numbers: tuple[float, ...], dest: int, tag: int) -> Operation:
+        """Start to send numbers that nobody changes any more."""
+        nbytes = 8 * len(numbers)
+        request = Operation("send", None, dest, tag, nbytes)
+        message = Message(self.rank, dest, tag, nbytes, numbers, request, tag in self.untracked)
+        if self._held:
+            self._hold(message, request, None)
+        else:
+            self._launch(message, request)
+        return request
+
     def _launch(self, message: Message, request: Operation) -> None:
         fabric, nbytes = self.fabric, message.nbytes
         if not message.free:
@@ -159,8 +201,7 @@ class Endpoint:
             self.fail(request, self.rank if self.rank in fabric.dead else message.dest)
             return
         if nbytes <= EAGER:
-            if message.payload is not None:
-                message.payload = copied(message.payload)
+            message.payload = copied(message.payload)
             message.request = None
             self.complete(request)
         fabric.network.send(message)
@@ -284,6 +325,23 @@ class Endpoint:
         del self._collectives[collective.number]
         self.complete(collective)
 
+    def meet(self, fact: Any) -> list[Any]:
+        """See :meth:`Transport.meet`."""
+        number, meetings = self._meetings, self.fabric.meetings
+        self._meetings += 1
+        meeting = meetings.setdefault(number, Meeting(self.size))
+        meeting.facts[self.rank] = fact
+        meeting.missing -= 1
+        if meeting.missing:
+            attendance = Attendance("meeting")
+            meeting.waiting.append((self, attendance))
+            self.fiber.wait([attendance], None)
+        else:
+            del meetings[number]
+            for endpoint, attendance in meeting.waiting:
+                endpoint.complete(attendance)
+        return meeting.facts
+
     # -- failure and end ------------------------------------------------------------
     def peer_died(self, dead: int) -> None:
         """End what needs the rank ``dead``; collectives need every rank."""
@@ -309,8 +367,7 @@ class Endpoint:
         for message in self.mailbox.unexpected():
             if message.source == dead and message.request is not None:
                 message.request = None
-                if message.payload is not None:
-                    message.payload = copied(message.payload)
+                message.payload = copied(message.payload)
 
     def close(self) -> None:
         """Cancel the posted receives and the handlers."""
@@ -340,5 +397,5 @@ def _handed(message: Message) -> Tensor:
     if message.payload is None:
         device = "meta" if message.nbytes else "cpu"
         return torch.empty(message.nbytes, dtype=torch.uint8, device=device)
-    payload = as_bytes(message.payload)
+    payload = as_bytes(in_memory(message.payload))
     return payload if message.request is None else payload.clone()

@@ -8,10 +8,10 @@ seed: one seed is one interleaving, and it can be replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -178,12 +178,26 @@ class VirtualTransport(Transport):
         self.traffic = endpoint.traffic
         self.hosts = endpoint.fabric.network.hosts
         self.survives = endpoint.fabric.may_fail
+        self.meets = endpoint.fabric.meets
         self.progresses = True
         self._endpoint = endpoint
         self._fabric = endpoint.fabric
         self._clock = endpoint.fabric.clock
         self._fiber = endpoint.fiber
         self._handling = endpoint.fabric.handling
+
+    # -- in one process -----------------------------------------------------
+    def meet(self, fact: Any) -> list[Any]:
+        """See :meth:`Transport.meet`."""
+        return self._endpoint.meet(fact)
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """See :meth:`Transport.once`."""
+        known = self._fabric.known
+        if key not in known:
+            known[key] = make()
+        found: T = known[key]
+        return found
 
     # -- time ---------------------------------------------------------------
     def now(self) -> float:
@@ -198,18 +212,22 @@ class VirtualTransport(Transport):
 
     def charge_memory(self, nbytes: int) -> None:
         """Let the time pass that the cluster's processes need; it may be none."""
-        seconds = self._handling(nbytes)
-        if seconds:
+        if self._handling is not None and (seconds := self._handling(nbytes)):
             self._fiber.sleep(seconds)
 
     def sleep_until(self, moment: float) -> None:
         """Let virtual time pass until ``moment`` exactly, or the end of a pause after it."""
         self._fiber.sleep_until(max(moment, self._clock.now))
 
-    def sleep_between(self, moments: Sequence[float], action: Callable[[int], None]) -> None:
+    def sleep_between(
+        self,
+        moments: Sequence[float],
+        action: Callable[[int], None],
+        is_idle: Callable[[], bool] | None = None,
+    ) -> None:
         """See :meth:`Transport.sleep_between`. The rank itself is resumed after the last one."""
         if self._fiber.may_be_spoken_for and moments:
-            Visits(self._fiber, self._fabric.callers, moments, action).make()
+            Visits(self._fiber, self._fabric.callers, moments, action, is_idle).make()
         else:
             super().sleep_between(moments, action)
 
@@ -230,6 +248,11 @@ class VirtualTransport(Transport):
         """See :meth:`Transport.isend`; ``after`` is looked at every 10 virtual microseconds."""
         self._check(dest, tag)
         return self._endpoint.send(buffer, _nbytes(buffer), dest, tag, after)
+
+    def isend_numbers(self, numbers: Sequence[float], dest: int, tag: int) -> Request:
+        """See :meth:`Transport.isend_numbers`. They are handed over as they are."""
+        self._check(dest, tag)
+        return self._endpoint.send_numbers(tuple(map(float, numbers)), dest, tag)
 
     def exclude_from_traffic(self, *tags: int) -> None:
         """See :meth:`Transport.exclude_from_traffic`."""

@@ -64,9 +64,9 @@ class Fiber:
         self._wake()
 
     @property
-    def now(self) -> float:
-        """Virtual seconds."""
-        return self._clock.now
+    def clock(self) -> Clock:
+        """That of all ranks."""
+        return self._clock
 
     @property
     def ended(self) -> bool:
@@ -101,7 +101,9 @@ class Fiber:
         """Have ``action(argument)`` called when this rank would come back from a sleep."""
         if self._home is not None:
             self._blocked = self._home  # the last call may have blocked elsewhere
-        self._clock.at(self._later(seconds), action, argument, LATE)
+        clock = self._clock
+        end = self._later(seconds) if self._pauses.spans else clock.now + seconds
+        clock.at(end, action, argument, LATE)
 
     def come_home(self) -> Any:
         """End the absence: go on with the rank itself, in place of the present greenlet."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aladdin_mpi.transport.request import ANY_SOURCE, TransportError
-from aladdin_mpi.transport.virtual.message import Message, Operation
+from aladdin_mpi.transport.virtual.message import Message, Operation, Payload
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,9 +118,16 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def copied(tensor: Tensor) -> Tensor:
-    """A copy of a tensor's memory, to be read by :func:`as_bytes` or :func:`fill`."""
-    return (tensor if _is_plain(tensor) else as_bytes(tensor)).clone()
+def copied(payload: Payload) -> Payload:
+    """A copy of what may change, to be read by :func:`as_bytes` or :func:`fill`."""
+    if payload is None or isinstance(payload, tuple):
+        return payload
+    return (payload if _is_plain(payload) else as_bytes(payload)).clone()
+
+
+def in_memory(payload: Tensor | tuple[float, ...]) -> Tensor:
+    """Numbers as a tensor."""
+    return torch.tensor(payload, dtype=torch.float64) if isinstance(payload, tuple) else payload
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -137,7 +144,9 @@ def fill(receive: Operation, message: Message) -> None:
     if nbytes > receive.capacity:
         raise too_long(message, receive.capacity)
     buffer, payload = receive.buffer, message.payload
-    if payload is not None and buffer is not None and not buffer.is_meta:
+    if isinstance(payload, tuple):
+        receive.numbers = payload
+    elif payload is not None and buffer is not None and not buffer.is_meta:
         _copy(buffer, payload, nbytes)
     receive.source = message.source
     receive.nbytes = nbytes

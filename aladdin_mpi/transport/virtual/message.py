@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from aladdin_mpi.transport.request import ANY_SOURCE, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Payload: TypeAlias = "Tensor | tuple[float, ...] | None"
+"""What a message holds: values, numbers that are handed over as they are, or a size alone."""
 QUANTUM = 256 * 2**10
 """Bytes of one flow that a link serves before it turns to the next. TCP shares a link packet by
 packet: with whole messages of 4 MB in turn EASGD came out up to a fifth faster than over TCP."""
@@ -26,9 +28,12 @@ class Waiter(Protocol):
 
 
 class Operation(Request):
-    """A send or a receive of one rank; ``waiter`` is told of its end, if there is one."""
+    """A send or a receive of one rank; ``waiter`` is told of its end, if there is one.
 
-    __slots__ = ("capacity", "peer", "serial", "tag", "waiter")
+    ``name`` is what the waiter calls it.
+    """
+
+    __slots__ = ("capacity", "name", "peer", "serial", "tag", "waiter")
 
     def __init__(self, what: str, buffer: Tensor | None, peer: int, tag: int, nbytes: int) -> None:
         self.what = what
@@ -38,10 +43,11 @@ class Operation(Request):
         self.nbytes = 0
         self.order = -1
         self.failed = None
+        self.numbers = None
         self.peer = peer
         self.tag = tag
         self.capacity = nbytes
-        self.serial = 0
+        self.serial = self.name = 0
         self.waiter: Waiter | None = None
 
     def __repr__(self) -> str:
@@ -54,16 +60,18 @@ class Operation(Request):
 
 
 class Message:
-    """One message under way; ``payload`` is None for sizes without data.
+    """One message under way.
 
     ``request`` is the send that is done once the message has been received, or
-    None if the sender no longer cares. A ``free`` one takes only the latency.
+    None if the sender no longer cares. A ``free`` one takes only the latency. ``unsent`` bytes
+    have not started, besides the ``midst``: pieces between the first and the last.
     """
 
     __slots__ = (
         "arrived",
         "dest",
         "free",
+        "midst",
         "nbytes",
         "payload",
         "piece",
@@ -79,7 +87,7 @@ class Message:
         dest: int,
         tag: int,
         nbytes: int,
-        payload: Tensor | None,
+        payload: Payload,
         request: Operation | None,
         free: bool = False,
     ) -> None:
@@ -91,5 +99,6 @@ class Message:
         self.payload = payload
         self.request = request
         self.unsent = nbytes
+        self.midst = 0
         self.piece = QUANTUM if nbytes <= PIECES * QUANTUM else -(-nbytes // PIECES)
         self.arrived = False

@@ -59,12 +59,14 @@ class Flow:
     """The messages of one rank to one other; ``into`` is None inside a host.
 
     ``ready`` is when its next piece may start, ``seconds_per_byte`` that of the slowest link on
-    its way, and ``is_even`` says that the links on its way are alike.
+    its way, and ``is_even`` says that the links on its way are alike. If it ``goes_on``, nothing
+    holds a piece back behind the one before.
     """
 
     __slots__ = (
         "active",
         "arrived",
+        "goes_on",
         "into",
         "is_even",
         "link",
@@ -81,6 +83,7 @@ class Flow:
         self.into = into
         self.seconds_per_byte = max(way.seconds_per_byte for way in (link, into or link))
         self.is_even = into is None or into.seconds_per_byte == link.seconds_per_byte
+        self.goes_on = False
         self.queue: deque[Message] = deque()
         self.undelivered: dict[int, deque[Message]] = {}
         self.arrived = 0.0
@@ -164,6 +167,7 @@ class Network:
             self._local[host] if local else self._out[host],
             None if local else self._in[other],
         )
+        flow.goes_on = flow.is_even and self._pauses is None
         self._flows[source * self._size + dest] = flow
         return flow
 
@@ -194,12 +198,18 @@ class Network:
             flow.active = False
 
     def _start_piece(self, flow: Flow, link: Link) -> None:
-        # Most events of a simulation are pieces: hence no calls of min() and max().
         message, clock = flow.queue[0], self._clock
+        if message.midst:
+            self._start_next(message, flow, link)
+            return
         unsent, piece = message.unsent, message.piece
         if unsent < piece:
             piece = unsent
-        overhead = self._overhead if unsent == message.nbytes else 0.0
+        overhead = 0.0
+        if unsent == message.nbytes:
+            overhead = self._overhead
+            if flow.goes_on and unsent > 2 * piece:
+                message.midst = -(-unsent // piece) - 2
         duration = piece * link.seconds_per_byte + overhead
         link.carried += piece
         now = clock.now
@@ -212,12 +222,25 @@ class Network:
                 into.free = arrival = (first if first > into.free else into.free) + duration
             else:
                 arrival = self._pass_in(flow, into, piece, overhead, duration)
-        message.unsent = unsent - piece
+        message.unsent = unsent - piece * (1 + message.midst)
         if unsent == piece:
             flow.queue.popleft()
             # Never before its predecessor of the same pair.
             flow.arrived = max(self._delayed(message, arrival), flow.arrived)
             clock.at(flow.arrived, self._arrive, message)
+        clock.at(now + duration, self._end_piece, flow)
+
+    def _start_next(self, message: Message, flow: Flow, link: Link) -> None:
+        """Start a piece between the first and the last of a message: what most events are."""
+        message.midst -= 1
+        clock, piece = self._clock, message.piece
+        now, duration = clock.now, piece * link.seconds_per_byte
+        link.carried += piece
+        into = flow.into
+        if into is not None:
+            into.carried += piece
+            first, free = now + link.latency, into.free
+            into.free = (first if first > free else free) + duration
         clock.at(now + duration, self._end_piece, flow)
 
     def _pass_in(
@@ -243,10 +266,17 @@ class Network:
 
     def _end_piece(self, flow: Flow) -> None:
         link = flow.link
-        if flow.queue and flow.is_even and self._pauses is None:
-            if link.flows:  # the others first
-                link.flows.append(flow)
-                self._serve(link)
+        if flow.goes_on and flow.queue:
+            flows = link.flows
+            if flows:  # the others first
+                flows.append(flow)
+                flow = flows.popleft()
+                while not flow.queue:
+                    flow.active = False
+                    flow = flows.popleft()
+            message = flow.queue[0]
+            if message.midst:
+                self._start_next(message, flow, link)
             else:
                 self._start_piece(flow, link)
             return

@@ -20,10 +20,19 @@ class Visits:
 
     Args:
         callers: greenlets that are free, for all ranks.
-        moments: see :meth:`Transport.sleep_between`; at least one.
+        moments: see :meth:`Transport.sleep_between`; at least one. ``is_idle`` likewise.
     """
 
-    __slots__ = ("_action", "_callers", "_fiber", "_index", "_moments", "error")
+    __slots__ = (
+        "_action",
+        "_callers",
+        "_clock",
+        "_fiber",
+        "_index",
+        "_is_idle",
+        "_moments",
+        "error",
+    )
 
     def __init__(
         self,
@@ -31,8 +40,11 @@ class Visits:
         callers: list[greenlet],
         moments: Sequence[float],
         action: Callable[[int], None],
+        is_idle: Callable[[], bool] | None = None,
     ) -> None:
         self._fiber = fiber
+        self._clock = fiber.clock
+        self._is_idle = is_idle
         self._callers = callers
         self._moments = moments
         self._action = action
@@ -45,24 +57,40 @@ class Visits:
         Raises:
             Exception: what a call has raised; no more were made.
         """
-        self._fiber.begin_absence(_visit, self, self._seconds)
+        self._fiber.begin_absence(Visits.come, self, self._seconds)
         if self.error is not None:
             raise self.error
 
     @property
     def _seconds(self) -> float:
-        return max(0.0, self._moments[self._index] - self._fiber.now)
+        return max(0.0, self._moments[self._index] - self._clock.now)
 
     def come(self) -> None:
         """The next moment has come; in the engine's greenlet."""
-        if self._fiber.ended or self._fiber.killed:
+        if self._fiber.killed:
             return
-        caller = self._callers.pop() if self._callers else greenlet(_call_for_all)
+        is_idle = self._is_idle
         try:
+            if is_idle is not None and is_idle():
+                self._pass()
+                return
+            caller = self._callers.pop() if self._callers else greenlet(_call_for_all)
             caller.switch(self)
         except Exception as error:
             note_rank(error, self._fiber.rank)
             raise
+
+    def _pass(self) -> None:
+        """Nothing is to be done at this moment."""
+        fiber, moments = self._fiber, self._moments
+        self._index = index = self._index + 1
+        if index == len(moments):
+            fiber.come_home()
+            return
+        seconds = (
+            moments[index] - self._clock.now
+        )  # as _seconds, which is asked for most often here
+        fiber.call_later(Visits.come, self, seconds if seconds > 0.0 else 0.0)
 
     def call(self) -> bool:
         """Make the call; whether it was the last."""
@@ -80,13 +108,9 @@ class Visits:
         if is_over:
             following: Visits = self._fiber.come_home()
         else:
-            self._fiber.call_later(_visit, self, self._seconds)
+            self._fiber.call_later(Visits.come, self, self._seconds)
             following = self._fiber.hand_back()
         return following
-
-
-def _visit(visits: Visits) -> None:
-    visits.come()
 
 
 def _call_for_all(visits: Visits) -> None:

@@ -21,7 +21,6 @@ class VirtualWaitSet(WaitSet):
     def __init__(self, endpoint: Endpoint) -> None:
         self.requests: dict[int, Request] = {}
         self._endpoint = endpoint
-        self._names: dict[Request, int] = {}
         self._done: list[tuple[int, int, Request]] = []
         self._shown = _Shown(self.requests)
 
@@ -30,7 +29,7 @@ class VirtualWaitSet(WaitSet):
         assert isinstance(request, Operation)
         self._forget(name)
         self.requests[name] = request
-        self._names[request] = name
+        request.name = name
         request.waiter = self
         if request.done:
             self.operation_done(request)
@@ -44,12 +43,11 @@ class VirtualWaitSet(WaitSet):
         former = self.requests.get(name)
         if isinstance(former, Operation):
             former.waiter = None
-            del self._names[former]
 
     def operation_done(self, operation: Request) -> None:
         """One of the requests is done: note it, and wake the rank if it waits for that."""
-        name = self._names[operation]
-        heapq.heappush(self._done, (operation.order, name, operation))
+        assert isinstance(operation, Operation)
+        heapq.heappush(self._done, (operation.order, operation.name, operation))
         self._endpoint.fiber.news(self._shown)
 
     def ended(self) -> list[int]:

@@ -33,6 +33,58 @@ def test_conformance_without_latency() -> None:
         run(4, run_all, cluster, seed)
 
 
+# -- in one process ------------------------------------------------------------------
+def test_ranks_meet_without_messages() -> None:
+    def main(t: VirtualTransport) -> tuple[list[int], float, int]:
+        t.sleep(0.1 * t.rank)
+        first = t.meet(t.rank)
+        return first + t.meet(10 * t.rank), t.now(), t.traffic.messages_sent
+
+    assert run(3, main, lab(2)) == [([0, 1, 2, 0, 10, 20], 0.2, 0)] * 3
+
+
+def test_nobody_meets_where_ranks_die_or_pause() -> None:
+    assert all(run(2, lambda t: t.meets, lab(2)))
+    for cluster in (lab(2, pauses=[(0, 0.01, 0.05)]), lab(2, deaths={1: 100.0})):
+        assert not any(run(2, lambda t: t.meets, cluster))
+
+
+def test_what_all_would_find_is_found_once() -> None:
+    made = []
+
+    def main(t: VirtualTransport) -> object:
+        return t.once("key", lambda: made.append(t.rank) or object())  # type: ignore[func-returns-value]
+
+    assert len(set(map(id, run(3, main, lab(2))))) == 1 and len(made) == 1
+
+
+def test_numbers_come_as_they_are_and_take_their_time() -> None:
+    def main(t: VirtualTransport) -> tuple[tuple[float, ...] | None, int, float]:
+        if t.rank == 0:
+            sent = t.isend_numbers((1, 2.5, 3), 1, 7)
+            assert sent.done  # as any short message
+            return None, 0, 0.0
+        request = t.irecv(torch.empty(5, dtype=torch.float64), 0, 7)
+        t.wait(request)
+        return request.numbers, request.nbytes, t.now()
+
+    numbers, nbytes, moment = run(2, main, lab(2))[1]
+    assert (numbers, nbytes) == ((1.0, 2.5, 3.0), 24)
+    assert moment == pytest.approx(OVERHEAD + LATENCY + 24 / 1e9)
+
+
+def test_a_handler_gets_numbers_as_bytes() -> None:
+    found = []
+
+    def main(t: VirtualTransport) -> None:
+        t.on_message(3, 80, lambda source, m: found.append(m.view(torch.float64).tolist()))
+        t.isend_numbers([4, 5.5], 1 - t.rank, 3)
+        t.sleep(1.0)
+
+    run(2, main, lab(2))
+    assert found == [[4.0, 5.5]] * 2
+
+
 # -- many ranks --------------------------------------------------------------------
 @pytest.mark.parametrize("size", [33, 48, 64])
 def test_a_long_sum_of_many_ranks_takes_few_messages(size: int) -> None:

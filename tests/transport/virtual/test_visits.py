@@ -117,3 +117,55 @@ def test_a_rank_without_gradients_keeps_to_that_in_its_calls() -> None:
 
     VirtualCluster(2, Cluster()).run(main)
     assert sorted(modes) == [(0, True), (0, True), (1, False), (1, False)]
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS[:2])
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_else_changes_where_idle_calls_are_left_out(cluster: Cluster, seed: int) -> None:
+    """Each rank has something to do at every other moment, and sends then."""
+
+    def run_with(leaves_out: bool) -> tuple[Events, int]:
+        events: Events = []
+        calls = 0
+
+        def main(transport: VirtualTransport) -> None:
+            turn = transport.rank
+
+            def act(index: int) -> None:
+                nonlocal calls
+                calls += 1
+                if (index + transport.rank) % 2:
+                    transport.isend(torch.zeros(1 << 20), (transport.rank + 1) % 4, 0)
+
+            def is_idle() -> bool:
+                nonlocal turn
+                turn += 1
+                return not (turn - 1) % 2
+
+            for _ in range(2):
+                turn = transport.rank
+                moments = [transport.now() + each for each in MOMENTS]
+                transport.sleep_between(moments, act, is_idle if leaves_out else None)
+                events.append((transport.now(), transport.rank, transport.traffic.messages_sent))
+                done = transport.irecv(torch.empty(1 << 20), (transport.rank - 1) % 4, 0)
+                transport.wait(done)
+                events.append((transport.now(), transport.rank, -1))
+
+        VirtualCluster(4, cluster, seed).run(main)
+        return events, calls
+
+    (found, few), (expected, all_calls) = run_with(True), run_with(False)
+    assert found == expected
+    assert all_calls == 2 * 4 * len(MOMENTS) and few < all_calls
+
+
+def test_an_error_of_who_says_what_is_idle_names_the_rank() -> None:
+    def main(transport: VirtualTransport) -> None:
+        def fail() -> bool:
+            raise KeyError("on purpose")
+
+        transport.sleep_between([1.0], lambda index: None, fail)
+
+    with pytest.raises(KeyError) as caught:
+        VirtualCluster(2, Cluster()).run(main)
+    assert caught.value.__notes__[0].startswith("raised by rank")

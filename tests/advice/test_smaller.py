@@ -1,0 +1,98 @@
+"""A part of a large cluster that stands for the whole of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aladdin_mpi.advice import options as asked
+from aladdin_mpi.advice.candidates import Candidate, ground
+from aladdin_mpi.advice.learning import Share
+from aladdin_mpi.advice.options import Request
+from aladdin_mpi.advice.race import CHECK, LONG, Race
+from aladdin_mpi.advice.smaller import MANY, Smaller, smaller
+from aladdin_mpi.advice.timed_run import Link, Timed
+
+AHEAD = Candidate("aladdin-ahead", 32, True)
+
+
+def request(words: str, **fields: Any) -> Request:
+    return asked.read(["--describe", words, "--model", "size:10"]).on(fields)
+
+
+def part(words: str, **fields: Any) -> Smaller | None:
+    whole = request(words, **fields)
+    return smaller(whole, ground(whole.simulated({"compute": "timed"}), 10.0))
+
+
+def test_a_part_has_the_workers_of_a_host_and_their_share_of_servers() -> None:
+    small = part("128 nodes x 4 GPUs, 25 Gbit/s, step 0.18 s")
+    assert small is not None
+    assert (small.ground.workers, small.ground.hosts) == (MANY, 32)
+    assert small.ground.links == small.whole.links[:32]
+    found = small.candidate(AHEAD)
+    assert found is not None and found.servers == 8 and found.spread
+    assert small.candidate(Candidate("bsp", 1, False)) is None
+    assert small.growth(AHEAD) == 16 and small.growth(Candidate("sgp", 0, False)) == 4
+    used = Timed(1000.0, 0.1, (Link(1, "in", 0.9), Link(0, "out", 0.5)), 1e6)
+    scaled = small.scaled(AHEAD, used)
+    assert scaled.rate == pytest.approx(4000.0) and scaled.waiting == 0.1
+    assert [(link.host, link.way) for link in scaled.links[:4]] == [(n, "in") for n in range(4, 8)]
+    assert len(scaled.links) == 8
+
+
+def test_a_part_has_hosts_of_all_kinds() -> None:
+    slow = {worker: 3.0 for worker in range(400, 404)}
+    small = part(
+        "128 nodes x 4 GPUs, 25 Gbit/s, step 0.18 s", slowdown=slow, **{"cluster.links": {7: 5.0}}
+    )
+    assert small is not None
+    assert small.ground.hosts == 34 and small.ground.workers == 136
+    assert sorted(small.ground.slowdowns)[-5:] == [1.0, 3.0, 3.0, 3.0, 3.0]
+    assert min(small.ground.links) == 5e9 / 8
+    place = small.stands_for[7]
+    assert small.ground.links[place] == 5e9 / 8 and small.stands_for.count(place) == 1
+    # All wait for the slow ones, of whom there are as many to a worker of either.
+    used = Timed(1000.0, 0.1, (), 1e6)
+    assert small.scaled(Candidate("ar-sgd", 0, False), used).rate == pytest.approx(512e3 / 136)
+    ideal = (508 + 4 / 3) / (132 + 4 / 3)
+    assert small.scaled(AHEAD, used).rate == pytest.approx(1000 * ideal)
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ("32 nodes x 4 GPUs, step 0.18 s", {}),
+        ("1 node x 512 GPUs, step 0.18 s", {}),
+        ("64 nodes x 4 GPUs, step 0.18 s", {"cluster.links": {n: 5.0 + n for n in range(64)}}),
+        ("64 nodes x 4 GPUs, step 0.18 s", {"cluster.pauses": ((3, 1.0, 1.0),)}),
+    ],
+)
+def test_some_clusters_have_no_part(words: str, fields: dict[str, Any]) -> None:
+    assert part(words, **fields) is None
+
+
+def test_large_clusters_have_more_time() -> None:
+    few, many = request("8 nodes, step 0.18 s"), request("128 nodes x 4 GPUs, step 0.18 s")
+    assert few.seconds(8) < many.seconds(512) <= 600
+    assert asked.read(["--describe", "8 nodes, step 1 s", "--seconds", "7"]).seconds(512) == 7
+
+
+def test_runs_on_a_part_say_what_the_whole_is_like() -> None:
+    """The best are run on all hosts too; the rate is that of the long runs by what that changes."""
+    whole = asked.read(
+        [
+            *("--describe", "48 nodes x 4 GPUs, 10 Gbit/s, step 0.18 s", "--model", "size:10"),
+            *("--algorithms", "ar-sgd", "sgp", "--jobs", "1", "--quiet"),
+        ]
+    )
+    on = ground(whole.simulated({"compute": "timed"}), 10.0)
+    race = Race(whole, on, "size:10", lambda candidate: Share(1.0), lambda *told: None)
+    assert race.part is not None and race.part.workers == 96
+    first, second = race.run(["ar-sgd", "sgp"])[:2]
+    for entry in (first, second):
+        assert entry.growth is not None and entry.growth == pytest.approx(1.0, abs=0.1)
+        assert 0.5 * entry.bound < entry.rate <= entry.bound
+        assert len(entry.timed.links if entry.timed else ()) == 2 * 48
+    assert CHECK < LONG
