@@ -153,6 +153,23 @@ def test_with_mpirun_the_others_go_on(cluster: SlurmCluster) -> None:
     assert summary(run_dir)["samples"] == SAMPLES
 
 
+@pytest.mark.slow
+def test_a_spare_rank_takes_the_place_of_rank_0(cluster: SlurmCluster) -> None:
+    run_dir = cluster.shared / "spare"
+    words = [*LENGTH, "--run-dir", run_dir]
+    env = {"LAUNCHER": "mpirun", "SPARES": "1"}
+    job = submit(cluster, "train.sbatch", TWO_NODES, words, env)
+    started(job, run_dir)
+    os.kill(min(ranks_on(cluster.hosts[-2])), signal.SIGKILL)
+    assert job.wait() == "COMPLETED", job.output()
+    assert "the run goes on with 4 workers and 1 server from sample" in job.output()
+    found = summary(run_dir)
+    (failure,) = found["failures"]
+    assert (failure["rank"], failure["what"]) == (0, "died")
+    assert (found["workers"], found["samples"]) == (4, SAMPLES)
+    assert rises(metrics(run_dir, "train"))
+
+
 @pytest.mark.long
 def test_a_restart_leaves_out_a_node_that_is_lost(cluster: SlurmCluster) -> None:
     run_dir = cluster.shared / "fewer"
