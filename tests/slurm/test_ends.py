@@ -153,7 +153,7 @@ def test_with_mpirun_the_others_go_on(cluster: SlurmCluster) -> None:
     assert summary(run_dir)["samples"] == SAMPLES
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_spare_rank_takes_the_place_of_rank_0(cluster: SlurmCluster) -> None:
     run_dir = cluster.shared / "spare"
     words = [*LENGTH, "--run-dir", run_dir]
