@@ -8,6 +8,7 @@ SPREAD_SERVERS=${SPREAD_SERVERS:-no}
 SURVIVE=${SURVIVE:-auto}
 RESTARTS=${RESTARTS:-0}
 SPARE_NODES=${SPARE_NODES:-0}
+SPARES=${SPARES:-0}
 STARTED=0 # how often the ranks have been started
 trap 'pass_on USR1' USR1
 trap 'pass_on USR2' USR2
@@ -51,9 +52,12 @@ job_name() {
 }
 
 # complete_options WORDS...: set OPTIONS to the words, and RUN_DIR; add what lets the job go on
-# where it was stopped: a run folder that is the same after a requeue, and checkpoints.
+# where it was stopped: a run folder that is the same after a requeue, and checkpoints. Say how many
+# ranks are spare.
 complete_options() {
     OPTIONS=("$@")
+    check_spares "$@"
+    OPTIONS+=(--spares "$SPARES")
     if ! RUN_DIR=$(option resume "$@") || [ "$RUN_DIR" = auto ]; then
         if ! RUN_DIR=$(option run-dir "$@"); then
             RUN_DIR=runs/${SLURM_JOB_NAME:-aladdin}-$(job_name)
@@ -62,6 +66,20 @@ complete_options() {
         option resume "$@" >/dev/null || OPTIONS+=(--resume auto)
     fi
     option checkpoint-every "$@" >/dev/null || OPTIONS+=(--checkpoint-every 15min)
+}
+
+# check_spares WORDS...: whether SPARES can be had, with these options.
+check_spares() {
+    if option spares "$@" >/dev/null; then
+        fail "--spares: set by this script, which adds the ranks; write SPARES=1 sbatch ..."
+    elif ! [[ $SPARES =~ ^[0-9]{1,6}$ ]]; then
+        fail "SPARES: expected a number of ranks, got '$SPARES'"
+    elif [ "$SPARES" -gt 0 ] && [ "$LAUNCHER" != mpirun ]; then
+        fail "SPARES=$SPARES: expected LAUNCHER=mpirun, got '$LAUNCHER', with which a death ends" \
+            "the run; use that, or RESTARTS"
+    elif [ "$SPARES" -gt 0 ] && [ "$SURVIVE" = no ]; then
+        fail "SPARES=$SPARES: expected SURVIVE=auto or yes, got no, with which a death ends the run"
+    fi
 }
 
 # workers_per_node: one for each GPU of a node, or each task that was asked for where it has none.
@@ -102,6 +120,28 @@ place_ranks() {
         done
     done
     export ALADDIN_WORKERS=$workers
+}
+
+# place_run HOSTS...: the ranks of a run with OPTIONS; its SPARES are the last ones, on the hosts in
+# turn from the last one on.
+place_run() {
+    local hosts=("$@") place i
+    place_ranks "$SERVERS" "$(workers_per_node)" "$@"
+    export ALADDIN_TRAINING=${#PLACES[@]}
+    for ((i = 0; i < SPARES; i++)); do
+        place=$((${#hosts[@]} - 1 - i % ${#hosts[@]}))
+        PLACES+=("${hosts[place]}")
+        SLOTS[place]=${hosts[place]}:$((${SLOTS[place]##*:} + 1))
+    done
+}
+
+# tell_places: say where the ranks of the run are.
+tell_places() {
+    local spare=
+    if [ "$SPARES" -gt 0 ]; then
+        spare=" and $SPARES wait"
+    fi
+    echo "${#PLACES[@]} ranks, of which $SERVERS serve$spare; host:ranks ${SLOTS[*]}"
 }
 
 # start_ranks PROGRAM...: start it in the background on all PLACES, so that this shell can pass
@@ -153,7 +193,7 @@ start_mpirun() {
     STEP=$!
 }
 
-# set_survival: set SURVIVAL to the options of mpirun with which the others go on when a worker dies,
+# set_survival: set SURVIVAL to the options of mpirun with which the others go on when a rank dies,
 # where SURVIVE asks for that and Open MPI can do it.
 set_survival() {
     SURVIVAL=()
@@ -166,6 +206,8 @@ set_survival() {
         return
     elif [[ "$(mpirun --version 2>/dev/null)" =~ \(Open\ MPI\)\ ([5-9]|[1-9][0-9])\. ]]; then
         SURVIVAL=(--with-ft ulfm)
+    elif [ "$SPARES" -gt 0 ]; then
+        fail "SPARES=$SPARES: expected the mpirun of Open MPI 5 or later; use that, or RESTARTS"
     elif [ "$SURVIVE" = yes ]; then
         fail "SURVIVE=yes: expected the mpirun of Open MPI 5 or later; use SURVIVE=auto, or RESTARTS"
     fi
@@ -204,7 +246,7 @@ last_checkpoint() {
     echo "$last"
 }
 
-# place_on_nodes: place the ranks of a run with OPTIONS on the job's nodes, but the spare ones. Behind
+# place_on_nodes: place the ranks of a run with OPTIONS on the job's nodes, but SPARE_NODES. Behind
 # a failure only those nodes count that still answer.
 place_on_nodes() {
     local node answering=() all=()
@@ -220,8 +262,7 @@ place_on_nodes() {
         fi
     done
     [ ${#answering[@]} -gt 0 ] || return 1
-    place_ranks "$SERVERS" "$(workers_per_node)" \
-        "${answering[@]:0:$((${#all[@]} - SPARE_NODES))}"
+    place_run "${answering[@]:0:$((${#all[@]} - SPARE_NODES))}"
 }
 
 answers() {

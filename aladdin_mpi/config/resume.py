@@ -26,6 +26,7 @@ RESUME_FIELDS = (LOCAL_FIELDS - {"run_dir", "overwrite"}) | {
     "log_every",
     "epochs",
     "samples",
+    "spares",
     "steps",
     "worker_timeout",
 }

@@ -100,7 +100,7 @@ def by_host(facts: Sequence[dict[str, Any]]) -> list[str]:
 
 def _kind(ranks: Sequence[dict[str, Any]]) -> str:
     parts = []
-    for role in ("server", "worker"):
+    for role in ("server", "worker", "spare"):
         those = [fact for fact in ranks if fact["role"] == role]
         if those:
             devices = ", ".join(dict.fromkeys(fact["device"] for fact in those))
@@ -117,10 +117,10 @@ def _span(names: Sequence[str]) -> str:
 
 
 def shared_gpus(facts: Iterable[dict[str, Any]]) -> list[str]:
-    """A warning for each GPU that several workers have."""
+    """A warning for each GPU that several workers have; those that wait do not use theirs."""
     users: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for fact in facts:
-        if fact["gpu"] is not None:
+        if fact["gpu"] is not None and fact["role"] != "spare":
             users.setdefault((fact["host"], fact["gpu"]), []).append(fact)
     return [
         f"ranks {', '.join(str(f['rank']) for f in those)} share {those[0]['device']} of {host}: "

@@ -77,6 +77,10 @@ def test_a_shared_gpu_is_warned_of_and_the_same_number_on_two_hosts_is_not() -> 
     facts += [fact(3, "n2", "GPU-c"), fact(4, "n2", "GPU-c")]
     (warning,) = shared_gpus(facts)
     assert warning.startswith("ranks 3, 4 share cuda:0 of n2: ")
+    facts[-1]["role"] = "spare"
+    assert shared_gpus(facts) == []
+    assert by_rank(facts)[-1].startswith("rank 4  n2  spare   cuda:0")
+    assert "; 1 spare on cuda:0, 5 cores each" in by_host(facts)[-1]
 
 
 def test_a_host_with_gpus_whose_workers_are_on_its_cpu_is_warned_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.slurm_cluster import SlurmCluster
 SAMPLES = 8000
 LENGTH = (*TIMED, "--samples", SAMPLES, "--log-every", 320)
 TWO_NODES = (*GPU_NODES, "--nodes=2")
+IS_RANK = re.compile(rb"(?!.*--hostfile).*-m\0aladdin_mpi\.train", re.DOTALL)
 
 
 def started(job: BatchJob, run_dir: Path) -> None:
@@ -114,12 +116,10 @@ def test_a_dead_node_costs_what_came_behind_the_last_checkpoint(cluster: SlurmCl
 
 
 def ranks_on(node: str) -> list[int]:
-    """The processes of the ranks on a node."""
+    """The processes of the ranks on a node; those of a rank come one after another."""
     lines = {pid: Path(f"/proc/{pid}/cmdline") for pid in netns.processes([node])}
     return [
-        pid
-        for pid, line in lines.items()
-        if line.exists() and b"-m\0aladdin_mpi.train" in line.read_bytes()
+        pid for pid, line in lines.items() if line.exists() and IS_RANK.match(line.read_bytes())
     ]
 
 
@@ -151,6 +151,23 @@ def test_with_mpirun_the_others_go_on(cluster: SlurmCluster) -> None:
     (failure,) = summary(run_dir)["failures"]
     assert failure["what"] == "died"
     assert summary(run_dir)["samples"] == SAMPLES
+
+
+@pytest.mark.long
+def test_a_spare_rank_takes_the_place_of_rank_0(cluster: SlurmCluster) -> None:
+    run_dir = cluster.shared / "spare"
+    words = [*LENGTH, "--run-dir", run_dir]
+    env = {"LAUNCHER": "mpirun", "SPARES": "1"}
+    job = submit(cluster, "train.sbatch", TWO_NODES, words, env)
+    started(job, run_dir)
+    os.kill(min(ranks_on(cluster.hosts[-2])), signal.SIGKILL)
+    assert job.wait() == "COMPLETED", job.output()
+    assert "the run goes on with 4 workers and 1 server from sample" in job.output()
+    found = summary(run_dir)
+    (failure,) = found["failures"]
+    assert (failure["rank"], failure["what"]) == (0, "died")
+    assert (found["workers"], found["samples"]) == (4, SAMPLES)
+    assert rises(metrics(run_dir, "train"))
 
 
 @pytest.mark.long

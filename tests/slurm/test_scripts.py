@@ -68,6 +68,23 @@ def test_servers_are_spread(cluster: SlurmCluster, launcher: str) -> None:
 
 
 @pytest.mark.slow
+def test_spare_ranks_come_last_from_the_last_node_on(cluster: SlurmCluster) -> None:
+    env = {"SPARES": "3", "LAUNCHER": "mpirun"}
+    words = ["--run-dir", (run_dir := cluster.shared / "spared"), *TIMED, "--samples", 640]
+    job = submit(cluster, "train.sbatch", [*GPU_NODES, "--nodes=2"], words, env)
+    assert job.wait() == "COMPLETED", job.output()
+    first, last = cluster.hosts[1:]
+    assert f"8 ranks, of which 1 serve and 3 wait; host:ranks {first}:4 {last}:4" in job.output()
+    assert [line[:3] for line in ranks(job.output())] == [
+        ["0", "n1", "server"],
+        *[[str(rank), node, "worker"] for rank, node in enumerate(("n1", "n1", "n2", "n2"), 1)],
+        *[[str(rank), node, "spare"] for rank, node in enumerate(("n2", "n1", "n2"), 5)],
+    ]
+    found = summary(run_dir)
+    assert (found["servers"], found["workers"]) == (1, 4)
+
+
+@pytest.mark.slow
 def test_servers_and_workers_on_nodes_of_their_own(cluster: SlurmCluster) -> None:
     run_dir = cluster.shared / "het"
     options = ["-p", "cpu", "--ntasks=2", "--cpus-per-task=1", ":", *GPU_NODES, "--nodes=2"]
@@ -138,6 +155,15 @@ def test_two_nodes_are_measured(cluster: SlurmCluster) -> None:
         ),
         ("train.sbatch", {"LAUNCHER": "ssh"}, [], "LAUNCHER: expected srun or mpirun, got 'ssh'"),
         ("train.sbatch", {}, ["--algoritm", "bsp"], "--algoritm: no such option"),
+        ("train.sbatch", {"SPARES": "1"}, [], "SPARES=1: expected LAUNCHER=mpirun, got 'srun'"),
+        (
+            "train.sbatch",
+            {"SPARES": "1", "LAUNCHER": "mpirun", "SURVIVE": "no"},
+            [],
+            "SPARES=1: expected SURVIVE=auto or yes, got no",
+        ),
+        ("train.sbatch", {"SPARES": "-1"}, [], "SPARES: expected a number of ranks, got '-1'"),
+        ("train.sbatch", {}, ["--spares", 1], "--spares: set by this script"),
         ("compare.sbatch", {}, [], "ALGORITHMS: expected names, got none"),
         ("compare.sbatch", {"ALGORITHMS": "bsp asp"}, [], "expected sbatch --array=0-1"),
         ("probe.sbatch", {}, ["--nodes", 3], "--nodes: describes a cluster, which needs no job"),

@@ -83,6 +83,7 @@ def test_a_rank_is_bound_to_the_cores_of_its_gpu(tmp_path: Path) -> None:
             "ALADDIN_CORES": cores,
             "ALADDIN_SERVERS": "2",
             "ALADDIN_WORKERS": "4",
+            "ALADDIN_TRAINING": "10",
             "SLURM_PROCID": str(rank),
             "SLURM_LOCALID": str(place),
         }
@@ -94,5 +95,6 @@ def test_a_rank_is_bound_to_the_cores_of_its_gpu(tmp_path: Path) -> None:
 
     first = [bound(rank, rank) for rank in range(6)]
     second = [bound(6 + place, place) for place in range(4)]
+    assert bound(10, 4) == "free", "it waits"
     assert first == ["free", "free", *cores.split()]
     assert second == cores.split()
