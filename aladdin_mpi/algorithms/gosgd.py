@@ -81,6 +81,8 @@ class GoSgdWorker(TrainingWorker):
 
     def _send_to_somebody(self) -> None:
         """``alpha <- alpha / 2``, and as much goes with x to a worker drawn from the others."""
+        if self.n == 1:
+            return
         failed = self.transport.failed
         peer = (self.index + self.random.randrange(1, self.n)) % self.n
         while peer in failed:

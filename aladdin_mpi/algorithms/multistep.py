@@ -226,8 +226,10 @@ class MultistepWorker(TrainingWorker):
     def resize(self, former: Former) -> None:
         """This rank's part of the momentum; which layers exchange what is decided anew."""
         velocity = former.worker["optimizer"]["velocity"]
-        if velocity is not None and not velocity.is_meta:
-            velocity = velocity[self.places()]
+        if velocity is not None:
+            places = self.places()
+            # Of memory that there is not only the length counts.
+            velocity = velocity[: len(places)] if velocity.is_meta else velocity[places]
         former.worker["optimizer"] = {"velocity": velocity}
         super().resize(former)
 

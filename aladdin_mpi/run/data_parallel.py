@@ -38,7 +38,7 @@ from aladdin_mpi.run.assembly import Task, assemble
 from aladdin_mpi.run.deal import Deal, deal
 from aladdin_mpi.run.delivery import Delivery
 from aladdin_mpi.run.device import choose_device
-from aladdin_mpi.run.epochs import Batches, Epoch, HeldBack
+from aladdin_mpi.run.epochs import NO_BATCH, Batches, Epoch, HeldBack
 from aladdin_mpi.run.loop import Loop
 from aladdin_mpi.run.loop_progress import LoopProgress
 from aladdin_mpi.run.loop_watch import LoopWatch
@@ -211,6 +211,7 @@ class DataParallel:
         )
         self._batches: Iterator[Any] | None = None
         self._ended = self._left = False
+        self._by_epochs = False
         self._progress = LoopProgress()
         self._succession.progress = self._progress
         self._hooks: list[RemovableHandle] = []
@@ -323,6 +324,7 @@ class DataParallel:
             data: see :meth:`batches`.
             sharded: see :meth:`batches`.
         """
+        self._by_epochs = True
         batches = HeldBack(self.batches(data, sharded))
         if self._rank is None or self.is_server or self._succession.is_spare:
             return
@@ -388,6 +390,8 @@ class DataParallel:
             succession.run()
         else:
             yield from self._worker_batches()
+            if self._by_epochs and not self._loop.has_given:
+                yield NO_BATCH  # before the run is completed, for which others may wait
             succession.may_raise = lambda: True
         rank = self._ready()
         if rank.segments.suspended:

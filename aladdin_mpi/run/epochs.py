@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _END = object()
+NO_BATCH = object()
+"""In place of a first batch where a worker has none at all, but goes through the epochs."""
 
 
 class Batches(Iterator[Any]):
@@ -77,7 +79,8 @@ class HeldBack(Iterator[Any]):
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
-        self._first = [batch for batch in (next(batches, _END),) if batch is not _END]
+        first = next(batches, _END)
+        self._first = [] if first is _END or first is NO_BATCH else [first]
 
     @property
     def has_first(self) -> bool:

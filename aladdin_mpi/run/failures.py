@@ -70,8 +70,9 @@ class Failures:
     def _first_told(self, loss: Mapping[str, Any]) -> dict[str, Any]:
         """Of a rank 0, whose loss none but its successor can tell of."""
         transport, moment = self._transport, self._moment()
+        fate = "hangs, and is excluded" if loss["what"] == "left out" else "has failed"
         console.say(
-            f"aladdin_mpi: rank {loss['rank']} (host {loss['host']}) has failed at sample "
+            f"aladdin_mpi: rank {loss['rank']} (host {loss['host']}) {fate} at sample "
             f"{moment['samples']}, and rank {transport.original(0)} (host "
             f"{transport.host_name(0)}) keeps the run's books now"
         )

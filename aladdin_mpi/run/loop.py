@@ -40,6 +40,8 @@ class Loop:
         self._algorithm_side: greenlet | None = None
         self._losses: list[float | Tensor | None] = []
         self._stepped = True
+        self.has_given = False
+        """Whether the loop has had a batch."""
         self.is_last = True
         """Whether the present batch completes its ticket."""
         self._handed_over = True
@@ -101,7 +103,7 @@ class Loop:
 
     def _begin(self, is_last: bool) -> None:
         assert self._rank is not None
-        self._stepped, self.is_last = False, is_last
+        self._stepped, self.is_last, self.has_given = False, is_last, True
         watch = self._rank.worker.step.watch
         if watch is not None:
             watch.enabled = is_last

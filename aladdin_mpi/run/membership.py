@@ -67,6 +67,8 @@ def succeed(before: Membership, living: Collection[int], is_over: bool = False) 
     waiting = [rank for rank in before.spares if rank in living]
     spares = [] if is_over else waiting
     full_servers, full_workers = before.full
+    if full_servers and not servers and len(workers) == 1:
+        spares = waiting
     if full_servers and not servers and (spares or len(workers) > 1):
         servers = [(spares or workers).pop(0)]
     for places, full in ((workers, full_workers), (servers, full_servers)):
@@ -80,7 +82,7 @@ def succeed(before: Membership, living: Collection[int], is_over: bool = False) 
         number=before.number + 1,
         ranks=(*servers, *workers),
         servers=len(servers),
-        spares=tuple(waiting if is_over else spares),
+        spares=tuple(rank for rank in waiting if rank not in (*servers, *workers)),
     )
 
 
@@ -142,8 +144,6 @@ def _lead(base: Transport, before: Membership, mine: Any, patience: float | None
     living = set(brought).difference(base.failed)
     is_over = any(each.get("ended_at") is not None for each in brought.values())
     members = succeed(replace(before, number=number), living, is_over)
-    if base.rank != members.ranks[0]:  # a spare rank that is not needed any more
-        raise LostError("the last server was lost when the training was over")
     told = {"members": asdict(members), "brought": brought}
     for rank in brought:
         if rank != base.rank and rank not in base.failed:

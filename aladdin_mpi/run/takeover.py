@@ -213,8 +213,14 @@ class Takeover:
 
 
 def former_ranks(gathered: Gathered) -> Sequence[int]:
-    """The ranks of the newest group in which anybody has had a part."""
+    """The ranks of the newest group in which anybody has had a part.
+
+    Raises:
+        LostError: nobody has had any.
+    """
     told = [each for each in gathered.brought.values() if "ranks" in each]
+    if not told:
+        raise LostError("all ranks that trained have failed, and only spare ranks are left")
     newest = max(told, key=lambda each: each["group"])
     ranks: list[int] = newest["ranks"]
     return ranks

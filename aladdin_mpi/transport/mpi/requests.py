@@ -69,7 +69,9 @@ class Requests:
     def send(self, request: MpiRequest) -> None:
         """Send at once; it is in no poll's way."""
         assert request.buffer is not None
-        if request.peer not in self._failures.failed:
+        if self._failures.is_lost(request.peer):
+            self.fail(request, request.peer)
+        elif request.peer not in self._failures.failed:
             try:
                 buffer = in_bytes(request.buffer)
                 request.handle = self._messages.Isend(buffer, request.peer, request.tag)
