@@ -228,6 +228,7 @@ class Coordinator:
             return {
                 **self.state_dict(),
                 "seconds": self.seconds,
+                "is_open": self._opened is not None,
                 "suspended": int(self.suspended),
                 "budget": self.budget.in_flight(),
             }

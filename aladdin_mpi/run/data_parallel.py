@@ -390,7 +390,7 @@ class DataParallel:
             succession.run()
         else:
             yield from self._worker_batches()
-            if self._by_epochs and not self._loop.has_given:
+            if self._by_epochs and not self._loop.has_given and not self.is_server:
                 yield NO_BATCH  # before the run is completed, for which others may wait
             succession.may_raise = lambda: True
         rank = self._ready()

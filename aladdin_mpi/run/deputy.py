@@ -43,6 +43,7 @@ class Deputy:
         self._look = look
         self._reports = 0
         self._newest: bytes | None = None
+        self._came_at = 0.0
         if not transport.survives:
             return
         transport.exclude_from_traffic(Tag.DEPUTY)
@@ -57,14 +58,20 @@ class Deputy:
     def _take(self, request: Request) -> None:
         if request.failed is None and request.nbytes and request.buffer is not None:
             self._newest = request.buffer[: request.nbytes].numpy().tobytes()
+            self._came_at = self._transport.now()
             self._listen()
 
     @property
     def copy(self) -> dict[str, Any] | None:
-        """The newest one, at a rank that is the deputy or has been; None elsewhere."""
+        """The newest one, at a rank that is the deputy or has been; None elsewhere.
+
+        Training has gone on since it came: so its ``seconds`` are those of now.
+        """
         if self._newest is None:
             return None
         found: dict[str, Any] = torch.load(BytesIO(self._newest), weights_only=True)
+        if found["is_open"]:
+            found["seconds"] += self._transport.now() - self._came_at
         return found
 
     def hear(self, report: Report) -> None:

@@ -79,6 +79,7 @@ def test_large_clusters_have_more_time() -> None:
     assert asked.read(["--describe", "8 nodes, step 1 s", "--seconds", "7"]).seconds(512) == 7
 
 
+@pytest.mark.long
 def test_runs_on_a_part_say_what_the_whole_is_like() -> None:
     """The best are run on all hosts too; the rate is that of the long runs by what that changes."""
     whole = asked.read(

@@ -98,3 +98,17 @@ def test_who_dies_before_training_in_virtual_time(tmp_path: Path, algorithm: str
     assert [each["rank"] for each in found["failures"]] == [killed]
     assert found["samples"] == 320 and found["samples_lost"] == 0
     assert found["gradients_computed"] == found["gradients_applied"]
+
+
+def test_in_virtual_time_who_died_takes_part_again_where_the_run_goes_on(tmp_path: Path) -> None:
+    """As over MPI, also where the rank was needed: its death was before that moment."""
+    plan = ["--workers", 3, "--servers", 2, "--quiet", "--checkpoint-every", 160]
+    words = [*plan, "--run-dir", tmp_path / "run", "--samples", 640, "--deaths", "0=1.3", "3=1.2"]
+    first = simulate(parse(SimulateOptions, list(map(str, words)), "simulate", ""))
+    assert (first["workers"], first["servers"], len(first["failures"])) == (2, 1, 2)
+    words = ["--resume", tmp_path / "run", "--samples", 960]
+    found = simulate(parse(SimulateOptions, list(map(str, words)), "simulate", ""))
+    assert (found["workers"], found["servers"], found["samples"]) == (3, 2, 960)
+    assert [each["rank"] for each in found["failures"]] == [
+        each["rank"] for each in first["failures"]
+    ]

@@ -194,6 +194,13 @@ def may_end(plan: Schedule, outcome: Outcome) -> bool:
     return len(plan.deaths) > 1 or outcome.began is None or first < outcome.began
 
 
+@pytest.mark.parametrize("seed", range(max(4, SCHEDULES // 5)))
+def test_sums_of_compressed_gradients(seed: int, tmp_path: Path) -> None:
+    plan = schedule("ar-sgd", seed)
+    plan.settings |= {"compression": "dgc", "dgc": {"warmup_epochs": 0}}
+    check(plan, play(plan, tmp_path / "run"))
+
+
 @pytest.fixture(autouse=True)
 def without_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A picture for each run, and looking through all objects for a GradScaler."""

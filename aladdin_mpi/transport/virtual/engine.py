@@ -8,7 +8,7 @@ seed: one seed is one interleaving, and it can be replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -94,9 +94,10 @@ class _Run:
 
     def __init__(self, setup: VirtualCluster) -> None:
         self.clock = Clock(setup.seed, setup.start_time)
-        self.deaths = setup.cluster.deaths
-        self.silences = _silences(setup)
-        may_fail = bool(self.deaths or self.silences)
+        # Where a run goes on all ranks take part again, as over MPI.
+        self.deaths = _from(setup.start_time, setup.cluster.deaths)
+        self.silences = _from(setup.start_time, _silences(setup))
+        may_fail = bool(setup.cluster.deaths or _silences(setup))
         self.fabric = Fabric(setup.cluster, setup.size, self.clock, may_fail)
         self.live = 0
 
@@ -397,6 +398,11 @@ class VirtualTransport(Transport):
     def close(self, status: int = 0) -> None:
         """Cancel the posted receives and the handlers; sends under way still arrive."""
         self._endpoint.close()
+
+
+def _from(start: float, moments: Mapping[int, float]) -> dict[int, float]:
+    """Those of ``moments`` that are not past when a run goes on at ``start``."""
+    return {rank: moment for rank, moment in moments.items() if not start or moment > start}
 
 
 def _silences(setup: VirtualCluster) -> dict[int, float]:
