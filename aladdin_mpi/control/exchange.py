@@ -146,17 +146,26 @@ def send_object(transport: Transport, value: Any, dest: int, tag: Tag) -> list[R
 
 
 def receive_object(
-    transport: Transport, source: int, tag: Tag, timeout: float | None = None
+    transport: Transport,
+    source: int,
+    tag: Tag,
+    timeout: float | None = None,
+    unless: Callable[[], bool] = lambda: False,
 ) -> Any:
-    """What :func:`send_object` has sent; ``timeout`` in seconds replaces the transport's own.
+    """What :func:`send_object` has sent.
+
+    ``timeout`` in seconds replaces the transport's own, ``unless`` that is true when it is over.
 
     Raises:
         PeerFailedError: that rank has died.
         TimeoutError: nothing came in that time.
     """
     size = torch.zeros(1, dtype=torch.int64)
-    if transport.wait_any([transport.irecv(size, source, tag)], timeout) < 0:
-        raise TimeoutError
+    announced = [transport.irecv(size, source, tag)]
+    if transport.wait_any(announced, timeout) < 0:
+        if not unless():
+            raise TimeoutError
+        transport.wait_all(announced)
     data = torch.empty(int(size), dtype=torch.uint8)
     transport.wait(transport.irecv(data, source, tag))
     return torch.load(BytesIO(data.numpy().tobytes()), weights_only=True)

@@ -73,6 +73,8 @@ class Tag(IntEnum):
     """In a new group, to rank 0: this rank's state in the former one."""
     MIRROR = 31
     """Server to the rank that keeps its mirror: a bucket's length, then the bucket."""
+    COMING = 33
+    """Between two groups, to the first rank of the next one: I live, and come when I can."""
     SPARES_GO = 30
     """To spare ranks: the run has ended without them."""
     SPARES_CALLED = 32

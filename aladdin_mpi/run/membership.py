@@ -7,8 +7,9 @@ waits for it, and they begin again.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from aladdin_mpi.control.exchange import receive_object, send_object
@@ -98,7 +99,13 @@ class Gathered:
     brought: dict[int, Any]
 
 
-def gather_anew(base: Transport, before: Membership, mine: Any, patience: float) -> Gathered:
+def gather_anew(
+    base: Transport,
+    before: Membership,
+    mine: Any,
+    patience: float,
+    is_coming: Callable[[int], bool] = lambda rank: False,
+) -> Gathered:
     """Agree on the group that follows ``before``; every rank that is left calls it.
 
     Args:
@@ -106,6 +113,7 @@ def gather_anew(base: Transport, before: Membership, mine: Any, patience: float)
         before: this rank's last group.
         mine: what this rank brings, as a checkpoint can hold it.
         patience: seconds after which a rank that does not come is taken as lost; 0: none is.
+        is_coming: whether a rank has said that it lives; it may be in the middle of a long step.
 
     Raises:
         LostError: too few ranks are left.
@@ -114,7 +122,7 @@ def gather_anew(base: Transport, before: Membership, mine: Any, patience: float)
         leader = succeed(before, base.living).ranks[0]
         try:
             if base.rank == leader:
-                return _lead(base, before, mine, patience or None)
+                return _lead(base, before, mine, patience or None, is_coming)
             return _follow(base, leader, before.number, mine)
         except PeerFailedError:
             continue  # the leader is lost, or somebody who was one in this rank's eyes
@@ -130,11 +138,18 @@ def _follow(base: Transport, leader: int, number: int, mine: Any) -> Gathered:
     return Gathered(members, told["brought"])
 
 
-def _lead(base: Transport, before: Membership, mine: Any, patience: float | None) -> Gathered:
+def _lead(
+    base: Transport,
+    before: Membership,
+    mine: Any,
+    patience: float | None,
+    is_coming: Callable[[int], bool],
+) -> Gathered:
     number, brought = before.number, {base.rank: mine}
     for rank in [rank for rank in base.living if rank != base.rank]:
         try:
-            other, theirs = receive_object(base, rank, Tag.JOIN, patience)
+            comes = partial(is_coming, rank)
+            other, theirs = receive_object(base, rank, Tag.JOIN, patience, comes)
         except PeerFailedError:
             continue
         except TimeoutError:

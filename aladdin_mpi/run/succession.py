@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -11,8 +12,9 @@ from aladdin_mpi.algorithms.registry import Algorithm
 from aladdin_mpi.allreduce.choose import OUTLAST_DEATHS
 from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.errors import LostError
 from aladdin_mpi.run.loop_progress import LoopProgress
-from aladdin_mpi.run.membership import begin, gather_anew
+from aladdin_mpi.run.membership import begin, gather_anew, succeed
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.takeover import Left, Takeover, former_ranks, what_is_left
 from aladdin_mpi.transport.base import Transport
@@ -72,6 +74,9 @@ class Succession:
         """Of the user's loop at this rank."""
         self.rank: Rank | None = None
         self._has_ended = False
+        self._coming: set[int] = set()
+        if base.survives:
+            base.on_message(Tag.COMING, 1, lambda source, message: self._coming.add(source))
 
     @property
     def is_spare(self) -> bool:
@@ -85,6 +90,7 @@ class Succession:
         members = self.members
         self._group = Group(self._base, members.ranks, members.number, self._needs)
         self._group.may_raise = self.may_raise_now
+        self._group.on_loss = self._say_coming
         self._group.before_close = self.end
         return self._seal(self._group)
 
@@ -128,6 +134,13 @@ class Succession:
                 while not self._enter(None):
                     pass
         return True
+
+    def _say_coming(self) -> None:
+        """To whom gathers the next group: this rank lives, though its step may take long."""
+        with suppress(LostError):  # which is told of by whoever gathers
+            leader = succeed(self.members, self._base.living).ranks[0]
+            if leader != self._base.rank:
+                self._base.isend(torch.zeros(1, dtype=torch.uint8), leader, Tag.COMING)
 
     def _call_spares(self) -> None:
         """Those who wait may not know of ranks that are excluded, and may live."""
@@ -186,7 +199,10 @@ class Succession:
         """Form the next group, and take a place in it; whether that could be done."""
         brought = {} if left is None else left.brought
         patience = 0.0 if self._base.models_time else self.options.worker_timeout
-        gathered = gather_anew(self._base, self.members, brought, patience)
+        gathered = gather_anew(
+            self._base, self.members, brought, patience, self._coming.__contains__
+        )
+        self._coming.clear()
         self.members = gathered.members
         if self.is_spare:
             return True

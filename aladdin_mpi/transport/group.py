@@ -79,6 +79,8 @@ class Group(Layer):
         self._collectives = 0
         self.may_raise: Callable[[], bool] = may_raise
         """Whether a caller may be told of a loss by an error; a wait just ends otherwise."""
+        self.on_loss: Callable[[], None] = _nothing
+        """Called as a handler, also while this rank computes, when the group comes apart."""
         self.before_close: Callable[[], None] = _nothing
         """What this rank has to do before it closes."""
         self.lost: int | None = None
@@ -103,6 +105,7 @@ class Group(Layer):
         if self.lost is None:
             self.lost = rank
             self.inner.abandon(self._loss)
+            self.on_loss()
 
     def needs_nobody(self) -> None:
         """From now on whoever waits for a rank that is lost is told so, and nobody else."""
