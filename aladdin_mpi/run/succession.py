@@ -74,9 +74,8 @@ class Succession:
         """Of the user's loop at this rank."""
         self.rank: Rank | None = None
         self._has_ended = False
-        self._coming: set[int] = set()
-        if base.survives:
-            base.on_message(Tag.COMING, 1, lambda source, message: self._coming.add(source))
+        self._coming: set[int] | None = None
+        """Who has said so; None: nobody has been heard yet, as no group has come apart."""
 
     @property
     def is_spare(self) -> bool:
@@ -134,6 +133,13 @@ class Succession:
                 while not self._enter(None):
                     pass
         return True
+
+    def _those_who_come(self) -> set[int]:
+        """Hear them from now on: a receive that is always posted would cost in every look."""
+        if self._coming is None:
+            coming = self._coming = set[int]()
+            self._base.on_message(Tag.COMING, 1, lambda source, message: coming.add(source))
+        return self._coming
 
     def _say_coming(self) -> None:
         """To whom gathers the next group: this rank lives, though its step may take long."""
@@ -199,10 +205,9 @@ class Succession:
         """Form the next group, and take a place in it; whether that could be done."""
         brought = {} if left is None else left.brought
         patience = 0.0 if self._base.models_time else self.options.worker_timeout
-        gathered = gather_anew(
-            self._base, self.members, brought, patience, self._coming.__contains__
-        )
-        self._coming.clear()
+        coming = self._those_who_come()
+        gathered = gather_anew(self._base, self.members, brought, patience, coming.__contains__)
+        coming.clear()
         self.members = gathered.members
         if self.is_spare:
             return True

@@ -71,7 +71,8 @@ class Group(Layer):
         number: int,
         needs: Callable[[int], bool],
     ) -> None:
-        super().__init__(inner := PartOfRanks(base, ranks))
+        is_whole = [*ranks] == [*range(base.size)]
+        super().__init__(inner := base if is_whole else PartOfRanks(base, ranks))
         self._base = base
         self.number = number
         # The engine's, which need all ranks of the job.
@@ -90,8 +91,9 @@ class Group(Layer):
         self._first_tag = number * TAGS
         nothing = torch.empty(0, dtype=torch.uint8)
         self._loss = inner.irecv(nothing, inner.rank, self._first_tag + LOSS)
-        self.exclude_from_traffic(APART)
-        self.on_message(APART, 1, lambda source, message: self._come_apart(source))
+        if number > 1:  # of a first group that comes apart in its set-up nothing is left
+            self.exclude_from_traffic(APART)
+            self.on_message(APART, 1, lambda source, message: self._come_apart(source))
         inner.on_failure(self._note)
         with inner.atomic():
             for rank in sorted(inner.failed):
@@ -128,7 +130,7 @@ class Group(Layer):
         They may not have needed whom this rank has just waited for.
         """
         for rank in self.living:
-            if rank != self.rank:
+            if rank != self.rank and self.number > 1:
                 self.isend(torch.zeros(1, dtype=torch.uint8), rank, APART)
         self._has_left = True
         self.inner.abandon_tags(range(self._first_tag, self._first_tag + TAGS))
