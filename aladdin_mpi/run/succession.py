@@ -48,7 +48,6 @@ class Succession:
         options: of the run.
         algorithm: of the run.
         seal: puts checksums on a group's messages, where they are asked for.
-        assemble: puts this rank together in a group.
     """
 
     def __init__(
@@ -68,6 +67,7 @@ class Succession:
         self.may_raise: Callable[[], bool] = lambda: True
         """Whether this rank is where an error brings it here; see :class:`Group`."""
         self.assemble: Assemble = _not_yet
+        """Puts this rank together in a group."""
         self.on_change: Callable[[Rank], None] = lambda rank: None
         """Called with this rank's part in every new group."""
         self.progress = LoopProgress()
