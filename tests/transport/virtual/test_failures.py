@@ -311,14 +311,16 @@ def test_death_of_a_finished_rank_changes_nothing() -> None:
     assert run(2, main, lab(2, deaths={1: 1.0})) == [frozenset(), frozenset()]
 
 
-def test_rank_that_died_before_the_start_stays_dead() -> None:
-    cluster = lab(2, deaths={1: 1.0})
+def test_deaths_that_are_past_where_a_run_goes_on_are_over() -> None:
+    """All ranks take part again, as over MPI; a later death is still to come."""
+    cluster = lab(3, deaths={1: 1.0, 2: 5.05})
 
     def main(t: VirtualTransport) -> frozenset[int]:
         t.sleep(0.1)
         return t.failed
 
-    assert VirtualCluster(2, cluster, start_time=5.0).run(main) == [frozenset({1}), None]
+    found = VirtualCluster(3, cluster, start_time=5.0).run(main)
+    assert found == [frozenset({2}), frozenset({2}), None]
 
 
 def test_death_does_not_depend_on_cooperation() -> None:
