@@ -44,7 +44,7 @@ def test_the_device_shows_mistakes() -> None:
         pytest.param("equal", id="the result is the CPU's, where it is the same every time"),
         pytest.param("resume", id="a resumed run is the uninterrupted one", marks=pytest.mark.long),
         pytest.param("refused", id="what is not finite is refused", marks=pytest.mark.long),
-        pytest.param("budget", id="nothing in a step waits for the device"),
+        pytest.param("budget", id="nothing in a step waits for the device", marks=pytest.mark.long),
         pytest.param("ahead", id="the host runs ahead of slow kernels", marks=pytest.mark.long),
         pytest.param("sums", id="sums begin during the backward pass", marks=pytest.mark.long),
         pytest.param("evaluation", id="workers measure in parts what rank 0 measures alone"),
