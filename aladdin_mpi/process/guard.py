@@ -175,10 +175,9 @@ def end_job(error: BaseException) -> None:
     elif _peer(error) is not None:
         # Rank 0 has the word; of its own death the next one tells. In virtual time one process is
         # all ranks.
-        if size == 1 or rank == (1 if _peer(error) == 0 else 0):
-            console.say(f"aladdin_mpi: error: {error}{_and_then(AGAIN)}")
-        else:
-            time.sleep(YIELD_SECONDS)
+        if size > 1 and rank != (1 if _peer(error) == 0 else 0):
+            time.sleep(YIELD_SECONDS)  # who is still there then has died as well
+        console.say(f"aladdin_mpi: error: {error}{_and_then(AGAIN)}")
     elif (full := system_error(error)) and full.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" (rank {rank})" if size > 1 else ""
         console.say(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -129,6 +130,47 @@ def assemble(
     record = SkipRecord()
     skips = SkipReports(transport, task.skipped, record if transport.rank == 0 else None)
     role = agree(transport, lambda: _role(context, task, plan, lr, local, optimizer, skips))
+    with ExitStack() as undo:
+        undo.callback(role.close)  # its hooks must not stay on the module of a later attempt
+        rank = _complete(
+            transport,
+            options,
+            context,
+            role,
+            plan,
+            lr,
+            record,
+            task,
+            takeover,
+            local,
+            optimizer,
+            skips,
+            seen,
+            folder,
+            described,
+        )
+        undo.pop_all()
+    return rank
+
+
+def _complete(
+    transport: Transport,
+    options: RunOptions,
+    context: Context,
+    role: Role,
+    plan: Plan,
+    lr: LearningRate,
+    record: SkipRecord,
+    task: Task,
+    takeover: Takeover | None,
+    local: LocalState,
+    optimizer: Optimizer,
+    skips: SkipReports,
+    seen: SeenInputs | None,
+    folder: run_folder.OpenFolder,
+    described: str,
+) -> Rank:
+    """What stands on the role."""
     coordinator = None
     if transport.rank == 0:
         coordinator = make_coordinator(context, role, plan, lr, record)
