@@ -136,11 +136,21 @@ def summarised(problems: list[str | None], size: int) -> str:
     return "\n".join(lines)
 
 
-def send_object(transport: Transport, value: Any, dest: int, tag: Tag) -> list[Request]:
-    """Start to send what a checkpoint can hold: tensors, numbers, strings, lists and dicts."""
+def packed(value: Any) -> Tensor:
+    """As bytes, what a checkpoint can hold: tensors, numbers, strings, lists and dicts."""
     file = BytesIO()
     torch.save(value, file)
-    data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+def unpacked(data: Tensor) -> Any:
+    """What :func:`packed` has made bytes of."""
+    return torch.load(BytesIO(data.numpy().tobytes()), weights_only=True)
+
+
+def send_object(transport: Transport, value: Any, dest: int, tag: Tag) -> list[Request]:
+    """Start to send what :func:`packed` takes."""
+    data = packed(value)
     parts = torch.tensor([data.numel()]), data
     return [transport.isend(part, dest, tag) for part in parts]
 
@@ -168,7 +178,7 @@ def receive_object(
         transport.wait_all(announced)
     data = torch.empty(int(size), dtype=torch.uint8)
     transport.wait(transport.irecv(data, source, tag))
-    return torch.load(BytesIO(data.numpy().tobytes()), weights_only=True)
+    return unpacked(data)
 
 
 def _written(fact: Any) -> tuple[Tensor, Tensor]:

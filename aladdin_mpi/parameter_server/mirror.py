@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aladdin_mpi.control.exchange import send_object
+from aladdin_mpi.control.exchange import send_object, unpacked
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.parameter_server.server_role import Server
@@ -110,6 +109,6 @@ class Kept:
     def _take(self, server: int, arrived: Request, data: Tensor) -> None:
         if arrived.failed is not None or not arrived.nbytes:
             return
-        told = torch.load(BytesIO(data.numpy().tobytes()), weights_only=True)
+        told = unpacked(data)
         self.of[server][told["bucket"]] = told
         self._await_length(server)

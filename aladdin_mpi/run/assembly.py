@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -130,91 +130,61 @@ def assemble(
     record = SkipRecord()
     skips = SkipReports(transport, task.skipped, record if transport.rank == 0 else None)
     role = agree(transport, lambda: _role(context, task, plan, lr, local, optimizer, skips))
-    with ExitStack() as undo:
-        undo.callback(role.close)  # its hooks must not stay on the module of a later attempt
-        rank = _complete(
-            transport,
-            options,
+    with _closed_on_error(role):
+        coordinator = None
+        if transport.rank == 0:
+            coordinator = make_coordinator(context, role, plan, lr, record)
+        # It outlives this rank, so it must not hold it, with all its vectors.
+        guard.remedy = partial(_remedy, folder.path)
+        measuring = _measuring(context, role, seen, task.evaluate, skips)
+        if takeover is None:
+            local.seed(options.seed * 1_000_003 + transport.rank + 1)
+        store = CheckpointStore(folder.path)
+        segments = _segments(context, role, coordinator, local, store, plan, task.origin, described)
+        means = coordinator.own_figures if coordinator else None
+        figures = OwnFigures(transport, means, lambda: segments.over)
+        if takeover is not None:
+            take_over(context, local, segments, takeover)
+        elif options.resume is not None:
+            go_on(Resumption(context, role, local, segments, store, task.origin, lr))
+        suspension = Suspension(transport, coordinator)
+        heartbeats = Heartbeats(transport, options.worker_timeout)
+        deputy = Deputy(transport, coordinator.knowledge if coordinator else None)
+        books = None
+        if coordinator is not None:
+            coordinator.on_report(deputy.hear)
+            coordinator.on_open(deputy.send)
+            transport.on_failure(lambda rank: deputy.send())
+            books = _open(context, role, coordinator, folder.path, skips, measuring, takeover)
+            deputy.send()
+        if seen is not None:
+            seen.open()
+        return Rank(
             context,
-            role,
             plan,
-            lr,
-            record,
-            task,
-            takeover,
-            local,
-            optimizer,
-            skips,
-            seen,
             folder,
-            described,
+            optimizer,
+            role,
+            skips,
+            figures,
+            measuring,
+            segments,
+            suspension,
+            heartbeats,
+            deputy,
+            _mirrors(context, role),
+            books,
         )
-        undo.pop_all()
-    return rank
 
 
-def _complete(
-    transport: Transport,
-    options: RunOptions,
-    context: Context,
-    role: Role,
-    plan: Plan,
-    lr: LearningRate,
-    record: SkipRecord,
-    task: Task,
-    takeover: Takeover | None,
-    local: LocalState,
-    optimizer: Optimizer,
-    skips: SkipReports,
-    seen: SeenInputs | None,
-    folder: run_folder.OpenFolder,
-    described: str,
-) -> Rank:
-    """What stands on the role."""
-    coordinator = None
-    if transport.rank == 0:
-        coordinator = make_coordinator(context, role, plan, lr, record)
-    # It outlives this rank, so it must not hold it, with all its vectors.
-    guard.remedy = partial(_remedy, folder.path)
-    measuring = _measuring(context, role, seen, task.evaluate, skips)
-    if takeover is None:
-        local.seed(options.seed * 1_000_003 + transport.rank + 1)
-    store = CheckpointStore(folder.path)
-    segments = _segments(context, role, coordinator, local, store, plan, task.origin, described)
-    means = coordinator.own_figures if coordinator else None
-    figures = OwnFigures(transport, means, lambda: segments.over)
-    if takeover is not None:
-        take_over(context, local, segments, takeover)
-    elif options.resume is not None:
-        go_on(Resumption(context, role, local, segments, store, task.origin, lr))
-    suspension = Suspension(transport, coordinator)
-    heartbeats = Heartbeats(transport, options.worker_timeout)
-    deputy = Deputy(transport, coordinator.knowledge if coordinator else None)
-    books = None
-    if coordinator is not None:
-        coordinator.on_report(deputy.hear)
-        coordinator.on_open(deputy.send)
-        transport.on_failure(lambda rank: deputy.send())
-        books = _open(context, role, coordinator, folder.path, skips, measuring, takeover)
-        deputy.send()
-    if seen is not None:
-        seen.open()
-    return Rank(
-        context,
-        plan,
-        folder,
-        optimizer,
-        role,
-        skips,
-        figures,
-        measuring,
-        segments,
-        suspension,
-        heartbeats,
-        deputy,
-        _mirrors(context, role),
-        books,
-    )
+@contextmanager
+def _closed_on_error(role: Role) -> Iterator[None]:
+    """Where a rank cannot be put together no hooks stay on the module, which others may take."""
+    try:
+        yield
+    except BaseException:
+        role.close()
+        raise
 
 
 def _mirrors(context: Context, role: Role) -> Kept | None:

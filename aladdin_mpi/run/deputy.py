@@ -7,15 +7,18 @@ workers, so that the books go on when rank 0 is lost.
 from __future__ import annotations
 
 from collections.abc import Callable
-from io import BytesIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from aladdin_mpi.control.budget import Report
+from aladdin_mpi.control.exchange import packed, unpacked
 from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EVERY = 8
 """Reports of workers between two copies, ..."""
@@ -44,7 +47,7 @@ class Deputy:
         self._transport = transport
         self._look = look
         self._reports, self._sent_at = 0, 0.0
-        self._newest: bytes | None = None
+        self._newest: Tensor | None = None
         self._came_at = 0.0
         if not transport.survives:
             return
@@ -59,7 +62,7 @@ class Deputy:
 
     def _take(self, request: Request) -> None:
         if request.failed is None and request.nbytes and request.buffer is not None:
-            self._newest = request.buffer[: request.nbytes].numpy().tobytes()
+            self._newest = request.buffer[: request.nbytes]
             self._came_at = self._transport.now()
             self._listen()
 
@@ -71,7 +74,7 @@ class Deputy:
         """
         if self._newest is None:
             return None
-        found: dict[str, Any] = torch.load(BytesIO(self._newest), weights_only=True)
+        found: dict[str, Any] = unpacked(self._newest)
         if found["is_open"]:
             found["seconds"] += self._transport.now() - self._came_at
         return found
@@ -88,8 +91,6 @@ class Deputy:
         if self._look is None or deputy is None:
             return
         self._reports, self._sent_at = 0, self._transport.now()
-        file = BytesIO()
-        torch.save(self._look(), file)
-        data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+        data = packed(self._look())
         if len(data) <= MOST_BYTES:  # not so with thousands of refusals of many kinds
             self._transport.isend(data, deputy, Tag.DEPUTY)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from io import BytesIO
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from aladdin_mpi.algorithms.registry import Algorithm
 from aladdin_mpi.config.options import RunOptions
-from aladdin_mpi.control.exchange import broadcast, broadcast_tensor
+from aladdin_mpi.control.exchange import broadcast, broadcast_tensor, packed, unpacked
 from aladdin_mpi.errors import LostError
 from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.model.replica import PhantomReplica, Replica
@@ -172,16 +171,14 @@ def share(transport: Transport, former: Former | None) -> Former:
     """Rank 0's, at every rank."""
     data = torch.empty(0, dtype=torch.uint8)
     if former is not None:
-        file = BytesIO()
-        torch.save(vars(former), file)
-        data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+        data = packed(vars(former))
     size = broadcast(transport, data.numel())
     if former is None:
         data = torch.empty(size, dtype=torch.uint8)
     for start in range(0, size, PIECE):
         broadcast_tensor(transport, data[start : start + PIECE], 0)
     # Rank 0's own, too: ranks of one process must not share what they change.
-    return Former(**torch.load(BytesIO(data.numpy().tobytes()), weights_only=True))
+    return Former(**unpacked(data))
 
 
 def tell(algorithm: Algorithm, before: Origin, now: Origin, lr: LearningRate) -> None:

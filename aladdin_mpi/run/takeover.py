@@ -226,9 +226,7 @@ def former_ranks(gathered: Gathered) -> Sequence[int]:
     return ranks
 
 
-def take_over(
-    context: Context, local: LocalState, segments: Segments, takeover: Takeover
-) -> Former:
+def take_over(context: Context, local: LocalState, segments: Segments, takeover: Takeover) -> None:
     """Take up in a new group what is left of the former one; every rank of it calls it."""
     transport, first = context.transport, context.transport.rank == COORDINATOR
     origin = takeover.origin
@@ -251,7 +249,6 @@ def take_over(
     else:
         segments.take_over(takeover.drawn, former)
     _take_local(context, local, takeover)
-    return former
 
 
 def _keep_own_counts(former: Former, takeover: Takeover) -> None:

@@ -109,10 +109,6 @@ class Group(Layer):
             self.inner.abandon(self._loss)
             self.on_loss()
 
-    def needs_nobody(self) -> None:
-        """From now on whoever waits for a rank that is lost is told so, and nobody else."""
-        self._needs = lambda place: False
-
     @property
     def has_come_apart(self) -> bool:
         return self.lost is not None

@@ -15,7 +15,7 @@ import pytest
 
 from aladdin_mpi.algorithms import registry
 from tests.commands import EPOCH, metrics, rises, summary, train, training
-from tests.launch import Job, JobError, needs
+from tests.launch import Completed, Job, JobError, needs
 
 pytestmark = [needs("openmpi"), pytest.mark.slow]
 
@@ -45,6 +45,21 @@ def kill(job: Job, run_dir: Path, ranks: list[int], at: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def outlive(
+    run: Path, algorithm: str, ranks: int, killed: list[int], options: list[object]
+) -> Completed:
+    """A job that loses ranks when it has begun, and ends well."""
+    plan = ["--algorithm", algorithm, "--epochs", 12, *PLAN, *options]
+    with training(ranks, run, *plan, mpirun=ULFM) as job:
+        kill(job, run, killed, EPOCH)
+        done = job.wait(120)
+    assert done.returncode == 0, repr(done)
+    assert "Traceback" not in done.stderr, repr(done)
+    assert "ULFM: if ranks die the others go on" in done.stdout
+    assert sorted(failure["rank"] for failure in summary(run)["failures"]) == killed
+    return done
+
+
 @pytest.mark.parametrize(
     ("algorithm", "ranks", "killed", "options"),
     [
@@ -59,14 +74,8 @@ def test_the_others_train_on(
     tmp_path: Path, algorithm: str, ranks: int, killed: list[int], options: list[object]
 ) -> None:
     run = tmp_path / "run"
-    plan = ["--algorithm", algorithm, "--epochs", 12, *PLAN, *options]
-    with training(ranks, run, *plan, mpirun=ULFM) as job:
-        kill(job, run, killed, EPOCH)
-        done = job.wait(120)
-    assert done.returncode == 0, repr(done)
-    assert "ULFM: if ranks die the others go on" in done.stdout
+    done = outlive(run, algorithm, ranks, killed, options)
     found = summary(run)
-    assert sorted(failure["rank"] for failure in found["failures"]) == killed
     for failure in found["failures"]:
         assert f"rank {failure['rank']} (host {failure['host']}) has failed" in done.stderr
         assert 0 <= failure["samples_lost"] < EPOCH
@@ -107,16 +116,9 @@ def test_those_who_are_left_form_a_new_group(
     goes_on: str,
 ) -> None:
     run = tmp_path / "run"
-    plan = ["--algorithm", algorithm, "--epochs", 12, *PLAN, *options]
-    with training(ranks, run, *plan, mpirun=ULFM) as job:
-        kill(job, run, killed, EPOCH)
-        done = job.wait(120)
-    assert done.returncode == 0, repr(done)
-    assert "Traceback" not in done.stderr, repr(done)
-    assert "ULFM: if ranks die the others go on" in done.stdout
+    done = outlive(run, algorithm, ranks, killed, options)
     assert f"aladdin_mpi: the run goes on with {goes_on} from sample" in done.stderr
     found = summary(run)
-    assert sorted(failure["rank"] for failure in found["failures"]) == killed
     for failure in found["failures"]:
         assert f"rank {failure['rank']} (host {failure['host']}) died " in done.stdout
     assert found["samples"] == BUDGET
