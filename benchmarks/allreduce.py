@@ -23,7 +23,7 @@ from benchmarks.lab import Lab
 from benchmarks.machine import machine
 from benchmarks.netns import INTERFACE
 
-BACKENDS = ("mpi", "horovod", "torch", "mpi-bf16", "torch-bf16")
+BACKENDS = ("mpi", "ring", "horovod", "torch", "mpi-bf16", "torch-bf16")
 PROGRAM = "benchmarks.programs.allreduce"
 
 Record = Mapping[str, Any]
@@ -33,7 +33,7 @@ when all sums are there. The figures are what summing adds to the step's computi
 slowest rank. Computing: none; sleep, as on a GPU; torch, matrix products on one thread, which
 share the cores with whatever moves the messages. All ranks have a progress thread for MPI.
 The backends are those of `aladdin_mpi.allreduce`: mpi is MPI's own non-blocking all-reduce, or
-with bf16 plain messages; torch is gloo."""
+with bf16 plain messages; ring is messages around a ring; torch is gloo."""
 
 
 def measure(args: argparse.Namespace, ranks: int) -> list[Record]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aladdin_mpi.transport.base import Handler, Transport
+from aladdin_mpi.transport.base import Handler, IdleUntil, Transport
 from aladdin_mpi.transport.request import Event, Request
 from aladdin_mpi.transport.virtual.endpoint import Endpoint
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
@@ -55,10 +55,10 @@ class Spy(VirtualTransport):
         self,
         moments: Sequence[float],
         action: Callable[[int], None],
-        is_idle: Callable[[], bool] | None = None,
+        idle_until: IdleUntil | None = None,
     ) -> None:
         # By single sleeps, each of which is told of.
-        Transport.sleep_between(self, moments, action, is_idle)
+        Transport.sleep_between(self, moments, action, idle_until)
 
     def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
         self.switched()

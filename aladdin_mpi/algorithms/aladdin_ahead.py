@@ -116,7 +116,7 @@ class AheadWorker(TrainingWorker):
             self._adapt()
             g = link.outbox.begin(batch.start, notes=self._notes)
             self.track.begin(worker.lr)
-            worker.gradient(g, self._send(g), link.outbox.is_idle)
+            worker.gradient(g, self._send(g), link.outbox.idle_until)
             link.outbox.end()
             link.inbox.blend_into(self.x)
         self._adapt()

@@ -34,11 +34,12 @@ if TYPE_CHECKING:
 class ArSgdOptions(OwnOptions):
     """For --algorithm ar-sgd."""
 
-    allreduce: Literal["auto", "mpi", "horovod", "torch"] = Field(
+    allreduce: Literal["auto", "ring", "mpi", "horovod", "torch"] = Field(
         "auto",
-        description="what sums the gradients: MPI, Horovod (installed by make horovod), or "
-        "torch.distributed (gloo, or NCCL on GPUs); auto: NCCL where each rank has a GPU to "
-        "itself, else MPI, which it always is where the others go on after a worker's death",
+        description="what sums the gradients: messages around a ring, MPI's own all-reduce, "
+        "Horovod (installed by make horovod), or torch.distributed (gloo, or NCCL on GPUs); auto: "
+        "NCCL where each rank has a GPU to itself, and not where the others go on after a worker's "
+        "death; else the ring",
     )
 
 
@@ -62,7 +63,11 @@ class ArSgdWorker(TrainingWorker):
             and options.allreduce in choose.OUTLAST_DEATHS
         ):
             self.surviving = SurvivingSums(
-                self.transport, self.layout, worker.replica.new_vector, wire.dtype
+                options.allreduce,
+                self.transport,
+                self.layout,
+                worker.replica.new_vector,
+                wire.dtype,
             )
         else:
             self.all_reduce = self._make(wire, options)

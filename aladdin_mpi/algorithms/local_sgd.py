@@ -46,7 +46,7 @@ class LocalSgdOptions(OwnOptions):
         "after every step (post-local SGD); 0: none",
         json_schema_extra={"unit": "SAMPLES"},
     )
-    allreduce: Literal["auto", "mpi", "horovod", "torch"] = Field(
+    allreduce: Literal["auto", "ring", "mpi", "horovod", "torch"] = Field(
         "auto", description="what sums the models, as --ar-sgd-allreduce"
     )
 
@@ -65,7 +65,9 @@ class LocalSgdWorker(TrainingWorker):
         dtype = wire.plain.dtype
         if self.transport.survives and options.allreduce in choose.OUTLAST_DEATHS:
             new_vector = worker.replica.new_vector
-            self.all_reduce = SurvivingSums(self.transport, self.layout, new_vector, dtype)
+            self.all_reduce = SurvivingSums(
+                options.allreduce, self.transport, self.layout, new_vector, dtype
+            )
         else:
             self.all_reduce = choose.make(options.allreduce, self.transport, self.g.device, dtype)
 

@@ -12,12 +12,13 @@ from aladdin_mpi.allreduce.base import AllReduce
 from aladdin_mpi.allreduce.over_horovod import HorovodAllReduce
 from aladdin_mpi.allreduce.over_torch import TorchAllReduce
 from aladdin_mpi.allreduce.over_transport import DirectAllReduce, SingleAllReduce
+from aladdin_mpi.allreduce.ring import RingAllReduce
 from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.transport.base import Transport
 
-NAMES = ("auto", "mpi", "horovod", "torch")
-OUTLAST_DEATHS = ("auto", "mpi")
+NAMES = ("auto", "ring", "mpi", "horovod", "torch")
+OUTLAST_DEATHS = ("auto", "ring", "mpi")
 """Those that may stand for sums which outlast the death of ranks: see :mod:`.surviving`."""
 
 
@@ -29,10 +30,9 @@ def make(
 ) -> AllReduce:
     """The all-reduce called ``name``; to be called by every rank, with the same arguments.
 
-    ``auto`` is NCCL where every rank has a GPU to itself, and MPI otherwise, which is
-    always there and made for the cluster's network; ``benchmarks/allreduce.py`` measures
-    which is faster on a given machine. In virtual time there is only ``mpi``, which
-    then goes over the modelled network.
+    ``auto`` is NCCL where every rank has a GPU to itself, else :func:`by_transport`'s choice;
+    ``benchmarks/allreduce.py`` measures which is faster on a given machine. In virtual time there
+    are ``ring`` and ``mpi``, which both go around a ring of the modelled network.
 
     Args:
         name: one of ``NAMES``.
@@ -48,14 +48,14 @@ def make(
         raise UserError(f"all-reduce: expected one of {', '.join(NAMES)}, got {name!r}")
     if name == "auto":
         name = _best(transport, device)
-    elif transport.models_time and name != "mpi":
+    elif transport.models_time and name not in OUTLAST_DEATHS:
         raise UserError(
-            f"all-reduce: expected mpi or auto in virtual time, got {name}; {name} needs real "
-            "ranks: start them with mpirun"
+            f"all-reduce: expected auto, ring or mpi in virtual time, got {name}; {name} needs "
+            "real ranks: start them with mpirun"
         )
     elif name == "horovod" and not transport.has_collectives:
         raise UserError(
-            "all-reduce: expected mpi or torch with --node-sums, where not all ranks take part in "
+            "all-reduce: expected ring or torch with --node-sums, where not all ranks take part in "
             "it, got horovod; leave one of the two out"
         )
     if name == "horovod":
@@ -64,18 +64,38 @@ def make(
     if name == "torch":
         _check(name, transport, over_torch.obstacle(device))
         return TorchAllReduce(transport, device, wire_dtype)
-    if wire_dtype == torch.float32 and transport.has_collectives:
+    return by_transport(name, transport, device, wire_dtype)
+
+
+def by_transport(
+    name: str, transport: Transport, device: torch.device, wire_dtype: torch.dtype
+) -> AllReduce:
+    """The all-reduce among ``transport``'s ranks that needs nothing besides it.
+
+    ``auto`` is the ring, in virtual time the engine's own, which is one too. bf16, which would be
+    rounded at each rank of a ring, goes from rank to rank at once.
+
+    Args:
+        name: one of ``OUTLAST_DEATHS``.
+        transport: among whose ranks is summed.
+        device: where the gradients live; "meta" with timed computing.
+        wire_dtype: of what is sent.
+    """
+    if wire_dtype != torch.float32:
+        return DirectAllReduce(transport, device, wire_dtype)
+    is_own = name == "mpi" or (name == "auto" and transport.models_time)
+    if is_own and transport.has_collectives:
         return SingleAllReduce(transport, device)
-    return DirectAllReduce(transport, device, wire_dtype)
+    return RingAllReduce(transport, device)
 
 
 def _best(transport: Transport, device: torch.device) -> str:
     if transport.models_time:
-        return "mpi"
+        return "auto"
     nccl = device.type == "cuda" and over_torch.obstacle(device) is None
     mine = [transport.host, accelerator.identity(device)] if nccl else None
     everyone = gather(transport, mine)
-    return str(broadcast(transport, "torch" if _are_apart(everyone) else "mpi"))
+    return str(broadcast(transport, "torch" if _are_apart(everyone) else "auto"))
 
 
 def _are_apart(gpus: Sequence[list[str] | None]) -> bool:
@@ -94,7 +114,7 @@ def _check(name: str, transport: Transport, obstacle: str | None) -> None:
     if hindered:
         raise UserError(
             f"all-reduce {name}: {hindered} of {transport.size} ranks cannot use it; install the "
-            "same on every host, or use the backend mpi"
+            "same on every host, or use the backend ring"
         )
 
 

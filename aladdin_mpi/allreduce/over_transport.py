@@ -53,7 +53,7 @@ class SingleAllReduce(AllReduce):
 
     def describe(self) -> str:
         """See :meth:`AllReduce.describe`."""
-        return _describe(self._transport, "all-reduce in float32")
+        return describe(self._transport, "all-reduce in float32")
 
 
 class _Single(Pending):
@@ -197,7 +197,7 @@ class DirectAllReduce(AllReduce):
     def describe(self) -> str:
         """See :meth:`AllReduce.describe`."""
         dtype = str(self._buffers.dtype).removeprefix("torch.")
-        return _describe(self._transport, f"messages in {dtype}, added in float32")
+        return describe(self._transport, f"messages in {dtype}, added in float32")
 
 
 class _Direct(Pending):
@@ -262,5 +262,6 @@ def _happened(event: Event | None) -> bool:
     return event is None or event.query()
 
 
-def _describe(transport: Transport, how: str) -> str:
+def describe(transport: Transport, how: str) -> str:
+    """What adds up, and over which network."""
     return f"{'virtual network' if transport.models_time else 'MPI'}: {how}"

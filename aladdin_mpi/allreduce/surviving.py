@@ -6,7 +6,8 @@ living tell rank 0 how many steps they have completed. Where one has the step th
 sends them its sums, with the dead rank's gradients in them; where none has, all sum again, without
 the dead. In either case every one of them goes on with the same bits.
 
-Until the first death the engine's collectives add up. They need all ranks, so messages do after it.
+Until the first death the engine's collectives may add up. They need all ranks, so after it
+messages do.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from aladdin_mpi.allreduce import choose
 from aladdin_mpi.allreduce.base import AllReduce, Pending
-from aladdin_mpi.allreduce.over_transport import DirectAllReduce, SingleAllReduce
+from aladdin_mpi.allreduce.over_transport import DirectAllReduce
+from aladdin_mpi.allreduce.ring import RingAllReduce
 from aladdin_mpi.control.tags import COORDINATOR, Tag, of_generation
 from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.model.vectors import copy
@@ -61,17 +64,20 @@ class SurvivingSums:
     Every rank of ``transport`` takes part; rank 0 has to live.
 
     Args:
+        name: see :func:`choose.by_transport`.
         new_vector: makes a flat vector where the gradients live; two are needed.
         wire_dtype: of what is sent.
     """
 
     def __init__(
         self,
+        name: str,
         transport: Transport,
         layout: Layout,
         new_vector: Callable[[], Tensor],
         wire_dtype: torch.dtype,
     ) -> None:
+        self._name = name
         self._transport = transport
         self._layout = layout
         self._wire_dtype = wire_dtype
@@ -89,12 +95,11 @@ class SurvivingSums:
     def _make(self) -> AllReduce:
         transport, dtype = self._transport, self._wire_dtype
         if len(self._members) == transport.size:
-            if dtype == torch.float32 and transport.has_collectives:
-                return SingleAllReduce(transport, self._device)
-            return DirectAllReduce(transport, self._device, dtype)
-        tags = of_generation(self._generation)
+            return choose.by_transport(self._name, transport, self._device, dtype)
         part = PartOfRanks(transport, self._members)
-        return DirectAllReduce(part, self._device, dtype, tags)
+        if dtype == torch.float32:
+            return RingAllReduce(part, self._device, self._generation)
+        return DirectAllReduce(part, self._device, dtype, of_generation(self._generation))
 
     def describe(self) -> str:
         """What adds up, in a few words."""

@@ -10,17 +10,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import log2
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from aladdin_mpi.control.loss_scale import LossScale
 from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import Request
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from aladdin_mpi.transport.request import Request, numbers_of
 
 MOST_AHEAD = 32
 """Largest number of tickets that a worker asks for ahead."""
@@ -120,11 +117,10 @@ class Budget:
         self._granted: list[list[int]] = [[] for _ in range(transport.size)]
         self._computed = [0] * transport.size
         transport.on_failure(self._lose)
-        nbytes = 8 * (1 + len(Report._fields))
-        transport.on_message(Tag.DRAW, nbytes, self._draw)
+        transport.on_numbers(Tag.DRAW, 1 + len(Report._fields), self._draw)
 
-    def _draw(self, source: int, message: Tensor) -> None:
-        want, samples, loss, waiting, sent, steps, *rate = message.view(torch.float64).tolist()
+    def _draw(self, source: int, numbers: Sequence[float]) -> None:
+        want, samples, loss, waiting, sent, steps, *rate = numbers
         if samples > 0:
             self._computed[source] += 1
             self.loss_scale.count()
@@ -147,8 +143,8 @@ class Budget:
         ticket = self._part_of_round(rank, want) if self._lockstep else self._take(want)
         if ticket.size:
             self._granted[rank].append(ticket.size)
-        numbers = [*ticket[:3], int(log2(ticket.scale)), *ticket.absent]
-        self._transport.isend(torch.tensor(numbers), rank, Tag.GRANT)
+        numbers = (*ticket[:3], log2(ticket.scale), *ticket.absent)
+        self._transport.isend_numbers(numbers, rank, Tag.GRANT)
 
     def _take(self, want: int) -> Ticket:
         count = min(want, max(self.limit - self.drawn, 0))
@@ -235,7 +231,7 @@ class Draws:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._grants: deque[tuple[Request, Tensor]] = deque()
+        self._grants: deque[Request] = deque()
         self._ahead = 1
         self._computing = False
 
@@ -259,8 +255,8 @@ class Draws:
 
     def request(self, want: int, report: Report) -> None:
         """Ask for ``want`` samples, and report; :meth:`take` gets the answer."""
-        grant = torch.zeros(4 + self._transport.size, dtype=torch.int64)
-        self._grants.append((self._transport.irecv(grant, COORDINATOR, Tag.GRANT), grant))
+        grant = torch.empty(4 + self._transport.size, dtype=torch.float64)
+        self._grants.append(self._transport.irecv(grant, COORDINATOR, Tag.GRANT))
         self._send(want, report)
 
     def report(self, report: Report) -> None:
@@ -276,17 +272,16 @@ class Draws:
         self._send(-samples, Report())
 
     def _send(self, want: float, report: Report) -> None:
-        message = torch.tensor([want, *report.pack()], dtype=torch.float64)
-        self._transport.isend(message, COORDINATOR, Tag.DRAW)
+        self._transport.isend_numbers((want, *report.pack()), COORDINATOR, Tag.DRAW)
 
     def take(self) -> Ticket:
         """The first ticket asked for; waits for it if it has not come."""
-        receive, grant = self._grants.popleft()
+        receive = self._grants.popleft()
         if not self._transport.test(receive):
             # A segment's first ticket cannot have come: that is no sign of a slow network.
             if self._computing:
                 self._ahead = min(2 * self._ahead, MOST_AHEAD)
             self._transport.wait(receive)
         self._computing = True
-        start, size, whole, exponent, *absent = grant[: receive.nbytes // grant.itemsize].tolist()
-        return Ticket(start, size, whole, tuple(absent), 2.0**exponent)
+        start, size, whole, exponent, *absent = numbers_of(receive)
+        return Ticket(int(start), int(size), int(whole), tuple(map(int, absent)), 2.0**exponent)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from aladdin_mpi.transport.request import Request
+from aladdin_mpi.transport.request import Request, numbers_of
 from aladdin_mpi.transport.sealed import intact
 
 if TYPE_CHECKING:
@@ -58,13 +58,10 @@ class Header(NamedTuple):
         Raises:
             TransportError: it was damaged on its way.
         """
-        if request.numbers is not None:
-            return Header.unpack(request.numbers)
-        assert request.buffer is not None
-        message = request.buffer[: request.nbytes // request.buffer.itemsize]
-        numbers = message.tolist()
+        numbers = numbers_of(request)
         if isnan(numbers[0]):  # as all numbers of a void message are
-            intact(message, request.source)
+            assert request.buffer is not None
+            intact(request.buffer[: len(numbers)], request.source)
         return Header.unpack(numbers)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from aladdin_mpi.compression.codec import GradientCodec
@@ -99,17 +99,19 @@ class Outbox(Stateful):
         elif self._waiting is not None:
             self._advance()
 
-    def is_idle(self) -> bool:
-        """Whether :meth:`put` would do nothing: its turn has not come, nor that of another."""
+    def idle_until(self) -> Sequence[Request] | None:
+        """The sends of which one has to end before :meth:`put` does anything; None: it does now."""
         if self._live:
-            return False
+            return None
         if self._waiting is None:
-            return True
+            return ()
+        awaited = []
         for slot in self._in_flight:
             requests = slot.requests
             if not requests or requests[0].done:
-                return False
-        return True
+                return None
+            awaited.append(requests[0])
+        return awaited
 
     def end(self) -> None:
         """The current gradient is complete."""

@@ -22,7 +22,7 @@ from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.model.vectors import add, scale
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import Event, Request
+from aladdin_mpi.transport.request import Event, Request, numbers_of
 from aladdin_mpi.transport.sealed import is_void
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ class NodeLeader:
         self._shares = [part / ticket.size if ticket.size else 0.0 for part in parts]
         if not self._has_ended:
             for rank, part in zip(self._others, parts[1:], strict=True):
-                numbers = [ticket.start, part, ticket.whole, int(log2(ticket.scale))]
-                self._transport.isend(torch.tensor(numbers), rank, Tag.NODE_TICKET)
+                numbers = (ticket.start, part, ticket.whole, log2(ticket.scale))
+                self._transport.isend_numbers(numbers, rank, Tag.NODE_TICKET)
         self._has_ended = self._has_ended or ticket.whole == 0
         return ticket._replace(size=parts[0])
 
@@ -149,14 +149,13 @@ class LedDraws(Draws):
 
     def request(self, want: int, report: Report) -> None:
         """Report, and await what the leader deals."""
-        numbers = torch.zeros(TICKET, dtype=torch.int64)
-        receive = self._transport.irecv(numbers, self._leader, Tag.NODE_TICKET)
-        self._grants.append((receive, numbers))
+        numbers = torch.empty(TICKET, dtype=torch.float64)
+        self._grants.append(self._transport.irecv(numbers, self._leader, Tag.NODE_TICKET))
         self._send(0, report)
 
     def take(self) -> Ticket:
         """The leader's next; waits for it."""
-        receive, numbers = self._grants.popleft()
+        receive = self._grants.popleft()
         self._transport.wait(receive)
-        start, size, whole, exponent = numbers.tolist()
-        return Ticket(start, size, whole, scale=2.0**exponent)
+        start, size, whole, exponent = numbers_of(receive)
+        return Ticket(int(start), int(size), int(whole), scale=2.0**exponent)

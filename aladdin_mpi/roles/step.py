@@ -11,7 +11,7 @@ from aladdin_mpi.model.bucket_watch import BucketWatch
 from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.model.replica import PhantomReplica, Replica
 from aladdin_mpi.roles.pace import Pace
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import IdleUntil, Transport
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ class RealStep:
     """
 
     before_forward: OnBucket | None = None
-    is_idle: Callable[[], bool] | None = None
+    idle_until: IdleUntil | None = None
 
     def __init__(
         self,
@@ -104,8 +104,8 @@ class ModelledStep:
     """
 
     watch: BucketWatch | None = None
-    is_idle: Callable[[], bool] | None = None
-    """Whether ``on_bucket`` would do nothing at present."""
+    idle_until: IdleUntil | None = None
+    """How long ``on_bucket`` would do nothing: see :meth:`Transport.sleep_between`."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class ModelledStep:
     def _pass_backward(self, start: float, duration: float) -> None:
         """Let the step's time pass."""
         moments = [start + duration * share for share in self._ends]
-        self._transport.sleep_between(moments, self._end_bucket, self.is_idle)
+        self._transport.sleep_between(moments, self._end_bucket, self.idle_until)
 
     def _end_bucket(self, index: int) -> None:
         self._on_bucket(self._layout.buckets[index])

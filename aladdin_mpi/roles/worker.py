@@ -20,7 +20,7 @@ from aladdin_mpi.roles.outcome import Outcome, Outcomes
 from aladdin_mpi.roles.pace import Pace
 from aladdin_mpi.roles.reached import Reached
 from aladdin_mpi.roles.step import Compute, ModelledStep, OnBucket, RealStep
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import IdleUntil, Transport
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -222,19 +222,20 @@ class Worker(Stateful):
         self,
         vector: Tensor,
         on_bucket: OnBucket | None = None,
-        is_idle: Callable[[], bool] | None = None,
+        idle_until: IdleUntil | None = None,
     ) -> None:
         """Compute the current batch's gradient into the flat ``vector``, whatever it holds.
 
         ``on_bucket`` is called for every bucket, in order, as soon as it is complete:
         during backward, or spread over the modelled one; None: nobody asks. It need not be
-        called while ``is_idle`` says that it would do nothing, where nothing is calculated. Without
-        samples in the round the gradient is zero and takes no time. Of one that is refused
-        at least the bucket that is not finite, and those after it, are zero.
+        called while it would do nothing by ``idle_until`` (see :meth:`Transport.sleep_between`),
+        where nothing is calculated. Without samples in the round the gradient is zero and takes no
+        time. Of one that is refused at least the bucket that is not finite, and those after it, are
+        zero.
         """
         on_bucket = on_bucket or _ignore
         self._on_bucket = on_bucket if self.clipping.tells_at_once else self._completed.append
-        self.step.is_idle = self._idleness(vector, on_bucket, is_idle)
+        self.step.idle_until = self._idleness(vector, on_bucket, idle_until)
         self.clipping.begin()
         self.check.begin()
         self.loss_scale = 1.0
@@ -270,12 +271,12 @@ class Worker(Stateful):
         return loss
 
     def _idleness(
-        self, vector: Tensor, on_bucket: OnBucket, is_idle: Callable[[], bool] | None
-    ) -> Callable[[], bool] | None:
-        """What says whether :meth:`_complete` would have no effect; None: it always has."""
+        self, vector: Tensor, on_bucket: OnBucket, idle_until: IdleUntil | None
+    ) -> IdleUntil | None:
+        """What says how long :meth:`_complete` would have no effect; None: it always has."""
         if self._node is not None or not vector.is_meta or not self.clipping.tells_at_once:
             return None
-        return _always if on_bucket is _ignore else is_idle
+        return _for_ever if on_bucket is _ignore else idle_until
 
     def _complete(self, bucket: Bucket) -> None:
         """Backward has completed a bucket."""
@@ -345,6 +346,6 @@ def _ignore(bucket: Bucket) -> None:
     """There is nobody to tell."""
 
 
-def _always() -> bool:
+def _for_ever() -> tuple[()]:
     """There is never anything to be done."""
-    return True
+    return ()

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Handler = Callable[[int, "Tensor"], None]
 """Called as ``handler(source, message)`` when a registered message arrives."""
+NumbersHandler = Callable[[int, "Sequence[float]"], None]
+IdleUntil = Callable[[], "Sequence[Request] | None"]
+"""Says which requests something waits for, one of them at least to end; None: for nothing."""
 
 
 @dataclass
@@ -123,12 +126,13 @@ class Transport(ABC):
         self,
         moments: Sequence[float],
         action: Callable[[int], None],
-        is_idle: Callable[[], bool] | None = None,
+        idle_until: IdleUntil | None = None,
     ) -> None:
         """Call ``action(i)`` at the i-th of ``moments``, or at once if that is past.
 
-        The rank sleeps in between. ``action`` may do all that the rank itself may. Where
-        ``is_idle()`` says that it would do nothing now, it need not be called.
+        The rank sleeps in between. ``action`` may do all that the rank itself may. It need not be
+        called before one of the requests that ``idle_until()`` returns has ended, if it would do
+        nothing before; None: it has something to do now.
         """
         for index, moment in enumerate(moments):
             self.sleep(max(0.0, moment - self.now()))
@@ -230,6 +234,14 @@ class Transport(ABC):
         a time, never inside :meth:`atomic` of another thread of the rank, and
         must not wait; they may call :meth:`isend` and :meth:`now`.
         """
+
+    def on_numbers(self, tag: int, most: int, handler: NumbersHandler) -> None:
+        """As :meth:`on_message`, for at most so many numbers that :meth:`isend_numbers` sends."""
+        self.on_message(
+            tag,
+            8 * most,
+            lambda source, message: handler(source, message.view(torch.float64).tolist()),
+        )
 
     @abstractmethod
     def atomic(self) -> AbstractContextManager[None]:

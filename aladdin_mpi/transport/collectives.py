@@ -46,6 +46,41 @@ class Channel(Protocol):
         ...
 
 
+class HostByHost:
+    """The ranks of a host one after the other, so that a ring leaves each host once.
+
+    Args:
+        hosts: of each rank.
+    """
+
+    def __init__(self, hosts: Sequence[int]) -> None:
+        self._ranks = sorted(range(len(hosts)), key=lambda rank: hosts[rank])
+        self._is_plain = self._ranks == list(range(len(hosts)))
+        self._places = {rank: place for place, rank in enumerate(self._ranks)}
+
+    def __call__(self, channel: Channel) -> Channel:
+        """``channel`` in that order."""
+        if self._is_plain:
+            return channel
+        return _Reordered(channel, self._ranks, self._places[channel.rank])
+
+
+class _Reordered:
+    """A channel with other numbers: number i is ``ranks[i]``."""
+
+    def __init__(self, channel: Channel, ranks: Sequence[int], rank: int) -> None:
+        self.rank = rank
+        self.size = channel.size
+        self._channel = channel
+        self._ranks = ranks
+
+    def send(self, dest: int, part: Part) -> Request:
+        return self._channel.send(self._ranks[dest], part)
+
+    def receive(self, source: int, part: Part) -> Request:
+        return self._channel.receive(self._ranks[source], part)
+
+
 class _Buffer:
     """A vector that can be cut into parts, with data or without."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -65,3 +66,12 @@ class Request:
     def __repr__(self) -> str:
         state = "done" if self.done else "pending"
         return f"<{self.what}: {state}>"
+
+
+def numbers_of(receive: Request) -> Sequence[float]:
+    """What a receive has brought that :meth:`Transport.isend_numbers` has sent."""
+    if receive.numbers is not None:
+        return receive.numbers
+    assert receive.buffer is not None
+    found: list[float] = receive.buffer[: receive.nbytes // receive.buffer.itemsize].tolist()
+    return found

@@ -8,6 +8,7 @@ import torch
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.transport import volume
+from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualTransport
 from tests.allreduce_lab import rounds_alike, sums_are_right
 from tests.virtual_lab import lab, run
@@ -15,14 +16,15 @@ from tests.virtual_lab import lab, run
 CPU = torch.device("cpu")
 META = torch.device("meta")
 DTYPES = (torch.float32, torch.bfloat16)
+KINDS = [("mpi", torch.float32), ("ring", torch.float32), ("mpi", torch.bfloat16)]
 RANKS = (1, 2, 3, 5, 8, 16)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sums(ranks: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "dtype"), KINDS)
+def test_sums(ranks: int, name: str, dtype: torch.dtype) -> None:
     def main(transport: VirtualTransport) -> None:
-        sums_are_right(transport, choose.make("mpi", transport, CPU, dtype))
+        sums_are_right(transport, choose.make(name, transport, CPU, dtype))
 
     for seed in range(3):
         run(ranks, main, seed=seed)
@@ -30,9 +32,9 @@ def test_sums(ranks: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("ranks", [3, 8])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_all_ranks_get_the_same_bits(ranks: int, dtype: torch.dtype) -> None:
-    run(ranks, lambda t: rounds_alike(t, choose.make("mpi", t, CPU, dtype)))
+@pytest.mark.parametrize(("name", "dtype"), KINDS)
+def test_all_ranks_get_the_same_bits(ranks: int, name: str, dtype: torch.dtype) -> None:
+    run(ranks, lambda t: rounds_alike(t, choose.make(name, t, CPU, dtype)))
 
 
 def test_bf16_is_added_in_fp32() -> None:
@@ -45,6 +47,35 @@ def test_bf16_is_added_in_fp32() -> None:
 
     assert run(5, main) == [260.0] * 5
     assert float(sum((torch.ones(1, dtype=torch.bfloat16) for _ in range(4)), 256)) == 256.0
+
+
+@pytest.mark.parametrize("ranks", [5, 8, 40])
+def test_a_ring_of_messages_takes_the_time_of_the_engine_s_own(ranks: int) -> None:
+    def main(transport: VirtualTransport, name: str) -> tuple[float, int]:
+        reducer = choose.make(name, transport, META)
+        pending = [reducer.start(torch.ones(1_000_000, device=META), key) for key in range(3)]
+        for one in pending:
+            one.wait()
+        return transport.now(), transport.traffic.bytes_sent
+
+    own = run(ranks, lambda t: main(t, "mpi"), lab(ranks))
+    ring = run(ranks, lambda t: main(t, "ring"), lab(ranks))
+    assert [sent for _, sent in ring] == [sent for _, sent in own]
+    assert [end for end, _ in ring] == pytest.approx([end for end, _ in own], rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["mpi", "ring"])
+def test_a_ring_leaves_each_host_once(name: str) -> None:
+    """Two ranks of eight on each host, dealt out in turn."""
+
+    def main(transport: VirtualTransport) -> dict[str, list[int]]:
+        reducer = choose.make(name, transport, META)
+        reducer.start(torch.ones(8_000_000, device=META), 0).wait()
+        transport.wait(transport.ibarrier())
+        return transport.carried()
+
+    carried = run(8, main, Cluster(hosts=4, placement="cyclic"))[0]
+    assert carried["out"] == [volume.allreduce_bytes(32_000_000, 8)] * 4
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -106,12 +137,14 @@ def test_waits_for_the_slowest_are_counted(dtype: torch.dtype) -> None:
 # -- the choice ---------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["horovod", "torch"])
 def test_virtual_time_has_its_own_network_only(name: str) -> None:
-    with pytest.raises(UserError, match=f"expected mpi or auto in virtual time, got {name}"):
+    with pytest.raises(UserError, match=f"expected auto, ring or mpi in virtual time, got {name}"):
         run(1, lambda t: choose.make(name, t, CPU))
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(UserError, match="expected one of auto, mpi, horovod, torch, got 'nccl'"):
+    with pytest.raises(
+        UserError, match="expected one of auto, ring, mpi, horovod, torch, got 'nccl'"
+    ):
         run(1, lambda t: choose.make("nccl", t, CPU))
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import Subset
 
 from aladdin_mpi import DataParallel, accelerator, load_dataset
 from aladdin_mpi.algorithms.registry import ALGORITHMS
-from aladdin_mpi.allreduce import in_order, over_transport
+from aladdin_mpi.allreduce import in_order, over_transport, ring
 from aladdin_mpi.compression.codec import DenseWire
 from aladdin_mpi.data import loading
 from aladdin_mpi.parameter_server import inbox
@@ -44,6 +44,7 @@ DGC = {"compression": "dgc", "dgc": {"sample": 1.0}}
 """With the largest values exactly, as a device chooses them; a CPU estimates from a sample."""
 EQUAL: dict[str, dict[str, Any]] = {
     "ar-sgd": {},
+    "ar-sgd mpi": {"ar_sgd": {"allreduce": "mpi"}},
     "ar-sgd bf16": {"wire": "bf16"},
     "ar-sgd dgc": DGC,
     "bsp": {},
@@ -65,8 +66,8 @@ EQUAL: dict[str, dict[str, Any]] = {
 """Those whose result is the same every time: it has to be the CPU's, to the bit."""
 
 
-SUMMED_BY = {"ar-sgd": "Iallreduce", "multistep": "Ialltoall"}
-"""Whose sums are MPI's, and which of its collectives begins one."""
+SUMMED_BY = {"ar-sgd": "ring", "ar-sgd mpi": "Iallreduce", "multistep": "Ialltoall"}
+"""What begins a sum: the first message of a ring, or a collective of MPI's."""
 OTHER_DELAYS = [(200, 0), (10_000, 0), (500, 1000)]
 """Short copies, long ones, slow kernels."""
 WITH_OTHER_DELAYS = ("ar-sgd", "bsp bf16", "bsp dgc", "sgp")
@@ -325,16 +326,30 @@ def sums_begun(folder: str, name: str, collective: str) -> tuple[int, int]:
     """How many sums of a step began before the device was done with it, at best, and how many."""
     begun: list[str] = []
     begin = MpiTransport._collective
+    advance = ring._Sum.begin
 
     def watched(self: MpiTransport, kind: str, *given: Any, **kw: Any) -> Any:
         begun.append(kind)
         return begin(self, kind, *given, **kw)
 
+    def watched_ring(self: ring._Sum) -> None:
+        steps = self._steps
+
+        def noted() -> Iterator[Any]:
+            begun.append("ring")
+            yield from steps
+
+        self._steps = noted()
+        advance(self)
+
     module = network()
     run = make(module, folder, "gpu", name)
     steps = []
     few: Any = Subset(cast(Any, load_dataset("digits").train), range(480))
-    with replaced(MpiTransport, "_collective", watched):
+    with (
+        replaced(MpiTransport, "_collective", watched),
+        replaced(ring._Sum, "begin", watched_ring),
+    ):
         for images, labels in run.batches(few):
             begun.clear()
             nn.functional.cross_entropy(module(images), labels).backward()
@@ -456,9 +471,14 @@ DEFECTS: dict[str, tuple[str, tuple[int, int], Callable[[], Any]]] = {
         lambda: replaced(accelerator.CopyEvent, "query", lambda self: True),
     ),
     "a sum before its event": (
-        "ar-sgd",
+        "ar-sgd mpi",
         LATE_COPIES,
         lambda: replaced(in_order.Queued, "is_ready", True),
+    ),
+    "a ring before its event": (
+        "ar-sgd",
+        LATE_COPIES,
+        lambda: replaced(ring._Sum, "begin", ring._Sum._advance),
     ),
     "a receive into memory that a copy reads": (
         "ar-sgd bf16",

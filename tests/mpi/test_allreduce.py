@@ -26,6 +26,7 @@ needs_horovod = pytest.mark.skipif(
     over_horovod.obstacle(CPU, FP32) is not None, reason=over_horovod.obstacle(CPU, FP32) or ""
 )
 KINDS = [
+    ("ring", FP32),
     ("mpi", FP32),
     ("mpi", BF16),
     ("torch", FP32),
@@ -61,7 +62,7 @@ def make(transport: MpiTransport) -> Iterator[Make]:
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
 def test_sums(transport: MpiTransport, make: Make, name: str, dtype: torch.dtype) -> None:
     reducer = make(name, dtype)
-    assert reducer.name == name
+    assert reducer.name == ("mpi" if name == "ring" else name)
     sums_are_right(transport, reducer)
 
 
@@ -116,8 +117,9 @@ def test_waits_are_limited(
     pending.wait()
 
 
-def test_mpi_is_chosen_without_gpus(transport: MpiTransport, make: Make) -> None:
-    assert make("auto", FP32).describe() == "MPI: all-reduce in float32"
+def test_the_ring_is_chosen_without_gpus(transport: MpiTransport, make: Make) -> None:
+    assert make("auto", FP32).describe() == "MPI: messages around a ring, added in float32"
+    assert make("mpi", FP32).describe() == "MPI: all-reduce in float32"
     assert make("auto", BF16).describe() == "MPI: messages in bfloat16, added in float32"
 
 

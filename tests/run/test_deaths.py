@@ -81,10 +81,10 @@ def test_the_living_go_on(variant: str, seed: int) -> None:
     check_the_living(schedule(variant, seed))
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize(("by", "wire"), [("ring", "fp32"), ("mpi", "fp32"), ("auto", "bf16")])
 @pytest.mark.parametrize("algorithm", ["ar-sgd", "local-sgd"])
 def test_who_sums_stays_equal_to_the_bit(
-    monkeypatch: pytest.MonkeyPatch, algorithm: str, wire: str
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, by: str, wire: str
 ) -> None:
     """Whoever lacked the sums of a step has them from another, or all have summed again."""
     seen = Counter[str]()
@@ -93,10 +93,11 @@ def test_who_sums_stays_equal_to_the_bit(
     for seed in range(2 * SCHEDULES):
         job = schedule(algorithm, seed)
         job.settings["wire"] = wire
+        job.settings[algorithm.replace("-", "_")] = {"allreduce": by}
         models = [model_of(rank.role, job) for rank in run(job).workers]
         assert all(torch.equal(model, models[0]) for model in models), seed
     assert seen["_begin_again"]
-    if (algorithm, wire) == ("ar-sgd", "fp32"):  # elsewhere it is seldom that one alone has them
+    if (algorithm, by) == ("ar-sgd", "mpi"):  # elsewhere it is seldom that one alone has them
         assert seen["_take"]
 
 

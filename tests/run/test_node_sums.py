@@ -119,7 +119,7 @@ def test_over_mpi(tmp_path: Path, algorithm: str, ranks: int, more: list[str]) -
 def test_horovod_takes_all_ranks(tmp_path: Path) -> None:
     options = ["--algorithm", "ar-sgd", "--ar-sgd-allreduce", "horovod", *NODES, "--node-size", 1]
     done = train(2, tmp_path / "run", *options, check=False)
-    assert "expected mpi or torch with --node-sums" in done.stderr
+    assert "expected ring or torch with --node-sums" in done.stderr
 
 
 @needs("openmpi")

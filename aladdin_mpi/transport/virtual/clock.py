@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 from typing import Any
 
 EARLY = -1.0
@@ -24,11 +25,13 @@ class Clock:
     its arguments and its seed alone.
     """
 
-    __slots__ = ("_events", "_number", "_seed", "_stopped", "at", "now", "random")
+    __slots__ = ("_events", "_number", "_seed", "_stopped", "at", "now", "pass_by", "random")
 
     at: Callable[..., None]
     """``at(time, action, argument, turn=0.0)``: have ``action(argument)`` called at ``time``;
     ``turn`` is 0, EARLY or LATE."""
+    pass_by: Callable[[], object]
+    """Draw what :meth:`at` would for an event that is met without it: see :meth:`next_due`."""
 
     def __init__(self, seed: int, start_time: float) -> None:
         self.now = start_time
@@ -42,6 +45,17 @@ class Clock:
         """Start the random numbers anew from the seed and ``key``."""
         self.random = random.Random("/".join(map(str, (self._seed, *key))))
         self.at = _scheduler(self._events, self.random.random, self._number)
+        self.pass_by = self.random.random
+
+    def next_due(self) -> float:
+        """The time of the event to come.
+
+        What happens before it may be done at once, at the end of the present event, if each time
+        :attr:`pass_by` is called and ``now`` set: the run is the same as with an event for it.
+        """
+        if self._stopped:
+            return self.now
+        return self._events[0][0] if self._events else inf
 
     def run(self) -> bool:
         """Go from event to event until :meth:`stop` is called; False: there was none left."""

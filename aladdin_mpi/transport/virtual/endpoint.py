@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from greenlet import greenlet
 
-from aladdin_mpi.transport.base import Handler, Traffic
+from aladdin_mpi.transport.base import Handler, NumbersHandler, Traffic
 from aladdin_mpi.transport.cluster import Cluster
-from aladdin_mpi.transport.collectives import Part, Steps
+from aladdin_mpi.transport.collectives import HostByHost, Part, Steps
 from aladdin_mpi.transport.request import ANY_SOURCE, Event, Request
 from aladdin_mpi.transport.virtual.clock import LATE, Clock
 from aladdin_mpi.transport.virtual.collective import Collective
@@ -49,6 +49,7 @@ class Fabric:
         self.clock = clock
         network = TcpNetwork if cluster.sharing == "tcp" else Network
         self.network = network(cluster, size, clock, self._deliver)
+        self.in_order = HostByHost(self.network.hosts)
         self.dead: frozenset[int] = frozenset()
         self.excluded: frozenset[int] = frozenset()
         self.may_fail = may_fail
@@ -112,7 +113,8 @@ class Endpoint:
         self.untracked: frozenset[int] = frozenset()
         self.fiber = Fiber(rank, fabric.clock, cluster.pauses_of(rank), self.traffic)
         self.on_failure: list[Callable[[int], None]] = []
-        self._handlers: dict[int, tuple[int, Handler]] = {}
+        self._handlers: dict[int, tuple[int, Callable[[Message], None]]] = {}
+        """By tag: the most bytes, and what takes the message."""
         self._held: dict[tuple[int, int], deque[tuple[Message, Event | None]]] = {}
         self._collectives: dict[int, Collective] = {}
         self._collective_calls = 0
@@ -289,16 +291,23 @@ class Endpoint:
     # -- handlers -----------------------------------------------------------------
     def register(self, tag: int, nbytes: int, handler: Handler) -> None:
         """Have ``handler`` called for the messages of ``tag``, those waiting included."""
-        self._handlers[tag] = (nbytes, handler)
+        self._register(tag, nbytes, lambda message: handler(message.source, _handed(message)))
+
+    def register_numbers(self, tag: int, nbytes: int, handler: NumbersHandler) -> None:
+        """As :meth:`register`, for numbers."""
+        self._register(tag, nbytes, lambda message: handler(message.source, _numbers(message)))
+
+    def _register(self, tag: int, nbytes: int, take: Callable[[Message], None]) -> None:
+        self._handlers[tag] = (nbytes, take)
         while (message := self.mailbox.take(ANY_SOURCE, tag)) is not None:
             self._handle(message)
 
     def _handle(self, message: Message) -> None:
-        nbytes, handler = self._handlers[message.tag]
+        nbytes, take = self._handlers[message.tag]
         if message.nbytes > nbytes:
             raise too_long(message, nbytes)
         with self.fiber.handler():
-            handler(message.source, _handed(message))
+            take(message)
         self._taken(message)
 
     # -- collectives --------------------------------------------------------------
@@ -399,3 +408,11 @@ def _handed(message: Message) -> Tensor:
         return torch.empty(message.nbytes, dtype=torch.uint8, device=device)
     payload = as_bytes(in_memory(message.payload))
     return payload if message.request is None else payload.clone()
+
+
+def _numbers(message: Message) -> Sequence[float]:
+    """Return the numbers that a message holds."""
+    if isinstance(message.payload, tuple):
+        return message.payload
+    found: list[float] = _handed(message).view(torch.float64).tolist()
+    return found

@@ -18,8 +18,9 @@ import torch
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process.heap import collected_seldom
 from aladdin_mpi.transport import collectives
-from aladdin_mpi.transport.base import Handler, Transport
+from aladdin_mpi.transport.base import Handler, IdleUntil, NumbersHandler, Transport
 from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.transport.collectives import Channel, Steps
 from aladdin_mpi.transport.request import (
     ANY_SOURCE,
     Event,
@@ -224,11 +225,11 @@ class VirtualTransport(Transport):
         self,
         moments: Sequence[float],
         action: Callable[[int], None],
-        is_idle: Callable[[], bool] | None = None,
+        idle_until: IdleUntil | None = None,
     ) -> None:
         """See :meth:`Transport.sleep_between`. The rank itself is resumed after the last one."""
         if self._fiber.may_be_spoken_for and moments:
-            Visits(self._fiber, self._fabric.callers, moments, action, is_idle).make()
+            Visits(self._fiber, self._fabric.callers, moments, action, idle_until).make()
         else:
             super().sleep_between(moments, action)
 
@@ -319,6 +320,11 @@ class VirtualTransport(Transport):
         self._check(self.rank, tag)
         self._endpoint.register(tag, nbytes, handler)
 
+    def on_numbers(self, tag: int, most: int, handler: NumbersHandler) -> None:
+        """See :meth:`Transport.on_numbers`. They come as they are."""
+        self._check(self.rank, tag)
+        self._endpoint.register_numbers(tag, 8 * most, handler)
+
     def atomic(self) -> AbstractContextManager[None]:
         """See :meth:`Transport.atomic`. Nothing else runs until a wait, which is refused."""
         return self._fiber.atomic()
@@ -335,7 +341,7 @@ class VirtualTransport(Transport):
         return self._endpoint.collective("broadcast", collectives.broadcast, buffer, root)
 
     def iallreduce(self, buffer: Tensor, total: Tensor | None = None) -> Request:
-        """Sum ``buffer`` over all ranks: tree when small, ring otherwise."""
+        """Sum ``buffer`` over all ranks: a tree if small, else a ring from host to host."""
         _nbytes(buffer)
         reducible = (torch.float32, torch.float64, torch.int64)
         if buffer.dtype not in reducible:
@@ -347,7 +353,10 @@ class VirtualTransport(Transport):
             total = buffer
         elif not total.is_meta:
             total.copy_(buffer)
-        return self._endpoint.collective("all-reduce", collectives.allreduce, total)
+        return self._endpoint.collective("all-reduce", self._allreduce, total)
+
+    def _allreduce(self, channel: Channel, total: Tensor) -> Steps:
+        return collectives.allreduce(self._fabric.in_order(channel), total)
 
     def iallgather(self, buffer: Tensor, gathered: Tensor) -> Request:
         """Collect everyone's ``buffer``: Bruck's algorithm when small, ring otherwise."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,6 +17,32 @@ from aladdin_mpi.transport.request import Request, TransportError
 from aladdin_mpi.transport.virtual.clock import LATE, Clock
 
 
+class _Section(AbstractContextManager[None]):
+    """A section of a rank's code in which it must not block; may be nested.
+
+    One object for all its entries: there are several in each step of each rank.
+    """
+
+    __slots__ = ("_rank", "depth")
+
+    def __init__(self, rank: int | None = None) -> None:
+        self.depth = 0
+        self._rank = rank
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.depth -= 1
+        if self._rank is not None and isinstance(error, Exception):
+            note_rank(error, self._rank)
+
+
 class Fiber:
     """A greenlet under the clock, child of the greenlet that creates it.
 
@@ -24,11 +52,11 @@ class Fiber:
 
     __slots__ = (
         "_answer",
-        "_atomic_depth",
+        "_atomic",
         "_blocked",
         "_clock",
         "_grad_mode",
-        "_handling",
+        "_handler",
         "_home",
         "_hub",
         "_main",
@@ -47,8 +75,8 @@ class Fiber:
         self._traffic = traffic
         self._hub = getcurrent()
         self._grad_mode = torch.is_grad_enabled()
-        self._atomic_depth = 0
-        self._handling = False
+        self._atomic = _Section()
+        self._handler = _Section(rank)
         self._waits = 0
         self._answer: Request | None = None
         self._home: greenlet | None = None
@@ -88,6 +116,11 @@ class Fiber:
     def may_be_spoken_for(self) -> bool:
         """Whether the engine may call for this rank: what it calls finds all as the rank does."""
         return torch.is_grad_enabled() == self._grad_mode
+
+    @property
+    def may_pause(self) -> bool:
+        """Whether it has pauses, which lengthen each of its sleeps."""
+        return bool(self._pauses.spans)
 
     def begin_absence(self, action: Callable[[Any], None], argument: Any, seconds: float) -> None:
         """Block this rank; the first ``action`` for it comes after ``seconds``."""
@@ -188,9 +221,9 @@ class Fiber:
         """Refuse to switch where another rank would meet this one's half-done work."""
         if self.killed:
             raise GreenletExit
-        if self._handling:
+        if self._handler.depth:
             place = "a message handler: handlers must not wait"
-        elif self._atomic_depth:
+        elif self._atomic.depth:
             place = "atomic(): leave it first"
         elif torch._C._current_graph_task_id() != -1:
             place = "a backward pass, of which torch runs one at a time: let it end first"
@@ -203,26 +236,13 @@ class Fiber:
         raise TransportError(f"rank {self.rank}: {what} inside {place}")
 
     # -- sections that do not block ---------------------------------------------
-    @contextlib.contextmanager
-    def atomic(self) -> Iterator[None]:
+    def atomic(self) -> AbstractContextManager[None]:
         """Refuse to block inside."""
-        self._atomic_depth += 1
-        try:
-            yield
-        finally:
-            self._atomic_depth -= 1
+        return self._atomic
 
-    @contextlib.contextmanager
-    def handler(self) -> Iterator[None]:
+    def handler(self) -> AbstractContextManager[None]:
         """Refuse to block inside, and name the rank in exceptions."""
-        outer, self._handling = self._handling, True
-        try:
-            yield
-        except Exception as error:
-            note_rank(error, self.rank)
-            raise
-        finally:
-            self._handling = outer
+        return self._handler
 
     # -- end ----------------------------------------------------------------------
     def kill(self) -> None:

@@ -64,14 +64,13 @@ class Message:
 
     ``request`` is the send that is done once the message has been received, or
     None if the sender no longer cares. A ``free`` one takes only the latency. ``unsent`` bytes
-    have not started, besides the ``midst``: pieces between the first and the last.
+    have not started, besides those of its flow's ``midst``.
     """
 
     __slots__ = (
         "arrived",
         "dest",
         "free",
-        "midst",
         "nbytes",
         "payload",
         "piece",
@@ -99,6 +98,5 @@ class Message:
         self.payload = payload
         self.request = request
         self.unsent = nbytes
-        self.midst = 0
         self.piece = QUANTUM if nbytes <= PIECES * QUANTUM else -(-nbytes // PIECES)
         self.arrived = False

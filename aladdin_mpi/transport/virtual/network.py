@@ -60,7 +60,9 @@ class Flow:
 
     ``ready`` is when its next piece may start, ``seconds_per_byte`` that of the slowest link on
     its way, and ``is_even`` says that the links on its way are alike. If it ``goes_on``, nothing
-    holds a piece back behind the one before.
+    holds a piece back behind the one before. Of its first message ``midst`` pieces of ``piece``
+    bytes have not started, between the first and the last: they are most, and what they need is at
+    hand, for where a thousand flows take turns each look at another object is one past the cache.
     """
 
     __slots__ = (
@@ -70,6 +72,8 @@ class Flow:
         "into",
         "is_even",
         "link",
+        "midst",
+        "piece",
         "queue",
         "ready",
         "seconds_per_byte",
@@ -84,6 +88,7 @@ class Flow:
         self.seconds_per_byte = max(way.seconds_per_byte for way in (link, into or link))
         self.is_even = into is None or into.seconds_per_byte == link.seconds_per_byte
         self.goes_on = False
+        self.midst = self.piece = 0
         self.queue: deque[Message] = deque()
         self.undelivered: dict[int, deque[Message]] = {}
         self.arrived = 0.0
@@ -198,10 +203,11 @@ class Network:
             flow.active = False
 
     def _start_piece(self, flow: Flow, link: Link) -> None:
-        message, clock = flow.queue[0], self._clock
-        if message.midst:
-            self._start_next(message, flow, link)
+        clock = self._clock
+        if flow.midst:
+            clock.at(self._start_next(flow, link), self._end_piece, flow)
             return
+        message = flow.queue[0]
         unsent, piece = message.unsent, message.piece
         if unsent < piece:
             piece = unsent
@@ -209,7 +215,7 @@ class Network:
         if unsent == message.nbytes:
             overhead = self._overhead
             if flow.goes_on and unsent > 2 * piece:
-                message.midst = -(-unsent // piece) - 2
+                flow.midst, flow.piece = -(-unsent // piece) - 2, piece
         duration = piece * link.seconds_per_byte + overhead
         link.carried += piece
         now = clock.now
@@ -222,7 +228,7 @@ class Network:
                 into.free = arrival = (first if first > into.free else into.free) + duration
             else:
                 arrival = self._pass_in(flow, into, piece, overhead, duration)
-        message.unsent = unsent - piece * (1 + message.midst)
+        message.unsent = unsent - piece * (1 + flow.midst)
         if unsent == piece:
             flow.queue.popleft()
             # Never before its predecessor of the same pair.
@@ -230,18 +236,18 @@ class Network:
             clock.at(flow.arrived, self._arrive, message)
         clock.at(now + duration, self._end_piece, flow)
 
-    def _start_next(self, message: Message, flow: Flow, link: Link) -> None:
-        """Start a piece between the first and the last of a message: what most events are."""
-        message.midst -= 1
-        clock, piece = self._clock, message.piece
-        now, duration = clock.now, piece * link.seconds_per_byte
+    def _start_next(self, flow: Flow, link: Link) -> float:
+        """Start a piece between the first and the last of a message; when it ends."""
+        flow.midst -= 1
+        now, piece = self._clock.now, flow.piece
+        duration = piece * link.seconds_per_byte
         link.carried += piece
         into = flow.into
         if into is not None:
             into.carried += piece
             first, free = now + link.latency, into.free
             into.free = (first if first > free else free) + duration
-        clock.at(now + duration, self._end_piece, flow)
+        return now + duration
 
     def _pass_in(
         self, flow: Flow, into: Link, piece: int, overhead: float, leaving: float
@@ -265,21 +271,26 @@ class Network:
         return time
 
     def _end_piece(self, flow: Flow) -> None:
-        link = flow.link
-        if flow.goes_on and flow.queue:
+        """Start the next piece on the link of ``flow``; as many as no other event comes between."""
+        link, clock = flow.link, self._clock
+        due = clock.next_due()
+        while flow.goes_on and (flow.midst or flow.queue):
             flows = link.flows
             if flows:  # the others first
                 flows.append(flow)
                 flow = flows.popleft()
-                while not flow.queue:
+                while not (flow.midst or flow.queue):
                     flow.active = False
                     flow = flows.popleft()
-            message = flow.queue[0]
-            if message.midst:
-                self._start_next(message, flow, link)
-            else:
+            if not flow.midst:
                 self._start_piece(flow, link)
-            return
+                return
+            end = self._start_next(flow, link)
+            if end >= due:
+                clock.at(end, self._end_piece, flow)
+                return
+            clock.pass_by()
+            clock.now = end
         link.busy = False
         if flow.queue:
             self._enlist(flow)
@@ -314,4 +325,5 @@ class Network:
                 if message.tag in flow.undelivered:
                     flow.undelivered[message.tag].remove(message)
             flow.queue.clear()
+            flow.midst = 0
         return lost

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.transport.request import Request
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 
 MOMENTS = [0.1, 0.1, 0.05, 0.4, 1.0]
+MANY = [0.001, 0.002, 0.011, 0.012, 0.013, 0.0135, 0.1, 0.05, 0.4]
 PLAIN = Transport.sleep_between
 Events = list[tuple[float, int, int]]
 CLUSTERS = [
@@ -119,49 +121,91 @@ def test_a_rank_without_gradients_keeps_to_that_in_its_calls() -> None:
     assert sorted(modes) == [(0, True), (0, True), (1, False), (1, False)]
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS[:2])
+@pytest.mark.parametrize("pauses", [(), ((1, 0.05, 0.2), (2, 0.3, 0.5))])
 @pytest.mark.parametrize("seed", range(3))
-def test_nothing_else_changes_where_idle_calls_are_left_out(cluster: Cluster, seed: int) -> None:
-    """Each rank has something to do at every other moment, and sends then."""
+def test_nothing_else_changes_where_idle_calls_are_left_out(
+    pauses: tuple[tuple[int, float, float], ...], seed: int
+) -> None:
+    """Each rank sends at the first moment at which its last message has left."""
 
     def run_with(leaves_out: bool) -> tuple[Events, int]:
         events: Events = []
         calls = 0
 
         def main(transport: VirtualTransport) -> None:
-            turn = transport.rank
+            sends: list[Request] = []
 
             def act(index: int) -> None:
                 nonlocal calls
                 calls += 1
-                if (index + transport.rank) % 2:
-                    transport.isend(torch.zeros(1 << 20), (transport.rank + 1) % 4, 0)
+                if not sends or transport.test(sends[-1]):
+                    values = torch.zeros((1 + transport.rank) << 20)
+                    sends.append(transport.isend(values, (transport.rank + 1) % 4, 0))
+                    events.append((transport.now(), transport.rank, index))
 
-            def is_idle() -> bool:
-                nonlocal turn
-                turn += 1
-                return not (turn - 1) % 2
+            def idle_until() -> Sequence[Request] | None:
+                return None if not sends or sends[-1].done else sends[-1:]
 
-            for _ in range(2):
-                turn = transport.rank
-                moments = [transport.now() + each for each in MOMENTS]
-                transport.sleep_between(moments, act, is_idle if leaves_out else None)
-                events.append((transport.now(), transport.rank, transport.traffic.messages_sent))
-                done = transport.irecv(torch.empty(1 << 20), (transport.rank - 1) % 4, 0)
-                transport.wait(done)
+            receives = [
+                transport.irecv(torch.empty(1 << 22), (transport.rank - 1) % 4, 0)
+                for _ in range(3 * len(MANY))
+            ]
+            for _ in range(3):
+                own = 1 + transport.rank / 100  # no two events at a time, whose order is drawn
+                moments = [transport.now() + own * each for each in MANY]
+                transport.sleep_between(moments, act, idle_until if leaves_out else None)
                 events.append((transport.now(), transport.rank, -1))
+            for receive in receives:
+                transport.cancel(receive)
 
-        VirtualCluster(4, cluster, seed).run(main)
+        VirtualCluster(4, Cluster(hosts=2, pauses=pauses), seed).run(main)
         return events, calls
 
     (found, few), (expected, all_calls) = run_with(True), run_with(False)
-    assert found == expected
-    assert all_calls == 2 * 4 * len(MOMENTS) and few < all_calls
+    assert sorted(found) == sorted(expected)
+    assert all_calls == 3 * 4 * len(MANY) and few < all_calls
+
+
+def test_who_waits_for_nothing_is_not_called_at_all() -> None:
+    calls: list[int] = []
+
+    def main(transport: VirtualTransport) -> None:
+        transport.sleep_between([0.1, 0.5, 2.0], calls.append, lambda: ())
+        assert transport.now() == 2.0
+
+    VirtualCluster(2, Cluster()).run(main)
+    assert not calls
+
+
+def test_a_call_that_lasts_beyond_the_last_moment_ends_what_comes_after_it() -> None:
+    """Rank 1 takes the message at 3 s, so that rank 0 has nothing to do before, then again."""
+
+    def main(transport: VirtualTransport) -> None:
+        if transport.rank:
+            transport.sleep(0.15)
+            transport.wait(transport.irecv(torch.empty(1 << 20), 0, 0))
+            return
+        send = transport.isend(torch.zeros(1 << 20), 1, 0)
+        calls: list[tuple[int, float]] = []
+
+        def act(index: int) -> None:
+            calls.append((index, transport.now()))
+            transport.sleep(5.0)
+
+        def idle_until() -> Sequence[Request] | None:
+            if not send.done:
+                return [send]
+            return () if calls else None
+
+        transport.sleep_between([0.1, 0.5, 1.0, 2.0], act, idle_until)
+        assert calls == [(1, 0.5)] and transport.now() == 5.5
+
+    VirtualCluster(2, Cluster()).run(main)
 
 
 def test_an_error_of_who_says_what_is_idle_names_the_rank() -> None:
     def main(transport: VirtualTransport) -> None:
-        def fail() -> bool:
+        def fail() -> Sequence[Request] | None:
             raise KeyError("on purpose")
 
         transport.sleep_between([1.0], lambda index: None, fail)
