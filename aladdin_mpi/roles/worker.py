@@ -60,6 +60,8 @@ class Worker(Stateful):
         rate: of the schedule's learning rate makes the one of the present step, where rank 0
             does not know it.
         after_step: called with a batch when the algorithm has done all that it asks for.
+        on_empty: called with a ticket without samples for this worker. Others may have some, and
+            be ahead of what this worker's user has to meet them at.
         whole: the transport among all ranks, where that is another one.
         node: the other workers of this node, which this one leads.
         draws: where the samples come from; None: from rank 0.
@@ -81,6 +83,7 @@ class Worker(Stateful):
         max_loss: float | None = None,
         rate: Callable[[float], float | None] = _unknown,
         after_step: Callable[[Ticket], None] = _nothing,
+        on_empty: Callable[[Ticket], None] = _nothing,
         whole: Transport | None = None,
         node: NodeLeader | None = None,
         draws: Draws | None = None,
@@ -119,6 +122,7 @@ class Worker(Stateful):
         self._lockstep = lockstep
         self._rate = rate
         self._after_step = after_step
+        self._on_empty = on_empty
         self._vector = replica.parameters
         self._completed: list[Bucket] = []
         self._on_bucket: OnBucket = _ignore
@@ -173,10 +177,14 @@ class Worker(Stateful):
             size *= node.size
             node.open()
         draws.request(size, self._take_report())
+        has_ended = False
         while draws.outstanding:
             self.ticket = draws.take()
             self.part = self.ticket if node is None else node.deal(self.ticket)
-            if self.ticket.whole == 0:
+            if self.part.size == 0 and not has_ended:
+                self._on_empty(self.part)
+            has_ended = self.ticket.whole == 0
+            if has_ended:
                 continue  # so are those asked for after it
             for _ in range(draws.short):
                 draws.request(size, self._take_report())

@@ -69,7 +69,7 @@ class Task:
     Attributes:
         epoch: samples of one epoch.
         data: facts about this rank's data, in which all must agree.
-        compute: see :class:`Worker`; ``may_clip`` likewise.
+        compute: see :class:`Worker`; ``on_empty`` and ``may_clip`` likewise.
         may_draw: whether computing may draw random numbers.
         evaluate: see :class:`.Evaluator`; None: no evaluations. Unless it is a
             :class:`Measurement`, the module has batch norm's statistics estimated before.
@@ -83,6 +83,7 @@ class Task:
     epoch: int
     data: Mapping[str, Any]
     compute: Callable[[Ticket], Loss]
+    on_empty: Callable[[Ticket], None]
     evaluate: Evaluate | None
     optimizer: OwnOptimizer | None
     schedule: Callable[[int], float] | None
@@ -232,7 +233,8 @@ def _role(
         skips.pass_on()
 
     compute = local.computing(task.compute) if task.may_draw else task.compute
-    computing = Computing(compute, make_pace(context), task.may_clip, advance)
+    pace = make_pace(context)
+    computing = Computing(compute, pace, task.may_clip, advance, task.on_empty)
     return make_worker(context, optimizer, wire, lr, computing)
 
 

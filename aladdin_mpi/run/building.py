@@ -114,6 +114,7 @@ class Computing:
     pace: Pace
     may_clip: bool = False
     after_step: Callable[[Ticket], None] = lambda ticket: None
+    on_empty: Callable[[Ticket], None] = lambda ticket: None
 
 
 def make_worker(
@@ -147,6 +148,7 @@ def make_worker(
         options.max_loss,
         (lambda lr: lr * optimizer.rate) if isinstance(optimizer, TorchOptimizer) else _by_rank_0,
         computing.after_step,
+        computing.on_empty,
         transport,
         node,
         LedDraws(transport, context.node[0]) if is_led else None,

@@ -330,7 +330,8 @@ class DataParallel:
             return
         plan, loop = self._ready().plan, self._loop
         first = self._progress.first_epoch
-        first = self._drawn() // plan.epoch if first is None else first
+        if first is None:  # of all workers the same, wherever their first batches are
+            first = self._ready().segments.began_at // plan.epoch
         for number in range(first, -(-plan.total // plan.epoch)):
             self._progress.epoch = number
             end = (number + 1) * plan.epoch
@@ -367,6 +368,7 @@ class DataParallel:
             dealt.length,
             facts,
             self._loop.compute,
+            self._loop.note_empty if self._by_epochs else lambda _: None,
             self._evaluate,
             self._optimizer,
             self._schedule,
@@ -390,7 +392,7 @@ class DataParallel:
             succession.run()
         else:
             yield from self._worker_batches()
-            if self._by_epochs and not self._loop.has_given and not self.is_server:
+            if self._by_epochs and not self.is_server:
                 yield NO_BATCH  # before the run is completed, for which others may wait
             succession.may_raise = lambda: True
         rank = self._ready()

@@ -7,7 +7,7 @@ from typing import Any
 
 _END = object()
 NO_BATCH = object()
-"""In place of a first batch where a worker has none at all, but goes through the epochs."""
+"""In place of a batch where a worker has none, but may come to the end of an epoch."""
 
 
 class Batches(Iterator[Any]):
@@ -67,8 +67,11 @@ class Epoch(Iterator[Any]):
 
     def __next__(self) -> Any:
         """The next batch."""
-        if not self._is_past():
-            for batch in self._batches:
+        while not self._is_past():
+            batch = next(self._batches, _END)
+            if batch is _END:
+                break
+            if batch is not NO_BATCH:
                 return batch
         self.is_done = True
         raise StopIteration

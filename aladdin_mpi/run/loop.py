@@ -15,6 +15,7 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.replica import Replica
 from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.roles.step import SKIPPED, Loss
+from aladdin_mpi.run.epochs import NO_BATCH
 from aladdin_mpi.run.loop_watch import LoopWatch
 from aladdin_mpi.run.rank import Rank
 
@@ -40,8 +41,6 @@ class Loop:
         self._algorithm_side: greenlet | None = None
         self._losses: list[float | Tensor | None] = []
         self._stepped = True
-        self.has_given = False
-        """Whether the loop has had a batch."""
         self.is_last = True
         """Whether the present batch completes its ticket."""
         self._handed_over = True
@@ -52,6 +51,14 @@ class Loop:
         assert self._user_side is not None
         loss: Loss = self._user_side.switch(ticket)
         return loss
+
+    def note_empty(self, ticket: Ticket) -> None:
+        """Let the user's loop end the epochs that are over by this ticket, which has no samples.
+
+        The other workers may have come to a later one, and wait at its beginning for this one.
+        """
+        assert self._user_side is not None
+        self._user_side.switch(ticket)
 
     # -- the user's side ------------------------------------------------------------------
     @property
@@ -73,6 +80,8 @@ class Loop:
     def batches(self, train: Callable[[], None], watch: LoopWatch | None) -> Iterator[Any]:
         """The batches, until the budget is used up; None for each where there is no data.
 
+        `NO_BATCH` stands for a ticket without samples: see :meth:`note_empty`.
+
         Args:
             train: the algorithm's side.
             watch: see :class:`LoopWatch`; None: nobody watches.
@@ -89,6 +98,8 @@ class Loop:
         assert self.ticket is not None
         left = self.ticket.size
         self._handed_over = False
+        if not left:
+            yield NO_BATCH
         while left and not self.skipping:
             size = min(left, self.batch_size)
             left -= size
@@ -103,7 +114,7 @@ class Loop:
 
     def _begin(self, is_last: bool) -> None:
         assert self._rank is not None
-        self._stepped, self.is_last, self.has_given = False, is_last, True
+        self._stepped, self.is_last = False, is_last
         watch = self._rank.worker.step.watch
         if watch is not None:
             watch.enabled = is_last

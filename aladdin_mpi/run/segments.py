@@ -226,7 +226,7 @@ class Segments:
         fact = [state["moment"], state["drawn"]] if state is not None else None
         self._moment, self._drawn = broadcast(self._transport, fact)
         self.over = self._drawn >= self._plan.total
-        self._saved = self._drawn
+        self._saved = self.began_at = self._drawn
 
     def resize(self, state: dict[str, Any] | None, former: Former, origin: Origin) -> None:
         """Go on from a checkpoint of other numbers of ranks.

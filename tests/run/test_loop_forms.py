@@ -64,6 +64,29 @@ def one_model(done: Completed) -> None:
     assert len(set(weights)) == 1, done.stdout
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        ("asp", "samples=104, timeout=20"),
+        pytest.param(
+            "aladdin", "samples=200, checkpoint_every='100samples', timeout=20", marks=LONG
+        ),
+        pytest.param("gosgd", "samples=104, timeout=20", marks=LONG),
+    ],
+)
+def test_a_worker_without_a_batch_comes_by_the_end_of_an_epoch(
+    tmp_path: Path, algorithm: str, settings: str
+) -> None:
+    """A run, or what is before a checkpoint, ends within an epoch that only one has a batch of."""
+    done = loop(tmp_path, EPOCHS.replace("BREAK", "False"), algorithm, settings)
+    ends = re.findall(r"^epoch (\d) (\d+) of (\d+)$", done.stdout, re.M)
+    workers = 3 if algorithm == "gosgd" else 2
+    epochs = 2 if "104" in settings else 3
+    assert sorted(number for number, _, _ in ends) == sorted("012"[:epochs] * workers)
+    assert {int(whole) for number, _, whole in ends if number == "0"} == {96}
+    one_model(done)
+
+
 @pytest.mark.parametrize("algorithm", ["aladdin", pytest.param("ar-sgd", marks=LONG)])
 def test_epochs(tmp_path: Path, algorithm: str) -> None:
     """Every worker comes by every end, and together they have seen all samples in each."""
