@@ -2,6 +2,7 @@
 
     python -m benchmarks.adviser --dry-run
     python -m benchmarks.adviser --work runs/adviser --check --save
+    python -m benchmarks.adviser --only 6 --check
     python -m benchmarks.adviser --quick
 
 Set-ups are drawn by a seed. In each, candidates of the adviser's are run over MPI: the first two of
@@ -172,7 +173,6 @@ def measured(setup: Setup, candidate: Candidate, links: Sequence[float]) -> floa
             if setup.slowdown
             else {}
         ),
-        **({"--ar-sgd-allreduce": "mpi"} if candidate.algorithm == "ar-sgd" else {}),
     }
     flat = [str(word) for pair in words.items() for word in pair]
     with tempfile.TemporaryDirectory() as where, Lab(setup.hosts, max(links)) as lab:
@@ -322,10 +322,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--work", type=folder, metavar="FOLDER", help="keep runs over MPI here, and go on from them"
     )
     add("--setups", type=whole(1), default=SETUPS, help="how many")
+    add("--only", type=whole(0), nargs="+", metavar="NUMBER", help="these of them alone")
     add("--dry-run", action="store_true", help="list the set-ups, no more")
     add("--quick", action="store_true", help="one set-up")
     args = parser.parse_args(argv)
     asked = setups(1 if args.quick else args.setups)
+    if args.only is not None:
+        asked = [setup for setup in asked if setup.number in args.only]
     if args.dry_run:
         print("\n".join(f"{setup.number}: {setup.describe()}" for setup in asked))
         return 0

@@ -46,12 +46,13 @@ class Heartbeats:
     def __init__(self, transport: Transport, timeout: float) -> None:
         self._transport = transport
         self._timeout = timeout
-        others = set(range(transport.size)) - {transport.rank}
-        self._heard = dict.fromkeys(others, transport.now())
+        self._heard: dict[int, float] = {}
         self._last_look = transport.now()
         # Without a thread of its own a rank that computes would seem to hang.
         self._on = timeout > 0 and not transport.models_time and transport.progresses
         if self._on:
+            others = set(range(transport.size)) - {transport.rank}
+            self._heard = dict.fromkeys(others, transport.now())
             transport.exclude_from_traffic(Tag.ALIVE, Tag.EXCLUDED)
             transport.on_message(Tag.ALIVE, 8, self._hear)
             transport.on_message(Tag.EXCLUDED, 8, self._exclude)

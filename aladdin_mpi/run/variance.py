@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aladdin_mpi.control.exchange import allreduce_tensor
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.model.layout import Layout
+from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.roles.role import Role, TrainingWorker
 from aladdin_mpi.transport.base import Transport
 
@@ -64,6 +64,16 @@ def draw_places(sizes: tuple[int, ...], seed: int, count: int = COUNT) -> Places
     return Places(torch.tensor(at), torch.tensor(weight, dtype=torch.float64))
 
 
+def _by_bucket(layout: Layout, places: Places) -> list[tuple[Bucket, Tensor]]:
+    """The sample's places in each bucket, from its beginning."""
+    edges = torch.tensor([bucket.start for bucket in layout.buckets] + [layout.numel])
+    cuts = torch.searchsorted(places.at, edges).tolist()
+    return [
+        (bucket, places.at[cuts[i] : cuts[i + 1]] - bucket.start)
+        for i, bucket in enumerate(layout.buckets)
+    ]
+
+
 class ModelVariance:
     """The variance among the workers' models, over the square of their mean's norm.
 
@@ -102,12 +112,7 @@ class ModelVariance:
         self._transport = transport
         self._role = role
         self._weight = places.weight
-        edges = torch.tensor([bucket.start for bucket in layout.buckets] + [layout.numel])
-        cuts = torch.searchsorted(places.at, edges).tolist()
-        self._parts = [
-            (bucket, places.at[cuts[i] : cuts[i + 1]] - bucket.start)
-            for i, bucket in enumerate(layout.buckets)
-        ]
+        self._parts = transport.once(("sample", layout), lambda: _by_bucket(layout, places))
         self._lockstep = lockstep
         self._workers = workers
         self._open: dict[int, _Answers] = {}

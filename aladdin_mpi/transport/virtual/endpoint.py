@@ -131,7 +131,7 @@ class Endpoint:
         waiter = request.waiter
         if waiter is not None:
             waiter.operation_done(request)
-        else:
+        elif self.fiber.waiting is not None:
             self.fiber.notify(request)
         if self._when_done:
             for action in self._when_done.pop(request, ()):

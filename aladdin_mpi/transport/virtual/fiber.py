@@ -185,7 +185,7 @@ class Fiber:
             self._wake()
 
     def notify(self, request: Request) -> None:
-        """Wake this rank if it waits for ``request``, which is done now."""
+        """Wake this rank, which waits, if it waits for ``request``, which is done now."""
         if self.waiting is not None and request in self.waiting:
             self.waiting = None
             self._answer = request

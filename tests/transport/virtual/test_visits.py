@@ -139,7 +139,7 @@ def test_nothing_else_changes_where_idle_calls_are_left_out(
                 nonlocal calls
                 calls += 1
                 if not sends or transport.test(sends[-1]):
-                    values = torch.zeros((1 + transport.rank) << 20)
+                    values = torch.zeros((1 + transport.rank) << 20, device="meta")
                     sends.append(transport.isend(values, (transport.rank + 1) % 4, 0))
                     events.append((transport.now(), transport.rank, index))
 
@@ -147,7 +147,7 @@ def test_nothing_else_changes_where_idle_calls_are_left_out(
                 return None if not sends or sends[-1].done else sends[-1:]
 
             receives = [
-                transport.irecv(torch.empty(1 << 22), (transport.rank - 1) % 4, 0)
+                transport.irecv(torch.empty(1 << 22, device="meta"), (transport.rank - 1) % 4, 0)
                 for _ in range(3 * len(MANY))
             ]
             for _ in range(3):
