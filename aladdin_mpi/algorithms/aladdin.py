@@ -118,9 +118,8 @@ class AladdinWorker(TrainingWorker):
         link.open()
         for batch in worker.batches():
             g = link.outbox.begin(batch.start)
-            worker.gradient(
-                g, self._send(g), link.outbox.idle_until
-            )  # [3] and, bucket by bucket, [5]
+            # [3] and, bucket by bucket, [5]
+            worker.gradient(g, self._send(g), link.outbox.idle_until)
             if self.updates_itself and not self.sends_steps:
                 self.optimizer.step(x, g, worker.lr)  # [4]
             link.outbox.end()

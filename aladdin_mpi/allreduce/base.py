@@ -43,7 +43,7 @@ class AllReduce(ABC):
     """
 
     name: str
-    """``mpi``, ``horovod`` or ``torch``."""
+    """``ring``, ``mpi``, ``horovod`` or ``torch``."""
 
     @abstractmethod
     def start(self, values: Tensor, key: int) -> Pending:

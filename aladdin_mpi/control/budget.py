@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import log2
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,9 @@ from aladdin_mpi.control.loss_scale import LossScale
 from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Request, numbers_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_AHEAD = 32
 """Largest number of tickets that a worker asks for ahead."""
@@ -62,7 +65,7 @@ class Report(NamedTuple):
 
     def pack(self) -> tuple[float, ...]:
         """As numbers, less a rate that there is not."""
-        return tuple(value for value in self if value is not None)
+        return self[:-1] if self.rate is None else self  # type: ignore[return-value]
 
 
 class _Round(NamedTuple):
@@ -232,6 +235,8 @@ class Draws:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._grants: deque[Request] = deque()
+        self._free: list[Tensor] = []
+        """Buffers of grants: one is as long as the ranks are many."""
         self._ahead = 1
         self._computing = False
 
@@ -255,7 +260,8 @@ class Draws:
 
     def request(self, want: int, report: Report) -> None:
         """Ask for ``want`` samples, and report; :meth:`take` gets the answer."""
-        grant = torch.empty(4 + self._transport.size, dtype=torch.float64)
+        numbers = 4 + self._transport.size
+        grant = self._free.pop() if self._free else torch.empty(numbers, dtype=torch.float64)
         self._grants.append(self._transport.irecv(grant, COORDINATOR, Tag.GRANT))
         self._send(want, report)
 
@@ -284,4 +290,6 @@ class Draws:
             self._transport.wait(receive)
         self._computing = True
         start, size, whole, exponent, *absent = numbers_of(receive)
+        assert receive.buffer is not None
+        self._free.append(receive.buffer)
         return Ticket(int(start), int(size), int(whole), tuple(map(int, absent)), 2.0**exponent)

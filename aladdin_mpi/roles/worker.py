@@ -202,11 +202,13 @@ class Worker(Stateful):
         """The oldest that has not been sent."""
         traffic = self.transport.traffic
         report = self._reports.popleft() if self._reports else Report()
-        return report._replace(
-            waiting=traffic.waiting,
-            sent=traffic.bytes_sent,
-            steps=self.computed,
-            rate=self._rate(self.lr),
+        return Report(
+            report.samples,
+            report.loss,
+            traffic.waiting,
+            traffic.bytes_sent,
+            self.computed,
+            self._rate(self.lr),
         )
 
     def stop(self) -> None:

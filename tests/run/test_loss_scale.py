@@ -104,5 +104,5 @@ def test_a_gradient_that_overflows_is_left_out_and_the_scale_halved_for_all(
 
 
 def test_in_float16_a_model_learns(tmp_path: Path) -> None:
-    train(3, tmp_path / "run", "--precision", "fp16", "--epochs", 5)
+    train(3, tmp_path / "run", "--precision", "fp16", "--epochs", 2)
     assert summary(tmp_path / "run")["test_accuracy"] > 0.9

@@ -198,15 +198,15 @@ class Network:
             flow = flows.popleft()
             if flow.queue:
                 link.busy = True
-                self._start_piece(flow, link)
+                self._clock.at(self._start_piece(flow, link), self._end_piece, flow)
                 return
             flow.active = False
 
-    def _start_piece(self, flow: Flow, link: Link) -> None:
+    def _start_piece(self, flow: Flow, link: Link) -> float:
+        """Start the next piece of ``flow``; when ``link`` is done with it."""
         clock = self._clock
         if flow.midst:
-            clock.at(self._start_next(flow, link), self._end_piece, flow)
-            return
+            return self._start_next(flow, link)
         message = flow.queue[0]
         unsent, piece = message.unsent, message.piece
         if unsent < piece:
@@ -234,10 +234,10 @@ class Network:
             # Never before its predecessor of the same pair.
             flow.arrived = max(self._delayed(message, arrival), flow.arrived)
             clock.at(flow.arrived, self._arrive, message)
-        clock.at(now + duration, self._end_piece, flow)
+        return now + duration
 
     def _start_next(self, flow: Flow, link: Link) -> float:
-        """Start a piece between the first and the last of a message; when it ends."""
+        """As :meth:`_start_piece`, between the first and the last of a message."""
         flow.midst -= 1
         now, piece = self._clock.now, flow.piece
         duration = piece * link.seconds_per_byte
@@ -282,10 +282,10 @@ class Network:
                 while not (flow.midst or flow.queue):
                     flow.active = False
                     flow = flows.popleft()
-            if not flow.midst:
-                self._start_piece(flow, link)
-                return
-            end = self._start_next(flow, link)
+            if flow.midst:
+                end = self._start_next(flow, link)
+            else:
+                end, due = self._start_piece(flow, link), clock.next_due()
             if end >= due:
                 clock.at(end, self._end_piece, flow)
                 return

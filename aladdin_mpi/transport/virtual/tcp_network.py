@@ -49,11 +49,10 @@ class TcpNetwork(Network):
 
     flow_class = _TcpFlow
 
-    def _start_piece(self, flow: Flow, link: Link) -> None:
+    def _start_piece(self, flow: Flow, link: Link) -> float:
         into = flow.into
         if into is None:
-            super()._start_piece(flow, link)
-            return
+            return super()._start_piece(flow, link)
         assert isinstance(flow, _TcpFlow)
         if not flow.burst:
             flow.burst = min(MOST, len(flow.queue))
@@ -75,7 +74,7 @@ class TcpNetwork(Network):
             arrival += self._stall(flow, link, arrival, leaving)
             flow.arrived = max(self._delayed(message, arrival), flow.arrived)
             clock.at(flow.arrived, self._arrive, message)
-        clock.at(clock.now + leaving, self._end_piece, flow)
+        return clock.now + leaving
 
     def _pass_in(
         self, flow: Flow, into: Link, piece: int, overhead: float, leaving: float
