@@ -39,7 +39,7 @@ class ArSgdOptions(OwnOptions):
         description="what sums the gradients: messages around a ring, MPI's own all-reduce, "
         "Horovod (installed by make horovod), or torch.distributed (gloo, or NCCL on GPUs); auto: "
         "NCCL where each rank has a GPU to itself, and not where the others go on after a worker's "
-        "death; else the ring",
+        "death; else the ring between hosts, and MPI's own on one",
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from aladdin_mpi import accelerator
 from aladdin_mpi.allreduce import over_horovod, over_torch
 from aladdin_mpi.allreduce.base import AllReduce
+from aladdin_mpi.allreduce.by_size import BySize
 from aladdin_mpi.allreduce.over_horovod import HorovodAllReduce
 from aladdin_mpi.allreduce.over_torch import TorchAllReduce
 from aladdin_mpi.allreduce.over_transport import DirectAllReduce, SingleAllReduce
@@ -72,8 +73,9 @@ def by_transport(
 ) -> AllReduce:
     """The all-reduce among ``transport``'s ranks that needs nothing besides it.
 
-    ``auto`` is the ring, in virtual time the engine's own, which is one too. bf16, which would be
-    rounded at each rank of a ring, goes from rank to rank at once.
+    ``auto`` is the ring between hosts, but for what is short, and the engine's own all-reduce on
+    one host, where MPI's goes through shared memory, and in virtual time, where it is a ring too.
+    bf16, which would be rounded at each rank of a ring, goes from rank to rank at once.
 
     Args:
         name: one of ``OUTLAST_DEATHS``.
@@ -83,10 +85,12 @@ def by_transport(
     """
     if wire_dtype != torch.float32:
         return DirectAllReduce(transport, device, wire_dtype)
-    is_own = name == "mpi" or (name == "auto" and transport.models_time)
-    if is_own and transport.has_collectives:
-        return SingleAllReduce(transport, device)
-    return RingAllReduce(transport, device)
+    if name == "ring" or not transport.has_collectives:
+        return RingAllReduce(transport, device)
+    own = SingleAllReduce(transport, device)
+    if name == "mpi" or transport.models_time or len(set(transport.hosts)) == 1:
+        return own
+    return BySize(own, RingAllReduce(transport, device))
 
 
 def _best(transport: Transport, device: torch.device) -> str:

@@ -44,7 +44,7 @@ DGC = {"compression": "dgc", "dgc": {"sample": 1.0}}
 """With the largest values exactly, as a device chooses them; a CPU estimates from a sample."""
 EQUAL: dict[str, dict[str, Any]] = {
     "ar-sgd": {},
-    "ar-sgd mpi": {"ar_sgd": {"allreduce": "mpi"}},
+    "ar-sgd ring": {"ar_sgd": {"allreduce": "ring"}},
     "ar-sgd bf16": {"wire": "bf16"},
     "ar-sgd dgc": DGC,
     "bsp": {},
@@ -66,7 +66,7 @@ EQUAL: dict[str, dict[str, Any]] = {
 """Those whose result is the same every time: it has to be the CPU's, to the bit."""
 
 
-SUMMED_BY = {"ar-sgd": "ring", "ar-sgd mpi": "Iallreduce", "multistep": "Ialltoall"}
+SUMMED_BY = {"ar-sgd": "Iallreduce", "ar-sgd ring": "ring", "multistep": "Ialltoall"}
 """What begins a sum: the first message of a ring, or a collective of MPI's."""
 OTHER_DELAYS = [(200, 0), (10_000, 0), (500, 1000)]
 """Short copies, long ones, slow kernels."""
@@ -471,12 +471,12 @@ DEFECTS: dict[str, tuple[str, tuple[int, int], Callable[[], Any]]] = {
         lambda: replaced(accelerator.CopyEvent, "query", lambda self: True),
     ),
     "a sum before its event": (
-        "ar-sgd mpi",
+        "ar-sgd",
         LATE_COPIES,
         lambda: replaced(in_order.Queued, "is_ready", True),
     ),
     "a ring before its event": (
-        "ar-sgd",
+        "ar-sgd ring",
         LATE_COPIES,
         lambda: replaced(ring._Sum, "begin", ring._Sum._advance),
     ),

@@ -117,9 +117,21 @@ def test_waits_are_limited(
     pending.wait()
 
 
-def test_the_ring_is_chosen_without_gpus(transport: MpiTransport, make: Make) -> None:
-    assert make("auto", FP32).describe() == "MPI: messages around a ring, added in float32"
-    assert make("mpi", FP32).describe() == "MPI: all-reduce in float32"
+def test_without_gpus_the_ring_is_chosen_between_hosts(
+    transport: MpiTransport, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert make("auto", FP32).describe() == "MPI: all-reduce in float32"
+    monkeypatch.setattr(transport, "hosts", list(range(transport.size)))
+    reducer = make("auto", FP32)
+    assert reducer.describe() == (
+        "MPI: messages around a ring, added in float32; up to 512 KB MPI: all-reduce in float32"
+    )
+    begun = [reducer.start(torch.ones(numel), key) for key, numel in enumerate((7, 200_000))]
+    assert all(bool((pending.wait() == transport.size).all()) for pending in begun)
+    assert [type(pending).__module__.rpartition(".")[2] for pending in begun] == [
+        "over_transport",
+        "ring",
+    ]
     assert make("auto", BF16).describe() == "MPI: messages in bfloat16, added in float32"
 
 
