@@ -113,8 +113,8 @@ def test_one_rank_of_a_host_speaks_for_all() -> None:
 
 
 COMPUTES = """
-startup.expect(startup.LIBRARIES_LOAD, 0.3)
-end = time.monotonic() + 1.5
+startup.expect(startup.LIBRARIES_LOAD, 1.0)  # on busy cores it may get none of them for so long
+end = time.monotonic() + 3.0
 while time.monotonic() < end:
     pass
 print("computed", flush=True)
@@ -127,7 +127,7 @@ def test_a_rank_that_computes_is_not_held_up() -> None:
     process = rank(0, COMPUTES)
     out, err = process.communicate(timeout=30)
     assert "computed" in out and process.returncode == watcher.ENDS
-    assert "has waited 0.3 s for its own libraries" in err
+    assert "has waited 1 s for its own libraries" in err
 
 
 @pytest.mark.parametrize("code", ["os._exit(0)", "startup.end(); startup.end()"])
