@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,12 +31,7 @@ class _Section(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self.depth += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.depth -= 1
         if self._rank is not None and isinstance(error, Exception):
             note_rank(error, self._rank)
