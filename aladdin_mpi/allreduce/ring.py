@@ -17,12 +17,10 @@ from aladdin_mpi.allreduce.buffers import Buffers
 from aladdin_mpi.allreduce.over_transport import describe
 from aladdin_mpi.transport import collectives
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.group_collectives import Channel
-from aladdin_mpi.transport.request import Event, PeerFailedError, Request
+from aladdin_mpi.transport.group_collectives import Channel, Stepper
+from aladdin_mpi.transport.request import Event, PeerFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
 FIRST_TAG = 10_000
@@ -65,7 +63,7 @@ class RingAllReduce(AllReduce):
 
     def finish(self, pending: _Sum) -> None:
         """Wait for one sum."""
-        while not pending.has_ended:
+        while not pending.steps.has_ended:
             pending.wait_for_step()
             self._check()
         self._under_way.remove(pending)
@@ -75,7 +73,7 @@ class RingAllReduce(AllReduce):
         """See :meth:`AllReduce.abandon`."""
         self._dead = dead
         for pending in list(self._under_way):
-            pending.abandon()
+            pending.steps.abandon()
 
     def _check(self) -> None:
         if self._dead is not None:
@@ -101,57 +99,30 @@ class _Sum(Pending):
     ) -> None:
         self.values = values
         self.buffer = buffer
-        self.has_ended = False
         self._owner = owner
         self._transport = transport
         self._event = event
-        self._step: Sequence[Request] = ()
-        self._is_abandoned = False
         channel = Channel(
             transport.rank,
             transport.size,
             lambda part, dest: transport.isend(part, dest, tag),
             lambda part, source: transport.irecv(part, source, tag),
         )
-        self._steps = collectives.allreduce(owner.in_order(channel), buffer)
+        self.steps = Stepper(collectives.allreduce(owner.in_order(channel), buffer), transport)
 
     def begin(self) -> None:
         """Once the values have come from the device."""
         if self._event is None:
-            self._advance()
+            self.steps.advance()
         else:
-            self._transport.when_happened(self._event, self._advance)
-
-    def _advance(self) -> None:
-        """Go on as far as nothing is awaited."""
-        with self._transport.atomic():
-            while self._can_go_on:
-                step = next(self._steps, None)
-                if step is None:
-                    self.has_ended = True
-                    return
-                self._step = step
-                for request in step:
-                    if not request.done:
-                        self._transport.when_done(request, self._advance)
-
-    @property
-    def _can_go_on(self) -> bool:
-        is_over = self.has_ended or self._is_abandoned
-        return not is_over and all(each.done and each.failed is None for each in self._step)
+            self._transport.when_happened(self._event, self.steps.advance)
 
     def wait_for_step(self) -> None:
         """Wait for what is awaited at present, and go on."""
         if self._event is not None:
             self._transport.await_event(self._event)
-        self._transport.wait_all(self._step)
-        self._advance()
-
-    def abandon(self) -> None:
-        """Wait for nothing more."""
-        self._is_abandoned = True
-        for request in self._step:
-            self._transport.abandon(request)
+        self._transport.wait_all(self.steps.awaited)
+        self.steps.advance()
 
     def wait(self) -> Tensor:
         self._owner.finish(self)

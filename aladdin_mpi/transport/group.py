@@ -186,7 +186,7 @@ class Group(Layer):
         nothing = torch.empty(0, dtype=torch.uint8)
         end = self.inner.irecv(nothing, self.inner.rank, self._first_tag + tag)
         steps = algorithm(channel, *arguments)
-        Stepper(steps, self.when_done, lambda: self.inner.cancel(end)).advance()
+        Stepper(steps, self, lambda: self.inner.cancel(end)).advance()
         return end
 
     def ibarrier(self) -> Request:

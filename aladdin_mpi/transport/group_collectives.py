@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.collectives import Part, Steps
 from aladdin_mpi.transport.request import Request
 
@@ -55,41 +56,48 @@ def _buffer(part: Part) -> Tensor:
 
 
 class Stepper:
-    """Takes the steps of a collective as the messages of each have ended.
+    """Takes the steps of a collective as the messages of each have ended, by whichever thread.
 
-    Where a rank is lost it stands still: the group comes apart.
+    Where a rank is lost it stands still.
 
     Args:
         steps: of the collective.
-        when_done: has an action called when a request has ended.
+        transport: that its messages go by.
         finish: called at the end.
     """
 
     def __init__(
-        self,
-        steps: Steps,
-        when_done: Callable[[Request, Callable[[], None]], None],
-        finish: Callable[[], None],
+        self, steps: Steps, transport: Transport, finish: Callable[[], None] = lambda: None
     ) -> None:
         self._steps = steps
-        self._when_done = when_done
+        self._transport = transport
         self._finish = finish
-        self._missing = 0
+        self.awaited: Sequence[Request] = ()
+        """The messages of the present step."""
+        self.has_ended = False
+        self._is_abandoned = False
+
+    def abandon(self) -> None:
+        """Go no further, and wait for nothing more."""
+        self._is_abandoned = True
+        for request in self.awaited:
+            self._transport.abandon(request)
 
     def advance(self) -> None:
         """Go on as far as nothing is awaited."""
-        for requests in self._steps:
-            pending = [request for request in requests if not request.done]
-            if any(request.failed is not None for request in requests):
-                return
-            if pending:
-                self._missing = len(pending)
-                for request in pending:
-                    self._when_done(request, self._one_has_ended)
-                return
-        self._finish()
+        with self._transport.atomic():
+            while self._can_go_on:
+                step = next(self._steps, None)
+                if step is None:
+                    self.has_ended = True
+                    self._finish()
+                    return
+                self.awaited = step
+                for request in step:
+                    if not request.done:
+                        self._transport.when_done(request, self.advance)
 
-    def _one_has_ended(self) -> None:
-        self._missing -= 1
-        if not self._missing:
-            self.advance()
+    @property
+    def _can_go_on(self) -> bool:
+        is_over = self.has_ended or self._is_abandoned
+        return not is_over and all(each.done and each.failed is None for each in self.awaited)

@@ -333,13 +333,13 @@ def sums_begun(folder: str, name: str, collective: str) -> tuple[int, int]:
         return begin(self, kind, *given, **kw)
 
     def watched_ring(self: ring._Sum) -> None:
-        steps = self._steps
+        steps = self.steps._steps
 
         def noted() -> Iterator[Any]:
             begun.append("ring")
             yield from steps
 
-        self._steps = noted()
+        self.steps._steps = noted()
         advance(self)
 
     module = network()
@@ -478,7 +478,7 @@ DEFECTS: dict[str, tuple[str, tuple[int, int], Callable[[], Any]]] = {
     "a ring before its event": (
         "ar-sgd ring",
         LATE_COPIES,
-        lambda: replaced(ring._Sum, "begin", ring._Sum._advance),
+        lambda: replaced(ring._Sum, "begin", lambda self: self.steps.advance()),
     ),
     "a receive into memory that a copy reads": (
         "ar-sgd bf16",
