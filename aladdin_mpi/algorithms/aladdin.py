@@ -121,7 +121,8 @@ class AladdinWorker(TrainingWorker):
             # [3] and, bucket by bucket, [5]
             worker.gradient(g, self._send(g), link.outbox.idle_until)
             if self.updates_itself and not self.sends_steps:
-                self.optimizer.step(x, g, worker.lr)  # [4]
+                unused = worker.unused(slice(0, g.numel()))
+                self.optimizer.step(x, g, worker.lr, unused)  # [4]
             link.outbox.end()
             link.inbox.blend_into(x)  # [6, 7]
         link.close()
@@ -134,10 +135,11 @@ class AladdinWorker(TrainingWorker):
                 # [4] at once, while a cache holds the bucket: backward needs these
                 # parameters no more when their gradients are complete.
                 part, mine, x = bucket.part, bucket.of(g), bucket.of(self.x)
+                unused = self.worker.unused(part)
                 if self.updates_itself:
-                    self.optimizer.correct_and_descend(part, mine, x, self.worker.lr)
+                    self.optimizer.correct_and_descend(part, mine, x, self.worker.lr, unused)
                 else:
-                    self.optimizer.correct(part, mine, x)
+                    self.optimizer.correct(part, mine, x, unused=unused)
             self.link.outbox.put(bucket)
 
         return on_bucket
@@ -264,7 +266,8 @@ class AladdinServer(Server):
         x = self.server.values[shard.bucket.index]
         if self.optimizer is not None:
             step.div_(norms[self.options.normalize])
-            self.optimizer.correct(shard.bucket.part, step, x)
+            unused = self.server.unused_by_all(shard.bucket, step)
+            self.optimizer.correct(shard.bucket.part, step, x, unused=unused)
             add(x, step, alpha=-self.server.lr)
         else:
             add(x, step, alpha=-self.server.lr / norms[self.options.normalize])

@@ -20,6 +20,7 @@ from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.compression.dgc import DeepGradientCompression
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.saved import saved
+from aladdin_mpi.model.unused import joined, shifted, within
 from aladdin_mpi.model.vectors import add, clip_norm, copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.former import Former
@@ -109,7 +110,8 @@ class ArSgdWorker(TrainingWorker):
             scale(g, self.worker.share)
         if self.compresses:
             # Deep gradient compression: each worker's own momentum, before the choice.
-            self.optimizer.correct(bucket.part, g, bucket.of(self.x))
+            unused = self.worker.unused(bucket.part)
+            self.optimizer.correct(bucket.part, g, bucket.of(self.x), unused=unused)
         if self.surviving is not None:
             self.surviving.start(g, bucket)
         else:
@@ -128,12 +130,15 @@ class ArSgdWorker(TrainingWorker):
             scale(total, mean)
             add(x, total, alpha=-lr)
         else:
-            self.optimizer.descend(bucket.part, total, x, lr, mean)
+            unused = self.worker.unused_by_all(bucket, total)
+            self.optimizer.descend(bucket.part, total, x, lr, mean, unused)
 
     def _step_as_whole(self, totals: list[tuple[Bucket, Tensor]], workers: int) -> None:
         """With the norm of the whole mean, or whole parameters."""
         worker, g = self.worker, self.g
+        unused: list[slice] = []
         for bucket, total in totals:
+            unused += shifted(worker.unused_by_all(bucket, total), bucket.start)
             if total.data_ptr() != bucket.of(g).data_ptr():
                 copy(bucket.of(g), total)
         scale(g, 1 / workers)
@@ -142,7 +147,8 @@ class ArSgdWorker(TrainingWorker):
         whole = slice(0, g.numel())
         parts = [b.part for b in worker.layout.buckets] if self.optimizer.takes_parts else [whole]
         for part in parts:
-            self.optimizer.descend(part, g[part], self.x[part], worker.lr)
+            within_part = within(part, joined(unused))
+            self.optimizer.descend(part, g[part], self.x[part], worker.lr, unused=within_part)
 
     def close(self) -> None:
         """End the library's part too."""

@@ -172,6 +172,7 @@ register(
         lockstep=True,
         compresses=True,
         few_bits=True,
+        server_steps=True,
         needs_all=lambda run: own(run, BspOptions).host_first,
         optimizers="by-value",
         check=_check,

@@ -141,7 +141,8 @@ class EasgdWorker(TrainingWorker):
         self.link.open()
         for _ in self.worker.batches():
             self.worker.gradient(self.g)
-            self.optimizer.descend(self.whole, self.g, self.x, self.worker.lr)
+            unused = self.worker.unused(self.whole)
+            self.optimizer.descend(self.whole, self.g, self.x, self.worker.lr, unused=unused)
             steps += 1
             if steps == self.tau:
                 self.link.exchange(steps)
@@ -265,6 +266,7 @@ register(
         has_centre=True,
         few_bits=True,
         optimizers="sgd",
+        steps_unused=True,
         on_resize="what the workers' own models were ahead of the centre is dropped",
     )
 )

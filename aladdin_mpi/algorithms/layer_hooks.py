@@ -11,7 +11,6 @@ import torch
 from aladdin_mpi.algorithms.dense_pieces import DenseWeight
 from aladdin_mpi.algorithms.layer_pieces import Piece
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.model.bucket_watch import BucketWatch
 from aladdin_mpi.model.replica import places
 
 if TYPE_CHECKING:
@@ -27,7 +26,8 @@ class LayerHooks:
         pieces: of the flat vector.
         finish: waits for one and stores it.
         send_activations: called when a dense layer has seen all of a step's samples.
-        watch: is told of gradients that autograd does not compute; None: nobody is.
+        deliver: called with a parameter whose gradient comes from exchanged activations and errors,
+            and not from autograd.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class LayerHooks:
         pieces: Sequence[Piece],
         finish: Callable[[Piece], None],
         send_activations: Callable[[], None],
-        watch: BucketWatch | None,
+        deliver: Callable[[nn.Parameter], None],
     ) -> None:
         self.active = False
         self._finish = finish
         self._send_activations = send_activations
-        self._watch = watch
+        self._deliver = deliver
         self._needs = _needs(module, pieces)
         self._dense = {
             module.get_submodule(piece.layer.name): piece
@@ -145,9 +145,8 @@ class LayerHooks:
     def _hear(self, part: nn.Module, first: int) -> Callable[[Tensor], None]:
         def hear(errors: Tensor) -> None:
             self._dense[part].capture.errors.append((first, errors))
-            if self._watch is not None:
-                for parameter in self._parameters(part):
-                    self._watch.deliver(parameter)
+            for parameter in self._parameters(part):
+                self._deliver(parameter)
 
         return hear
 

@@ -99,8 +99,10 @@ class MultistepWorker(TrainingWorker):
                     "updates layers during the forward pass, got several; use model.to(dtype), or "
                     "another algorithm, such as ar-sgd"
                 )
+            watch = worker.step.watch
+            deliver = worker.replica.gradients.deliver if watch is None else watch.deliver
             self.hooks = LayerHooks(
-                module, self.pieces, self.finish, self.send_activations, worker.step.watch
+                module, self.pieces, self.finish, self.send_activations, deliver
             )
         worker.step.before_forward = self.forward
 
@@ -330,6 +332,7 @@ register(
         needs_all=lambda run: True,
         collective=True,
         optimizers="sgd",
+        steps_unused=True,
         own_places=own_places,
     )
 )

@@ -63,6 +63,9 @@ class Algorithm:
         collective: its gradients or models travel in collectives, which have no checksums.
         optimizers: those that it can do with.
         clips: see :class:`Worker`.
+        server_steps: the servers' optimizers step along gradients, unless these are compressed;
+            where an option ``momentum`` of the algorithm says so, that counts.
+        steps_unused: parameters that a batch does not use are stepped with a gradient of zero.
         own_places: where the values lie that a worker's optimizer is of, where not of all.
         check: raises :class:`UserError` for options that do not go together.
         check_optimizer: the same for an optimizer other than the built-in SGD.
@@ -88,6 +91,8 @@ class Algorithm:
     collective: bool = False
     optimizers: Optimizers = "any"
     clips: Clips = "own"
+    server_steps: bool = False
+    steps_unused: bool = False
     own_places: OwnPlaces | None = None
     check: Callable[[RunSettings], None] = lambda run: None
     check_optimizer: Callable[[Optimizer, RunSettings], None] = lambda optimizer, run: None
@@ -143,6 +148,18 @@ def find(name: str) -> Algorithm:
 def _place_of_momentum(algorithm: Algorithm, options: RunSettings) -> str:
     """Where the algorithm's options have momentum added; the worker if they do not say."""
     return str(getattr(getattr(options, algorithm.group, None), "momentum", "worker"))
+
+
+def steps_unused(algorithm: Algorithm, options: RunSettings) -> bool:
+    """Return whether parameters that no worker's batch uses are stepped with a gradient of zero.
+
+    Quantised gradients have no sign of zero, which tells a server's optimizer of them
+    (:mod:`aladdin_mpi.model.unused`).
+    """
+    if algorithm.steps_unused:
+        return True
+    at_server = algorithm.server_steps or _place_of_momentum(algorithm, options) != "worker"
+    return at_server and algorithm.wire(options) in FEW_BITS
 
 
 def check_compression(algorithm: Algorithm, options: RunSettings) -> None:

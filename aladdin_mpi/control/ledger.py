@@ -47,6 +47,7 @@ class Ledger(Stateful):
         self._counts: dict[tuple[int, str], int] = {}
         self._first: dict[tuple[int, str], str] = {}
         self._ended = False
+        self._has_reported_unused = False
         transport.on_message(Tag.REFUSAL, NBYTES, self._hear)
 
     def count(self, kind: str) -> int:
@@ -64,6 +65,9 @@ class Ledger(Stateful):
         refusal = Refusal.unpack(message)
         if refusal.reason == Reason.SCALE:
             self._halve_scale(refusal)
+            return
+        if refusal.reason == Reason.UNUSED:
+            self._report_unused(refusal)
             return
         kind = KINDS[Reason(refusal.reason)]
         key = refusal.rank, kind
@@ -84,6 +88,16 @@ class Ledger(Stateful):
                 f"{self._name(refusal.rank)}: a gradient overflows float16 at sample "
                 f"{refusal.sample}: the loss scale is now {2**scale.exponent}"
             )
+
+    def _report_unused(self, refusal: Refusal) -> None:
+        if self._has_reported_unused:
+            return
+        self._has_reported_unused = True
+        self._print(
+            f"warning: {self._name(refusal.rank)}: the batch at sample {refusal.sample} does not "
+            "use every parameter; this run steps the others with a gradient of zero, so that "
+            'weight decay and momentum act on them (docs/sharp-bits.md, "Unused parameters")'
+        )
 
     def checkpoint_skipped(self, samples: int, doubt: str) -> None:
         """Say that no checkpoint is written, and why."""

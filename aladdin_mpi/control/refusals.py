@@ -34,6 +34,8 @@ class Reason(IntEnum):
     """What arrived is not what was sent."""
     SCALE = 7
     """As the first two, of a loss that was scaled for half precision."""
+    UNUSED = 8
+    """Nothing is refused: parameters that a batch did not use are stepped with a zero gradient."""
 
 
 class Refusal(NamedTuple):

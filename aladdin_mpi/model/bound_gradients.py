@@ -30,22 +30,20 @@ class BoundGradients:
         self._views_of: dict[int, list[Tensor]] = {}
         self._views: list[Tensor] = []
         self._missing: set[int] = set()
-        self._stay = False
         self._versions: list[int] | None = None
+        self.unused: set[int] = set()
+        """The parameters of which backward has made no gradient; complete when it is over."""
 
-    def stay_in_grad(self, notices_changes: bool) -> None:
-        """From now on autograd's tensors stay in ``.grad`` until they are taken.
-
-        ``notices_changes``: :meth:`end_backward` refuses gradients that are changed after that.
-        """
-        self._stay = True
-        self._versions = [0] * len(self._parameters) if notices_changes else None
+    def notice_changes(self) -> None:
+        """From now on :meth:`end_backward` refuses gradients that are changed after they came."""
+        self._versions = [0] * len(self._parameters)
 
     def bind(self, vector: Tensor, cut: Callable[[Tensor], Iterable[Tensor]]) -> None:
         """Let the next gradient go into ``vector``, whatever it holds; further ones are added.
 
-        Where they stay in ``.grad``, ``vector`` holds all of it only after :meth:`end_backward`.
-        That is one pass over memory less than to clear the vector and to add to it.
+        Autograd's tensors stay in ``.grad`` until they are taken: ``vector`` holds all of them only
+        after :meth:`end_backward`. That is one pass over memory less than to clear the vector and
+        to add to it, and it tells a gradient of zero from none.
 
         Args:
             vector: flat.
@@ -56,14 +54,10 @@ class BoundGradients:
             # As .data, so that the loop's writes are told from the algorithm's by their versions.
             views = self._views_of[vector.data_ptr()] = [view.data for view in cut(vector)]
         self._views = views
-        if self._stay:
-            self._missing = set(range(len(views)))
-            for parameter in self._parameters:
-                parameter.grad = None
-            return
-        vector.zero_()
-        for parameter, view in zip(self._parameters, views, strict=True):
-            parameter.grad = None if parameter in self._others else view
+        self._missing = set(range(len(views)))
+        self.unused = set()
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def take(self, number: int) -> None:
         """Backward has come by a parameter: put its gradient into the bound vector.
@@ -73,6 +67,10 @@ class BoundGradients:
         """
         parameter, view = self._parameters[number], self._views[number]
         gradient = parameter.grad
+        if gradient is None:
+            self.unused.add(number)
+        else:
+            self.unused.discard(number)
         if self._others and parameter in self._others:
             self._missing.discard(number)
             convert_gradient(parameter, view)
@@ -89,6 +87,12 @@ class BoundGradients:
                 view.copy_(dense.detach())
         parameter.grad = view
         self._note_version(number, view)
+
+    def deliver(self, parameter: nn.Parameter) -> None:
+        """Backward has come by a parameter whose gradient comes from elsewhere than autograd."""
+        number = next(n for n, each in enumerate(self._parameters) if each is parameter)
+        self.take(number)
+        self.unused.discard(number)
 
     def is_missing(self, number: int) -> bool:
         """Whether nothing has been put into the bound vector for a parameter."""
@@ -120,10 +124,7 @@ class BoundGradients:
 
     def has_any(self) -> bool:
         """Whether backward has made any since :meth:`bind`."""
-        gradients = [parameter.grad for parameter in self._parameters]
-        if self._stay:
-            return any(gradient is not None for gradient in gradients)
-        return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
+        return any(parameter.grad is not None for parameter in self._parameters)
 
     def end_backward(self, is_skipped: bool = False) -> None:
         """Backward is over, or there was none: what has had no gradient is zero.

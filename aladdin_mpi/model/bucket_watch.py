@@ -80,10 +80,9 @@ class BucketWatch:
 
     def deliver(self, parameter: nn.Parameter) -> None:
         """The gradient of ``parameter`` is there. To be called where autograd has no part in it."""
-        number = self._numbers[parameter]
-        self._gradients.take(number)
+        self._gradients.deliver(parameter)
         if self.enabled:
-            self._arrived(self._touched[number])
+            self._arrived(self._touched[self._numbers[parameter]])
 
     def begin(self) -> None:
         """Begin a step."""

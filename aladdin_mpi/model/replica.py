@@ -8,9 +8,10 @@ in by one operation.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -149,6 +150,11 @@ class _Flat:
         """Shapes of the parameters, in flat order."""
         return list(self._outline.shapes)
 
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of values of the parameters, in flat order."""
+        return [prod(shape) for shape in self._outline.shapes]
+
     def describe(self) -> list[str]:
         """Of each parameter in flat order: its shape, and how it lies in memory if not in order."""
         return list(self._outline.described)
@@ -267,8 +273,18 @@ class Replica(_Flat):
         ``at_once``: they are used then; :meth:`end_backward` refuses gradients that are changed
         later.
         """
-        self.gradients.stay_in_grad(notices_changes=at_once)
+        if at_once:
+            self.gradients.notice_changes()
         return BucketWatch(layout, on_bucket, self.gradients, self._parameters)
+
+    @property
+    def unused(self) -> Set[int]:
+        """Numbers, in flat order, of the parameters that the present gradient does not reach."""
+        return self.gradients.unused
+
+    def use_none(self) -> None:
+        """Let the present gradient reach no parameter: there is no batch."""
+        self.gradients.unused.update(range(len(self._parameters)))
 
     def buffers(self) -> list[Tensor]:
         """What the flat vector leaves out: frozen parameters and the module's buffers."""
@@ -307,6 +323,14 @@ class PhantomReplica(_Flat):
 
     def bind_gradients(self, vector: Tensor) -> None:
         """Nothing is calculated."""
+
+    @property
+    def unused(self) -> Set[int]:
+        """None: nothing is computed."""
+        return frozenset()
+
+    def use_none(self) -> None:
+        """Nothing is computed."""
 
     def buffers(self) -> list[Tensor]:
         """None."""

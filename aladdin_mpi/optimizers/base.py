@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from aladdin_mpi.model.unused import Unused
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -18,6 +20,8 @@ class Optimizer(ABC):
     ``d``, and ``lr`` is the factor that the schedule puts before them.
 
     Whoever uses an optimizer always cuts the vector in the same way: a part's state is its own.
+    The ``unused`` parts of a part, relative to its start, have no gradient. As in torch, where
+    ``.grad`` is None, they are not stepped: their values and their state stay as they are.
 
     Attributes:
         momentum: share of a step's direction that goes on in the next one's, in [0, 1).
@@ -30,7 +34,14 @@ class Optimizer(ABC):
     takes_parts: bool = True
 
     @abstractmethod
-    def correct(self, part: slice, gradient: Tensor, x: Tensor, raw: Tensor | None = None) -> None:
+    def correct(
+        self,
+        part: slice,
+        gradient: Tensor,
+        x: Tensor,
+        raw: Tensor | None = None,
+        unused: Unused = (),
+    ) -> None:
         """Turn ``gradient`` into the direction of a step, in place; ``x`` stays as it is.
 
         Args:
@@ -38,11 +49,18 @@ class Optimizer(ABC):
             gradient: of that part.
             x: the parameters of that part.
             raw: takes the direction less its momentum, of that part.
+            unused: see :class:`Optimizer`; there the direction is zero.
         """
 
     @abstractmethod
     def descend(
-        self, part: slice, gradient: Tensor, x: Tensor, lr: float, factor: float = 1.0
+        self,
+        part: slice,
+        gradient: Tensor,
+        x: Tensor,
+        lr: float,
+        factor: float = 1.0,
+        unused: Unused = (),
     ) -> None:
         """One step of ``x`` for ``factor * gradient``, which may be overwritten.
 
@@ -50,11 +68,13 @@ class Optimizer(ABC):
         """
 
     @abstractmethod
-    def correct_and_descend(self, part: slice, gradient: Tensor, x: Tensor, lr: float) -> None:
+    def correct_and_descend(
+        self, part: slice, gradient: Tensor, x: Tensor, lr: float, unused: Unused = ()
+    ) -> None:
         """The same, and ``gradient`` becomes the direction of the step."""
 
     @abstractmethod
-    def step(self, x: Tensor, gradient: Tensor, lr: float) -> None:
+    def step(self, x: Tensor, gradient: Tensor, lr: float, unused: Unused = ()) -> None:
         """One step of the whole vector; ``gradient`` is left as it is."""
 
     def settings(self) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ import torch
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.replica import places
+from aladdin_mpi.model.unused import Unused, used_parts
 from aladdin_mpi.model.vectors import blocks
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.control import hyperparameters, numbers, write_numbers
@@ -73,26 +74,44 @@ class TorchOptimizer(Optimizer):
         return float(self.given.param_groups[0]["lr"])
 
     # -- steps ----------------------------------------------------------------------------
-    def correct(self, part: slice, gradient: Tensor, x: Tensor, raw: Tensor | None = None) -> None:
+    def correct(
+        self,
+        part: slice,
+        gradient: Tensor,
+        x: Tensor,
+        raw: Tensor | None = None,
+        unused: Unused = (),
+    ) -> None:
         """See :meth:`Optimizer.correct`; less its momentum is less so much of the last one."""
         if gradient.is_meta:
             return
         moved = self._copy(x)
-        self._part(part).step(moved, gradient)
+        self._part(part).step(moved, gradient, unused)
         torch.sub(x, moved, out=gradient)
         if raw is not None:
-            self._take_momentum_out(part, gradient, raw)
+            self._take_momentum_out(part, gradient, raw, unused)
 
-    def _take_momentum_out(self, part: slice, direction: Tensor, raw: Tensor) -> None:
+    def _take_momentum_out(
+        self, part: slice, direction: Tensor, raw: Tensor, unused: Unused
+    ) -> None:
         if self._previous is None:
             self._previous = torch.zeros_like(self._like)
-        m = self.momentum
-        for d, before, out in blocks(direction, self._previous[part], raw):
-            torch.sub(d, before, alpha=m, out=out)
-            before.copy_(d)
+        previous, m = self._previous[part], self.momentum
+        for used in used_parts(raw.numel(), unused):
+            for d, before, out in blocks(direction[used], previous[used], raw[used]):
+                torch.sub(d, before, alpha=m, out=out)
+                before.copy_(d)
+        for each in unused:
+            raw[each].zero_()
 
     def descend(
-        self, part: slice, gradient: Tensor, x: Tensor, lr: float, factor: float = 1.0
+        self,
+        part: slice,
+        gradient: Tensor,
+        x: Tensor,
+        lr: float,
+        factor: float = 1.0,
+        unused: Unused = (),
     ) -> None:
         """See :meth:`Optimizer.descend`."""
         if gradient.is_meta:
@@ -100,23 +119,25 @@ class TorchOptimizer(Optimizer):
         if factor != 1.0:
             gradient.mul_(factor)
         before = x if lr == 1.0 else self._copy(x)
-        self._part(part).step(x, gradient)
+        self._part(part).step(x, gradient, unused)
         if lr != 1.0:
             torch.lerp(before, x, lr, out=x)
 
-    def correct_and_descend(self, part: slice, gradient: Tensor, x: Tensor, lr: float) -> None:
+    def correct_and_descend(
+        self, part: slice, gradient: Tensor, x: Tensor, lr: float, unused: Unused = ()
+    ) -> None:
         """See :meth:`Optimizer.correct_and_descend`."""
         if gradient.is_meta:
             return
         before = self._copy(x)
-        self._part(part).step(x, gradient)
+        self._part(part).step(x, gradient, unused)
         torch.sub(before, x, out=gradient)
         if lr != 1.0:
             torch.lerp(before, x, lr, out=x)
 
-    def step(self, x: Tensor, gradient: Tensor, lr: float) -> None:
+    def step(self, x: Tensor, gradient: Tensor, lr: float, unused: Unused = ()) -> None:
         """See :meth:`Optimizer.step`."""
-        self.descend(slice(0, x.numel()), gradient, x, lr)
+        self.descend(slice(0, x.numel()), gradient, x, lr, unused=unused)
 
     def _copy(self, x: Tensor) -> Tensor:
         """Of ``x``, valid until the next call."""

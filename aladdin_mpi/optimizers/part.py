@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aladdin_mpi.model.unused import Unused
 from aladdin_mpi.optimizers.control import Hyperparameters, hyperparameters, portable
 
 if TYPE_CHECKING:
@@ -40,6 +43,13 @@ class Piece:
     def longer(self, numel: int) -> Piece:
         """With so many more values."""
         return replace(self, numel=self.numel + numel)
+
+    def split(self, at: int) -> tuple[Piece, Piece]:
+        """Two rows of values in place of one; ``at`` is in the part."""
+        return (
+            replace(self, numel=at - self.start),
+            replace(self, start=at, numel=self.stop - at),
+        )
 
     def of(self, part: Tensor) -> Tensor:
         """The piece of a part."""
@@ -94,15 +104,40 @@ class OptimizerPart:
         leaves = [leaf for leaf, piece in pairs if piece.group == number]
         return {**portable(self._given.param_groups[number]), "params": leaves}
 
-    def step(self, x: Tensor, gradient: Tensor) -> None:
-        """One step of the part ``x``, in place."""
+    def step(self, x: Tensor, gradient: Tensor, unused: Unused = ()) -> None:
+        """One step of the part ``x``, in place, less its ``unused`` parts."""
         self._follow()
+        for each in unused:
+            self._split(each.start)
+            self._split(each.stop)
         for leaf, piece in zip(self._leaves, self.pieces, strict=True):
             leaf.data, leaf.grad = piece.of(x), None
-            leaf.grad = piece.of(gradient)
+            if not any(each.start <= piece.start < each.stop for each in unused):
+                leaf.grad = piece.of(gradient)
         self._inner.step()
         for leaf in self._leaves:
             leaf.grad = None
+
+    def _split(self, at: int) -> None:
+        """Let a piece begin here, for good: its state, such as a count of steps, is its own."""
+        place = bisect_left([piece.stop for piece in self.pieces], at)
+        piece = self.pieces[place] if place < len(self.pieces) else None
+        if piece is None or not piece.start < at < piece.stop:
+            return
+        self.pieces[place : place + 1] = piece.split(at)
+        first, second = self._leaves[place], torch.nn.Parameter(self._leaves[place].new_empty(0))
+        self._leaves.insert(place + 1, second)
+        params = self._inner.param_groups[self._groups.index(piece.group)]["params"]
+        params.insert(next(i for i, leaf in enumerate(params) if leaf is first) + 1, second)
+        state = self._inner.state.pop(first, None)
+        if state:
+            cut, left = at - piece.start, piece.stop - at
+            self._inner.state[first], self._inner.state[second] = {}, {}
+            for name, value in state.items():
+                is_by_value = isinstance(value, torch.Tensor) and value.shape == (piece.numel,)
+                halves = value.split([cut, left]) if is_by_value else (value, deepcopy(value))
+                for leaf, half in zip((first, second), halves, strict=True):
+                    self._inner.state[leaf][name] = half.clone() if is_by_value else half
 
     def _follow(self) -> None:
         """Take over what has changed in the groups since; an optimizer may change its own too."""
@@ -127,10 +162,16 @@ class OptimizerPart:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the pieces, their hyperparameters, and those of ``given`` they follow."""
-        return {"inner": self._inner.state_dict(), "seen": self._seen}
+        return {
+            "inner": self._inner.state_dict(),
+            "seen": self._seen,
+            "starts": [piece.start for piece in self.pieces],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
+        for start in state.get("starts", ()):
+            self._split(start)
         self._inner.load_state_dict(state["inner"])
         self._seen = state["seen"]
 

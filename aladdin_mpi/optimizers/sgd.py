@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aladdin_mpi.model.unused import Unused, used_parts
 from aladdin_mpi.model.vectors import blocks
 from aladdin_mpi.optimizers.base import Optimizer
 
@@ -45,7 +46,14 @@ class MomentumSGD(Optimizer):
         self._numel = like.numel()
         self.velocity = torch.zeros_like(like) if momentum else None
 
-    def correct(self, part: slice, gradient: Tensor, x: Tensor, raw: Tensor | None = None) -> None:
+    def correct(
+        self,
+        part: slice,
+        gradient: Tensor,
+        x: Tensor,
+        raw: Tensor | None = None,
+        unused: Unused = (),
+    ) -> None:
         """See :meth:`Optimizer.correct`; ``raw`` takes ``g + d x``."""
         if gradient.is_meta:
             return
@@ -53,11 +61,23 @@ class MomentumSGD(Optimizer):
             self._clip(gradient, self.clip)
         velocity = gradient if self.velocity is None else self.velocity[part]
         kept = gradient if raw is None else raw
-        for g, x_part, v, u in blocks(gradient, x, velocity, kept):
-            self._turn(g, x_part, v, None if raw is None else u)
+        for used in used_parts(x.numel(), unused):
+            vectors = gradient[used], x[used], velocity[used], kept[used]
+            for g, x_part, v, u in blocks(*vectors):
+                self._turn(g, x_part, v, None if raw is None else u)
+        for each in unused:
+            gradient[each].zero_()
+            if raw is not None:
+                raw[each].zero_()
 
     def descend(
-        self, part: slice, gradient: Tensor, x: Tensor, lr: float, factor: float = 1.0
+        self,
+        part: slice,
+        gradient: Tensor,
+        x: Tensor,
+        lr: float,
+        factor: float = 1.0,
+        unused: Unused = (),
     ) -> None:
         """See :meth:`Optimizer.descend`; ``gradient`` becomes the direction."""
         if gradient.is_meta:
@@ -67,15 +87,20 @@ class MomentumSGD(Optimizer):
             factor = 1.0
             self._clip(gradient, self.clip)
         velocity = gradient if self.velocity is None else self.velocity[part]
-        for g, x_part, v in blocks(gradient, x, velocity):
-            if factor != 1.0:
-                g.mul_(factor)
-            self._turn(g, x_part, v)
-            x_part.add_(g, alpha=-lr)
+        for used in used_parts(x.numel(), unused):
+            for g, x_part, v in blocks(gradient[used], x[used], velocity[used]):
+                if factor != 1.0:
+                    g.mul_(factor)
+                self._turn(g, x_part, v)
+                x_part.add_(g, alpha=-lr)
 
-    def correct_and_descend(self, part: slice, gradient: Tensor, x: Tensor, lr: float) -> None:
+    def correct_and_descend(
+        self, part: slice, gradient: Tensor, x: Tensor, lr: float, unused: Unused = ()
+    ) -> None:
         """See :meth:`Optimizer.correct_and_descend`."""
-        self.descend(part, gradient, x, lr)
+        self.descend(part, gradient, x, lr, unused=unused)
+        for each in unused:
+            gradient[each].zero_()
 
     def _turn(self, g: Tensor, x: Tensor, v: Tensor, raw: Tensor | None = None) -> None:
         """Gradient into step; ``v`` is the velocity, if there is any."""
@@ -95,7 +120,7 @@ class MomentumSGD(Optimizer):
         bound = largest * sqrt(gradient.numel() / self._numel)
         gradient.mul_((bound / gradient.norm()).clamp_(max=1.0))
 
-    def step(self, x: Tensor, gradient: Tensor, lr: float) -> None:
+    def step(self, x: Tensor, gradient: Tensor, lr: float, unused: Unused = ()) -> None:
         """See :meth:`Optimizer.step`."""
         if gradient.is_meta:
             return
@@ -104,10 +129,11 @@ class MomentumSGD(Optimizer):
             clipped = gradient.clone()
             self._clip(clipped, self.clip)
         velocity = gradient if self.velocity is None else self.velocity
-        for g, x_part, v in blocks(clipped, x, velocity):
-            direction = g.clone()
-            self._turn(direction, x_part, v)
-            x_part.add_(direction, alpha=-lr)
+        for used in used_parts(x.numel(), unused):
+            for g, x_part, v in blocks(clipped[used], x[used], velocity[used]):
+                direction = g.clone()
+                self._turn(direction, x_part, v)
+                x_part.add_(direction, alpha=-lr)
 
     def state_dict(self) -> dict[str, Tensor | None]:
         """The velocity, for a checkpoint."""

@@ -145,7 +145,7 @@ class GlobalTrack(Stateful):
         m, w = self.optimizer.momentum, self.weight(bucket) * step.lr
         for part in _pieces(bucket, g):
             p, v, raw, mine = self.x[part], self.velocity[part], step.raw[part], g[part]
-            self.optimizer.correct(part, mine, p, raw)
+            self.optimizer.correct(part, mine, p, raw, self.worker.unused(part))
             mine.mul_(step.lr)
             p.add_(v, alpha=k)  # x: a handler that reads it now sees a model too
             v.mul_(m).add_(raw, alpha=w)

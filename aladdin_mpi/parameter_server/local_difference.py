@@ -71,7 +71,8 @@ class LocalDifference:
         worker, g = self.worker, self.g
         start = worker.transport.now()
         worker.gradient(g)
-        self.optimizer.descend(slice(0, g.numel()), g, self.x, worker.lr)
+        whole = slice(0, g.numel())
+        self.optimizer.descend(whole, g, self.x, worker.lr, unused=worker.unused(whole))
         self._seconds += worker.transport.now() - start
         self.steps += 1
 

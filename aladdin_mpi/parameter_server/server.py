@@ -7,13 +7,14 @@ nobody.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Bucket, Layout
+from aladdin_mpi.model.unused import Unused, UnusedMarks
 from aladdin_mpi.model.vectors import copy, is_finite
 from aladdin_mpi.parameter_server.frames import Header, Kind
 from aladdin_mpi.parameter_server.intake import TAKEN, Arrival, Intake
@@ -34,6 +35,7 @@ class ParameterServer:
         parameters: the whole initial model; the server copies its own buckets.
         schedule: learning rate as a function of the samples drawn by all workers.
         notes: most numbers that come with a gradient.
+        sizes: numbers of values of the parameters, in flat order; without them all are stepped.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class ParameterServer:
         codec: GradientCodec,
         schedule: Callable[[int], float],
         notes: int = 0,
+        sizes: Sequence[int] = (),
     ) -> None:
         self.transport = transport
         self.layout = layout
@@ -71,6 +74,7 @@ class ParameterServer:
         self._is_open = False
         self._seen = [0] * self.worker_count
         self._schedule = schedule
+        self._marks = UnusedMarks(sizes, layout)
         self._sender = ModelSender(transport, codec, layout.largest)
         transport.on_message(Tag.WHOLE, 8, self._sender.lost)
         self._intakes = [
@@ -82,6 +86,10 @@ class ParameterServer:
     def lr(self) -> float:
         """Learning rate at the newest sample that a gradient was computed from."""
         return self._schedule(self.samples)
+
+    def unused_by_all(self, bucket: Bucket, total: Tensor) -> Unused:
+        """Return the parts of a bucket of a gradient, or a sum, that no worker has one for."""
+        return self._marks.read(bucket, total)
 
     def _nothing_taken(self) -> list[dict[int, int]]:
         return [{b.index: 0 for b in self.buckets} for _ in range(self.worker_count)]

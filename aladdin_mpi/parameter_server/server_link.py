@@ -119,7 +119,8 @@ class GradientLink(ServerLink):
             if self.worker.share != 1.0:
                 scale(mine, self.worker.share)
             if self.momentum:
-                self.optimizer.correct(bucket.part, mine, bucket.of(self.x))
+                part, unused = bucket.part, self.worker.unused(bucket.part)
+                self.optimizer.correct(part, mine, bucket.of(self.x), unused=unused)
             self.forward(g, bucket)
 
         return on_bucket

@@ -67,7 +67,8 @@ class Server(Role):
         if self.optimizer is None:
             add(x, g, alpha=-lr)
         else:
-            self.optimizer.descend(bucket.part, g.to(x.dtype), x, lr)
+            unused = self.server.unused_by_all(bucket, g)
+            self.optimizer.descend(bucket.part, g.to(x.dtype), x, lr, unused=unused)
 
     def complete(self) -> None:
         """Complete the model after the last segment."""

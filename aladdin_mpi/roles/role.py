@@ -114,7 +114,8 @@ class TrainingWorker(Role):
         self.worker.gradient(g)
         if self.worker.share != 1.0:
             scale(g, self.worker.share)
-        self.optimizer.correct(slice(0, g.numel()), g, self.x)
+        whole = slice(0, g.numel())
+        self.optimizer.correct(whole, g, self.x, unused=self.worker.unused(whole))
         return g
 
     def close(self) -> None:

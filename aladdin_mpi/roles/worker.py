@@ -12,6 +12,7 @@ from aladdin_mpi.control.refusals import GradientCheck, Reason, Refusal, report
 from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.model.replica import PhantomReplica, Replica
 from aladdin_mpi.model.saved import Stateful, saved
+from aladdin_mpi.model.unused import Unused, UnusedMarks, joined, shifted, within
 from aladdin_mpi.model.vectors import clear, scale
 from aladdin_mpi.roles.clipping import Clipping
 from aladdin_mpi.roles.former import Former
@@ -65,6 +66,8 @@ class Worker(Stateful):
         whole: the transport among all ranks, where that is another one.
         node: the other workers of this node, which this one leads.
         draws: where the samples come from; None: from rank 0.
+        steps_unused: whether the algorithm steps parameters that a batch does not use: rank 0 is
+            told when that happens first.
     """
 
     SAVED = saved("samples", "computed", "refused", "in_a_row", pace="_pace.random")
@@ -87,6 +90,7 @@ class Worker(Stateful):
         whole: Transport | None = None,
         node: NodeLeader | None = None,
         draws: Draws | None = None,
+        steps_unused: bool = False,
     ) -> None:
         self.transport = transport
         self.whole = whole or transport
@@ -126,6 +130,9 @@ class Worker(Stateful):
         self._vector = replica.parameters
         self._completed: list[Bucket] = []
         self._on_bucket: OnBucket = _ignore
+        self._marks = UnusedMarks(replica.sizes, layout)
+        self._unused: list[slice] = []
+        self._warns_unused = steps_unused
         self.step = self._make_step(compute, pace)
 
     def _make_step(self, compute: Compute, pace: Pace) -> RealStep | ModelledStep:
@@ -250,16 +257,14 @@ class Worker(Stateful):
         self.check.begin()
         self.loss_scale = 1.0
         self._vector = vector
+        self._unused = []
         if self._node is not None:
             self._node.begin(vector)
         loss = None
         if self.part.size:
             loss = self._compute_into(vector)
         else:
-            clear(vector)
-            for bucket in self.layout.buckets:
-                for each in self._summed(bucket):
-                    self._on_bucket(each)
+            self._leave_out(vector)
         self.clipping.end(vector, is_computed=self.ticket.size > 0)
         for bucket in self._completed:
             on_bucket(bucket)
@@ -267,6 +272,51 @@ class Worker(Stateful):
         if self.part.size:
             self._outcomes.note(self.part._replace(scale=self.loss_scale), loss, self.check)
             self.settle(self._outcomes.lag)
+
+    def unused(self, part: slice) -> Unused:
+        """Return the parts of ``part``, relative to its start, that have no gradient.
+
+        These are the parameters that the present step's batch did not use, which are not to be
+        stepped; known for a bucket when it is told of. Of a sum over workers see
+        :meth:`unused_by_all`.
+        """
+        return within(part, self._unused) if self._unused else ()
+
+    def unused_by_all(self, bucket: Bucket, total: Tensor) -> Unused:
+        """Return the parts of a bucket of a sum of gradients that no worker has a gradient for.
+
+        Nothing has to be read, which on a device would wait for the sum, unless this worker has
+        none for some parameter itself.
+        """
+        return self._marks.read(bucket, total, self.replica.unused)
+
+    def _leave_out(self, vector: Tensor) -> None:
+        """There are no samples for this worker: no parameter has a gradient."""
+        clear(vector)
+        self.replica.use_none()
+        for bucket in self.layout.buckets:
+            self._mark(bucket)
+            for each in self._summed(bucket):
+                self._note_unused(each)
+                self._on_bucket(each)
+
+    def _mark(self, bucket: Bucket) -> None:
+        if not self._vector.is_meta:
+            self._marks.write(bucket, bucket.of(self._vector), self.replica.unused)
+
+    def _note_unused(self, bucket: Bucket) -> None:
+        """Take note of what a bucket, summed over the node, has no gradient for."""
+        unused = self.replica.unused
+        if not unused or self._vector.is_meta:
+            return
+        if self._warns_unused and self.part.size:
+            self._warns_unused = False
+            report(self.whole, Refusal(Reason.UNUSED, self.whole.rank, sample=self.ticket.start))
+        if self._node is None:
+            found = self._marks.parts(bucket, unused)
+        else:
+            found = self._marks.read(bucket, bucket.of(self._vector), unused)
+        self._unused = joined([*self._unused, *shifted(found, bucket.start)])
 
     def _compute_into(self, vector: Tensor) -> float | Tensor | None:
         """Compute; returns the loss. If nothing has been told yet, all of it may be cleared."""
@@ -292,6 +342,7 @@ class Worker(Stateful):
         """Backward has completed a bucket."""
         if self.loss_scale != 1.0:
             scale(bucket.of(self._vector), 1 / self.loss_scale)
+        self._mark(bucket)
         for each in self._summed(bucket):
             self._tell(each)
 
@@ -302,6 +353,7 @@ class Worker(Stateful):
     def _tell(self, bucket: Bucket) -> None:
         """A bucket's gradient is there: look at it and tell of it."""
         if not self._vector.is_meta:
+            self._note_unused(bucket)
             part = bucket.of(self._vector)
             self.check.look(part, bucket.index)
             self.clipping.clip_part(part, bucket.numel / self.layout.numel)

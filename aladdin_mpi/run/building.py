@@ -101,8 +101,9 @@ def make_server(
     if make is None:
         raise ValueError(f"{context.algorithm.name} has no servers")
     notes = len(optimizer.settings())
-    x = context.replica.parameters
-    server = kind(context.among, context.layout, x, wire, lr, notes)
+    replica = context.replica
+    layout, sizes = context.layout, replica.sizes
+    server = kind(context.among, layout, replica.parameters, wire, lr, notes, sizes)
     return make(server, optimizer, context.options)
 
 
@@ -152,6 +153,7 @@ def make_worker(
         transport,
         node,
         LedDraws(transport, context.node[0]) if is_led else None,
+        registry.steps_unused(algorithm, options),
     )
     if is_led:
         return LedWorker(worker, optimizer, context.node[0])
