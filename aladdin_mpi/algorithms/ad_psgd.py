@@ -279,6 +279,11 @@ class AdPsgdWorker(TrainingWorker):
             with self.transport.atomic():
                 add(bucket.of(self.master), bucket.of(g), alpha=-self.worker.lr)
 
+    @property
+    def own_model(self) -> Tensor:
+        """This worker's x."""
+        return self.master
+
     def part(self, bucket: Bucket) -> Tensor:
         """This worker's x."""
         return bucket.of(self.master)

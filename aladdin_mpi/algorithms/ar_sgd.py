@@ -177,5 +177,6 @@ register(
         ),
         collective=True,
         clips="mean",
+        takes_writes=True,
     )
 )

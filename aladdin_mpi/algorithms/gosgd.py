@@ -19,7 +19,6 @@ from aladdin_mpi.gossip.gossip_inbox import GossipInbox
 from aladdin_mpi.gossip.peers import ModelOutbox
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.saved import saved
-from aladdin_mpi.model.vectors import add
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.settings import OwnOptions, own
@@ -72,7 +71,7 @@ class GoSgdWorker(TrainingWorker):
         """Train until the segment's samples are used up."""
         for _ in self.worker.batches():
             self.inbox.take_into(self.x, self.alpha)
-            add(self.x, self.direction(self.g), alpha=-self.worker.lr)
+            self.descend(self.worker.lr, self.g)
             if self.random.random() < self.p:
                 self._send_to_somebody()
         self.outbox.flush()

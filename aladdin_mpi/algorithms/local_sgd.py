@@ -76,7 +76,7 @@ class LocalSgdWorker(TrainingWorker):
         copy(self.base, self.x)
         steps = 0
         for _ in self.worker.batches():
-            add(self.x, self.direction(self.g), alpha=-self.worker.lr)
+            self.descend(self.worker.lr, self.g)
             steps += 1
             if steps >= self.local_steps:
                 self.average()

@@ -66,6 +66,8 @@ class Algorithm:
         server_steps: the servers' optimizers step along gradients, unless these are compressed;
             where an option ``momentum`` of the algorithm says so, that counts.
         steps_unused: parameters that a batch does not use are stepped with a gradient of zero.
+        takes_writes: what a script writes into its model after a step takes part in training, if
+            every worker writes the same.
         own_places: where the values lie that a worker's optimizer is of, where not of all.
         check: raises :class:`UserError` for options that do not go together.
         check_optimizer: the same for an optimizer other than the built-in SGD.
@@ -93,6 +95,7 @@ class Algorithm:
     clips: Clips = "own"
     server_steps: bool = False
     steps_unused: bool = False
+    takes_writes: bool = False
     own_places: OwnPlaces | None = None
     check: Callable[[RunSettings], None] = lambda run: None
     check_optimizer: Callable[[Optimizer, RunSettings], None] = lambda optimizer, run: None

@@ -33,7 +33,7 @@ from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.gossip.peers import ModelOutbox
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.saved import saved
-from aladdin_mpi.model.vectors import add, copy, lerp
+from aladdin_mpi.model.vectors import copy, lerp
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
@@ -136,7 +136,7 @@ class SgpWorker(TrainingWorker):
         for batch in self.worker.batches():
             source, dest = self._neighbours(batch.absent)
             self._expect(source)
-            add(self.x, self.direction(self.g), alpha=-self.worker.lr / self.w)  # [1]
+            self.descend(self.worker.lr / self.w, self.g)  # [1]
             if self.add_first:
                 # Not this step's, which a faster worker may have sent already: whoever gets
                 # from here would have it a step early, and the mixing would not be exact.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import ceil
 from typing import TYPE_CHECKING, Literal
 
@@ -117,6 +119,25 @@ def cut(
     if sum(bucket.numel for bucket in buckets) != numel:
         raise ValueError(f"cut: expected layers of {numel} values in all, got {sum(layers)}")
     return Layout(numel, servers, tuple(buckets))
+
+
+def between_parameters(layout: Layout, sizes: Sequence[int]) -> Layout:
+    """Return a layout whose buckets, and so servers, have whole parameters.
+
+    A parameter is in the bucket in which it begins; buckets in which none begins are left out.
+
+    Args:
+        layout: that may cut parameters.
+        sizes: number of values of each parameter, in flat order.
+    """
+    edges = [0, *accumulate(sizes)]
+    buckets: list[Bucket] = []
+    for bucket in layout.buckets:
+        start = edges[bisect_left(edges, bucket.start)]
+        stop = edges[bisect_left(edges, bucket.stop)]
+        if start < stop:
+            buckets.append(Bucket(len(buckets), start, stop, bucket.server))
+    return Layout(layout.numel, layout.servers, tuple(buckets))
 
 
 def _by_memory(numel: int, owners: int, largest: int) -> list[tuple[int, int, int]]:

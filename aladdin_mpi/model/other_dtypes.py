@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.model.visible_writes import raw_data
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -66,7 +67,7 @@ class OtherDtypes:
         """Round the parameters from the flat vector."""
         if self._parts:
             # As .data, so that the loop's writes are told from these by their versions.
-            torch._foreach_copy_([p.data for p in self._parts], list(self._parts.values()))
+            torch._foreach_copy_(list(map(raw_data, self._parts)), list(self._parts.values()))
 
 
 def convert_gradient(parameter: nn.Parameter, into: Tensor) -> None:

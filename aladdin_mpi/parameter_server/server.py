@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Bucket, Layout
+from aladdin_mpi.model.projection import Projections
 from aladdin_mpi.model.unused import Unused, UnusedMarks
 from aladdin_mpi.model.vectors import copy, is_finite
 from aladdin_mpi.parameter_server.frames import Header, Kind
@@ -36,6 +39,7 @@ class ParameterServer:
         schedule: learning rate as a function of the samples drawn by all workers.
         notes: most numbers that come with a gradient.
         sizes: numbers of values of the parameters, in flat order; without them all are stepped.
+        projections: applied to what gradients have changed, before it leaves.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class ParameterServer:
         schedule: Callable[[int], float],
         notes: int = 0,
         sizes: Sequence[int] = (),
+        projections: Projections | None = None,
     ) -> None:
         self.transport = transport
         self.layout = layout
@@ -75,6 +80,9 @@ class ParameterServer:
         self._seen = [0] * self.worker_count
         self._schedule = schedule
         self._marks = UnusedMarks(sizes, layout)
+        self._projections = projections
+        self._projected = {i: x.clone() for i, x in self.values.items()} if projections else {}
+        """What the projections have left; the initial model as it is."""
         self._sender = ModelSender(transport, codec, layout.largest)
         transport.on_message(Tag.WHOLE, 8, self._sender.lost)
         self._intakes = [
@@ -158,7 +166,17 @@ class ParameterServer:
             self._look(arrival, look)
             yield arrival
             intake.give_back(arrival)
+            self._project(arrival.bucket)
             self.on_update(arrival.bucket)
+
+    def _project(self, bucket: Bucket) -> None:
+        """Apply the projections, if the bucket has been stepped since."""
+        if self._projections is None or not self._projections:
+            return
+        values, projected = self.values[bucket.index], self._projected[bucket.index]
+        if not torch.equal(values, projected):
+            self._projections.apply_to_bucket(bucket, values)
+            projected.copy_(values)
 
     def _lose(self, worker: int) -> None:
         """Close the books on a worker that has failed."""
@@ -244,6 +262,7 @@ class ParameterServer:
         If it has to wait for an earlier one to leave, newer values may be sent instead,
         unless ``exact``. ``notes`` go with them; a function is asked when they leave.
         """
+        self._project(bucket)
         if bucket is self.buckets[0]:
             self._seen[worker] = self.received
         values = self.values[bucket.index]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.saved import Saved, load_state, saved, state_of
-from aladdin_mpi.model.vectors import copy, scale
+from aladdin_mpi.model.vectors import add, copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.worker import Worker
@@ -109,6 +109,11 @@ class TrainingWorker(Role):
         self.layout = worker.layout
         self.index, self.n = worker.index, worker.count
 
+    @property
+    def own_model(self) -> Tensor:
+        """The flat vector that this worker's steps change."""
+        return self.x
+
     def direction(self, g: Tensor) -> Tensor:
         """``opt(g)``, g the gradient of the current batch at ``x``: into ``g``, which holds any."""
         self.worker.gradient(g)
@@ -117,6 +122,11 @@ class TrainingWorker(Role):
         whole = slice(0, g.numel())
         self.optimizer.correct(whole, g, self.x, unused=self.worker.unused(whole))
         return g
+
+    def descend(self, rate: float, g: Tensor) -> None:
+        """``x <- x - rate opt(g)``; ``g`` holds any. The result is projected before it is sent."""
+        add(self.x, self.direction(g), alpha=-rate)
+        self.worker.project(self.x)
 
     def close(self) -> None:
         """The model is the user's again."""

@@ -31,6 +31,10 @@ def _unknown(lr: float) -> None:
     """Rank 0 knows the learning rate by itself."""
 
 
+def _leave(x: Tensor) -> None:
+    """Leave the model as it is."""
+
+
 def _nothing(ticket: Ticket) -> None:
     """Nothing follows a step."""
 
@@ -66,6 +70,7 @@ class Worker(Stateful):
         whole: the transport among all ranks, where that is another one.
         node: the other workers of this node, which this one leads.
         draws: where the samples come from; None: from rank 0.
+        project: changes a flat model after a step, as the script asks.
         steps_unused: whether the algorithm steps parameters that a batch does not use: rank 0 is
             told when that happens first.
     """
@@ -91,6 +96,7 @@ class Worker(Stateful):
         node: NodeLeader | None = None,
         draws: Draws | None = None,
         steps_unused: bool = False,
+        project: Callable[[Tensor], None] = _leave,
     ) -> None:
         self.transport = transport
         self.whole = whole or transport
@@ -133,6 +139,7 @@ class Worker(Stateful):
         self._marks = UnusedMarks(replica.sizes, layout)
         self._unused: list[slice] = []
         self._warns_unused = steps_unused
+        self.project = project
         self.step = self._make_step(compute, pace)
 
     def _make_step(self, compute: Compute, pace: Pace) -> RealStep | ModelledStep:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.control.heartbeats import Heartbeats
 from aladdin_mpi.data.skipped import SkippedImages, SkipRecord, SkipReports
+from aladdin_mpi.model.projection import Projection
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.parameter_server.mirror import Kept, Mirror
 from aladdin_mpi.parameter_server.server_role import Server
@@ -78,6 +79,7 @@ class Task:
         state: of the user's loop, for checkpoints.
         skipped: where the data set notes images that it skips, if it does.
         origin: of the run.
+        project: what the script applies to parameters after each step.
     """
 
     epoch: int
@@ -92,6 +94,7 @@ class Task:
     state: dict[str, Any]
     skipped: SkippedImages | None
     origin: Origin
+    project: Sequence[Projection] = ()
 
 
 def assemble(
@@ -112,9 +115,16 @@ def assemble(
     """
     seen = _seen(transport, options, algorithm, module, task.evaluate)
     context = make_context(
-        transport, options, algorithm, module, () if takeover is None else takeover.numbers
+        transport,
+        options,
+        algorithm,
+        module,
+        () if takeover is None else takeover.numbers,
+        task.project,
     )
     described = "sgd" if task.optimizer is None else task.optimizer.describe()
+    if task.project:
+        described += f"; projections: {len(task.project)}"
     parameters, servers = context.replica.describe(), context.servers
     if takeover is None:
         check_agreement(transport, options, parameters, task.data, servers, described)
@@ -230,12 +240,16 @@ def _role(
         and no further with a fast worker. Where the run is so many steps, those are its steps.
         """
         optimizer.advance((ticket.start + ticket.whole) // plan.schedule_step)
+        if context.projections:
+            with context.transport.atomic():
+                role.worker.project(role.own_model)
         skips.pass_on()
 
     compute = local.computing(task.compute) if task.may_draw else task.compute
     pace = make_pace(context)
     computing = Computing(compute, pace, task.may_clip, advance, task.on_empty)
-    return make_worker(context, optimizer, wire, lr, computing)
+    role = make_worker(context, optimizer, wire, lr, computing)
+    return role
 
 
 def _measuring(
@@ -250,7 +264,7 @@ def _measuring(
     elif evaluate is not None and seen is not None:
         evaluate = seen.measured(evaluate)
     transport, layout = context.transport, context.layout
-    snapshots = Snapshots(transport, layout, role, context.holders)
+    snapshots = Snapshots(transport, layout, role, context.holders, context.projections)
     sizes = tuple(prod(shape) for shape in context.replica.shapes)
     places = draw_places(sizes, context.options.seed)
     variance = ModelVariance(

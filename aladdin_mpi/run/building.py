@@ -103,7 +103,16 @@ def make_server(
     notes = len(optimizer.settings())
     replica = context.replica
     layout, sizes = context.layout, replica.sizes
-    server = kind(context.among, layout, replica.parameters, wire, lr, notes, sizes)
+    server = kind(
+        context.among,
+        layout,
+        replica.parameters,
+        wire,
+        lr,
+        notes,
+        sizes,
+        context.projections,
+    )
     return make(server, optimizer, context.options)
 
 
@@ -154,6 +163,7 @@ def make_worker(
         node,
         LedDraws(transport, context.node[0]) if is_led else None,
         registry.steps_unused(algorithm, options),
+        context.projections.apply,
     )
     if is_led:
         return LedWorker(worker, optimizer, context.node[0])

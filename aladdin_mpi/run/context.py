@@ -12,7 +12,8 @@ from aladdin_mpi.algorithms.registry import Algorithm
 from aladdin_mpi.config.options import RunOptions, check_workers
 from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.model.layout import Bucket, Layout, cut
+from aladdin_mpi.model.layout import Bucket, Layout, between_parameters, cut
+from aladdin_mpi.model.projection import Projection, Projections
 from aladdin_mpi.model.replica import PhantomReplica, Replica, shared_outline
 from aladdin_mpi.run.nodes import make_nodes
 from aladdin_mpi.transport.base import Transport
@@ -29,6 +30,7 @@ class Context:
         layout: how the flat model is cut.
         nodes: ranks of the workers of each node, where a node is one worker of the algorithm.
         numbers: of each worker, the one that it began the run with; none: as they are now.
+        project: what the script applies to parameters after each step.
     """
 
     transport: Transport
@@ -39,6 +41,12 @@ class Context:
     layout: Layout
     nodes: Sequence[Sequence[int]] = ()
     numbers: Sequence[int] = ()
+    project: Sequence[Projection] = ()
+
+    @cached_property
+    def projections(self) -> Projections:
+        """The script's; none with timed computing."""
+        return Projections(self.project if self.is_real else (), self.module)
 
     @property
     def number(self) -> int:
@@ -112,17 +120,21 @@ def make_context(
     algorithm: Algorithm,
     module: nn.Module,
     numbers: Sequence[int] = (),
+    project: Sequence[Projection] = (),
 ) -> Context:
-    """Every rank calls it. ``numbers`` as in :class:`Context`.
+    """Every rank calls it. ``numbers`` and ``project`` as in :class:`Context`.
 
     Raises:
-        UserError: more servers than the model has parts, or too few workers.
+        UserError: more servers than the model has parts, or too few workers; projections that the
+            algorithm cannot apply.
     """
     replica = agree(transport, lambda: _make_replica(transport, options, module))
     servers = server_count(options, algorithm)
     workers = transport.size - servers
     if isinstance(replica, Replica):
         layout = make_layout(options, algorithm, replica, servers, workers)
+        if project:
+            layout = between_parameters(layout, replica.sizes)
     else:  # all ranks of a simulation have the same
         key = "layout", id(module), servers, workers
         layout = transport.once(
@@ -130,7 +142,21 @@ def make_context(
         )
     agree(transport, lambda: _check(transport, options, replica, layout))
     nodes = agree(transport, lambda: make_nodes(options, algorithm, transport, servers))
-    return Context(transport, options, algorithm, module, replica, layout, nodes, numbers)
+    context = Context(
+        transport, options, algorithm, module, replica, layout, nodes, numbers, project
+    )
+    agree(transport, lambda: _check_projections(context))
+    return context
+
+
+def _check_projections(context: Context) -> None:
+    if not context.projections:
+        return
+    if context.algorithm.own_places is not None:
+        raise UserError(
+            f"run.project() requires whole parameters on each rank, and {context.algorithm.name} "
+            "updates a part of each layer on each. Use ar-sgd."
+        )
 
 
 def _make_replica(

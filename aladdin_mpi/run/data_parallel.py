@@ -25,6 +25,7 @@ from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import SEALED
 from aladdin_mpi.data.loader_processes import is_loader_process
 from aladdin_mpi.errors import SUSPENDED_STATUS, SuspendedError, UserError
+from aladdin_mpi.model.projection import Projection
 from aladdin_mpi.model.soundness import check_module
 from aladdin_mpi.process import console, guard, heap, startup, stop_signal
 from aladdin_mpi.run import among_workers
@@ -212,6 +213,7 @@ class DataParallel:
         self._batches: Iterator[Any] | None = None
         self._ended = self._left = False
         self._by_epochs = False
+        self._projections: list[Projection] = []
         self._progress = LoopProgress()
         self._succession.progress = self._progress
         self._hooks: list[RemovableHandle] = []
@@ -377,6 +379,7 @@ class DataParallel:
             state=self.state,
             skipped=dealt.feed.skipped if dealt.feed is not None else None,
             origin=origin,
+            project=tuple(self._projections),
         )
         succession = self._succession
         succession.options = self.options
@@ -392,8 +395,6 @@ class DataParallel:
             succession.run()
         else:
             yield from self._worker_batches()
-            if self._by_epochs and not self.is_server:
-                yield NO_BATCH  # before the run is completed, for which others may wait
             succession.may_raise = lambda: True
         rank = self._ready()
         if rank.segments.suspended:
@@ -433,9 +434,14 @@ class DataParallel:
         self._succession.may_raise = lambda: self._loop.is_in_algorithm
         watch = None
         if self._is_own_loop and self.options.compute == "real":
-            watch = LoopWatch(self.module)
+            takes_writes = self.algorithm.takes_writes or self.transport.size == 1
+            watch = LoopWatch(self.module, "" if takes_writes else self.algorithm.name)
         try:
             yield from self._loop.batches(self._succession.run, watch)
+            if self._by_epochs and not self.is_server:
+                yield NO_BATCH  # before the run is completed, for which others may wait
+                if watch is not None:
+                    watch.resume()
         finally:
             if watch is not None:
                 watch.close()
@@ -502,6 +508,29 @@ class DataParallel:
                 "run.step(loss), or leave --max-loss out"
             )
         self._loop.step(loss)
+
+    def project(self, function: Projection) -> None:
+        """Have parameters changed after each step, wherever the model is that is stepped.
+
+        For what a script would do after ``optimizer.step()``: clamping weights, renormalising
+        them, masking pruned ones. ``function(name, values)`` is called with the name of each
+        trainable parameter and a tensor of its shape, which it changes in place. Workers call it
+        after their steps, servers after theirs, and it is applied to each model that is evaluated.
+        It has to be the same on every rank, to look at this parameter alone, and to be a
+        projection: applied twice it has to do the same as once.
+
+        Args:
+            function: called under ``torch.no_grad()``.
+
+        Raises:
+            UserError: the loop has begun.
+        """
+        if self._batches is not None:
+            raise UserError(
+                "training loop: run.project() requires that the loop has not begun. Call it before "
+                "run.batches()"
+            )
+        self._projections.append(function)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call ``backward()`` of where forward is in float16, in place of a GradScaler.

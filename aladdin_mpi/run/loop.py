@@ -100,17 +100,24 @@ class Loop:
         self._handed_over = False
         if not left:
             yield NO_BATCH
+            self._note_resumed()
         while left and not self.skipping:
             size = min(left, self.batch_size)
             left -= size
             self._begin(is_last=not left)
             source = self._source
             yield None if source is None else self._deliver(_next(source, size))
+            self._note_resumed()
             if not self._stepped and not self.skipping:
                 self._check_skipped()
         if not self._handed_over:
             self._hand_over()
         self._stepped = True
+
+    def _note_resumed(self) -> None:
+        """The user's loop has come back; after :meth:`step` it may have changed the model."""
+        if self._watch is not None and self._stepped:
+            self._watch.resume()
 
     def _begin(self, is_last: bool) -> None:
         assert self._rank is not None

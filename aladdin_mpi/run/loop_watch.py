@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.model.visible_writes import VisibleWrites
 
 KEPT = (
     "the run trains the parameters that the model had when run.batches() began, where they were in "
@@ -42,22 +43,43 @@ class LoopWatch:
 
     Args:
         module: whose parameters the run trains; their memory is the run's already.
+        loses_writes: the algorithm that would lose what the loop writes into trained parameters
+            between two steps; empty if that takes part.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, loses_writes: str = "") -> None:
+        self._loses_writes = loses_writes
         self._module = module
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self._trained = [p.requires_grad for p in self._names]
         self._flat = [p for p in self._names if p.requires_grad]
         self._places = [p.data_ptr() for p in self._flat]
         self._parts = _Parts(module)
-        self._versions: list[int] = []
+        self._versions = [p._version for p in self._names]
+        self._writes = VisibleWrites(self._names)
         self._is_first = True
         self._hook = register_optimizer_step_pre_hook(self._refuse_optimizer)
 
     def renew(self) -> None:
         """The run itself has given the parameters other memory."""
         self._places = [p.data_ptr() for p in self._flat]
+
+    def resume(self) -> None:
+        """The loop has done what follows a step.
+
+        Raises:
+            UserError: it has written into parameters, which the algorithm would lose.
+        """
+        if not self._loses_writes or [p._version for p in self._names] == self._versions:
+            return
+        for (parameter, name), version in zip(self._names.items(), self._versions, strict=True):
+            if parameter.requires_grad and parameter._version != version:
+                raise UserError(
+                    f"training loop: parameter {name} was written to after run.step(). "
+                    f"{self._loses_writes} would lose that: the model that it steps is kept "
+                    "elsewhere. Give what has to be done after each step, such as clamping "
+                    "weights, to run.project(); load weights before run.batches()"
+                )
 
     def begin(self) -> None:
         """A batch is handed out."""
@@ -89,8 +111,9 @@ class LoopWatch:
             if parameter._version != version:
                 raise UserError(
                     f"training loop: parameter {name} was changed between its batch and step(); "
-                    "the optimizer is part of the algorithm: leave out optimizer.step(), and "
-                    "whatever else writes to parameters"
+                    "the optimizer is part of the algorithm: leave out optimizer.step(); give what "
+                    "else has to be done after each step, such as clamping weights, to "
+                    "run.project()"
                 )
 
     def _refuse_frozen(self) -> None:
@@ -129,6 +152,7 @@ class LoopWatch:
     def close(self) -> None:
         """Watch no longer."""
         self._hook.remove()
+        self._writes.close()
 
     def _refuse_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aladdin_mpi.control.exchange import allreduce_tensor, broadcast_tensor
+from aladdin_mpi.control.exchange import allreduce_tensor, broadcast_tensor, gather
 from aladdin_mpi.model.replica import Replica
+from aladdin_mpi.process import guard
 from aladdin_mpi.roles.role import Role
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.transport.base import Transport
+
+MOST_APART = 1e-3
+"""Relative difference of two workers' models that rounding on unlike processors may make."""
 
 
 def share_model(context: Context) -> None:
@@ -56,8 +60,31 @@ def collect_model(context: Context, role: Role, without: Sequence[int] = ()) -> 
             _broadcast(transport, mine, holders[0])
         else:
             _average(transport, mine, weight)
+    context.projections.apply(vector)  # a mean of projected models need not be one
     replica.set(vector)
     return vector
+
+
+def warn_of_differences(context: Context, own: Tensor, model: Tensor) -> None:
+    """Warn if workers that should have the same model do not: the loop has changed some of them.
+
+    Args:
+        context: of this rank.
+        own: this rank's, at the end of the run.
+        model: the one that is kept, of the first worker.
+    """
+    is_leader = context.transport.rank in context.leaders
+    apart = float((own.to(model) - model).norm() / model.norm().clamp_min(1e-12))
+    found = gather(context.transport, apart if is_leader else 0.0)
+    largest = max((each or 0.0 for each in found), default=0.0)
+    if largest > MOST_APART:
+        guard.warn(
+            [
+                f"the workers' models differ by {largest:.1%}, and the first worker's is kept: "
+                f"worker {found.index(largest)} has another. What the loop writes into parameters "
+                "must be the same on every worker. Give it to run.project()"
+            ]
+        )
 
 
 def _average(transport: Transport, values: Tensor, weight: float) -> None:

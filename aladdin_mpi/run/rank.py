@@ -6,6 +6,8 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from aladdin_mpi.control.exchange import broadcast
 from aladdin_mpi.control.heartbeats import Heartbeats
 from aladdin_mpi.data.skipped import SkipReports
@@ -21,7 +23,7 @@ from aladdin_mpi.run.context import Context
 from aladdin_mpi.run.deputy import Deputy
 from aladdin_mpi.run.divided_evaluation import DividedEvaluation
 from aladdin_mpi.run.measurement import Evaluate
-from aladdin_mpi.run.model_exchange import collect_model, share_buffers
+from aladdin_mpi.run.model_exchange import collect_model, share_buffers, warn_of_differences
 from aladdin_mpi.run.own_figures import OwnFigures
 from aladdin_mpi.run.plan import Plan
 from aladdin_mpi.run.run_folder import OpenFolder
@@ -130,7 +132,11 @@ class Rank:
         if isinstance(self.role, Server):
             self.role.complete()
         variance = self.measuring.variance.at_end() if context.is_real else None
+        takes_writes = context.algorithm.takes_writes and context.workers > 1
+        own = self._copy_own_model() if takes_writes and context.is_real else None
         model = collect_model(context, self.role)
+        if own is not None and model is not None:
+            warn_of_differences(context, own, model)
         if seen is not None:
             seen.complete()
             share_buffers(context, context.servers)
@@ -148,6 +154,10 @@ class Rank:
             broadcast(context.transport, None)  # rank 0 has written all: nobody is needed any more
         self._leave()
         return summary
+
+    def _copy_own_model(self) -> Tensor:
+        assert isinstance(self.role, TrainingWorker)  # there are no servers
+        return self.role.own_model.clone()
 
     def _leave(self) -> None:
         self.heartbeats.close()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Bucket, Layout
+from aladdin_mpi.model.projection import Projections
 from aladdin_mpi.roles.role import Role
 from aladdin_mpi.transport.base import Transport
 
@@ -26,6 +27,7 @@ class Snapshots:
     Args:
         role: this rank's.
         holders: the ranks whose weighted mean is the model's bucket.
+        projections: applied to a copy, which may be a mean of several models.
     """
 
     def __init__(
@@ -34,7 +36,9 @@ class Snapshots:
         layout: Layout,
         role: Role,
         holders: Callable[[Bucket], range],
+        projections: Projections,
     ) -> None:
+        self._projections = projections
         self._transport = transport
         self._layout = layout
         self._role = role
@@ -113,6 +117,7 @@ class Snapshots:
 
     def _finish(self) -> None:
         if not self._missing:
+            self._projections.apply(self._vector)
             self._done(self._vector)
 
 

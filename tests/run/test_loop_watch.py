@@ -99,3 +99,81 @@ def test_values_and_what_is_not_trained_may_change(net: Net, watch: LoopWatch) -
     for _ in range(2):
         watch.begin()
         watch.end()
+
+
+def clamp(net: Net) -> None:
+    with torch.no_grad():
+        net.head.weight.clamp_(-0.1, 0.1)
+
+
+def clamp_data(net: Net) -> None:
+    net.head.weight.data.clamp_(-0.1, 0.1)
+
+
+def set_one_value(net: Net) -> None:
+    net.head.weight.data[0, 0] = 0.0
+
+
+def load(net: Net) -> None:
+    net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()})
+
+
+def copy(net: Net) -> None:
+    with torch.no_grad():
+        net.head.weight.copy_(torch.zeros(2, 4))
+
+
+def initialise(net: Net) -> None:
+    nn.init.zeros_(net.head.weight)
+
+
+WRITES = [clamp, clamp_data, set_one_value, load, copy, initialise]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_write_between_steps_that_would_be_lost_is_refused(
+    net: Net, write: Callable[[Net], None]
+) -> None:
+    Replica(net)
+    watch = LoopWatch(net, "bsp")
+    try:
+        watch.begin()
+        watch.end()
+        watch.resume()
+        write(net)
+        with pytest.raises(UserError, match=r"written to after run\.step\(\).*run\.project\(\)"):
+            watch.resume()
+    finally:
+        watch.close()
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_write_between_batch_and_step_is_refused(
+    net: Net, watch: LoopWatch, write: Callable[[Net], None]
+) -> None:
+    watch.begin()
+    write(net)
+    with pytest.raises(UserError, match=r"changed between its batch and step.*run\.project\(\)"):
+        watch.end()
+
+
+def test_frozen_parameters_may_be_written_between_steps(net: Net) -> None:
+    Replica(net)
+    watch = LoopWatch(net, "bsp")
+    watch.begin()
+    watch.end()
+    net.fixed.weight.data.add_(1.0)
+    watch.resume()
+    watch.begin()
+    watch.end()
+    watch.close()
+
+
+def test_data_is_torchs_own_again_when_the_run_has_ended(net: Net, watch: LoopWatch) -> None:
+    weight = net.head.weight
+    assert weight.data.data_ptr() == weight.data_ptr()
+    watch.close()
+    before = weight._version
+    weight.data.zero_()
+    assert weight._version == before
+    assert "data" not in torch.Tensor.__dict__
