@@ -284,7 +284,7 @@ class Replica(_Flat):
 
     def use_none(self) -> None:
         """Let the present gradient reach no parameter: there is no batch."""
-        self.gradients.unused.update(range(len(self._parameters)))
+        self.gradients.unused = set(range(len(self._parameters)))
 
     def buffers(self) -> list[Tensor]:
         """What the flat vector leaves out: frozen parameters and the module's buffers."""

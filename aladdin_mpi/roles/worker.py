@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from math import isfinite, nan
 from typing import TYPE_CHECKING
 
@@ -138,6 +138,8 @@ class Worker(Stateful):
         self._on_bucket: OnBucket = _ignore
         self._marks = UnusedMarks(replica.sizes, layout)
         self._unused: list[slice] = []
+        self._batch_unused: Set[int] = frozenset()
+        """The parameters that the last batch did not use."""
         self._warns_unused = steps_unused
         self.project = project
         self.step = self._make_step(compute, pace)
@@ -277,6 +279,7 @@ class Worker(Stateful):
             on_bucket(bucket)
         self._completed.clear()
         if self.part.size:
+            self._batch_unused = self.replica.unused
             self._outcomes.note(self.part._replace(scale=self.loss_scale), loss, self.check)
             self.settle(self._outcomes.lag)
 
@@ -298,22 +301,25 @@ class Worker(Stateful):
         return self._marks.read(bucket, total, self.replica.unused)
 
     def _leave_out(self, vector: Tensor) -> None:
-        """There are no samples for this worker: no parameter has a gradient."""
+        """There are no samples for this worker: a sum over workers gets nothing from it.
+
+        A step of its own is one along a gradient of zero, so that workers that average their
+        models remain equal to one process; it leaves alone what the last batch did not use.
+        """
         clear(vector)
         self.replica.use_none()
         for bucket in self.layout.buckets:
             self._mark(bucket)
             for each in self._summed(bucket):
-                self._note_unused(each)
+                self._note_unused(each, self._batch_unused)
                 self._on_bucket(each)
 
     def _mark(self, bucket: Bucket) -> None:
         if not self._vector.is_meta:
             self._marks.write(bucket, bucket.of(self._vector), self.replica.unused)
 
-    def _note_unused(self, bucket: Bucket) -> None:
+    def _note_unused(self, bucket: Bucket, unused: Set[int]) -> None:
         """Take note of what a bucket, summed over the node, has no gradient for."""
-        unused = self.replica.unused
         if not unused or self._vector.is_meta:
             return
         if self._warns_unused and self.part.size:
@@ -360,7 +366,7 @@ class Worker(Stateful):
     def _tell(self, bucket: Bucket) -> None:
         """A bucket's gradient is there: look at it and tell of it."""
         if not self._vector.is_meta:
-            self._note_unused(bucket)
+            self._note_unused(bucket, self.replica.unused)
             part = bucket.of(self._vector)
             self.check.look(part, bucket.index)
             self.clipping.clip_part(part, bucket.numel / self.layout.numel)
