@@ -450,13 +450,14 @@ def test_easgd_follows_its_rule() -> None:
     assert_equal_to(job, nesterov=False)
 
 
-def test_eamsgd_follows_its_rule() -> None:
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_eamsgd_follows_its_rule(decay: float) -> None:
     """Equations 9 and 10: ``v <- d v - lr g(x + d v)``, ``x <- x + v``."""
     job = Job(
         "eamsgd",
         workers=3,
         samples=120,
-        settings={"momentum": 0.8, "weight_decay": 0.0, "easgd": {"tau": 2, "alpha": 0.2}},
+        settings={"momentum": 0.8, "weight_decay": decay, "easgd": {"tau": 2, "alpha": 0.2}},
         slowdown={0: 1.0, 1: 1.001, 2: 1.002},
     )
     assert_equal_to(job, nesterov=True)
@@ -476,7 +477,8 @@ def assert_equal_to(job: Job, nesterov: bool) -> None:
             noise = noise_of_samples(job, w, used[w], ticket).double()
             used[w].append(ticket)
             if nesterov:
-                g = scale * (x[w] + m * v[w] - optimum) + noise
+                ahead = x[w] + m * v[w]
+                g = scale * (ahead - optimum) + noise + decay * ahead
                 v[w] = m * v[w] - lr * g
                 x[w] = x[w] + v[w]
             else:
