@@ -7,12 +7,17 @@ import sys
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import warm
 from tests.launch import NEEDS_MPI
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMPI_MCA_btl", "^ofi")  # which sleeps for a second in MPI_Init
+
+# No test depends on speed: on a busy machine drawing inputs or a test may take any time.
+settings.register_profile("any-speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-speed")
 
 SHARED = (
     "tests/comparison/test_compare.py",

@@ -50,6 +50,11 @@ class EasgdOptions(OwnOptions):
         "by the number of workers",
         json_schema_extra={"unit": "WEIGHT"},
     )
+    exchange: Literal["after", "before"] = Field(
+        "after",
+        description="when a worker meets the centre: after every tau-th step; or before the step "
+        "that follows, along the gradient at the model before the exchange, as in the paper",
+    )
 
 
 WHOLE_BYTES = 8
@@ -96,7 +101,11 @@ class ModelCodec(GradientCodec):
 class ElasticLink(ServerLink):
     """A worker's end of the elastic force: its model up, the centre and alpha down."""
 
-    def __init__(self, worker: Worker, wire: GradientCodec) -> None:
+    def __init__(self, worker: Worker, wire: GradientCodec, options: EasgdOptions) -> None:
+        self._tau = options.tau
+        self._is_before = options.exchange == "before"
+        self._steps = 0
+        """Steps since the last exchange."""
         self.differences = wire.model_encoder()
         sent = wire if self.differences is None else ModelCodec(wire, self.differences)
         inbox = ModelInbox(worker.transport, worker.layout, wire)
@@ -114,13 +123,28 @@ class ElasticLink(ServerLink):
         if self.differences is not None:
             self.differences.lost(server, int(message.view(torch.int64)))
 
-    def exchange(self, steps: int) -> None:
-        """Send ``x_i``, which ``steps`` gradients have moved, and move it to the centre.
+    @property
+    def is_due(self) -> bool:
+        """Whether an exchange belongs between the next gradient and its step."""
+        return self._is_before and self._steps == self._tau
 
-        That comes back as it was before it moved.
-        """
-        self.push_values(self.x, steps)
+    def end_step(self) -> None:
+        """A step has been made: exchange, if that comes after it."""
+        self._steps += 1
+        if self._steps == self._tau and not self._is_before:
+            self.exchange()
+
+    def exchange(self) -> None:
+        """Send ``x_i`` and move it to the centre, which comes back as it was before it moved."""
+        self.push_values(self.x, self._steps)
         self.pull()
+        self._steps = 0
+
+    def close(self) -> None:
+        """The segment ends: with an exchange, if steps were made since the last one."""
+        if self._steps:
+            self.exchange()
+        super().close()
 
 
 class EasgdWorker(TrainingWorker):
@@ -130,25 +154,23 @@ class EasgdWorker(TrainingWorker):
         self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: EasgdOptions
     ) -> None:
         super().__init__(worker, optimizer)
-        self.link = ElasticLink(worker, wire)
-        self.tau = options.tau
+        self.link = ElasticLink(worker, wire, options)
         self.g = worker.replica.new_vector()
         self.whole = slice(0, self.g.numel())
 
     def run(self) -> None:
         """Algorithm 1: step alone, and meet the centre every tau steps and at the end."""
-        steps = 0
         self.link.open()
         for _ in self.worker.batches():
-            self.worker.gradient(self.g)
-            unused = self.worker.unused(self.whole)
-            self.optimizer.descend(self.whole, self.g, self.x, self.worker.lr, unused=unused)
-            steps += 1
-            if steps == self.tau:
-                self.link.exchange(steps)
-                steps = 0
-        if steps:
-            self.link.exchange(steps)
+            if self.link.is_due:
+                direction = self.direction(self.g)
+                self.link.exchange()
+                add(self.x, direction, alpha=-self.worker.lr)
+            else:
+                self.worker.gradient(self.g)
+                unused = self.worker.unused(self.whole)
+                self.optimizer.descend(self.whole, self.g, self.x, self.worker.lr, unused=unused)
+            self.link.end_step()
         self.link.close()
 
 
@@ -161,8 +183,7 @@ class EamsgdWorker(TrainingWorker):
         self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: EasgdOptions
     ) -> None:
         super().__init__(worker, optimizer)
-        self.link = ElasticLink(worker, wire)
-        self.tau = options.tau
+        self.link = ElasticLink(worker, wire, options)
         self.delta = optimizer.momentum
         self.decay = MomentumSGD(self.x, 0.0, optimizer.weight_decay)
         self.g = worker.replica.new_vector()
@@ -170,16 +191,10 @@ class EamsgdWorker(TrainingWorker):
 
     def run(self) -> None:
         """Algorithm 2."""
-        steps = 0
         self.link.open()
         for _ in self.worker.batches():
             self._step()
-            steps += 1
-            if steps == self.tau:
-                self.link.exchange(steps)
-                steps = 0
-        if steps:
-            self.link.exchange(steps)
+            self.link.end_step()
         self.link.close()
 
     def _step(self) -> None:
@@ -189,6 +204,10 @@ class EamsgdWorker(TrainingWorker):
         add(self.x, self.v)
         self.worker.gradient(self.g)
         self.decay.correct(slice(0, self.g.numel()), self.g, self.x)
+        if self.link.is_due:
+            add(self.x, self.v, alpha=-1.0)
+            self.link.exchange()
+            add(self.x, self.v)
         add(self.x, self.g, alpha=-lr)
         add(self.v, self.g, alpha=-lr)
 

@@ -41,8 +41,9 @@ class MultistepOptions(OwnOptions):
 
     exchange: Literal["auto", "gradients", "activations"] = Field(
         "auto",
-        description="how the gradients of fully connected layers come together: as gradients, as "
-        "activations and errors, or as activations and errors where those are fewer values",
+        description="what is exchanged for the gradients of fully connected layers: gradients, "
+        "activations and errors, or whichever are fewer values; auto: gradients if --clip, "
+        "--max-loss or --no-wait-free is given",
     )
 
 
@@ -132,6 +133,12 @@ class MultistepWorker(TrainingWorker):
         else:
             with self.hooks.step(ticket.size > 0):
                 self.worker.gradient(self.g, self.send)
+        if self.worker.clipping.norm is not None and any(piece.by_errors for piece in self.dense):
+            # Possible in the first step after a resumption, or of a worker that had no samples.
+            raise UserError(
+                "training loop: run.clip_grad_norm_() requires gradients, but this run exchanges "
+                "activations since its first step. Start a new run that clips in every step."
+            )
         if any(piece.exchanging is None for piece in self.dense):
             self.decide()
 
@@ -204,15 +211,16 @@ class MultistepWorker(TrainingWorker):
         for piece, verdicts in zip(self.dense, gathered.view(transport.size, -1).t(), strict=True):
             piece.exchanging = UNFIT not in verdicts.tolist()
             if not piece.exchanging:
-                self.tell(
-                    f"{piece.layer.name or 'the model'} exchanges gradients: its input is not one "
-                    "2-D tensor with a row for each sample"
-                )
+                reason = "its input is not one 2-D tensor with a row for each sample"
+                if not self.worker.clipping.tells_at_once:
+                    reason = "the training loop clips them"
+                self.tell(f"{piece.layer.name or 'the model'} exchanges gradients: {reason}")
 
     def _verdict(self, piece: DenseWeight) -> int:
         if not self.worker.ticket.size:
             return UNKNOWN
-        return FITS if piece.capture.is_complete else UNFIT
+        fits = piece.capture.is_complete and self.worker.clipping.tells_at_once
+        return FITS if fits else UNFIT
 
     # -- checkpoints --------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
@@ -292,9 +300,40 @@ def multistep_layout(
 def _exchanged(
     replica: Replica | PhantomReplica, workers: int, options: RunSettings
 ) -> list[DenseLayer]:
-    return choose(
-        replica.dense, own(options, MultistepOptions).exchange, workers, options.step_size
-    )
+    exchange = own(options, MultistepOptions).exchange
+    if _whole_gradient_options(options):
+        exchange = "gradients"
+    return choose(replica.dense, exchange, workers, options.step_size)
+
+
+def _whole_gradient_options(options: RunSettings) -> list[str]:
+    """Return the options that act on a whole gradient before any of it may be sent.
+
+    Activations leave during the forward pass, and errors do not pass through the gradient.
+    """
+    return [
+        message
+        for message, is_given in (
+            ("cannot be combined with --clip", options.clip is not None),
+            ("cannot be combined with --max-loss", options.max_loss is not None),
+            ("requires --wait-free", not options.wait_free),
+        )
+        if is_given
+    ]
+
+
+def check_exchange(options: RunSettings) -> None:
+    """Check that the other options allow ``--multistep-exchange activations``.
+
+    Raises:
+        UserError: one of them needs the whole gradient before it is sent.
+    """
+    conflicts = _whole_gradient_options(options)
+    if conflicts and own(options, MultistepOptions).exchange == "activations":
+        raise UserError(
+            f"--multistep-exchange activations {conflicts[0]}: activations are sent before the "
+            "whole gradient is known. Use --multistep-exchange auto."
+        )
 
 
 def multistep_worker(
@@ -334,5 +373,6 @@ register(
         optimizers="sgd",
         steps_unused=True,
         own_places=own_places,
+        check=check_exchange,
     )
 )

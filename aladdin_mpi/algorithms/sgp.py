@@ -33,7 +33,7 @@ from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.gossip.peers import ModelOutbox
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.saved import saved
-from aladdin_mpi.model.vectors import copy, lerp
+from aladdin_mpi.model.vectors import copy, lerp, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
@@ -70,6 +70,11 @@ class OsgpOptions(SgpOptions):
         description="what a worker does after a step: add the messages of earlier steps that have "
         "come, then send; or send, then add",
     )
+    optimize: Literal["model", "numerator"] = Field(
+        "model",
+        description="what the optimizer, and so the weight decay, is applied to: the model z that "
+        "gradients are computed at, or the push-sum's numerator x = w z, as in the authors' code",
+    )
 
 
 P = 1 / 2
@@ -105,6 +110,7 @@ class SgpWorker(TrainingWorker):
     Args:
         tau: steps that a message may take before it is waited for.
         add_first: add what has come of earlier steps before sending, too, not only after.
+        by_numerator: the optimizer sees x = w z in place of z.
     """
 
     SAVED = TrainingWorker.SAVED | saved("w", "steps")
@@ -117,12 +123,14 @@ class SgpWorker(TrainingWorker):
         options: SgpOptions,
         tau: int = 0,
         add_first: bool = False,
+        by_numerator: bool = False,
     ) -> None:
         super().__init__(worker, optimizer)
         self.wire = wire.plain
         self.g = worker.replica.new_vector()
         self.tau = tau
         self.add_first = add_first
+        self.by_numerator = by_numerator
         self.graph = options.graph
         self.w = 1.0
         self.steps = 0
@@ -146,6 +154,17 @@ class SgpWorker(TrainingWorker):
             self._pull(self.steps, self.steps - self.tau)  # [3, 4]
         self._pull(self.steps, self.steps)
         self.outbox.flush()
+
+    def direction(self, g: Tensor) -> Tensor:
+        """See :meth:`TrainingWorker.direction`."""
+        if not self.by_numerator:
+            return super().direction(g)
+        self.worker.gradient(g)
+        if self.worker.share != 1.0:
+            scale(g, self.worker.share)
+        whole = slice(0, g.numel())
+        self.optimizer.correct(whole, g, self.x * self.w, unused=self.worker.unused(whole))
+        return g
 
     def _neighbours(self, absent: tuple[int, ...]) -> tuple[int, int]:
         """From whom this worker gets a message in this step, and to whom it sends.
@@ -245,8 +264,15 @@ def _osgp_worker(
     worker: Worker, optimizer: Optimizer, wire: GradientCodec, run: RunSettings
 ) -> SgpWorker:
     options = own(run, OsgpOptions)
-    is_add_first = options.order == "add-first"
-    return SgpWorker(worker, optimizer, wire, options, options.tau, add_first=is_add_first)
+    return SgpWorker(
+        worker,
+        optimizer,
+        wire,
+        options,
+        options.tau,
+        add_first=options.order == "add-first",
+        by_numerator=options.optimize == "numerator",
+    )
 
 
 register(

@@ -21,7 +21,9 @@ class RunSettings(Protocol):
     wire: Literal["auto", "fp32", "bf16", "int8", "int4"]
     checksum: bool
     node_sums: bool
+    clip: float | None
     max_loss: float | None
+    wait_free: bool
     allow_resize: bool
     quiet: bool
 

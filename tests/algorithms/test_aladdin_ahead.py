@@ -465,6 +465,30 @@ def test_the_server_adds_steps_and_nothing_else() -> None:
     assert set(role.applied.values()) == {16}
 
 
+def test_an_evenly_spread_gradient_is_clipped_as_a_whole() -> None:
+    """Buckets of n values are held to clip * sqrt(n / all values): together to clip."""
+    settings = {"weight_decay": 0.0, "momentum": 0.0, "wire": "fp32", "clip": 2.0}
+    it = job(settings=settings, samples=160, spoil=lambda worker, step: 1e6)
+    end = run(it)
+    assert len(it.layout.buckets) > 3
+    rounds = 160 / it.batch / it.workers
+    moved = rounds * it.schedule(0) * 2.0 / it.numel**0.5
+    torch.testing.assert_close(end.first - end.model, torch.full((it.numel,), moved))
+
+
+def test_merged_steps_move_as_far_as_their_parts() -> None:
+    """With models that are very late."""
+    track = worker_of(run(job(workers=1, samples=4))).track
+    track.open()
+    for number in range(1, MOST_PENDING + 4):
+        track.begin(lr=0.1 * number)
+        track.pending[-1].raw.fill_(number)
+    assert len(track.pending) == MOST_PENDING
+    moved = sum(step.lr * step.raw for step in track.pending)
+    expected = sum(0.1 * number * number for number in range(1, MOST_PENDING + 4))
+    torch.testing.assert_close(moved, torch.full_like(track.x, expected))
+
+
 # -- room -------------------------------------------------------------------------------------
 
 LEVELS = (Level(8, 1), Level(4, 1), Level(4, 2))

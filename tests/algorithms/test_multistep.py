@@ -20,6 +20,7 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.replica import DenseLayer, Replica, outline
 from aladdin_mpi.run import simulator
 from aladdin_mpi.transport.cluster import Cluster
+from tests import loop_lab
 from tests.commands import EPOCH, checkpoint_part, simulate, summary
 from tests.multistep_lab import CLASSES, Job, Result, alone, run, small
 from tests.quadratic import network
@@ -269,6 +270,61 @@ def test_copies_and_the_module_itself_are_left_clean() -> None:
     assert module is not None
     assert not any(part._forward_pre_hooks for part in module.modules())
     assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+# -- options that act on a whole gradient ------------------------------------------------------
+@pytest.mark.parametrize("settings", [{"clip": 0.1}, {"max_loss": 9.0}, {"wait_free": False}])
+def test_options_on_a_whole_gradient_have_gradients_exchanged(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """As ``bsp`` does, which clips each worker's own gradient too."""
+    job = Job(settings={**PLAIN, **settings})
+    assert not run(job)[0].role.dense
+    assert run(Job(settings=PLAIN))[0].role.dense
+    multistep, bsp = (
+        loop_lab.train(tmp_path / name, name, **settings) for name in ("multistep", "bsp")
+    )
+    assert multistep.moved > 1e-3
+    assert torch.allclose(multistep.x, bsp.x, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clip": 0.1}, "activations cannot be combined with clip: "),
+        ({"max_loss": 9.0}, "activations cannot be combined with max_loss: "),
+        ({"wait_free": False}, "activations requires wait_free: "),
+    ],
+)
+def test_activations_are_refused_with_options_on_a_whole_gradient(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        loop_lab.train(tmp_path / "run", "multistep", **{**ACTIVATIONS, **settings})
+
+
+def test_a_loop_that_clips_has_gradients_exchanged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = [
+        loop_lab.train(tmp_path / name, name, clipping, **settings)
+        for name, settings in (("multistep", {"quiet": False, **ACTIVATIONS}), ("bsp", {}))
+    ]
+    assert torch.allclose(trained[0].x, trained[1].x, atol=1e-6)
+    assert "0 exchanges gradients: the training loop clips them" in capsys.readouterr().err
+
+
+def test_a_resumed_loop_cannot_begin_to_clip(tmp_path: Path) -> None:
+    loop_lab.train(tmp_path / "run", "multistep")
+    with pytest.raises(UserError, match=r"clip_grad_norm_.* requires gradients, but this run"):
+        loop_lab.train(tmp_path / "run", "multistep", clipping, samples=96, resume="auto")
+
+
+def clipping(run: Any, model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
+    loss = loop_lab.loss_of(model, inputs, labels)
+    loss.backward()
+    run.clip_grad_norm_(0.1)
+    run.step(loss)
 
 
 # -- bytes -------------------------------------------------------------------------------------
@@ -576,7 +632,7 @@ def test_activations_leave_during_the_forward_pass(
             batch_size=64,
             workers=2,
             compute_time=1.0,
-            wait_free=False,  # else backward would hide them as well
+            forward_share=0.9999,  # else backward would hide them as well
             cluster=Cluster.model_validate(cluster),
             run_dir=tmp_path / kind.__name__,
             quiet=True,

@@ -27,6 +27,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("sgp", {}),
     ("sgp", {"sgp": {"graph": "ring"}}),
     *(("osgp", {"osgp": {"tau": tau, "order": order}}) for tau in (1, 3) for order in ORDERS),
+    ("osgp", {"osgp": {"tau": 1, "order": "add-first", "optimize": "numerator"}}),
 ]
 SLOW = network(latency_us=5e5, local_latency_us=5e5)
 """Half a step on the wire."""
@@ -194,6 +195,7 @@ def transcribed(job: Job, outcome: Outcome, graph: str, added: Added) -> Tensor:
     n, problem, options = job.workers, Quadratic(job.numel), job.options
     scale, optimum = problem.scale.double(), problem.optimum.double()
     path = hops(n, graph)
+    by_numerator = job.settings.get("osgp", {}).get("optimize") == "numerator"
     all_noise = [noises(job, outcome, i) for i in range(n)]
     x = [starts(i, job.numel).double() for i in range(n)]
     w, v = [1.0] * n, [torch.zeros(job.numel).double() for _ in range(n)]
@@ -207,7 +209,9 @@ def transcribed(job: Job, outcome: Outcome, graph: str, added: Added) -> Tensor:
     for k in range(len(all_noise[0])):
         for i in range(n):
             z = x[i] / w[i]
-            g = scale * (z - optimum) + all_noise[i][k] + options.weight_decay * z
+            # The authors' code has x in the parameters when it calls torch.optim.SGD's step().
+            decayed = x[i] if by_numerator else z
+            g = scale * (z - optimum) + all_noise[i][k] + options.weight_decay * decayed
             v[i] = options.momentum * v[i] + g
             x[i] = x[i] - job.schedule(outcome.workers[i].tickets[k].start) * v[i]
             add(i, added[i][k][0])

@@ -101,6 +101,14 @@ def test_a_message_is_a_quarter_or_an_eighth(bits: int, share: float) -> None:
     assert message_length(1_000_000, bits) == pytest.approx((share + 1 / 256) * 1e6, abs=2)
 
 
+@pytest.mark.parametrize(("bits", "steps"), [(8, 127), (4, 7)])
+def test_whole_steps_are_sent_as_they_are(bits: int, steps: int) -> None:
+    values = torch.arange(-steps, steps + 1).float()
+    message, left = sent(values, bits)
+    torch.testing.assert_close(read(message, len(values)), values)
+    assert left.abs().max() < 1e-4
+
+
 @both
 @sizes
 def test_values_are_rounded_to_the_nearest_step(bits: int, numel: int) -> None:

@@ -15,7 +15,7 @@ from aladdin_mpi.data.sampler import Period, Rest, ShardedStream
 from aladdin_mpi.errors import UserError
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(length=st.integers(1, 60), workers=st.integers(1, 9), epoch=st.integers(0, 5))
 def test_the_shards_of_an_epoch_are_disjoint_and_complete(
     length: int, workers: int, epoch: int
@@ -33,7 +33,7 @@ def test_the_shards_of_an_epoch_are_disjoint_and_complete(
     assert max(sizes) - min(sizes) <= 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(start=st.integers(0, 100), counts=st.lists(st.integers(0, 30), max_size=6))
 def test_a_seek_gives_what_reading_on_gives(start: int, counts: list[int]) -> None:
     whole = ShardedStream(23, 1, 3, seed=5)

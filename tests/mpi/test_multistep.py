@@ -30,9 +30,12 @@ def train(job: Job, transport: MpiTransport) -> MultistepWorker:
     return role
 
 
-@pytest.mark.parametrize("exchange", [GRADIENTS, ACTIVATIONS], ids=["gradients", "activations"])
+@pytest.mark.parametrize(
+    ("exchange", "wait_free"),
+    [(GRADIENTS, True), (GRADIENTS, False), (ACTIVATIONS, True)],
+    ids=["gradients", "gradients at step()", "activations"],
+)
 @pytest.mark.parametrize("build", [small, Tied, Functional])
-@pytest.mark.parametrize("wait_free", [True, False])
 def test_equals_one_process(
     transport: MpiTransport,
     build: Callable[[], nn.Module],

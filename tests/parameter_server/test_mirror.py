@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from aladdin_mpi import DataParallel
 from aladdin_mpi.control.exchange import send_object
+from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.parameter_server import mirror
 from aladdin_mpi.parameter_server.mirror import keeper_of
 from aladdin_mpi.roles.former import Former
@@ -117,6 +119,34 @@ def test_what_only_the_lost_server_knew(
     for last_two in spy.newest(name):
         assert all(part.any() for part in last_two)
         assert any(is_in(part, whole) for part in last_two)
+
+
+def test_a_bucket_is_mirrored_after_every_fourth_update(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    updates: Counter[int] = Counter()
+    sent_at: dict[int, list[int]] = {}
+    note = mirror.Mirror.note
+
+    def counted(self: mirror.Mirror, bucket: Bucket) -> None:
+        updates[bucket.index] += 1
+        note(self, bucket)
+
+    def send(transport: Transport, told: dict[str, Any], *where: Any) -> Any:
+        sent_at.setdefault(told["bucket"], []).append(updates[told["bucket"]])
+        return send_object(transport, told, *where)
+
+    monkeypatch.setattr(mirror.Mirror, "note", counted)
+    monkeypatch.setattr(mirror, "send_object", send)
+    cluster = Cluster(deaths={WORKERS: 1e6}).placed(1)  # after the end: there are mirrors
+    VirtualCluster(1 + WORKERS, cluster, 0).run(
+        lambda transport: train(
+            transport, tmp_path / "run", 1, {"algorithm": "easgd", "mirror_every": 4}
+        )
+    )
+    assert len(sent_at) > 1
+    for bucket, numbers in sent_at.items():
+        assert numbers == list(range(4, updates[bucket] + 1, 4))
 
 
 def test_without_a_mirror_momentum_begins_again(

@@ -438,25 +438,32 @@ def test_elastic_exchanges_preserve_the_sum(algorithm: str) -> None:
         torch.testing.assert_close(elastic_sum(end).float(), begun, rtol=1e-5, atol=1e-4)
 
 
-def test_easgd_follows_its_rule() -> None:
+@pytest.mark.parametrize("exchange", ["after", "before"])
+def test_easgd_follows_its_rule(exchange: str) -> None:
     """Algorithm 1, in lockstep as the workers are of equal speed but for a little."""
     job = Job(
         "easgd",
         workers=3,
         samples=120,
-        settings={**MOMENTUM, "easgd": {"tau": 2, "alpha": 0.2}},
+        settings={**MOMENTUM, "easgd": {"tau": 2, "alpha": 0.2, "exchange": exchange}},
         slowdown={0: 1.0, 1: 1.001, 2: 1.002},
     )
     assert_equal_to(job, nesterov=False)
 
 
-def test_eamsgd_follows_its_rule() -> None:
+@pytest.mark.parametrize("exchange", ["after", "before"])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_eamsgd_follows_its_rule(decay: float, exchange: str) -> None:
     """Equations 9 and 10: ``v <- d v - lr g(x + d v)``, ``x <- x + v``."""
     job = Job(
         "eamsgd",
         workers=3,
         samples=120,
-        settings={"momentum": 0.8, "weight_decay": 0.0, "easgd": {"tau": 2, "alpha": 0.2}},
+        settings={
+            "momentum": 0.8,
+            "weight_decay": decay,
+            "easgd": {"tau": 2, "alpha": 0.2, "exchange": exchange},
+        },
         slowdown={0: 1.0, 1: 1.001, 2: 1.002},
     )
     assert_equal_to(job, nesterov=True)
@@ -471,21 +478,27 @@ def assert_equal_to(job: Job, nesterov: bool) -> None:
     m, decay, lr = job.options.momentum, job.options.weight_decay, 0.05
     used: list[list[Ticket]] = [[], [], []]
     ticket = Ticket(0, job.batch, job.batch)
-    for step in range(1, 11):
+    is_before = job.settings["easgd"]["exchange"] == "before"
+
+    def exchange(w: int) -> None:
+        nonlocal centre
+        d = 0.2 * (x[w] - centre)
+        x[w], centre = x[w] - d, centre + d
+
+    for step in range(10):  # "if tau divides t"; at t = 0 all models are the same
         for w in range(3):
             noise = noise_of_samples(job, w, used[w], ticket).double()
             used[w].append(ticket)
-            if nesterov:
-                g = scale * (x[w] + m * v[w] - optimum) + noise
-                v[w] = m * v[w] - lr * g
-                x[w] = x[w] + v[w]
-            else:
-                v[w] = m * v[w] + scale * (x[w] - optimum) + noise + decay * x[w]
-                x[w] = x[w] - lr * v[w]
-            if step % 2 == 0:
-                d = 0.2 * (x[w] - centre)
-                x[w], centre = x[w] - d, centre + d
+            ahead = x[w] + m * v[w] if nesterov else x[w]
+            g = scale * (ahead - optimum) + noise + decay * ahead
+            if is_before and step and step % 2 == 0:
+                exchange(w)
+            v[w] = m * v[w] - lr * g
+            x[w] = x[w] + v[w]
+            if step == 9 or (not is_before and step % 2 == 1):
+                exchange(w)
     end = run(job)
+    end.check_accounts()
     torch.testing.assert_close(end.model, centre.float(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(end.locals, torch.stack(x).float(), rtol=1e-4, atol=1e-5)
 

@@ -1,0 +1,148 @@
+"""Options that act on gradients: every algorithm honours each of them, or refuses it by name."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aladdin_mpi import DataParallel
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.errors import UserError
+from tests.loop_lab import LR, Step, Trained, flat, loss_of, network, plain, train
+
+DGC = {"compression": "dgc", "dgc": {"ratio": 0.2, "warmup_epochs": 0}}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in sorted(registry.ALGORITHMS)},
+    **{
+        f"{name} dgc": (name, DGC)
+        for name in sorted(registry.ALGORITHMS)
+        if registry.find(name).compresses
+    },
+}
+CLIP = 0.01
+LARGE = 1000.0
+"""What losses are multiplied by, so that gradients are far larger than CLIP."""
+
+
+class Run(Protocol):
+    """Trains with the algorithm of the test."""
+
+    def __call__(self, step: Step = plain, **settings: Any) -> Trained: ...
+
+
+@pytest.fixture(params=VARIANTS, ids=str)
+def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    # It searches all objects of the process, which takes longer than one of these runs.
+    monkeypatch.setattr("aladdin_mpi.run.loop_watch._refuse_scaler", lambda: None)
+    algorithm, settings = VARIANTS[request.param]
+    return partial(train, tmp_path, algorithm, overwrite=True, **settings)
+
+
+def losses(factor: float = 1.0, scaled: bool = False, clip: float | None = None) -> Step:
+    """A loop's body; ``scaled``: by run.scale(), ``clip``: by run.clip_grad_norm_()."""
+
+    def step(run: DataParallel, model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
+        loss = factor * loss_of(model, inputs, labels)
+        (run.scale(loss) if scaled else loss).backward()
+        if clip is not None:
+            run.clip_grad_norm_(clip)
+        run.step(loss)
+
+    return step
+
+
+def assert_is_start(trained: Trained) -> None:
+    assert torch.allclose(trained.x, flat(network()), rtol=1e-6, atol=1e-7)
+
+
+def assert_is_clipped(trained: Trained) -> None:
+    """Without momentum no gradient moves the model further than the rate times the bound."""
+    assert 0 < trained.moved < LR * CLIP * trained.summary["gradients_computed"]
+
+
+def test_clip_bounds_the_steps(run: Run) -> None:
+    assert run(losses(LARGE)).moved > 1
+    assert_is_clipped(run(losses(LARGE), clip=CLIP))
+
+
+@pytest.mark.parametrize("wait_free", [True, False])
+def test_clip_grad_norm_bounds_the_steps_or_is_refused(run: Run, wait_free: bool) -> None:
+    try:
+        clipped = run(losses(LARGE, clip=CLIP), wait_free=wait_free)
+    except UserError as error:
+        assert wait_free and "run.clip_grad_norm_()" in str(error)
+    else:
+        assert_is_clipped(clipped)
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip": 0.05, "accumulate": 2}], ids=["alone", "clip"])
+def test_the_loss_scale_is_taken_off_again(run: Run, settings: dict[str, Any]) -> None:
+    """Bit for bit, since it is a power of two."""
+    scaled = run(losses(scaled=True), **settings)
+    assert scaled.moved > 1e-3
+    assert torch.equal(scaled.x, run(losses(), **settings).x)
+
+
+def test_a_gradient_that_overflows_is_refused(run: Run) -> None:
+    steps = 0
+
+    def step(run: DataParallel, model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
+        nonlocal steps
+        steps += 1
+        loss = loss_of(model, inputs, labels)
+        (run.scale(loss) * (1e38 if steps == 5 else 1.0)).backward()
+        run.step(loss)
+
+    trained = run(step)
+    assert trained.summary["gradients_refused"] == 1
+    assert 1e-3 < trained.moved < 1
+
+
+def test_max_loss_refuses_gradients(run: Run) -> None:
+    trained = run(max_loss=1e-6)
+    assert trained.summary["gradients_refused"] == trained.summary["gradients_computed"] == 12
+    assert_is_start(trained)
+
+
+def test_accumulated_batches_make_the_step_of_a_larger_one(run: Run) -> None:
+    whole = run(batch_size=8)
+    halves = run(losses(0.5), accumulate=2)
+    assert halves.moved > 1e-2
+    assert (halves.x - whole.x).norm() < 1e-3 * whole.moved
+
+
+def test_accumulated_passes_make_the_step_of_their_batch(run: Run) -> None:
+    def step(run: DataParallel, model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
+        with run.accumulate():
+            (loss_of(model, inputs[:2], labels[:2]) / 2).backward()
+        (loss_of(model, inputs[2:], labels[2:]) / 2).backward()
+        run.step()
+
+    whole = run()
+    assert (run(step).x - whole.x).norm() < 1e-3 * whole.moved
+
+
+@pytest.mark.parametrize("is_forward_done", [False, True])
+def test_batches_that_are_passed_over_have_no_effect(run: Run, is_forward_done: bool) -> None:
+    def step(run: DataParallel, model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
+        if is_forward_done:
+            model(inputs)
+
+    assert_is_start(run(step))
+
+
+def test_gradients_may_be_changed_before_step_without_wait_free(run: Run) -> None:
+    def step(run: DataParallel, model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
+        loss = loss_of(model, inputs, labels)
+        loss.backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+        run.step(loss)
+
+    assert_is_start(run(step, wait_free=False))
