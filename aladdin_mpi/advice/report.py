@@ -212,9 +212,13 @@ def _knees(advice: Advice) -> str:
 
 def _commands(advice: Advice, indent: str) -> str:
     found, on, options = advice.best.candidate, advice.ground, advice.request.options
-    lines = ["Run it:", "", indent + command_lines.mpirun(found, on, options)]
+    place = "" if on.hosts == 1 else ", in an allocation of the hosts or with --hostfile FILE"
+    lines = [f"Run it with Open MPI{place}:", "", indent + command_lines.mpirun(found, on, options)]
     if batch := command_lines.sbatch(found, on, options):
-        lines += ["", "or on Slurm:", "", indent + batch]
+        lines += ["", "or on Slurm (`python -m aladdin_mpi.slurm init` writes slurm/):"]
+        lines += ["", indent + batch]
+    if remarks := command_lines.remarks(options):
+        lines += ["", *remarks]
     return "\n".join(lines)
 
 
