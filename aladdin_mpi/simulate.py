@@ -13,8 +13,8 @@ from aladdin_mpi.run.greeting import Greeting
 DESCRIPTION = (
     "Train, or only time, a model with data parallelism on a modelled cluster in virtual time. "
     "All figures of time are virtual; the same seed gives the same bytes. With a script of your "
-    "own first, aladdin_mpi.simulate SCRIPT.py [options] [-- its arguments], its DataParallel is "
-    "simulated, and options go over those in the script."
+    "own first, python -m aladdin_mpi.simulate SCRIPT.py [options] [-- its arguments], its "
+    "DataParallel is simulated, and options go over those in the script."
 )
 
 STARTING = "starting, in virtual time"

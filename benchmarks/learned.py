@@ -12,11 +12,14 @@ import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 
 import tomli_w
 
-from aladdin_mpi.advice.learning import Curve, curve, mean_curve, taught
+from aladdin_mpi.advice import learning
+from aladdin_mpi.advice.learning import Row, curve, mean_curve, taught
 from aladdin_mpi.config.options import SimulateOptions
 from aladdin_mpi.config.settings import build, read_toml
 from benchmarks import harness
@@ -35,44 +38,63 @@ GROUPS = (
     "ipdps-8-workers",
     "ipdps-16-workers",
     "ipdps-24-workers",
+    "longer",
+    "longer-16-workers",
+    "ahead-longer-8-workers",
+    "ahead-longer-16-workers",
 )
-"""Later ones go over earlier ones, but for those of more seeds."""
+"""Longer runs replace shorter ones; of equally long ones those of more seeds, then the later."""
+CONVERGED = 24.0
+"""Epochs from which runs end near convergence: the loss hardly falls in the last third of them."""
 BASES = ("ar-sgd-nesterov", "ar-sgd")
 PLAIN = {"ssp-3": "ssp"}
 """Names of variants that are an algorithm's defaults."""
 HEAD = """\
-# What a sample teaches, as a share of what it teaches synchronous SGD (ar-sgd) with as many
-# workers: samples that ar-sgd needs for the training loss that it has after 70 % of them, over
-# those that the algorithm needs for it; for the loss that it ends with, if it does not get there.
-# ResNet-20 on CIFAR-10, 4 epochs, batch 32 for each worker. By number of workers; seeds: of the
-# runs. From those in benchmarks/results/convergence:
+# Sample efficiency relative to synchronous SGD (ar-sgd) with as many workers: samples that ar-sgd
+# needs for the training loss that it has after 70 % of them, over those that the algorithm needs
+# for it; for the loss that it ends with, if it does not get there. ResNet-20 on CIFAR-10, batch 32
+# for each worker, by number of workers. share: the mean over the seeds; low and high: the lowest
+# and the highest of them; steps: the length of the runs; converged: these took 24 epochs and ended
+# near convergence, the others took 4. A figure above 1 is kept only if the runs ended near
+# convergence and every seed is above 1; otherwise it is capped at 1. From the runs in
+# benchmarks/results/convergence:
 #     python -m benchmarks.learned --write
 
 """
 
 
-def mean_of(runs: Sequence[Path]) -> Curve:
-    """Of the runs with the most lines: others say too little of where a loss was reached."""
-    curves = [curve(run) for run in runs]
-    most = max(map(len, curves))
-    return mean_curve([each for each in curves if len(each) == most])
+def row_of(runs: Sequence[Path], bases: Sequence[Path]) -> Row:
+    """The sample efficiency of runs, each relative to the base's run with the same seed.
+
+    Only the runs with the most lines of metrics count: others say too little of where a loss was
+    reached.
+    """
+    curves = [{run.name: mean_curve([curve(run)]) for run in each} for each in (runs, bases)]
+    most = max(len(points) for each in curves for points in each.values())
+    mine, base = ({s: c for s, c in each.items() if len(c) == most} for each in curves)
+    options = options_of(runs[0])
+    converged = (options.epochs or 0.0) >= CONVERGED
+    shares = [taught(mine[seed], base[seed]) for seed in sorted(mine.keys() & base.keys())]
+    found = [round(share, 3) for share in learning.credited(shares, converged)]
+    samples = curve(runs[0])[-1][0]
+    steps = round(samples / (options.workers * options.batch_size))
+    return Row(round(fmean(found), 3), min(found), max(found), len(found), steps, converged)
 
 
-def workers_of(run: Path) -> int:
-    """The number of workers of a run."""
-    options = build(SimulateOptions, read_toml(SimulateOptions, run / "config.toml", "run"))
-    return options.workers
+def options_of(run: Path) -> SimulateOptions:
+    """The options of a run."""
+    return build(SimulateOptions, read_toml(SimulateOptions, run / "config.toml", "run"))
 
 
-def table() -> dict[str, dict[str, dict[str, float]]]:
+def table() -> dict[str, dict[str, Row]]:
     """By algorithm and number of workers."""
-    found: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
+    found: dict[str, dict[str, Row]] = defaultdict(dict)
     for group in GROUPS:
         folders = {
             path.name: sorted(path.glob("seed-*"))
             for path in RUNS.joinpath(group, "runs").iterdir()
         }
-        base = mean_of(folders[next(b for b in BASES if b in folders)])
+        base = folders[next(b for b in BASES if b in folders)]
         for name, runs in folders.items():
             algorithm = PLAIN.get(name, name)
             if (
@@ -81,16 +103,20 @@ def table() -> dict[str, dict[str, dict[str, float]]]:
                 or algorithm.endswith("dgc")
             ):
                 continue
-            workers = str(workers_of(runs[0]))
-            known = found[algorithm].get(workers)
-            if known is not None and known["seeds"] > len(runs):
-                continue
-            share = taught(mean_of(runs), base)
-            found[algorithm][workers] = {"share": round(share, 3), "seeds": len(runs)}
+            workers = str(options_of(runs[0]).workers)
+            row, known = row_of(runs, base), found[algorithm].get(workers)
+            if known is None or (row.steps, row.seeds) >= (known.steps, known.seeds):
+                found[algorithm][workers] = row
     return {
         name: dict(sorted(of.items(), key=lambda each: int(each[0])))
         for name, of in sorted(found.items())
     }
+
+
+def written() -> str:
+    """The file's text."""
+    rows = {name: {n: asdict(row) for n, row in of.items()} for name, of in table().items()}
+    return HEAD + tomli_w.dumps(rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What a sample teaches, by algorithm.")
     parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
     args = parser.parse_args(argv)
-    text = HEAD + tomli_w.dumps(table())
+    text = written()
     print(text)
     if args.write:
         FILE.write_text(text, encoding="utf-8")

@@ -13,6 +13,7 @@ import pytest
 
 from aladdin_mpi.config.options import SimulateOptions, parse
 from tests.commands import metrics, simulate, summary
+from tests.pasted import check
 
 PLAN = ["--workers", 4, "--hosts", 2, "--samples", 1600, "--batch-size", 16, "--jitter", 0.2]
 PLAN += ["--delay-us", 300, "--log-every", 200, "--eval-every", 0.4]
@@ -43,6 +44,14 @@ def test_one_seed_one_result(tmp_path: Path) -> None:
     simulate(tmp_path / "c", *PLAN, "--seed", 1)
     different = zip(results(tmp_path / "a"), results(tmp_path / "c"), strict=True)
     assert all(one != other for one, other in different)
+
+
+def test_config_begins_with_a_command_that_repeats_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "a run"
+    simulate(run, *PLAN, "--quiet", env={"SLURM_PROCID": "0", "SLURM_NTASKS": "8"})
+    first = (run / "config.toml").read_text().splitlines()[0]
+    assert first.startswith(f"# python -m aladdin_mpi.simulate --run-dir '{run}' --workers 4 ")
+    check(first.removeprefix("# "), tmp_path)
 
 
 def test_a_cluster_from_a_file_and_from_the_command_line(tmp_path: Path) -> None:

@@ -157,6 +157,7 @@ def enter(namespace: str, pid: int) -> None:
 def run(args: list[str], main: dict[str, Any]) -> None:
     """Run a module, or a file, as ``__main__``, whose names are ``main``."""
     program, *rest = args
+    sys.orig_argv[:] = [sys.executable, *args]
     if program == "-m":
         sys.argv[:] = args[:1] + rest[1:]
         runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]

@@ -28,8 +28,9 @@ EXACT = ("ar-sgd", "bsp")
 """Those that are synchronous SGD, whatever the number of workers."""
 LIKE = {"osgp": "sgp", "shat": "asp", "eamsgd": "easgd"}
 """Algorithms that have not been measured with every number of workers, and the nearest one."""
-SPREAD = 0.1
-"""Share by which runs with another seed differ, about."""
+MOST = 1.0
+"""Highest sample efficiency that is believed of runs short of convergence: an algorithm that learns
+faster at first is often no faster near convergence."""
 
 Curve = list[tuple[float, float]]
 """Samples, and the training loss after so many."""
@@ -43,19 +44,47 @@ class Share:
         value: 1 is as with synchronous SGD.
         source: where it is from, in a few words; empty: by definition.
         is_sure: measured about there.
+        interval: the lowest and the highest of several seeds; None: it is exact, or of one seed.
     """
 
     value: float
     source: str = ""
     is_sure: bool = True
+    interval: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """The sample efficiency of an algorithm with one number of workers, from finished runs.
+
+    Attributes:
+        share: the mean over the seeds.
+        low: the lowest of the seeds.
+        high: the highest of the seeds.
+        seeds: the number of runs.
+        steps: the length of the runs, in steps of every worker.
+        converged: whether the runs ended near convergence; see :func:`credited`.
+    """
+
+    share: float
+    low: float
+    high: float
+    seeds: int
+    steps: int
+    converged: bool
+
+    @property
+    def is_capped(self) -> bool:
+        """Whether a seed of short runs was at the cap, so that the true figure may be lower."""
+        return self.high >= MOST and not self.converged
 
 
 @cache
-def table() -> Mapping[str, Mapping[int, float]]:
-    """The measured shares, by algorithm and number of workers."""
+def table() -> Mapping[str, Mapping[int, Row]]:
+    """The measured figures, by algorithm and number of workers."""
     text = (Path(__file__).parent / "learned.toml").read_text(encoding="utf-8")
     return {
-        name: {int(workers): of["share"] for workers, of in rows.items()}
+        name: {int(workers): Row(**of) for workers, of in rows.items()}
         for name, rows in tomllib.loads(text).items()
     }
 
@@ -67,18 +96,44 @@ def measured(algorithm: str, workers: int) -> Share:
     rows = table().get(algorithm) or table().get(LIKE.get(algorithm, ""))
     if not rows:
         return Share(0.5, "not measured", is_sure=False)
-    known = sorted(rows)
-    if workers <= known[0] or workers >= known[-1]:
-        nearest = known[0] if workers <= known[0] else known[-1]
-        is_near = nearest / 2 <= workers <= 2 * nearest
-        return Share(rows[nearest], f"measured with {nearest} workers", is_sure=is_near)
-    above = next(number for number in known if number >= workers)
-    below = max(number for number in known if number <= workers)
-    if above == below:
-        return Share(rows[above], f"measured with {above} workers")
-    part = (log(workers) - log(below)) / (log(above) - log(below))
-    value = rows[below] + part * (rows[above] - rows[below])
-    return Share(value, f"measured with {below} and {above} workers")
+    within = min(max(workers, min(rows)), max(rows))
+    below = max(number for number in rows if number <= within)
+    above = min(number for number in rows if number >= within)
+    is_near = within / 2 <= workers <= 2 * within
+    return _between(rows, below, above, within, is_near)
+
+
+def _between(rows: Mapping[int, Row], below: int, above: int, workers: int, is_near: bool) -> Share:
+    """The figure for ``workers``, interpolated between two rows, which may be the same one."""
+    one, other = rows[below], rows[above]
+    part = 0.0 if above == below else log(workers / below) / log(above / below)
+
+    holds = is_near and one.converged and other.converged
+
+    def between(first: float, second: float) -> float:
+        value = first + part * (second - first)
+        return value if holds else min(MOST, value)
+
+    interval = None
+    if min(one.seeds, other.seeds) > 1:
+        interval = between(one.low, other.low), between(one.high, other.high)
+    return Share(
+        between(one.share, other.share),
+        _source({below: one, above: other}),
+        is_near and not (one.is_capped or other.is_capped),
+        interval,
+    )
+
+
+def _source(rows: Mapping[int, Row]) -> str:
+    """The runs that a figure is from, in a few words."""
+    each = [
+        f"{workers} workers ({row.seeds} seed{'s' * (row.seeds > 1)}, {row.steps:,} steps"
+        f"{', near convergence' if row.converged else ''})"
+        for workers, row in rows.items()
+    ]
+    capped = f"; capped at {MOST:.2f}" if any(row.is_capped for row in rows.values()) else ""
+    return f"measured with {' and '.join(each)}{capped}"
 
 
 # -- from runs ---------------------------------------------------------------------------
@@ -112,6 +167,16 @@ def samples_to(loss: float, of: Curve) -> float:
             return before[0] + share * (samples - before[0])
         before = samples, reached
     raise ValueError(f"{loss} is not reached")
+
+
+def credited(shares: Sequence[float], converged: bool) -> Sequence[float]:
+    """The sample efficiencies of several seeds, capped at :data:`MOST` unless a lead holds.
+
+    It holds if the runs ended near convergence and each of several seeds is above it.
+    """
+    if converged and len(shares) > 1 and min(shares) > MOST:
+        return shares
+    return [min(MOST, share) for share in shares]
 
 
 def taught(mine: Curve, base: Curve) -> float:

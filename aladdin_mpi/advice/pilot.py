@@ -49,7 +49,9 @@ class Pilot:
                 "none that has; give more steps, or another --lr"
             )
         self._shares = {
-            name: learning.taught(learning.mean_curve([found]), base)
+            name: learning.credited(
+                [learning.taught(learning.mean_curve([found]), base)], converged=False
+            )[0]
             for name, found in curves.items()
         }
 
@@ -79,7 +81,9 @@ class Pilot:
         """What a sample teaches with an algorithm."""
         if algorithm in EXACT:
             return Share(1.0)
-        source = f"pilot of {self._steps} steps"
+        source = f"pilot of {self._steps} steps, 1 seed"
+        if self._shares[algorithm] == learning.MOST:
+            source += f", capped at {learning.MOST:.2f}"
         return Share(self._shares[algorithm], source, is_sure=self._steps >= 5 * LINES)
 
 

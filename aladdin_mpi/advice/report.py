@@ -10,6 +10,7 @@ from typing import Any
 from aladdin_mpi.advice import command_lines
 from aladdin_mpi.advice.bottleneck import Bottleneck
 from aladdin_mpi.advice.candidates import REFERENCE, Ground
+from aladdin_mpi.advice.learning import Share
 from aladdin_mpi.advice.options import Request
 from aladdin_mpi.advice.race import Entry
 from aladdin_mpi.advice.what_if import Change
@@ -89,6 +90,8 @@ def _summary(advice: Advice) -> str:
         factor = advice.score(best) / advice.score(base)
         what = " to an accuracy" if advice.weighs else ""
         gain = f", {factor:.2f} times as fast{what} as ar-sgd"
+        if not best.share.is_sure:
+            gain += f" if its sample efficiency is {best.share.value:.2f}, which is a guess"
     return (
         f"{on.workers} workers on {on.hosts} host{'s' * (on.hosts > 1)}, "
         f"{advice.request.options.model} ({number(on.megabytes, 3)} MB), a step of "
@@ -102,7 +105,7 @@ def _summary(advice: Advice) -> str:
 def rows(advice: Advice) -> list[list[str]]:
     """The table."""
     head = ["", "", "samples/s", "likely", "speed-up", "waiting", "MB/step", "link"]
-    head += ["a sample teaches", "counts"] if advice.weighs else []
+    head += ["sample efficiency", "counts"] if advice.weighs else []
     table = [head]
     for rank, entry in enumerate(advice.entries, start=1):
         timed = entry.timed
@@ -120,10 +123,17 @@ def rows(advice: Advice) -> list[list[str]]:
             percent(timed.links[0].used) if timed.links else "-",
         ]
         if advice.weighs:
-            unsure = "" if entry.share.is_sure else " ?"
-            line += [f"{entry.share.value:.2f}{unsure}", number(advice.score(entry))]
+            line += [_efficiency(entry.share), number(advice.score(entry))]
         table.append(line)
     return table
+
+
+def _efficiency(share: Share) -> str:
+    """A sample efficiency, its range over the seeds, and a mark if it is a guess."""
+    text = f"{share.value:.2f}"
+    if share.interval is not None:
+        text += " ({:.2f} to {:.2f})".format(*share.interval)
+    return text if share.is_sure else f"{text} ?"
 
 
 def _notes(advice: Advice, most: int) -> list[str]:
@@ -157,18 +167,24 @@ def _on_part(advice: Advice, part: Ground) -> str:
 def _on_learning(advice: Advice) -> str:
     best = advice.best
     if advice.request.options.pilot:
-        how = f"by a pilot of {advice.request.options.pilot} steps on your own model and data"
+        how = f"measured by a pilot of {advice.request.options.pilot} steps on your model and data"
     else:
         how = (
-            "by the package's own runs (ResNet-20 on CIFAR-10), on other tasks it may differ; "
-            "--pilot STEPS finds out on yours"
+            "measured in the package's own runs (ResNet-20 on CIFAR-10); it may differ on your "
+            "task, on which --pilot STEPS measures it"
         )
-    text = f"A sample teaches so much of what it teaches synchronous SGD, {how}."
+    text = (
+        f"Sample efficiency is relative to synchronous SGD, {how}. In brackets is its range over "
+        "the seeds; without brackets it is exact or of one seed."
+    )
     if best.share.source:
         text += f" For {best.candidate.algorithm}: {best.share.source}"
         text += "." if best.share.is_sure else ", so take it as a guess."
     if any(entry.timed and not entry.share.is_sure for entry in advice.entries):
-        text += " ?: measured with far fewer workers, or not at all."
+        text += (
+            " A question mark means a guess: measured with far fewer workers, not at all, or in "
+            "short runs whose figure is capped."
+        )
     return text
 
 
@@ -212,9 +228,13 @@ def _knees(advice: Advice) -> str:
 
 def _commands(advice: Advice, indent: str) -> str:
     found, on, options = advice.best.candidate, advice.ground, advice.request.options
-    lines = ["Run it:", "", indent + command_lines.mpirun(found, on, options)]
+    place = "" if on.hosts == 1 else ", in an allocation of the hosts or with --hostfile FILE"
+    lines = [f"Run it with Open MPI{place}:", "", indent + command_lines.mpirun(found, on, options)]
     if batch := command_lines.sbatch(found, on, options):
-        lines += ["", "or on Slurm:", "", indent + batch]
+        lines += ["", "or on Slurm (`python -m aladdin_mpi.slurm init` writes slurm/):"]
+        lines += ["", indent + batch]
+    if remarks := command_lines.remarks(options):
+        lines += ["", *remarks]
     return "\n".join(lines)
 
 
@@ -273,6 +293,7 @@ def _entry(advice: Advice, entry: Entry) -> dict[str, Any]:
         "busiest_link": vars(timed.links[0]) if timed.links else None,
         "busiest_link_bytes_per_step": timed.busiest_bytes,
         "a_sample_teaches": entry.share.value,
+        "a_sample_teaches_interval": entry.share.interval,
         "by": entry.share.source or None,
         "is_sure": entry.share.is_sure,
         "counts": advice.score(entry),

@@ -21,8 +21,8 @@ DESCRIPTION = (
     "Compare algorithms with the same model, data, seeds, number of workers and budget: over MPI, "
     "or in virtual time. Everything behind -- goes to each run, with the options of "
     "aladdin_mpi.train or aladdin_mpi.simulate. The same command goes on with a comparison that "
-    "was stopped. Example: aladdin_mpi.compare --algorithms all --seeds 0 1 2 --workers 8 "
-    "--target-accuracy 0.9 --out comparisons/digits -- --dataset digits --epochs 10"
+    "was stopped. Example: python -m aladdin_mpi.compare --algorithms all --seeds 0 1 2 "
+    "--workers 8 --target-accuracy 0.9 --out comparisons/digits -- --dataset digits --epochs 10"
 )
 SEPARATOR = "--"
 ALL = "all"

@@ -137,11 +137,11 @@ def _arguments(model: type[BaseModel], parser: argparse.ArgumentParser, argv: Ar
         word = rest[0].split("=")[0]
         if not word.startswith("-"):
             raise UserError(
-                f"{word!r}: expected an option such as --name; see {parser.prog} --help"
+                f"{word!r}: expected an option such as --name; see python -m {parser.prog} --help"
             )
         known = [flag for action in parser._actions for flag in action.option_strings]
         raise UserError(
-            f"{word}: no such option; {did_you_mean(word, known)}see {parser.prog} --help"
+            f"{word}: no such option; {did_you_mean(word, known)}see python -m {parser.prog} --help"
         )
     return vars(found)
 

@@ -6,6 +6,7 @@ not before it has been read back as :mod:`aladdin_mpi.simulate` will.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,8 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.process.files import write_new, write_whole
 
 KEY_WIDTH = 32
-TITLE = "A cluster, for: python -m aladdin_mpi.simulate --cluster"
+COMMAND = "THIS-COMMAND"
+"""What stands in a text for the command, until the file's name is known."""
 HINT = "Edit what is wrong. What is left out is left to the options of aladdin_mpi.simulate."
 
 
@@ -47,9 +49,14 @@ class Section:
     notes: Sequence[str] = ()
 
 
+def command(path: str) -> str:
+    """The command line that uses the file."""
+    return shlex.join(["python", "-m", "aladdin_mpi.simulate", "--cluster", path])
+
+
 def rendered(source: str, sections: Sequence[Section]) -> str:
     """The file's text; ``source`` says in a line where the figures are from."""
-    lines = [f"# {TITLE} THIS-FILE", *_comments(source), f"# {HINT}"]
+    lines = [f"# A cluster, for: {COMMAND}", *_comments(source), f"# {HINT}"]
     tables: list[str] = []
     for section in sections:
         lines += ["", f"# -- {section.title}"]
@@ -130,7 +137,7 @@ def write(path: Path, text: str, overwrite: bool) -> Path:
     """
     try:
         if overwrite:
-            write_whole(path, text.replace("THIS-FILE", path.name))
+            write_whole(path, text.replace(COMMAND, command(path.name)))
             return path
         return _write_beside(path, text)
     except OSError as error:
@@ -144,7 +151,7 @@ def _write_beside(path: Path, text: str) -> Path:
     name, number = path, 1
     while True:
         try:
-            write_new(name, text.replace("THIS-FILE", name.name))
+            write_new(name, text.replace(COMMAND, command(name.name)))
             return name
         except FileExistsError:
             number += 1

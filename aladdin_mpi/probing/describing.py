@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aladdin_mpi.probing import described_cluster
+from aladdin_mpi.probing import cluster_file, described_cluster
 from aladdin_mpi.probing.cluster_file import check, check_free, rendered, write
 from aladdin_mpi.probing.options import ProbeOptions
 
@@ -30,4 +30,4 @@ def tell_written(path: object, options: ProbeOptions) -> None:
     """Say where the file is, and how to go on."""
     if path != options.out:
         print(f"{options.out} has come from elsewhere meanwhile, and is left as it is")
-    print(f"wrote {path}; to use it: python -m aladdin_mpi.simulate --cluster {path}")
+    print(f"wrote {path}; to use it: {cluster_file.command(str(path))}")

@@ -15,7 +15,7 @@ from aladdin_mpi.config.options import CONFIG_NAME, LENGTHS, RESIZE_FIELDS, RunO
 from aladdin_mpi.config.settings import build, read_toml
 from aladdin_mpi.control.exchange import agree, broadcast
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.process import plain_json
+from aladdin_mpi.process import guard, plain_json
 from aladdin_mpi.process.files import check_own_folder, write_whole
 from aladdin_mpi.run import run_lock
 from aladdin_mpi.run.checkpoint import FOLDER as CHECKPOINT
@@ -106,14 +106,21 @@ def prepare(folder: Path, options: RunOptions) -> RunLock:
             old.unlink()
         for old in CheckpointStore(folder).all():
             shutil.rmtree(old, ignore_errors=True)
-        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-        write_whole(folder / CONFIG_NAME, f"# {command}\n{to_toml(options)}")
+        write_whole(folder / CONFIG_NAME, f"# {_command()}\n{to_toml(options)}")
     except OSError as error:
         raise UserError(
             f"--run-dir: cannot write into {str(folder)!r}: {error.strerror}"
             f"{_at(error, folder)}; give another folder"
         ) from error
     return lock
+
+
+def _command() -> str:
+    """The command line that started this program, with the number of its ranks."""
+    # A simulation has one process, also where the environment is that of a job with several.
+    ranks = guard.launched_place()[1] if "mpi4py.MPI" in sys.modules else 1
+    start = ["mpirun", "-np", str(ranks)] if ranks > 1 else []
+    return shlex.join([*start, "python", *sys.orig_argv[1:]])
 
 
 def _at(error: OSError, folder: Path) -> str:

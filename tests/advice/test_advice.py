@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aladdin_mpi.advice import bottleneck, candidates, learning, what_if
+from aladdin_mpi.advice import bottleneck, candidates, learning, report, what_if
 from aladdin_mpi.advice.candidates import Candidate, Ground
 from aladdin_mpi.advice.learning import Share
 from aladdin_mpi.advice.race import Entry
@@ -78,13 +78,45 @@ def test_too_few_workers_and_unknown_names() -> None:
 def test_the_table_is_read_between_its_numbers() -> None:
     rows = learning.table()["aladdin-ahead"]
     assert learning.measured("bsp", 500) == Share(1.0)
-    assert learning.measured("aladdin-ahead", 8).value == rows[8]
-    between = learning.measured("aladdin-ahead", 40)
-    assert min(rows[24], rows[64]) < between.value < max(rows[24], rows[64])
-    assert between.source == "measured with 24 and 64 workers" and between.is_sure
+    assert learning.measured("aladdin-ahead", 8).value == rows[8].share
+    between = learning.measured("aladdin-ahead", 12)
+    assert rows[8].share < between.value < rows[16].share
+    assert between.interval is not None and between.is_sure
+    assert rows[8].low < between.interval[0] < between.value < between.interval[1] < rows[16].high
+    assert "8 workers (2 seeds, 4,688 steps, near convergence) and 16 work" in between.source
+    assert learning.measured("asp", 12).interval is None  # of one seed each
     assert not learning.measured("asp", 512).is_sure
-    assert learning.measured("osgp", 8).value == learning.table()["osgp"][8]
+    assert learning.measured("osgp", 8).value == learning.table()["osgp"][8].share
     assert not learning.measured("adsp", 8).is_sure
+
+
+def test_no_sample_efficiency_is_above_one_unless_it_holds_near_convergence() -> None:
+    for name, rows in learning.table().items():
+        for workers, row in rows.items():
+            holds = row.converged and row.seeds > 1 and row.low > 1
+            assert row.high <= 1 or holds, (name, workers)
+            assert row.low <= row.share <= row.high
+    for name in ALGORITHMS:
+        for workers in (2, 8, 20, 24, 40, 64, 512):
+            share = learning.measured(name, workers)
+            assert max(share.value, *(share.interval or (0,))) <= 1
+    short = learning.measured("aladdin-ahead", 64)
+    assert short.value == 1 and not short.is_sure
+    assert short.source == "measured with 64 workers (3 seeds, 98 steps); capped at 1.00"
+
+
+def test_lead_is_credited_if_it_holds_near_convergence() -> None:
+    assert learning.credited([1.2, 1.1], converged=False) == [1.0, 1.0]
+    assert learning.credited([1.2, 1.1], converged=True) == [1.2, 1.1]
+    assert learning.credited([1.2, 0.9], converged=True) == [1.0, 0.9]
+    assert learning.credited([1.2], converged=True) == [1.0]
+
+
+def test_sample_efficiency_is_shown_with_its_range_over_seeds() -> None:
+    shown = report._efficiency
+    assert shown(Share(0.93, "measured", interval=(0.911, 0.949))) == "0.93 (0.91 to 0.95)"
+    assert shown(Share(0.5, "not measured", is_sure=False)) == "0.50 ?"
+    assert shown(Share(1.0, is_sure=False, interval=(1.0, 1.0))) == "1.00 (1.00 to 1.00) ?"
 
 
 def test_what_a_sample_teaches_is_read_off_two_curves() -> None:

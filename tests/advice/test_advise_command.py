@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from tests.commands import simulate, summary
 from tests.launch import ROOT
+from tests.pasted import check, commands_in
 
 SMALL = "3 nodes x 2 GPUs, 0.05 Gbit/s, step 0.1 s, one worker 2x slower"
 MODEL = ["--model", "size:1", "--batch-size", 8]
@@ -50,12 +52,13 @@ def test_the_recommended_is_the_fastest_and_runs(tmp_path: Path) -> None:
     assert all(each["speed_up"] <= 3.0 for each in found if "aladdin" not in each["options"])
     # What is predicted is what a simulation of the same command says.
     words = advice["mpirun"]
-    assert words[:2] == ["mpirun", "-np"] and words[3:6] == ["python", "-m", "aladdin_mpi.train"]
+    start = words.index("aladdin_mpi.train") + 1
+    assert words[0] == "mpirun" and words[start - 3 : start - 1] == ["python", "-m"]
     (tmp_path / "cluster.toml").write_text(
         'hosts = 3\nworkers = 6\nplacement = "spread"\nbandwidth-gbit = 0.05\ncompute-time = 0.1\n'
         "jitter = 0.01\n[slowdown]\n0 = 2.0\n"
     )
-    options = words[6 : words.index("--dataset")]
+    options = words[start : words.index("--batch-size")]
     timed = ["--cluster", tmp_path / "cluster.toml", "--compute", "timed", "--batch-size", 8]
     simulate(tmp_path / "run", *options, *timed, "--samples", 8 * 6 * 100)
     again = summary(tmp_path / "run")["samples_per_second"]
@@ -64,7 +67,13 @@ def test_the_recommended_is_the_fastest_and_runs(tmp_path: Path) -> None:
     assert advice["what_if"][1]["samples_per_second"] > 1.5 * best
     for text in (done.stdout, (out / "advice.md").read_text()):
         assert "What holds it up: " in text and "bandwidth=10: " in text
-        assert " ".join(words[:6]) in text and "sbatch --nodes=3 --gpus-per-node=2" in text
+        assert shlex.join(words) in text and "sbatch --nodes=3 --gpus-per-node=2" in text
+        commands = commands_in(text)
+        assert {"mpirun", "sbatch", "python"} <= {
+            word for each in commands for word in each.split()
+        }
+        for command in commands:
+            check(command, tmp_path)
     assert (out / "advice.png").stat().st_size > 10_000
     again_there = advise("--describe", SMALL, *MODEL, "--out", out)
     assert again_there.returncode == 2 and "expected a folder without advice" in again_there.stderr
@@ -86,7 +95,8 @@ def test_what_a_sample_teaches_counts_by_table_or_pilot(tmp_path: Path) -> None:
         for each in known(json.loads((out / "advice.json").read_text()))
     }
     assert found["ar-sgd"]["a_sample_teaches"] == 1.0
-    assert found["asp"]["a_sample_teaches"] > 0 and found["asp"]["by"] == "pilot of 60 steps"
+    assert 0 < found["asp"]["a_sample_teaches"] <= 1
+    assert found["asp"]["by"].startswith("pilot of 60 steps, 1 seed")
     counts = found["asp"]["a_sample_teaches"] * found["asp"]["samples_per_second"]
     assert found["asp"]["counts"] == pytest.approx(counts)
 

@@ -1,0 +1,9 @@
+"""The adviser's sample efficiencies are those of the kept runs."""
+
+from __future__ import annotations
+
+from benchmarks import learned
+
+
+def test_adviser_has_the_sample_efficiencies_of_the_kept_runs() -> None:
+    assert learned.FILE.read_text(encoding="utf-8") == learned.written()
