@@ -47,7 +47,7 @@ def make_optimizer(context: Context, own: OwnOptimizer | None) -> Optimizer:
         if options.compression != "none" and options.dgc.clip is not None:
             sgd.clip = options.dgc.clip / sqrt(len(context.leaders))
         return sgd
-    optimizer = TorchOptimizer(own.given, context.module, x, own.scheduler)
+    optimizer = TorchOptimizer(own.given, context.module, x, own.scheduler, own.access)
     registry.check_optimizer(context.algorithm, options, optimizer)
     return optimizer
 

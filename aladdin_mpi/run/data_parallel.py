@@ -433,7 +433,7 @@ class DataParallel:
         self._succession.may_raise = lambda: self._loop.is_in_algorithm
         watch = None
         if self._is_own_loop and self.options.compute == "real":
-            watch = LoopWatch(self.module)
+            watch = LoopWatch(self.module, self._optimizer)
         try:
             yield from self._loop.batches(self._succession.run, watch)
         finally:

@@ -16,6 +16,7 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.optimizers import named
 from aladdin_mpi.optimizers.control import hyperparameters
 from aladdin_mpi.optimizers.part import same_kind
+from aladdin_mpi.optimizers.script_access import ScriptAccess
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Asked = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Factory
@@ -31,6 +32,8 @@ class OwnOptimizer:
     """An optimizer for a module's parameters, and its scheduler if it has one."""
 
     given: torch.optim.Optimizer
+    access: ScriptAccess
+    """To the objects of the script, of which there may be several."""
     scheduler: LRScheduler | None = None
 
     def describe(self) -> str:
@@ -102,7 +105,8 @@ def resolve(
         return None
     _check_optimizer(made, module)
     _check_scheduler(made, scheduler)
-    return OwnOptimizer(made, scheduler)
+    access = ScriptAccess(optimizer if isinstance(optimizer, Sequence) else [made])
+    return OwnOptimizer(made, access, scheduler)
 
 
 def _joined(several: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
