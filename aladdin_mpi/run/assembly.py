@@ -127,7 +127,8 @@ def assemble(
     else:
         folder = takeover.open_folder(transport)
     local = LocalState(context.replica, transport.shares_process, task.state)
-    optimizer = agree(transport, lambda: make_optimizer(context, task.optimizer))
+    steps = plan.total // plan.schedule_step if takeover is None else None
+    optimizer = agree(transport, lambda: make_optimizer(context, task.optimizer, steps))
     record = SkipRecord()
     skips = SkipReports(transport, task.skipped, record if transport.rank == 0 else None)
     role = agree(transport, lambda: _role(context, task, plan, lr, local, optimizer, skips))

@@ -27,7 +27,7 @@ from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.step import Compute
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.run.context import Context
-from aladdin_mpi.run.own_optimizer import OwnOptimizer
+from aladdin_mpi.run.own_optimizer import OwnOptimizer, check_length
 
 
 def momentum_sgd(options: RunOptions, x: Tensor) -> MomentumSGD:
@@ -35,8 +35,12 @@ def momentum_sgd(options: RunOptions, x: Tensor) -> MomentumSGD:
     return MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov)
 
 
-def make_optimizer(context: Context, own: OwnOptimizer | None) -> Optimizer:
+def make_optimizer(
+    context: Context, own: OwnOptimizer | None, steps: int | None = None
+) -> Optimizer:
     """The user's ``own``, or momentum SGD.
+
+    With ``steps`` the run begins, and makes so many of them.
 
     Raises:
         UserError: the algorithm cannot do with it.
@@ -47,6 +51,8 @@ def make_optimizer(context: Context, own: OwnOptimizer | None) -> Optimizer:
         if options.compression != "none" and options.dgc.clip is not None:
             sgd.clip = options.dgc.clip / sqrt(len(context.leaders))
         return sgd
+    if steps is not None:
+        check_length(own, steps)
     optimizer = TorchOptimizer(own.given, context.module, x, own.scheduler, own.access)
     registry.check_optimizer(context.algorithm, options, optimizer)
     return optimizer
