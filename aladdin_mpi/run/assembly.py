@@ -19,6 +19,7 @@ from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.control.heartbeats import Heartbeats
 from aladdin_mpi.data.skipped import SkippedImages, SkipRecord, SkipReports
+from aladdin_mpi.model.vectors import full
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.parameter_server.mirror import Kept, Mirror
 from aladdin_mpi.parameter_server.server_role import Server
@@ -251,7 +252,8 @@ def _measuring(
     elif evaluate is not None and seen is not None:
         evaluate = seen.measured(evaluate)
     transport, layout = context.transport, context.layout
-    snapshots = Snapshots(transport, layout, role, context.holders)
+    dtype = full(context.replica.parameters.dtype)
+    snapshots = Snapshots(transport, layout, role, context.holders, dtype)
     sizes = tuple(prod(shape) for shape in context.replica.shapes)
     places = draw_places(sizes, context.options.seed)
     variance = ModelVariance(

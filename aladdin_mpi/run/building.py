@@ -6,14 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 
+import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.compression.dgc import DeepGradientCompression
-from aladdin_mpi.compression.wires import make_codec
+from aladdin_mpi.compression.wires import FEW_BITS, make_codec
 from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.errors import UserError
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.from_torch import TorchOptimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
@@ -59,10 +61,21 @@ def make_optimizer(
 
 
 def make_wire(context: Context, optimizer: Optimizer, epoch: int) -> GradientCodec:
-    """How gradients are written for the wire; ``epoch``, in samples, is the unit of a warm-up."""
+    """How gradients are written for the wire; ``epoch``, in samples, is the unit of a warm-up.
+
+    Raises:
+        UserError: float64 would be rounded by default.
+    """
     options, x, layout = context.options, context.replica.parameters, context.layout
     moves_bytes = context.transport.needs_memory
-    wire = make_codec(context.algorithm.wire(options), layout, x.device, moves_bytes)
+    name = context.algorithm.wire(options)
+    if options.wire == "auto" and name in FEW_BITS and x.dtype == torch.float64:
+        raise UserError(
+            f"model: the parameters are float64, which {context.algorithm.name} rounds to {name} "
+            "on the wire unless --wire says otherwise. Pass --wire fp32, which sends float64 as "
+            f"it is, or --wire {name} to accept the rounding"
+        )
+    wire = make_codec(name, layout, x.device, moves_bytes, x.dtype)
     if options.compression == "none":
         return wire
     dgc = options.dgc
