@@ -133,6 +133,7 @@ class FollowingLink(GradientLink):
         self.layout = worker.layout
         self.wire = wire.plain
         self.leader = group[0]
+        self.sends_settings = False  # the leader does
         self.g = worker.replica.new_vector()
         self.sent = wire.buffer_for(self.g)
         # Straight into x, unless it may arrive damaged.

@@ -32,6 +32,11 @@ class Buffers:
         self._made: dict[int, Tensor] = {}
         self._totals: dict[int, Tensor] = {}
 
+    @property
+    def name(self) -> str:
+        """The dtype, as it is printed."""
+        return str(self.dtype).removeprefix("torch.")
+
     def load(self, values: Tensor, key: int) -> tuple[Tensor, Event | None]:
         """The buffer with ``values`` in it, and the event after which they are there, if any."""
         buffer = self._made.get(key)

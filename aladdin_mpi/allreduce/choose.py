@@ -39,7 +39,7 @@ def make(
         name: one of ``NAMES``.
         transport: among whose ranks is summed.
         device: where the gradients live; "meta" with timed computing.
-        wire_dtype: torch.float32, as without, or torch.bfloat16.
+        wire_dtype: torch.float32, as without, torch.float64 or torch.bfloat16.
 
     Raises:
         UserError: an unknown name, or what it stands for cannot be used on some rank.
@@ -61,7 +61,7 @@ def make(
         )
     if name == "horovod":
         _check(name, transport, over_horovod.obstacle(device, wire_dtype))
-        return HorovodAllReduce(transport, device)
+        return HorovodAllReduce(transport, device, wire_dtype)
     if name == "torch":
         _check(name, transport, over_torch.obstacle(device))
         return TorchAllReduce(transport, device, wire_dtype)
@@ -83,14 +83,15 @@ def by_transport(
         device: where the gradients live; "meta" with timed computing.
         wire_dtype: of what is sent.
     """
-    if wire_dtype != torch.float32:
+    if wire_dtype == torch.bfloat16:
         return DirectAllReduce(transport, device, wire_dtype)
+    ring = RingAllReduce(transport, device, wire_dtype)
     if name == "ring" or not transport.has_collectives:
-        return RingAllReduce(transport, device)
-    own = SingleAllReduce(transport, device)
+        return ring
+    own = SingleAllReduce(transport, device, wire_dtype)
     if name == "mpi" or transport.models_time or len(set(transport.hosts)) == 1:
         return own
-    return BySize(own, RingAllReduce(transport, device))
+    return BySize(own, ring)
 
 
 def _best(transport: Transport, device: torch.device) -> str:

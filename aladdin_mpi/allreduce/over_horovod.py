@@ -29,7 +29,7 @@ def obstacle(device: torch.device, wire_dtype: torch.dtype) -> str | None:
 
     Does not start it, nor load it where that would load a second MPI.
     """
-    if wire_dtype != torch.float32:
+    if wire_dtype == torch.bfloat16:
         return f"Horovod 0.28 sums fp32, not {wire_dtype}; use --wire fp32, or the backend mpi"
     compiled = library()
     if compiled is None:
@@ -77,7 +77,7 @@ def _horovod() -> Any:
 
 
 class HorovodAllReduce(AllReduce):
-    """Sums in fp32 by ``horovod.torch``, whose own thread does the work.
+    """Sums in ``dtype`` by ``horovod.torch``, whose own thread does the work.
 
     Raises:
         UserError: Horovod does not see the transport's ranks.
@@ -85,7 +85,7 @@ class HorovodAllReduce(AllReduce):
 
     name = "horovod"
 
-    def __init__(self, transport: Transport, device: torch.device) -> None:
+    def __init__(self, transport: Transport, device: torch.device, dtype: torch.dtype) -> None:
         global _users
         self._transport = transport
         self._hvd = _horovod()
@@ -98,7 +98,7 @@ class HorovodAllReduce(AllReduce):
                 f"{found[0]} of {found[1]} from Horovod; start all with one mpirun, not horovodrun"
             )
         on_device = device.type == "cuda"
-        self._buffers = Buffers(torch.float32, device, moves_bytes=True, on_device=on_device)
+        self._buffers = Buffers(dtype, device, moves_bytes=True, on_device=on_device)
 
     def start(self, values: Tensor, key: int) -> Pending:
         """See :meth:`AllReduce.start`."""
@@ -112,7 +112,7 @@ class HorovodAllReduce(AllReduce):
         import horovod
 
         over = "NCCL" if self._hvd.nccl_built() else "MPI"
-        return f"Horovod {horovod.__version__} over {over}: all-reduce in float32"
+        return f"Horovod {horovod.__version__} over {over}: all-reduce in {self._buffers.name}"
 
     def close(self) -> None:
         """See :meth:`AllReduce.close`."""

@@ -108,8 +108,8 @@ class TorchAllReduce(AllReduce):
 
     def describe(self) -> str:
         """See :meth:`AllReduce.describe`."""
-        dtype = str(self._buffers.dtype).removeprefix("torch.")
-        return f"torch.distributed over {self._backend_name}: all-reduce in {dtype}"
+        name = self._buffers.name
+        return f"torch.distributed over {self._backend_name}: all-reduce in {name}"
 
     def close(self) -> None:
         """See :meth:`AllReduce.close`."""

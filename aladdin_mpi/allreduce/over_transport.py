@@ -1,6 +1,6 @@
 """Sums over the transport itself: over MPI, and in virtual time.
 
-fp32 goes through the transport's all-reduce. bf16, which MPI does not add, is added here:
+fp32 and fp64 go through the transport's all-reduce. bf16, which MPI does not add, is added here:
 each rank receives its part of a bucket from all, adds it in fp32, and sends the sum to all.
 These are plain messages and no collectives: collectives have to start in one order on all
 ranks, and the moment at which a part is summed differs from rank to rank.
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class SingleAllReduce(AllReduce):
-    """Sums in fp32 by the transport's own all-reduce, over MPI into memory of its own."""
+    """Sums in ``dtype`` by the transport's own all-reduce, over MPI into memory of its own."""
 
     name = "mpi"
 
-    def __init__(self, transport: Transport, device: torch.device) -> None:
+    def __init__(self, transport: Transport, device: torch.device, dtype: torch.dtype) -> None:
         self._transport = transport
         self._moves_bytes = transport.needs_memory
-        self._buffers = Buffers(torch.float32, device, self._moves_bytes)
+        self._buffers = Buffers(dtype, device, self._moves_bytes)
         self._order = InOrder(transport, most=None)
 
     def start(self, values: Tensor, key: int) -> Pending:
@@ -53,7 +53,7 @@ class SingleAllReduce(AllReduce):
 
     def describe(self) -> str:
         """See :meth:`AllReduce.describe`."""
-        return describe(self._transport, "all-reduce in float32")
+        return describe(self._transport, f"all-reduce in {self._buffers.name}")
 
 
 class _Single(Pending):
@@ -196,8 +196,7 @@ class DirectAllReduce(AllReduce):
 
     def describe(self) -> str:
         """See :meth:`AllReduce.describe`."""
-        dtype = str(self._buffers.dtype).removeprefix("torch.")
-        return describe(self._transport, f"messages in {dtype}, added in float32")
+        return describe(self._transport, f"messages in {self._buffers.name}, added in float32")
 
 
 class _Direct(Pending):

@@ -31,22 +31,29 @@ GENERATIONS = 4
 
 
 class RingAllReduce(AllReduce):
-    """Sums in fp32, in the memory that is sent: on the CPU in the gradient's own.
+    """Sums in ``dtype``, in the memory that is sent: on the CPU in the gradient's own.
 
     Every sum is added up in one place and copied from there, so that all ranks get the same bits.
 
     Args:
         transport: among whose ranks is summed.
         device: where the gradients live.
+        dtype: of what is sent and added.
         generation: another one than those before whose messages may still be under way.
     """
 
     name = "ring"
 
-    def __init__(self, transport: Transport, device: torch.device, generation: int = 0) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        device: torch.device,
+        dtype: torch.dtype,
+        generation: int = 0,
+    ) -> None:
         self._transport = transport
         self._first_tag = FIRST_TAG + generation % GENERATIONS * TAGS
-        self._buffers = Buffers(torch.float32, device, transport.needs_memory)
+        self._buffers = Buffers(dtype, device, transport.needs_memory)
         self.in_order = collectives.HostByHost(transport.hosts)
         self._under_way: list[_Sum] = []
         self._dead: int | None = None
@@ -82,7 +89,7 @@ class RingAllReduce(AllReduce):
 
     def describe(self) -> str:
         """See :meth:`AllReduce.describe`."""
-        return describe(self._transport, "messages around a ring, added in float32")
+        return describe(self._transport, f"messages around a ring, added in {self._buffers.name}")
 
 
 class _Sum(Pending):

@@ -97,8 +97,8 @@ class SurvivingSums:
         if len(self._members) == transport.size:
             return choose.by_transport(self._name, transport, self._device, dtype)
         part = PartOfRanks(transport, self._members)
-        if dtype == torch.float32:
-            return RingAllReduce(part, self._device, self._generation)
+        if dtype != torch.bfloat16:
+            return RingAllReduce(part, self._device, dtype, self._generation)
         return DirectAllReduce(part, self._device, dtype, of_generation(self._generation))
 
     def describe(self) -> str:

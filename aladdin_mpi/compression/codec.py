@@ -105,7 +105,7 @@ class DenseWire(GradientCodec):
     values are copied to pinned memory on a side stream, in the wire's dtype.
 
     Args:
-        dtype: of the values on the wire: torch.float32 or torch.bfloat16.
+        dtype: of the values on the wire: torch.float32, torch.float64 or torch.bfloat16.
         device: where the vectors live; "meta" with timed computing, when nothing is
             copied.
         moves_bytes: whether the transport needs real memory, as over MPI, or sizes do.

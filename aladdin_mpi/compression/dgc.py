@@ -23,16 +23,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
-from aladdin_mpi.compression.difference import DifferenceDecoder, DifferenceEncoder
+from aladdin_mpi.compression.difference import (
+    DifferenceDecoder,
+    DifferenceEncoder,
+    index_dtype,
+    index_values,
+)
 from aladdin_mpi.compression.select import select
 from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.transport.request import Event
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-INDEX_BYTES = 4
-"""Positions in a bucket are int32."""
 
 
 class _Parts(NamedTuple):
@@ -51,8 +53,8 @@ class _Parts(NamedTuple):
 class DeepGradientCompression(GradientCodec):
     """The codec, with ``v``: the values that a worker has not sent yet.
 
-    A message holds the positions chosen (int32, relative to the bucket), then their
-    values, then the bucket's vectors whole; values in the wire's dtype. Where that
+    A message holds the positions chosen (int32, with float64 int64, relative to the bucket), then
+    their values, then the bucket's vectors whole; values in the wire's dtype. Where that
     would not be shorter the bucket is sent whole, as without compression: all of
     ``v``, and momentum is left alone. The error of rounding to the wire's dtype
     stays in ``v``. What waits in ``v`` at the end of a run is not sent.
@@ -86,7 +88,7 @@ class DeepGradientCompression(GradientCodec):
         self._velocity = velocity
         self._sample = sample
         self._parts = [_parts(bucket, shapes) for bucket in layout.buckets]
-        self._index_values = INDEX_BYTES // wire.dtype.itemsize
+        self._index_values = index_values(wire.dtype)
         self._lengths: dict[tuple[int, float], int] = {}
         self.left: Tensor | None = None
         """``v``, flat; None as long as everything has been sent."""
@@ -179,7 +181,7 @@ class DeepGradientCompression(GradientCodec):
         if self._velocity is not None:
             self._velocity[bucket.part].index_fill_(0, indices, 0.0)
         vectors = (self._take(left[part]) for part in parts.vectors)
-        return _joined((indices.to(torch.int32), chosen, *vectors), self.dtype)
+        return _joined((indices.to(index_dtype(self.dtype)), chosen, *vectors), self.dtype)
 
     # -- receiving -------------------------------------------------------------
     def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
@@ -191,7 +193,7 @@ class DeepGradientCompression(GradientCodec):
             return
         count = self.selected(bucket, message.numel())
         values = message[count * self._index_values :]
-        indices = message[: count * self._index_values].view(torch.int32)
+        indices = message[: count * self._index_values].view(index_dtype(self.dtype))
         target.index_add_(0, indices, values[:count].to(target.dtype), alpha=alpha)
         start = count
         for part in self._parts[bucket.index].vectors:

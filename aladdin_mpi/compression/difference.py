@@ -1,8 +1,8 @@
 """The model that a server sends back, as its difference from the one that it sent last.
 
 Where gradients leave most values out, most of the model is what a worker has already.
-A message holds the positions (int32, relative to the bucket) and the new values of
-what has changed, to the bit; or all values, where that is not longer. Values, not
+A message holds the positions (int32, with float64 int64, relative to the bucket) and the new
+values of what has changed, to the bit; or all values, where that is not longer. Values, not
 differences of values, so that the worker's copy equals the server's exactly.
 """
 
@@ -19,12 +19,20 @@ from aladdin_mpi.model.layout import Bucket
 if TYPE_CHECKING:
     from torch import Tensor
 
-INDEX_BYTES = 4
+
+def index_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of positions beside values of ``dtype``: of at least as many bytes."""
+    return torch.int64 if dtype.itemsize == 8 else torch.int32
+
+
+def index_values(dtype: torch.dtype) -> int:
+    """Return the length of a position, in values of ``dtype``."""
+    return index_dtype(dtype).itemsize // dtype.itemsize
 
 
 def _entry(dtype: torch.dtype) -> int:
     """Length of a position and a value, in values of ``dtype``."""
-    return 1 + INDEX_BYTES // dtype.itemsize
+    return 1 + index_values(dtype)
 
 
 class DifferenceEncoder(ModelEncoder):
@@ -65,7 +73,7 @@ class DifferenceEncoder(ModelEncoder):
         if last is None:
             self._last[key] = new.clone()
             return _whole(new, room)
-        bits = torch.int32 if self._dtype.itemsize == 4 else torch.int16
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[self._dtype.itemsize]
         changed = (new.view(bits) != last.view(bits)).nonzero().view(-1)
         if changed.numel() * _entry(self._dtype) >= bucket.numel:
             last.copy_(new)
@@ -94,7 +102,7 @@ def _whole(values: Tensor, room: Tensor) -> Tensor:
 def _sparse(changed: Tensor, values: Tensor, room: Tensor) -> Tensor:
     length = changed.numel() * _entry(values.dtype)
     message = room[:length]
-    message[: length - values.numel()].view(torch.int32).copy_(changed)
+    message[: length - values.numel()].view(index_dtype(values.dtype)).copy_(changed)
     message[length - values.numel() :].copy_(values)
     return message
 
@@ -122,5 +130,5 @@ class DifferenceDecoder(ModelDecoder):
         if last is None:
             return None
         count = message.numel() // _entry(message.dtype)
-        places = message[: message.numel() - count].view(torch.int32).long()
+        places = message[: message.numel() - count].view(index_dtype(message.dtype)).long()
         return last.index_copy_(0, places, message[message.numel() - count :])

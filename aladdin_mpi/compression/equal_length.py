@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from aladdin_mpi.compression.dgc import INDEX_BYTES, DeepGradientCompression
+from aladdin_mpi.compression.dgc import DeepGradientCompression
+from aladdin_mpi.compression.difference import index_dtype, index_values
 from aladdin_mpi.model.layout import Bucket
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def pack(codec: DeepGradientCompression, message: Tensor, part: Tensor) -> None:
     if message.is_meta or codec.plain.device.type == "meta":
         return
     head = _head(codec)
-    part[:head].view(torch.int32).fill_(message.numel())
+    part[:head].view(index_dtype(codec.dtype)).fill_(message.numel())
     part[head : head + message.numel()] = message
 
 
@@ -58,10 +57,10 @@ def add_packed(
     head = _head(codec)
     there, _ = codec.plain.fetch(gathered)
     for here, part in zip(gathered.view(parts, -1), there.view(parts, -1), strict=True):
-        length = int(here[:head].view(torch.int32))
+        length = int(here[:head].view(index_dtype(codec.dtype)))
         codec.add(bucket, part[head : head + length], target, alpha)
 
 
 def _head(codec: DeepGradientCompression) -> int:
-    """Values of the wire's dtype that are as long as an int32, as the length in front is."""
-    return INDEX_BYTES // codec.dtype.itemsize
+    """Values of the wire's dtype that are as long as a position, as the length in front is."""
+    return index_values(codec.dtype)

@@ -7,6 +7,7 @@ import torch
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.compression.few_bits import FewBitsCodec
 from aladdin_mpi.model.layout import Layout
+from aladdin_mpi.model.vectors import full
 
 FEW_BITS = {"int8": 8, "int4": 4}
 """Those that round to so many bits, and send later what that has lost."""
@@ -24,15 +25,23 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def make_codec(
-    name: str, layout: Layout, device: torch.device, moves_bytes: bool = True
+    name: str,
+    layout: Layout,
+    device: torch.device,
+    moves_bytes: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> GradientCodec:
     """The codec of a ``--wire``.
 
     Args:
-        name: fp32, bf16 or one of ``FEW_BITS``.
+        name: fp32, which does not round models in float64 either, bf16 or one of ``FEW_BITS``.
         layout: of the flat vector.
         device: where the vectors live.
         moves_bytes: see :class:`DenseWire`.
+        dtype: of the flat vector; None: float32.
     """
-    wire = DenseWire(_dtype(name), device, moves_bytes)
+    on_wire = _dtype(name)
+    if name == "fp32" and dtype is not None:
+        on_wire = full(dtype)
+    wire = DenseWire(on_wire, device, moves_bytes)
     return FewBitsCodec(wire, layout, FEW_BITS[name]) if name in FEW_BITS else wire

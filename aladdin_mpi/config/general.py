@@ -363,7 +363,8 @@ class GeneralOptions(BaseModel):
         "auto",
         "number format of what is sent; int8, int4: in blocks with a scale each, for algorithms "
         "with servers; gradients make up for their rounding, and models are sent as differences; "
-        "auto: int8 for aladdin-ahead, and int4 where links are full; fp32 for all others",
+        "auto: int8 for aladdin-ahead, and int4 where links are full; fp32 for all others; "
+        "fp32 sends models in float64 in float64",
         group="communication",
     )
 

@@ -104,7 +104,12 @@ def is_finite(x: Tensor) -> bool:
 
 def total(x: Tensor) -> Tensor:
     """The sum of ``x``, in fp32 at least."""
-    return x.sum(dtype=torch.promote_types(x.dtype, torch.float32))
+    return x.sum(dtype=full(x.dtype))
+
+
+def full(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that values of ``dtype`` are added and sent in: float32 or float64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _squares(x: Tensor) -> bool:

@@ -113,3 +113,7 @@ class Optimizer(ABC):
             UserError: it cannot be cut anew.
         """
         self.load_state_dict(state)
+
+    def close(self) -> None:
+        """The run has ended."""
+        return

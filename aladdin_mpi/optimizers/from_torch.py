@@ -16,8 +16,10 @@ from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.control import hyperparameters, numbers, write_numbers
 from aladdin_mpi.optimizers.inherited import Inherited
 from aladdin_mpi.optimizers.initial import Segment, alike, initial_state
+from aladdin_mpi.optimizers.parameter_states import states_of_parameters, states_of_rows
 from aladdin_mpi.optimizers.part import OptimizerPart, Piece
 from aladdin_mpi.optimizers.probe import Granularity, granularity
+from aladdin_mpi.optimizers.script_access import ScriptAccess, States
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,6 +41,7 @@ class TorchOptimizer(Optimizer):
         module: whose trainable parameters make up the flat vector.
         like: the flat vector.
         scheduler: of ``given``; it goes on with every step of any worker.
+        access: the script's to ``given``.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class TorchOptimizer(Optimizer):
         module: nn.Module,
         like: Tensor,
         scheduler: LRScheduler | None = None,
+        access: ScriptAccess | None = None,
     ) -> None:
         self.given = given
         self.name = type(given).__name__
@@ -61,6 +65,8 @@ class TorchOptimizer(Optimizer):
         self._previous: Tensor | None = None
         self._steps = 0
         self._scheduled = scheduler.last_epoch if scheduler is not None else 0
+        self._access = access or ScriptAccess()
+        self._access.follow(self._parameter_states)
 
     @property
     def momentum(self) -> float:  # type: ignore[override]
@@ -146,6 +152,7 @@ class TorchOptimizer(Optimizer):
         return self._scratch[: x.numel()].copy_(x)
 
     def _part(self, part: slice) -> OptimizerPart:
+        self._access.note_use()
         key = part.start, part.stop
         if key not in self._parts:
             made = self._parts[key] = self._rows(part) if self.takes_parts else self._shaped(part)
@@ -189,6 +196,7 @@ class TorchOptimizer(Optimizer):
     # -- hyperparameters ------------------------------------------------------------------
     def settings(self) -> tuple[float, ...]:
         """See :meth:`Optimizer.settings`."""
+        self._access.note_use()
         return numbers(self.given)
 
     def adopt(self, settings: tuple[float, ...]) -> None:
@@ -254,6 +262,17 @@ class TorchOptimizer(Optimizer):
                 self._inherited.add(first, first + piece.numel, cut.state_of(leaf))
         if parts:
             self._inherited.keep(parts)
+
+    def _parameter_states(self) -> States | None:
+        """Return copies of the parameters' states; None if other ranks have some of them."""
+        if self.takes_parts:
+            parts = [(start, part) for (start, _), part in self._parts.items()]
+            return states_of_rows(self._owned, parts, self._inherited.state_dict())
+        return next((states_of_parameters(self._owned, p) for p in self._parts.values()), None)
+
+    def close(self) -> None:
+        """See :meth:`Optimizer.close`."""
+        self._access.close()
 
     def _take_up(self, state: dict[str, Any]) -> None:
         """All but the states of the parts."""

@@ -1,4 +1,4 @@
-"""Gradients of one bucket, summed in fp32."""
+"""Gradients of one bucket, summed in fp32 at least."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aladdin_mpi.model.vectors import add_if_finite, cut
+from aladdin_mpi.model.vectors import add_if_finite, cut, full
 from aladdin_mpi.parameter_server.intake import Arrival
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class GradientSum:
     """
 
     def __init__(self, numel: int, largest: int, like: Tensor) -> None:
-        self._storage = torch.zeros(largest, dtype=torch.float32, device=like.device)
+        self._storage = torch.zeros(largest, dtype=full(like.dtype), device=like.device)
         self._numel = numel
         self.count = 0
 
@@ -70,7 +70,7 @@ class GradientSum:
 
     def _is_kept(self, arrival: Arrival) -> bool:
         """Whether the memory that it was received in can hold the sum."""
-        return arrival.is_dense and arrival.storage.dtype == torch.float32
+        return arrival.is_dense and arrival.storage.dtype == self._storage.dtype
 
     def clear(self) -> None:
         """Start a new sum."""

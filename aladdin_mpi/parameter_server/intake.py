@@ -11,7 +11,7 @@ import torch
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Bucket
-from aladdin_mpi.model.vectors import add, cut, is_finite
+from aladdin_mpi.model.vectors import add, cut, full, is_finite
 from aladdin_mpi.parameter_server.frames import Header, Kind, new_header
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Request
@@ -68,7 +68,7 @@ class Arrival:
         values = cut(self.storage, 0, self.bucket.numel)
         if self.is_dense:
             return values
-        values = torch.zeros_like(values, dtype=torch.float32)
+        values = torch.zeros_like(values, dtype=full(values.dtype))
         self.add_to(values)
         return values
 

@@ -76,20 +76,28 @@ class Outbox(Stateful):
         vector = self._new_vector()
         return _Slot(vector, self._codec.buffer_for(vector))
 
-    def begin(self, samples: int, count: int = 1, notes: NotesFor = ()) -> Tensor:
-        """A vector for the next ``count`` gradients, from sample ``samples`` on.
+    def begin(self, samples: int, count: int = 1, notes: NotesFor | None = ()) -> Tensor:
+        """Return a vector for the next ``count`` gradients, from sample ``samples`` on.
 
-        It holds anything. ``notes`` go with it, unless it is added to another one; a function
-        is asked for those of each server when it leaves.
+        Its contents are undefined. ``notes`` are sent with it, unless it is added to another one;
+        a function is called for those of each server when it leaves. None: :meth:`announce` is
+        called with the notes before the first :meth:`put`.
         """
         self._reclaim()
         # At most ring in flight, one that waits and this one.
         slot = self._current = self._free.pop() if self._free else self._new_slot()
-        slot.count, slot.samples, slot.notes = count, samples, notes
+        slot.count, slot.samples = count, samples
         self._live = self._waiting is None and len(self._in_flight) < self._ring
-        if self._live:
-            self._announce(slot)
+        if notes is not None:
+            self.announce(notes)
         return slot.vector
+
+    def announce(self, notes: NotesFor) -> None:
+        """Send the current gradient's header with ``notes``, or keep them if it has to wait."""
+        assert self._current is not None
+        self._current.notes = notes
+        if self._live:
+            self._announce(self._current)
 
     def put(self, bucket: Bucket) -> None:
         """The bucket of the current gradient is complete: send it, if its turn has come."""

@@ -96,14 +96,16 @@ class GradientLink(ServerLink):
         super().__init__(worker, wire)
         self.optimizer = optimizer
         self.momentum = momentum
+        self.sends_settings = not momentum and bool(optimizer.settings())
+        """The servers make the steps, by rates that are set at the workers."""
 
     def push(self, batch: Ticket) -> Tensor:
         """Compute the gradient and push it.
 
         Returns the gradient, to be read only, until the next is begun.
         """
-        # Who makes the steps has to know the rates, which are set at the workers.
-        notes = () if self.momentum else self.optimizer.settings()
+        # The training loop may set rates until backward completes the first bucket.
+        notes = None if self.sends_settings else ()
         g = self.outbox.begin(batch.start, self.gradients_in(batch), notes)
         self.worker.gradient(g, self._send(g))
         self.outbox.end()
@@ -115,6 +117,8 @@ class GradientLink(ServerLink):
 
     def _send(self, g: Tensor) -> Callable[[Bucket], None]:
         def on_bucket(bucket: Bucket) -> None:
+            if self.sends_settings and bucket.index == 0:
+                self.outbox.announce(self.optimizer.settings())
             mine = bucket.of(g)
             if self.worker.share != 1.0:
                 scale(mine, self.worker.share)

@@ -48,7 +48,8 @@ class Server(Role):
         The arguments as in :meth:`ParameterServer.gradients`.
         """
         for arrival in self.server.gradients(on_end, look):
-            if self.optimizer is not None:
+            # A worker without samples in a round has not run the loop that sets the rates.
+            if self.optimizer is not None and arrival.count:
                 self.optimizer.adopt(arrival.notes)
             self.applied[arrival.bucket.index] += arrival.count
             yield arrival

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from aladdin_mpi.compression.codec import DenseWire
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Bucket
-from aladdin_mpi.model.vectors import copy
+from aladdin_mpi.model.vectors import copy, full
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.worker import Worker
@@ -22,7 +20,7 @@ class LedWorker(TrainingWorker):
         super().__init__(worker, optimizer)
         self.leader = leader
         needs_memory = worker.transport.needs_memory
-        self.wire = DenseWire(torch.float32, self.x.device, needs_memory)
+        self.wire = DenseWire(full(self.x.dtype), self.x.device, needs_memory)
         self.g = worker.replica.new_vector()
         self.sent = self.wire.buffer_for(self.g)
         self.model = self.wire.buffer(self.layout.numel)

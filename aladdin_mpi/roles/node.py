@@ -20,7 +20,7 @@ from aladdin_mpi.compression.codec import DenseWire
 from aladdin_mpi.control.budget import Draws, Report, Ticket
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Bucket, Layout
-from aladdin_mpi.model.vectors import add, scale
+from aladdin_mpi.model.vectors import add, full, scale
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Event, Request, numbers_of
 from aladdin_mpi.transport.sealed import is_void
@@ -56,7 +56,7 @@ class NodeLeader:
         self._layout = layout
         self._others = list(ranks[1:])
         self._x = x
-        self._wire = DenseWire(torch.float32, x.device, transport.needs_memory)
+        self._wire = DenseWire(full(x.dtype), x.device, transport.needs_memory)
         self._model = self._wire.buffer(layout.numel)
         self._received = {rank: self._wire.buffer(layout.numel) for rank in self._others}
         self._taken: dict[int, Event] = {}

@@ -20,6 +20,7 @@ from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.control.heartbeats import Heartbeats
 from aladdin_mpi.data.skipped import SkippedImages, SkipRecord, SkipReports
 from aladdin_mpi.model.projection import Projection
+from aladdin_mpi.model.vectors import full
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.parameter_server.mirror import Kept, Mirror
 from aladdin_mpi.parameter_server.server_role import Server
@@ -137,7 +138,8 @@ def assemble(
     else:
         folder = takeover.open_folder(transport)
     local = LocalState(context.replica, transport.shares_process, task.state)
-    optimizer = agree(transport, lambda: make_optimizer(context, task.optimizer))
+    steps = plan.total // plan.schedule_step if takeover is None else None
+    optimizer = agree(transport, lambda: make_optimizer(context, task.optimizer, steps))
     record = SkipRecord()
     skips = SkipReports(transport, task.skipped, record if transport.rank == 0 else None)
     role = agree(transport, lambda: _role(context, task, plan, lr, local, optimizer, skips))
@@ -264,7 +266,8 @@ def _measuring(
     elif evaluate is not None and seen is not None:
         evaluate = seen.measured(evaluate)
     transport, layout = context.transport, context.layout
-    snapshots = Snapshots(transport, layout, role, context.holders, context.projections)
+    dtype = full(context.replica.parameters.dtype)
+    snapshots = Snapshots(transport, layout, role, context.holders, dtype, context.projections)
     sizes = tuple(prod(shape) for shape in context.replica.shapes)
     places = draw_places(sizes, context.options.seed)
     variance = ModelVariance(

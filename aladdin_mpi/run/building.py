@@ -6,14 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 
+import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.compression.dgc import DeepGradientCompression
-from aladdin_mpi.compression.wires import make_codec
+from aladdin_mpi.compression.wires import FEW_BITS, make_codec
 from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.errors import UserError
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.from_torch import TorchOptimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
@@ -27,7 +29,7 @@ from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.roles.step import Compute
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.run.context import Context
-from aladdin_mpi.run.own_optimizer import OwnOptimizer
+from aladdin_mpi.run.own_optimizer import OwnOptimizer, check_length
 
 
 def momentum_sgd(options: RunOptions, x: Tensor) -> MomentumSGD:
@@ -35,8 +37,12 @@ def momentum_sgd(options: RunOptions, x: Tensor) -> MomentumSGD:
     return MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov)
 
 
-def make_optimizer(context: Context, own: OwnOptimizer | None) -> Optimizer:
+def make_optimizer(
+    context: Context, own: OwnOptimizer | None, steps: int | None = None
+) -> Optimizer:
     """The user's ``own``, or momentum SGD.
+
+    With ``steps`` the run begins, and makes so many of them.
 
     Raises:
         UserError: the algorithm cannot do with it.
@@ -47,16 +53,29 @@ def make_optimizer(context: Context, own: OwnOptimizer | None) -> Optimizer:
         if options.compression != "none" and options.dgc.clip is not None:
             sgd.clip = options.dgc.clip / sqrt(len(context.leaders))
         return sgd
-    optimizer = TorchOptimizer(own.given, context.module, x, own.scheduler)
+    if steps is not None:
+        check_length(own, steps)
+    optimizer = TorchOptimizer(own.given, context.module, x, own.scheduler, own.access)
     registry.check_optimizer(context.algorithm, options, optimizer)
     return optimizer
 
 
 def make_wire(context: Context, optimizer: Optimizer, epoch: int) -> GradientCodec:
-    """How gradients are written for the wire; ``epoch``, in samples, is the unit of a warm-up."""
+    """How gradients are written for the wire; ``epoch``, in samples, is the unit of a warm-up.
+
+    Raises:
+        UserError: float64 would be rounded by default.
+    """
     options, x, layout = context.options, context.replica.parameters, context.layout
     moves_bytes = context.transport.needs_memory
-    wire = make_codec(context.algorithm.wire(options), layout, x.device, moves_bytes)
+    name = context.algorithm.wire(options)
+    if options.wire == "auto" and name in FEW_BITS and x.dtype == torch.float64:
+        raise UserError(
+            f"model: the parameters are float64, which {context.algorithm.name} rounds to {name} "
+            "on the wire unless --wire says otherwise. Pass --wire fp32, which sends float64 as "
+            f"it is, or --wire {name} to accept the rounding"
+        )
+    wire = make_codec(name, layout, x.device, moves_bytes, x.dtype)
     if options.compression == "none":
         return wire
     dgc = options.dgc

@@ -435,7 +435,8 @@ class DataParallel:
         watch = None
         if self._is_own_loop and self.options.compute == "real":
             takes_writes = self.algorithm.takes_writes or self.transport.size == 1
-            watch = LoopWatch(self.module, "" if takes_writes else self.algorithm.name)
+            loses_writes = "" if takes_writes else self.algorithm.name
+            watch = LoopWatch(self.module, self._optimizer, loses_writes)
         try:
             yield from self._loop.batches(self._succession.run, watch)
             if self._by_epochs and not self.is_server:

@@ -20,6 +20,7 @@ from aladdin_mpi.accelerator import enter, is_accelerator
 from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.replica import Replica
+from aladdin_mpi.model.vectors import full
 from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.run.measurement import Measurement, Sums, added
@@ -74,6 +75,7 @@ class DividedEvaluation:
         self, context: Context, measurement: Measurement, after: Callable[[], None]
     ) -> None:
         self._context = context
+        self._dtype = full(context.replica.parameters.dtype)
         self._figures = measurement.figures
         self._transport = transport = context.transport
         self._part = None if context.is_server else _Part(context.module, measurement, after)
@@ -87,7 +89,7 @@ class DividedEvaluation:
         self._done: Callable[[Figures], None] = _nobody
         self._give_up: Callable[[], None] = _nothing
         transport.exclude_from_traffic(Tag.EVALUATE, Tag.EVALUATED)
-        length = max(4 * min(PIECE, context.replica.numel), 8 * transport.size)
+        length = max(self._dtype.itemsize * min(PIECE, context.replica.numel), 8 * transport.size)
         transport.on_message(Tag.EVALUATE, HEAD_BYTES + length, self._collect)
         if transport.rank == 0:
             transport.on_message(Tag.EVALUATED, SUMS_BYTES, self._take)
@@ -105,7 +107,7 @@ class DividedEvaluation:
         """Have a model measured.
 
         Args:
-            vector: the model, flat, fp32 on the CPU; it is left alone until the end.
+            vector: the model, flat, on the CPU; it is left alone until the end.
             done: called with what it measures over all parts, as a handler.
             give_up: called instead where a worker has failed.
         """
@@ -163,9 +165,9 @@ class DividedEvaluation:
         number, start = message[:HEAD_BYTES].clone().view(torch.int64).tolist()
         values = message[HEAD_BYTES:].clone()
         if start == RANKS:
-            numel = self._context.replica.numel
+            numel, dtype = self._context.replica.numel, self._dtype
             ranks = values.view(torch.int64).tolist()
-            self._arriving = _Arriving(number, ranks, torch.empty(numel), numel)
+            self._arriving = _Arriving(number, ranks, torch.empty(numel, dtype=dtype), numel)
         arriving = self._arriving
         if arriving is None or arriving.number != number:
             return  # a rank on its way has died
@@ -174,7 +176,7 @@ class DividedEvaluation:
             self._pass_on(message.clone(), behind[0])
         if start == RANKS:
             return
-        piece = values.view(torch.float32)
+        piece = values.view(self._dtype)
         arriving.vector[start : start + len(piece)] = piece
         arriving.missing -= len(piece)
         if not arriving.missing:

@@ -12,6 +12,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.visible_writes import VisibleWrites
+from aladdin_mpi.optimizers.script_access import ScriptAccess
+from aladdin_mpi.run.own_optimizer import OwnOptimizer
 
 KEPT = (
     "the run trains the parameters that the model had when run.batches() began, where they were in "
@@ -43,13 +45,17 @@ class LoopWatch:
 
     Args:
         module: whose parameters the run trains; their memory is the run's already.
+        own: the script's optimizer; None: the built-in one.
         loses_writes: the algorithm that would lose what the loop writes into trained parameters
             between two steps; empty if that takes part.
     """
 
-    def __init__(self, module: nn.Module, loses_writes: str = "") -> None:
+    def __init__(
+        self, module: nn.Module, own: OwnOptimizer | None = None, loses_writes: str = ""
+    ) -> None:
         self._loses_writes = loses_writes
         self._module = module
+        self._access = ScriptAccess() if own is None else own.access
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self._trained = [p.requires_grad for p in self._names]
         self._flat = [p for p in self._names if p.requires_grad]
@@ -84,14 +90,16 @@ class LoopWatch:
     def begin(self) -> None:
         """A batch is handed out."""
         self._versions = [p._version for p in self._names]
+        self._access.begin_batch()
 
     def end(self) -> None:
         """step() has been called.
 
         Raises:
-            UserError: parameters were changed, replaced, frozen or unfrozen meanwhile, or gradients
-                scaled.
+            UserError: parameters were changed, replaced, frozen or unfrozen meanwhile, gradients
+                scaled, or hyperparameters changed too late.
         """
+        self._access.end_batch()
         # One look at all of them first: this is done in every step.
         if [p._version for p in self._names] != self._versions:
             self._refuse_changed()

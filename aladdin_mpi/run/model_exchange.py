@@ -9,6 +9,7 @@ from torch import Tensor
 
 from aladdin_mpi.control.exchange import allreduce_tensor, broadcast_tensor, gather
 from aladdin_mpi.model.replica import Replica
+from aladdin_mpi.model.vectors import full
 from aladdin_mpi.process import guard
 from aladdin_mpi.roles.role import Role
 from aladdin_mpi.run.context import Context
@@ -49,7 +50,7 @@ def collect_model(context: Context, role: Role, without: Sequence[int] = ()) -> 
     transport, replica = context.transport, context.replica
     if not isinstance(replica, Replica):
         return None
-    vector = torch.zeros(replica.numel)
+    vector = torch.zeros(replica.numel, dtype=full(replica.parameters.dtype))
     for bucket in context.layout.buckets:
         holders = context.holders(bucket)
         mine, weight = vector[bucket.part], 0.0

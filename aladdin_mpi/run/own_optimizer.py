@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.data.user_code import import_function
@@ -16,6 +16,7 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.optimizers import named
 from aladdin_mpi.optimizers.control import hyperparameters
 from aladdin_mpi.optimizers.part import same_kind
+from aladdin_mpi.optimizers.script_access import ScriptAccess
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Asked = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Factory
@@ -31,6 +32,8 @@ class OwnOptimizer:
     """An optimizer for a module's parameters, and its scheduler if it has one."""
 
     given: torch.optim.Optimizer
+    access: ScriptAccess
+    """To the objects of the script, of which there may be several."""
     scheduler: LRScheduler | None = None
 
     def describe(self) -> str:
@@ -102,7 +105,8 @@ def resolve(
         return None
     _check_optimizer(made, module)
     _check_scheduler(made, scheduler)
-    return OwnOptimizer(made, scheduler)
+    access = ScriptAccess(optimizer if isinstance(optimizer, Sequence) else [made])
+    return OwnOptimizer(made, access, scheduler)
 
 
 def _joined(several: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
@@ -145,6 +149,12 @@ def _named(module: nn.Module, options: RunOptions) -> torch.optim.Optimizer | No
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
     name = type(optimizer).__name__
+    if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
+        raise UserError(
+            f"optimizer: {name} takes two steps for each batch, but run.step() takes one. Pass "
+            "the optimizer that it wraps, and compute the gradient at the perturbed parameters "
+            "in the loop, as docs/running.md shows for SAM"
+        )
     ours = set(module.parameters())
     strange = [p for group in optimizer.param_groups for p in group["params"] if p not in ours]
     inner = [
@@ -166,6 +176,22 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> Non
     ):
         if wrong:
             raise UserError(f"optimizer: expected {expected}; {remedy}")
+
+
+def check_length(own: OwnOptimizer, steps: int) -> None:
+    """Check that the scheduler lasts for ``steps`` steps.
+
+    Raises:
+        UserError: it would raise an error in the middle of the run.
+    """
+    if isinstance(own.scheduler, OneCycleLR):
+        lasts = own.scheduler.total_steps - own.scheduler.last_epoch
+        if lasts < steps:
+            raise UserError(
+                f"scheduler: OneCycleLR ends after {lasts} steps, but this run makes {steps}. It "
+                "advances by one for each batch_size * accumulate samples of any worker, or with "
+                f"steps= for each step of all. Make it with total_steps={steps}"
+            )
 
 
 def _check_scheduler(optimizer: torch.optim.Optimizer, scheduler: object) -> None:

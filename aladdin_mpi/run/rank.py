@@ -153,6 +153,7 @@ class Rank:
         if context.transport.comes_apart_without(0):
             broadcast(context.transport, None)  # rank 0 has written all: nobody is needed any more
         self._leave()
+        self.optimizer.close()
         return summary
 
     def _copy_own_model(self) -> Tensor:

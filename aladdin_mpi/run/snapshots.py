@@ -27,6 +27,7 @@ class Snapshots:
     Args:
         role: this rank's.
         holders: the ranks whose weighted mean is the model's bucket.
+        dtype: of the copies.
         projections: applied to a copy, which may be a mean of several models.
     """
 
@@ -36,8 +37,10 @@ class Snapshots:
         layout: Layout,
         role: Role,
         holders: Callable[[Bucket], range],
+        dtype: torch.dtype,
         projections: Projections,
     ) -> None:
+        self._dtype = dtype
         self._projections = projections
         self._transport = transport
         self._layout = layout
@@ -53,7 +56,8 @@ class Snapshots:
         if self._others:
             transport.on_message(Tag.SNAPSHOT, 1, self._answer)
             if transport.rank == 0:
-                transport.on_message(Tag.SHARD, FRAME_BYTES + 4 * layout.largest, self._collect)
+                most = FRAME_BYTES + dtype.itemsize * layout.largest
+                transport.on_message(Tag.SHARD, most, self._collect)
 
     @property
     def busy(self) -> bool:
@@ -61,9 +65,9 @@ class Snapshots:
         return bool(self._missing)
 
     def take(self, done: Callable[[Tensor], None]) -> None:
-        """At rank 0: start to collect a copy; ``done`` is called with it (flat, fp32, CPU)."""
+        """At rank 0: start to collect a copy; ``done`` is called with it (flat, on the CPU)."""
         self._done = done
-        self._vector = torch.zeros(self._layout.numel)
+        self._vector = torch.zeros(self._layout.numel, dtype=self._dtype)
         self._weights = [0.0] * len(self._layout.buckets)
         failed = self._transport.failed
         self._missing = {
@@ -95,13 +99,13 @@ class Snapshots:
         for bucket in self._mine():
             weight = self._role.weight(bucket)
             head = torch.tensor([bucket.index, weight], dtype=torch.float64)
-            values = self._role.part(bucket).detach().to("cpu", torch.float32)
+            values = self._role.part(bucket).detach().to("cpu", self._dtype)
             frame = torch.cat([head.view(torch.uint8), values.view(torch.uint8)])
             self._transport.isend(frame, source, Tag.SHARD)
 
     def _collect(self, source: int, message: Tensor) -> None:
         index, weight = message[:FRAME_BYTES].clone().view(torch.float64).tolist()
-        values = message[FRAME_BYTES:].clone().view(torch.float32)
+        values = message[FRAME_BYTES:].clone().view(self._dtype)
         self._add(source, self._layout.buckets[int(index)], weight, values)
 
     def _add(self, source: int, bucket: Bucket, weight: float, values: Tensor) -> None:

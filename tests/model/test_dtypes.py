@@ -39,7 +39,8 @@ class Net(nn.Module):
 
 model = Net()
 run = DataParallel(
-    model, algorithm=algorithm, samples=1600, batch_size=4, lr=0.02, run_dir=folder, quiet=True
+    model, algorithm=algorithm, samples=1600, batch_size=4, lr=0.02, run_dir=folder, quiet=True,
+    wire="fp32" if torch.float64 in kinds else "auto",
 )
 for (batch,) in run.batches(TensorDataset(inputs)):
     loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
@@ -72,7 +73,8 @@ def test_they_train(tmp_path: Path, algorithm: str, kinds: list[str]) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     words = ("--workers", "3", "--", tmp_path / "run", algorithm, *kinds)
     done = simulate(None, tmp_path / "script.py", *words)
-    check(tmp_path / "run", done.stdout, kinds)
+    # A fixed wire leaves aladdin-ahead fewer choices.
+    check(tmp_path / "run", done.stdout, kinds, most=0.2 if "float64" in kinds else 0.1)
 
 
 @needs("openmpi")

@@ -135,7 +135,7 @@ def test_write_between_steps_that_would_be_lost_is_refused(
     net: Net, write: Callable[[Net], None]
 ) -> None:
     Replica(net)
-    watch = LoopWatch(net, "bsp")
+    watch = LoopWatch(net, loses_writes="bsp")
     try:
         watch.begin()
         watch.end()
@@ -159,7 +159,7 @@ def test_write_between_batch_and_step_is_refused(
 
 def test_frozen_parameters_may_be_written_between_steps(net: Net) -> None:
     Replica(net)
-    watch = LoopWatch(net, "bsp")
+    watch = LoopWatch(net, loses_writes="bsp")
     watch.begin()
     watch.end()
     net.fixed.weight.data.add_(1.0)

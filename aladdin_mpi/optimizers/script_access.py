@@ -1,0 +1,141 @@
+"""The optimizer objects of a training script, while a run makes their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.optimizers.control import numbers
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+States = dict["nn.Parameter", dict[str, Any]]
+
+
+class ScriptAccess:
+    """Lets a script set hyperparameters and save states as if its optimizers made the steps.
+
+    A hyperparameter that the script changes after a step in progress has used it is refused.
+    ``state_dict()`` returns the state that the run's steps have made on this rank. When the run
+    has ended, the optimizers hold that state themselves.
+
+    Args:
+        given: the script's optimizers.
+    """
+
+    def __init__(self, given: Sequence[torch.optim.Optimizer] = ()) -> None:
+        self._given = given
+        self._used: list[tuple[float, ...]] | None = None
+        self._is_stepped = False
+        self._has_ended = False
+        self._states: Callable[[], States | None] | None = None
+        self._hooks: list[RemovableHandle] = []
+        for each in given:
+            self._hooks.append(each.register_state_dict_post_hook(self._export))
+            self._hooks.append(each.register_load_state_dict_pre_hook(self._note_load))
+
+    # -- hyperparameters ------------------------------------------------------------------
+    def begin_batch(self) -> None:
+        """A batch is handed to the script."""
+        self._used = None
+
+    def note_use(self) -> None:
+        """A step takes the hyperparameters as they are now."""
+        if self._used is None:
+            self._used = self._numbers()
+
+    def end_batch(self) -> None:
+        """The script has called run.step().
+
+        Raises:
+            UserError: hyperparameters were changed after the step had used them.
+        """
+        if self._used is not None and self._used != self._numbers():
+            raise UserError(
+                "training loop: optimizer.param_groups (such as the learning rate) was changed "
+                "between backward() and run.step(), but parts of this step were already sent or "
+                "applied during backward(). Change it before backward(), or pass wait_free=False "
+                "to DataParallel"
+            )
+        self._is_stepped = True
+
+    def _numbers(self) -> list[tuple[float, ...]]:
+        return [numbers(each) for each in self._given]
+
+    # -- states ---------------------------------------------------------------------------
+    def follow(self, states: Callable[[], States | None]) -> None:
+        """The run has begun, or continues in another group of ranks.
+
+        Args:
+            states: returns the states of the parameters; None if this rank does not make the
+                steps of all of them.
+        """
+        self._states = states
+        for each in self._given:
+            # Otherwise a scheduler that the script steps warns that no step was made before.
+            each._opt_called = True  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """The run has ended: put the states into the optimizers, if this rank has them."""
+        states = self._states() if self._states is not None else None
+        self._has_ended, self._states = True, _elsewhere
+        if states is None:
+            return
+        for each in self._given:
+            each.state.update({p: states[p] for p in _parameters(each) if states.get(p)})
+        self._release()
+
+    def _release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _is_given(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it is the script's: the run's own copies share its hooks."""
+        return any(optimizer is each for each in self._given)
+
+    def _export(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        if self._states is None or not self._is_given(optimizer):
+            return None
+        states = self._states()
+        if states is None:
+            if not (self._is_stepped or self._has_ended):
+                return None
+            raise UserError(
+                f"optimizer.state_dict(): this rank does not have the state of "
+                f"{type(optimizer).__name__}, as the steps are made on other ranks (with bsp on "
+                "the servers). Leave the call out and use the checkpoints of the run, which "
+                "contain it: run_dir=, checkpoint_every= and resume= of DataParallel"
+            )
+        packed = {
+            index: states[parameter]
+            for index, parameter in enumerate(_parameters(optimizer))
+            if states.get(parameter)
+        }
+        return {**state, "state": {**state["state"], **packed}}
+
+    def _note_load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        if self._states is None or not self._is_given(optimizer):
+            return
+        if not self._has_ended:
+            raise UserError(
+                "optimizer.load_state_dict() was called during the run, which began with the "
+                "state that the optimizer had in run.batches(). Call it before run.batches(), or "
+                "continue from a checkpoint of the run with resume="
+            )
+        self._release()
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return its parameters in the order in which a state dict numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _elsewhere() -> None:
+    """The states are on other ranks."""

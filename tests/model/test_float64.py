@@ -1,0 +1,141 @@
+"""Models in float64 are not rounded on their way, in evaluations, or in checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aladdin_mpi.algorithms.registry import ALGORITHMS
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.run.data_parallel import DataParallel
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.transport.virtual.engine import VirtualCluster
+from tests.launch import needs
+from tests.run.test_own_loop import run_script
+
+START, RATE, STEPS = 1 / 7, 1e-3, 5
+EXPECTED = START - STEPS * RATE / 3
+"""Rounding the gradient, 1/3, to float32 would move it by 2e-11, rounding the model by 7e-9."""
+CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-14}
+
+
+def train(workers: int, rate: float = RATE, **settings: Any) -> tuple[Tensor, list[Tensor]]:
+    """Return the trained weights, and those that evaluations saw."""
+    model = nn.Linear(3, 2, bias=False, dtype=torch.float64)
+    nn.init.constant_(model.weight, START)
+    evaluated: list[Tensor] = []
+
+    def evaluate(module: nn.Module) -> dict[str, float]:
+        assert isinstance(module, nn.Linear)
+        evaluated.append(module.weight.detach().clone())
+        return {"weight": module.weight.mean().item()}
+
+    run = DataParallel(
+        model,
+        evaluate=evaluate,
+        batch_size=1,
+        lr=rate,
+        lr_scaling="none",
+        lr_schedule="constant",
+        warmup_epochs=0,
+        momentum=0,
+        weight_decay=0,
+        quiet=True,
+        **{"samples": STEPS * workers, **settings},
+    )
+    for _ in run.batches(range(workers)):
+        loss = model(torch.ones(1, 3, dtype=torch.float64)).sum() / 3
+        loss.backward()
+        run.step(loss)
+    assert model.weight.dtype == torch.float64
+    return model.weight.detach().clone(), evaluated
+
+
+def simulated(algorithm: str, folder: Path, **settings: Any) -> tuple[Tensor, list[Tensor]]:
+    found: dict[int, tuple[Tensor, list[Tensor]]] = {}
+    settings = {"wire": "fp32", "overwrite": True, **settings}
+
+    def main(transport: Transport) -> None:
+        found[transport.rank] = train(
+            2,
+            transport=transport,
+            algorithm=algorithm,
+            run_dir=folder,
+            compute_time=0.01,
+            **settings,
+        )
+
+    servers = 0 if ALGORITHMS[algorithm].server is None else 1
+    VirtualCluster(servers + 2, Cluster(hosts=2), 0).run(main)
+    for weight, _ in found.values():
+        assert torch.equal(weight, found[0][0])
+    return found[0]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_nothing_is_rounded(tmp_path: Path, algorithm: str) -> None:
+    weight, evaluated = simulated(algorithm, tmp_path)
+    expected = torch.full_like(weight, EXPECTED)
+    if algorithm in ("easgd", "eamsgd"):  # the centre follows the workers: it moves by the rate
+        twice, _ = simulated(algorithm, tmp_path, rate=2 * RATE)
+        expected = (START + twice) / 2
+    torch.testing.assert_close(weight, expected, **CLOSE)
+    torch.testing.assert_close(evaluated[-1], weight, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        ("ar-sgd", {"ar_sgd": {"allreduce": "ring"}}),
+        ("bsp", {"node_sums": True}),
+        ("aladdin", {"checksum": True}),
+    ],
+)
+def test_nor_with_other_settings(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
+    weight, _ = simulated(algorithm, tmp_path, **settings)
+    torch.testing.assert_close(weight, torch.full_like(weight, EXPECTED), **CLOSE)
+
+
+@pytest.mark.parametrize("algorithm", ["ar-sgd", "asp"])
+def test_chosen_values_are_not_rounded(tmp_path: Path, algorithm: str) -> None:
+    """Deep gradient compression leaves out values, and sends the others as they are."""
+    weight, _ = simulated(algorithm, tmp_path, compression="dgc", dgc={"clip": None})
+    gradients = (START - weight) / (RATE / 3 / 2)  # each is divided by the number of workers
+    torch.testing.assert_close(gradients, gradients.round(), rtol=0, atol=1e-10)
+    assert gradients.max() > 0
+
+
+def test_checkpoint_is_not_rounded(tmp_path: Path) -> None:
+    simulated("asp", tmp_path, samples=4)
+    weight, _ = simulated("asp", tmp_path, samples=10, resume=tmp_path, overwrite=False)
+    torch.testing.assert_close(weight, torch.full_like(weight, EXPECTED), **CLOSE)
+
+
+def test_default_wire_of_few_bits_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"float64, which aladdin-ahead rounds to int8.*wire fp32"):
+        simulated("aladdin-ahead", tmp_path, wire="auto")
+
+
+SCRIPT = """
+import torch
+from tests.model.test_float64 import train
+
+for algorithm in ("ar-sgd", "bsp"):
+    weight, _ = train(2 if algorithm != "bsp" else 1, algorithm=algorithm, run_dir=algorithm)
+    torch.save(weight, f"{algorithm}.pt")
+"""
+
+
+@needs("openmpi")
+def test_nor_over_mpi(tmp_path: Path) -> None:
+    run_script(tmp_path, SCRIPT, ranks=2)
+    for algorithm in ("ar-sgd", "bsp"):
+        weight = torch.load(tmp_path / f"{algorithm}.pt")
+        torch.testing.assert_close(weight, torch.full_like(weight, EXPECTED), **CLOSE)
+        saved = torch.load(tmp_path / algorithm / "model.pt")["weight"]
+        assert torch.equal(saved, weight)

@@ -1,0 +1,113 @@
+"""Learning rates that a script sets itself act in the step in which torch's would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aladdin_mpi.algorithms.registry import ALGORITHMS
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.transport.virtual.engine import VirtualCluster
+from tests.launch import needs
+from tests.run.rates_by_hand import (
+    BETWEEN,
+    RATES,
+    train,
+    train_by_scheduler,
+    train_with_short_last_round,
+)
+from tests.run.test_own_loop import run_script
+
+OF_ANY_OPTIMIZER = sorted(
+    name for name, a in ALGORITHMS.items() if a.optimizers not in ("own", "sgd")
+)
+"""The others take momentum SGD alone, whose rates are options."""
+USED_IN_BACKWARD = ("aladdin", "aladdin-ahead", "asp", "bsp", "shat", "ssp")
+"""Rates are used before run.step(): while backward runs."""
+Case = tuple[str, bool]
+"""An algorithm, and whether gradients are sent during backward."""
+CASES: list[Case] = [
+    ("bsp", True),
+    ("asp", True),
+    ("asp", False),
+    ("aladdin-ahead", True),
+    ("ar-sgd", True),
+]
+MORE_CASES: list[Case] = [
+    (algorithm, wait_free)
+    # With two ranks each of their workers makes the same number of steps.
+    for algorithm in (*USED_IN_BACKWARD, "adsp", "ar-sgd", "ashl", "local-sgd", "osgp", "sgp")
+    for wait_free in (True, False)
+    if (algorithm, wait_free) not in CASES
+]
+
+
+def simulated(
+    algorithm: str, make: Any, folder: Path, cluster: Cluster | None = None, **settings: Any
+) -> Any:
+    found = {}
+    workers = 2 if ALGORITHMS[algorithm].lockstep else 1
+    servers = 0 if ALGORITHMS[algorithm].server is None else 1
+
+    def main(transport: Transport) -> None:
+        found[transport.rank] = make(
+            workers,
+            transport=transport,
+            algorithm=algorithm,
+            run_dir=folder,
+            compute_time=0.01,
+            jitter=0,
+            **settings,
+        )
+
+    VirtualCluster(servers + workers, cluster or Cluster(hosts=2), 0).run(main)
+    return found[0]
+
+
+@pytest.mark.filterwarnings("error:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("algorithm", OF_ANY_OPTIMIZER)
+def test_rate_acts_in_the_step_it_is_set_for(tmp_path: Path, algorithm: str) -> None:
+    rates, _ = simulated(algorithm, train, tmp_path / "run")
+    expected = RATES
+    if algorithm == "easgd":  # what the model keeps of a step depends on later exchanges
+        expected = simulated(algorithm, train_by_scheduler, tmp_path / "reference")
+    assert rates == pytest.approx(expected)
+
+
+def test_bsp_ignores_rate_of_worker_without_samples(tmp_path: Path) -> None:
+    """It has not come to the line of the loop that sets the rate, and its message arrives last."""
+    slow = Cluster(hosts=3, links={1: 1e-5})
+    assert simulated("bsp", train_with_short_last_round, tmp_path, cluster=slow) == RATES
+
+
+SCRIPT = """
+import json, os
+from aladdin_mpi.algorithms.registry import ALGORITHMS
+from tests.run.rates_by_hand import train
+
+for algorithm, wait_free in CASES:
+    workers = 2 if ALGORITHMS[algorithm].server is None else 1
+    name = f"{algorithm}-{wait_free}"
+    found = train(workers, algorithm=algorithm, wait_free=wait_free, run_dir=name)
+    rank = os.environ["OMPI_COMM_WORLD_RANK"]
+    with open(f"{name}-{rank}.json", "w") as file:
+        json.dump(found, file)
+"""
+
+
+@needs("openmpi")
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.long)])
+def test_rate_set_after_its_use_is_refused(tmp_path: Path, cases: list[Case]) -> None:
+    run_script(tmp_path, f"CASES = {cases}\n{SCRIPT}", ranks=2, timeout=120)
+    for algorithm, wait_free in cases:
+        # The last rank is a worker.
+        found = json.loads((tmp_path / f"{algorithm}-{wait_free}-1.json").read_text())
+        is_late = wait_free and algorithm in USED_IN_BACKWARD
+        expected = list(RATES)
+        if is_late:
+            expected[BETWEEN] = RATES[BETWEEN - 1]
+        assert found == [pytest.approx(expected), is_late], (algorithm, wait_free)

@@ -1,0 +1,141 @@
+"""Optimizers and schedulers of scripts that a run cannot step, and what scripts do instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.run.data_parallel import DataParallel
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.transport.virtual.engine import VirtualCluster
+
+STEPS, RHO = 4, 0.5
+INPUTS = torch.randn(STEPS, 6, 3, generator=torch.Generator().manual_seed(2))
+
+
+class SAM(torch.optim.Optimizer):
+    """Foret et al., ICLR 2021, as others write it: one step there and one back."""
+
+    def __init__(self, params: Any, base: type[torch.optim.Optimizer], **settings: Any) -> None:
+        super().__init__(params, settings)
+        self.base_optimizer = base(self.param_groups, **settings)
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        own = self.param_groups[0]["params"]
+        norm = torch.stack([p.grad.norm() for p in own]).norm()
+        for p in own:
+            self.state[p]["moved"] = p.grad * (RHO / (norm + 1e-12))
+            p.add_(self.state[p]["moved"])
+            p.grad = None
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(self.state[p]["moved"])
+        self.base_optimizer.step()
+        self.base_optimizer.zero_grad()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise AssertionError("requires a closure")
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def loss_of(outputs: Tensor) -> Tensor:
+    return (outputs - 1).square().mean()
+
+
+def test_two_steps_are_refused_by_name(tmp_path: Path) -> None:
+    model = network()
+
+    def main(transport: Transport) -> None:
+        sam = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
+        with pytest.raises(UserError, match=r"SAM takes two steps.*Pass the optimizer that it wr"):
+            DataParallel(model, optimizer=sam, transport=transport, epochs=1, run_dir=tmp_path)
+
+    VirtualCluster(1, Cluster(hosts=1), 0).run(main)
+
+
+def test_documented_loop_is_equal_to_sam(tmp_path: Path) -> None:
+    model, expected = network(), network()
+    sam = SAM(expected.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    for inputs in INPUTS:
+        loss_of(expected(inputs)).backward()
+        sam.first_step()
+        loss_of(expected(inputs)).backward()
+        sam.second_step()
+
+    def main(transport: Transport) -> None:
+        run = DataParallel(
+            model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            transport=transport,
+            algorithm="ar-sgd",
+            steps=STEPS,
+            batch_size=1,
+            compute_time=0.01,
+            run_dir=tmp_path,
+            quiet=True,
+        )
+        for step, _ in enumerate(run.batches(range(1))):
+            parameters = dict(model.named_parameters())
+            loss = loss_of(model(INPUTS[step]))
+            gradients = torch.autograd.grad(loss, list(parameters.values()))
+            norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+            perturbed = {
+                name: parameter + gradient * (RHO / (norm + 1e-12))
+                for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
+            }
+            outputs = torch.func.functional_call(model, perturbed, (INPUTS[step],))
+            loss_of(outputs).backward()
+            run.step(loss)
+
+    VirtualCluster(1, Cluster(hosts=1), 0).run(main)
+    for a, b in zip(expected.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(("length", "is_enough"), [(STEPS - 1, False), (STEPS, True)])
+def test_one_cycle_that_ends_before_the_run_is_refused(
+    tmp_path: Path, length: int, is_enough: bool
+) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=length)
+    words = f"OneCycleLR ends after {length} steps, but this run makes {STEPS}"
+
+    def main(transport: Transport) -> None:
+        run = DataParallel(
+            model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            transport=transport,
+            algorithm="ar-sgd",
+            steps=STEPS,
+            batch_size=1,
+            compute_time=0.01,
+            run_dir=tmp_path,
+            quiet=True,
+        )
+        for step, _ in enumerate(run.batches(range(1))):
+            loss = loss_of(model(INPUTS[step]))
+            loss.backward()
+            run.step(loss)
+
+    cluster = VirtualCluster(1, Cluster(hosts=1), 0)
+    if is_enough:
+        cluster.run(main)
+        assert scheduler.last_epoch == STEPS
+    else:
+        with pytest.raises(UserError, match=words):
+            cluster.run(main)
