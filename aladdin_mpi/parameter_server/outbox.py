@@ -33,6 +33,7 @@ class _Slot:
         self.room = room
         self.count = 0
         self.samples = 0
+        self.weight = 1.0
         self.notes: NotesFor = ()
         self.requests: deque[Request] = deque()
         """Of its messages, in the order of sending: those that may not have left."""
@@ -76,16 +77,18 @@ class Outbox(Stateful):
         vector = self._new_vector()
         return _Slot(vector, self._codec.buffer_for(vector))
 
-    def begin(self, samples: int, count: int = 1, notes: NotesFor = ()) -> Tensor:
+    def begin(
+        self, samples: int, count: int = 1, notes: NotesFor = (), weight: float = 1.0
+    ) -> Tensor:
         """A vector for the next ``count`` gradients, from sample ``samples`` on.
 
         It holds anything. ``notes`` go with it, unless it is added to another one; a function
-        is asked for those of each server when it leaves.
+        is asked for those of each server when it leaves. ``weight`` is its share of the round.
         """
         self._reclaim()
         # At most ring in flight, one that waits and this one.
         slot = self._current = self._free.pop() if self._free else self._new_slot()
-        slot.count, slot.samples, slot.notes = count, samples, notes
+        slot.count, slot.samples, slot.notes, slot.weight = count, samples, notes, weight
         self._live = self._waiting is None and len(self._in_flight) < self._ring
         if self._live:
             self._announce(slot)
@@ -165,7 +168,11 @@ class Outbox(Stateful):
     def _announce(self, slot: _Slot) -> None:
         notes = slot.notes
         header = Header(
-            Kind.BUCKETS, slot.count, slot.samples, notes=() if callable(notes) else notes
+            Kind.BUCKETS,
+            slot.count,
+            slot.samples,
+            alpha=slot.weight,
+            notes=() if callable(notes) else notes,
         )
         for server in range(self._layout.servers):
             if callable(notes):

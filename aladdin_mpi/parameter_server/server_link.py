@@ -104,7 +104,8 @@ class GradientLink(ServerLink):
         """
         # Who makes the steps has to know the rates, which are set at the workers.
         notes = () if self.momentum else self.optimizer.settings()
-        g = self.outbox.begin(batch.start, self.gradients_in(batch), notes)
+        weight = self.worker.share
+        g = self.outbox.begin(batch.start, self.gradients_in(batch), notes, weight)
         self.worker.gradient(g, self._send(g))
         self.outbox.end()
         return g
