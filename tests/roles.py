@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.compression.wires import make_codec
@@ -20,7 +21,7 @@ from aladdin_mpi.control.barrier import barrier
 from aladdin_mpi.control.budget import Budget, Report, Ticket
 from aladdin_mpi.control.refusals import NBYTES, Refusal
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.model.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
+from aladdin_mpi.model.layout import BYTES_PER_MB, BYTES_PER_VALUE, Bucket, Layout, cut
 from aladdin_mpi.model.replica import Replica
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.pace import Pace
@@ -66,6 +67,11 @@ class Job:
     """Added to the noise of a worker's step, both counted from 0."""
     wrap: Callable[[Transport], Transport] = lambda transport: transport
     """What the ranks use instead of the engine's own."""
+    problem: Callable[[int], nn.Module] = Quadratic
+    """Builds the model from the number of its values; called with the noise, it returns the loss.
+    """
+    watch: Callable[[Server, Bucket], None] | None = None
+    """Called by a server after it has processed an arrival."""
 
     @property
     def options(self) -> RunOptions:
@@ -90,7 +96,7 @@ class Job:
     @property
     def layout(self) -> Layout:
         if self.kind.layout is not None:
-            replica = Replica(Quadratic(self.numel))
+            replica = Replica(self.problem(self.numel))
             return self.kind.layout(replica, self.workers, self.options)
         return cut(self.numel, self.served_by, self.megabytes, 100.0)
 
@@ -169,7 +175,7 @@ def run(job: Job) -> Outcome:
     size = job.served_by + job.workers
     cluster = VirtualCluster(size, job.cluster, job.seed, silence=job.silence)
     results: list[Any] = cluster.run(lambda transport: run_rank(job, transport))
-    return Outcome(job, flat_start(job.numel), results)
+    return Outcome(job, Replica(job.problem(job.numel)).parameters.clone(), results)
 
 
 def flat_start(numel: int) -> Tensor:
@@ -180,7 +186,7 @@ def flat_start(numel: int) -> Tensor:
 def run_rank(job: Job, transport: Transport) -> RankResult:
     """One rank's part of a run, on any transport."""
     transport = job.wrap(transport)
-    module = Quadratic(job.numel)
+    module = job.problem(job.numel)
     replica = Replica(module)
     x, options = replica.parameters, job.options
     context = Context(transport, options, job.kind, module, replica, job.layout)
@@ -191,6 +197,8 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
     role: Role
     if context.is_server:
         role = make_server(context, sgd, wire, job.schedule)
+        if job.watch is not None:
+            role.server.on_update = partial(job.watch, role)
     else:
         computing = _computing(job, transport, module, replica, tickets, lambda: role)
         role = make_worker(context, sgd, wire, job.schedule, computing)
@@ -225,7 +233,7 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
 def _computing(
     job: Job,
     transport: Transport,
-    module: Quadratic,
+    module: nn.Module,
     replica: Replica,
     tickets: list[Ticket],
     role: Callable[[], Role],

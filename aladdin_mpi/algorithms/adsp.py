@@ -290,7 +290,8 @@ class AdspServer(Server):
             self.schedule.open(now())
         for arrival in self.arrivals(self._ended):
             self._hear(arrival)
-            arrival.add_to(self.server.values[arrival.bucket.index], 1 / self.n)
+            x = self.server.values[arrival.bucket.index]
+            arrival.add_to(x, 1 / self.server.surviving_workers)
             notes = self._next_commit(arrival.worker)
             self.server.send_model(arrival.worker, arrival.bucket, notes=notes)
         if self.schedule is not None:

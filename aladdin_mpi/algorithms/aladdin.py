@@ -259,7 +259,7 @@ class AladdinServer(Server):
     def _update(self, shard: _Shard) -> None:
         """Global update: ``x~ <- x~ - lr g~ / norm``, then ``g~ <- 0``."""
         count = shard.counted if self.options.lazy else shard.sum.count
-        norms = {"count": count, "workers": self.n, "none": 1}
+        norms = {"count": count, "workers": self.server.surviving_workers, "none": 1}
         if shard.sum.count == 0:
             return
         step = shard.sum.values
@@ -278,7 +278,7 @@ class AladdinServer(Server):
         """How far a worker is drawn to the global model."""
         rule = self.options.alpha
         if rule == "theory":
-            return 1 - 1 / sqrt(self.n * self.options.pi)
+            return 1 - 1 / sqrt(self.server.surviving_workers * self.options.pi)
         if rule == "since-last":
             return 1 - 1 / sqrt(shard.total - shard.total_at_send[worker])
         if rule == "literal":

@@ -87,8 +87,8 @@ class ArSgdWorker(TrainingWorker):
             self.worker.gradient(self.g, self._begin_sum)
             by_parts = self.worker.clipping.norm is None and self.optimizer.takes_parts
             if self.surviving is not None:
-                totals, workers = self.surviving.finish()
-                self._step_all(totals, workers, by_parts)
+                totals, ranks = self.surviving.finish()
+                self._step_all(totals, self.worker.shares_of(ranks), by_parts)
             elif by_parts or self.compresses:
                 for bucket, pending in self.sums:
                     self._step(bucket, pending.wait(), self.n)
@@ -117,15 +117,17 @@ class ArSgdWorker(TrainingWorker):
         else:
             self.sums.append((bucket, self.all_reduce.start(g, bucket.index)))
 
-    def _step_all(self, totals: list[tuple[Bucket, Tensor]], workers: int, by_parts: bool) -> None:
+    def _step_all(
+        self, totals: list[tuple[Bucket, Tensor]], divisor: float, by_parts: bool
+    ) -> None:
         if not by_parts:
-            self._step_as_whole(totals, workers)
+            self._step_as_whole(totals, divisor)
             return
         for bucket, total in totals:
-            self._step(bucket, total, workers)
+            self._step(bucket, total, divisor)
 
-    def _step(self, bucket: Bucket, total: Tensor, workers: int) -> None:
-        x, lr, mean = bucket.of(self.x), self.worker.lr, 1 / workers
+    def _step(self, bucket: Bucket, total: Tensor, divisor: float) -> None:
+        x, lr, mean = bucket.of(self.x), self.worker.lr, 1 / divisor
         if self.compresses:
             scale(total, mean)
             add(x, total, alpha=-lr)
@@ -133,7 +135,7 @@ class ArSgdWorker(TrainingWorker):
             unused = self.worker.unused_by_all(bucket, total)
             self.optimizer.descend(bucket.part, total, x, lr, mean, unused)
 
-    def _step_as_whole(self, totals: list[tuple[Bucket, Tensor]], workers: int) -> None:
+    def _step_as_whole(self, totals: list[tuple[Bucket, Tensor]], divisor: float) -> None:
         """With the norm of the whole mean, or whole parameters."""
         worker, g = self.worker, self.g
         unused: list[slice] = []
@@ -141,7 +143,7 @@ class ArSgdWorker(TrainingWorker):
             unused += shifted(worker.unused_by_all(bucket, total), bucket.start)
             if total.data_ptr() != bucket.of(g).data_ptr():
                 copy(bucket.of(g), total)
-        scale(g, 1 / workers)
+        scale(g, 1 / divisor)
         if worker.clipping.norm is not None:
             clip_norm(g, worker.clipping.norm)
         whole = slice(0, g.numel())

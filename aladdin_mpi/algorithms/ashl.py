@@ -182,7 +182,7 @@ class AshlWorker(TrainingWorker):
         if self.plan is not None:
             return self.plan.fine if self.phase == Phase.FINE else self.plan.coarse
         steps = self.options.coarse_steps if self.profile.done else 1
-        return Stage(1 / self.worker.count, steps, 1.0)
+        return Stage(1 / self.worker.survivors, steps, 1.0)
 
     def _exchange(self) -> None:
         """Push, pull, and note how long that takes."""
@@ -340,7 +340,16 @@ class Head:
 
     def word(self, worker: int) -> tuple[float, ...]:
         """The stage and, once there is a plan, the worker's part of it."""
-        return (float(self.phase), *(_pack(self.plan[worker]) if self.plan else ()))
+        return (float(self.phase), *(_pack(self._part(worker)) if self.plan else ()))
+
+    def _part(self, worker: int) -> Share:
+        """The worker's part; the shares of workers that have failed go to all others alike."""
+        left = [part for w, part in enumerate(self.plan) if not self.server.has_failed(w)]
+        part = self.plan[worker]
+        return Share(
+            part.coarse._replace(share=part.coarse.share / sum(s.coarse.share for s in left)),
+            part.fine._replace(share=part.fine.share / sum(s.fine.share for s in left)),
+        )
 
     def facts(self) -> dict[str, Any]:
         """The plan, a worker a row, and the sample at which the fine stage began."""

@@ -6,6 +6,7 @@ every gradient and answers with its model; a worker waits for its own answer onl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from pydantic import Field
@@ -32,8 +33,8 @@ class AspOptions(OwnOptions):
     )
     normalize: Literal["workers", "none"] = Field(
         "workers",
-        description="what a gradient is divided by at the server: the number of workers, or "
-        "nothing",
+        description="what a gradient is divided by at the server: the number of workers that have "
+        "not failed, or nothing",
     )
 
 
@@ -73,10 +74,13 @@ class AspServer(Server):
 
 def who_steps(
     server: ParameterServer, optimizer: Optimizer, options: AspOptions
-) -> tuple[Optimizer | None, float]:
+) -> tuple[Optimizer | None, Callable[[], float]]:
     """The server's optimizer, if it is the one to step with it, and what it divides by."""
-    divisor = server.worker_count if options.normalize == "workers" else 1
-    return optimizer if options.momentum == "server" else None, divisor
+    divides = options.normalize == "workers"
+    return (
+        optimizer if options.momentum == "server" else None,
+        lambda: server.surviving_workers if divides else 1,
+    )
 
 
 register(

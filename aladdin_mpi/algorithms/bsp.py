@@ -82,7 +82,13 @@ def _link(
 
 
 class BspServer(Server):
-    """``x~ <- x~ - lr/n (g_1 + ... + g_n)``, then an answer to all."""
+    """``x~ <- x~ - lr/n (g_1 + ... + g_n)``, then an answer to all.
+
+    In the round in which a worker fails, each bucket is updated by the mean of the gradients that
+    have arrived for it: its last gradient may be complete in some buckets only. Servers update and
+    send back each bucket as soon as it is complete, so one that holds the gradient of the failed
+    worker cannot be taken back when the next one turns out to lack it.
+    """
 
     def __init__(
         self,
@@ -105,6 +111,8 @@ class BspServer(Server):
             for bucket in server.buckets
         }
         self.arrived: dict[int, set[int]] = {bucket.index: set() for bucket in server.buckets}
+        self.weights = {bucket.index: 0.0 for bucket in server.buckets}
+        """The sum of the arrived gradients' shares of the round."""
 
     def run(self) -> None:
         """Add up; the last gradient of a round completes it."""
@@ -113,6 +121,7 @@ class BspServer(Server):
             if not self.sums[arrival.bucket.index].add(arrival):
                 self.server.tell_refused(arrival)
             self.arrived[arrival.bucket.index].add(arrival.worker)
+            self.weights[arrival.bucket.index] += arrival.weight
             self._complete(arrival.bucket)
         assert not any(self.arrived.values()), "a round is half done"
 
@@ -127,14 +136,20 @@ class BspServer(Server):
         arrived = self.arrived[bucket.index]
         if not arrived or not self.senders <= arrived:
             return
-        workers = self.n if self.host_first else len(arrived)
-        arrived.clear()
         mean = self.sums[bucket.index].values
-        scale(mean, 1 / workers)
+        scale(mean, 1 / self._weight_of_sum(bucket))
+        arrived.clear()
+        self.weights[bucket.index] = 0.0
         self.step(bucket, self.server.values[bucket.index], mean)
         self.sums[bucket.index].clear()
         for sender in sorted(self.senders):
             self.server.send_model(sender, bucket)
+
+    def _weight_of_sum(self, bucket: Bucket) -> float:
+        """Return what the sum is divided by, so that every sample in it weighs the same."""
+        if self.host_first or len(self.arrived[bucket.index]) == self.n:
+            return self.n  # exactly, not as a sum of fractions
+        return self.weights[bucket.index] or 1.0  # 0: a sum of zeros
 
 
 def _check(run: RunSettings) -> None:

@@ -222,10 +222,15 @@ class EasgdServer(Server):
 
     def __init__(self, server: ParameterServer, options: EasgdOptions) -> None:
         super().__init__(server)
-        automatic = options.alpha == "auto"
-        self.alpha = 0.9 / server.worker_count if automatic else float(options.alpha)
+        self.options = options
         self.models = [server.codec.model_decoder() for _ in range(server.worker_count)]
         """The workers' models, where these come as differences."""
+
+    @property
+    def alpha(self) -> float:
+        """How far a worker and the centre move towards each other."""
+        alpha = self.options.alpha
+        return 0.9 / self.server.surviving_workers if alpha == "auto" else float(alpha)
 
     def run(self) -> None:
         """Answer with the centre as it is, then move it: both use the same difference."""
@@ -233,11 +238,11 @@ class EasgdServer(Server):
             if models is not None:
                 models.forget()
         for arrival in self.arrivals():
-            centre = self.server.values[arrival.bucket.index]
-            self.server.send_model(arrival.worker, arrival.bucket, self.alpha, exact=True)
+            centre, alpha = self.server.values[arrival.bucket.index], self.alpha
+            self.server.send_model(arrival.worker, arrival.bucket, alpha, exact=True)
             model = None if centre.is_meta else self._read(arrival)
             if model is not None:
-                lerp(centre, model, self.alpha)
+                lerp(centre, model, alpha)
 
     def _read(self, arrival: Arrival) -> Tensor | None:
         """The worker's model, if it has come."""

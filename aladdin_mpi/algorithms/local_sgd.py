@@ -96,13 +96,13 @@ class LocalSgdWorker(TrainingWorker):
         moved = self.g  # has done its work
         copy(moved, self.x)
         add(moved, self.base, alpha=-1.0)
-        totals, workers = self._summed(moved)
+        totals, ranks = self._summed(moved)
         for bucket, total in totals:
-            add(bucket.of(self.base), total, alpha=1 / workers)
+            add(bucket.of(self.base), total, alpha=1 / len(ranks))
         copy(self.x, self.base)
 
     def _summed(self, moved: Tensor) -> Sums:
-        """The sums of all buckets; the workers among whom they are."""
+        """The sums of all buckets, and the ranks whose models are in them."""
         buckets, sums = self.layout.buckets, self.all_reduce
         if isinstance(sums, SurvivingSums):
             for bucket in buckets:
@@ -110,7 +110,7 @@ class LocalSgdWorker(TrainingWorker):
             return sums.finish()
         under_way = [sums.start(bucket.of(moved), bucket.index) for bucket in buckets]
         totals = [(b, pending.wait()) for b, pending in zip(buckets, under_way, strict=True)]
-        return Sums(totals, self.n)
+        return Sums(totals, range(self.n))
 
     def close(self) -> None:
         """End the library's part too."""

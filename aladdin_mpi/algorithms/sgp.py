@@ -138,10 +138,13 @@ class SgpWorker(TrainingWorker):
         numel = worker.layout.numel
         self._spare = [_Push(self.wire.buffer(numel)) for _ in range(tau + 1)]
         self.incoming: deque[_Push] = deque()
+        self._absent: tuple[int, ...] = ()
 
     def run(self) -> None:
         """Train until the segment's samples are used up."""
         for batch in self.worker.batches():
+            if batch.absent != self._absent:
+                self._restart_weights(batch.absent)
             source, dest = self._neighbours(batch.absent)
             self._expect(source)
             self.descend(self.worker.lr / self.w, self.g)  # [1]
@@ -165,6 +168,18 @@ class SgpWorker(TrainingWorker):
         whole = slice(0, g.numel())
         self.optimizer.correct(whole, g, self.x * self.w, unused=self.worker.unused(whole))
         return g
+
+    def _restart_weights(self, absent: tuple[int, ...]) -> None:
+        """Give every surviving worker the weight 1 in the first round without the ``absent`` ones.
+
+        Some weight is lost with a failed worker and with messages to and from it, in general not
+        that of one worker. As a step moves the mean of all models by ``lr`` times the sum of the
+        gradients over the sum of the weights, the steps would have the wrong size from then on.
+        No message of an earlier round is under way when the weights restart.
+        """
+        self._pull(self.steps, self.steps)
+        self.w = 1.0
+        self._absent = absent
 
     def _neighbours(self, absent: tuple[int, ...]) -> tuple[int, int]:
         """From whom this worker gets a message in this step, and to whom it sends.

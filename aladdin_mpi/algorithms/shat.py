@@ -94,7 +94,7 @@ class ShatServer(Server):
         """Update, answer."""
         for arrival in self.arrivals():
             self.update(arrival)
-            alpha = staleness_weight(self._others(arrival), self.n, self.log)
+            alpha = staleness_weight(self._others(arrival), self.server.surviving_workers, self.log)
             self.server.send_model(arrival.worker, arrival.bucket, alpha)
 
     def _others(self, arrival: Arrival) -> int:

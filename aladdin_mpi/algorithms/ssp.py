@@ -68,7 +68,7 @@ class SspWorker(TrainingWorker):
         self.link = GradientLink(worker, optimizer, wire, momentum=options.momentum == "worker")
         self.every = 1 if options.pull == "always" else options.bound + 1
         self.coalesces = options.coalesce
-        self.divisor = self.n if options.self_update == "workers" else 1
+        self.divides = options.self_update == "workers"
 
     def run(self) -> None:
         """Push ``g_i``; wait for ``x~`` and take it, or go on by oneself."""
@@ -81,7 +81,8 @@ class SspWorker(TrainingWorker):
             if is_due:
                 self.link.pull()
             else:
-                add(self.x, g, alpha=-self.worker.lr / self.divisor)
+                divisor = self.worker.survivors if self.divides else 1
+                add(self.x, g, alpha=-self.worker.lr / divisor)
         self.link.close()
 
 

@@ -12,7 +12,7 @@ messages do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,10 +37,10 @@ GONE = -1
 
 
 class Sums(NamedTuple):
-    """A step's sums: one for each bucket, over so many workers."""
+    """A step's sums: one for each bucket, over the vectors of ``ranks``."""
 
     totals: list[tuple[Bucket, Tensor]]
-    workers: int
+    ranks: Sequence[int]
 
 
 class _Begun(NamedTuple):
@@ -124,9 +124,9 @@ class SurvivingSums:
 
     def finish(self) -> Sums:
         """Wait for the step's sums, which are put into the values that were given to be summed."""
-        has_sums, workers = False, len(self._members)
+        has_sums, ranks = False, self._members
         while not has_sums:
-            workers = len(self._members)
+            ranks = self._members
             try:
                 self._complete()
                 has_sums = True
@@ -138,7 +138,7 @@ class SurvivingSums:
             copy(values, bucket.of(totals))
         self._steps += 1
         self._begun.clear()
-        return Sums(found, workers)
+        return Sums(found, ranks)
 
     def _complete(self) -> None:
         """Wait for all sums.

@@ -118,6 +118,8 @@ class Budget:
         self._rounds: list[_Round] = []
         self._turns = [0] * transport.size
         self._granted: list[list[int]] = [[] for _ in range(transport.size)]
+        self.granted_before = [0] * transport.size
+        """Samples granted to each rank before this segment, by a budget of as many ranks."""
         self._computed = [0] * transport.size
         transport.on_failure(self._lose)
         transport.on_numbers(Tag.DRAW, 1 + len(Report._fields), self._draw)
@@ -182,6 +184,14 @@ class Budget:
         """Samples granted to a rank in this segment beyond those of its first ``steps`` steps."""
         return sum(self._granted[rank][steps:])
 
+    @property
+    def granted(self) -> list[int]:
+        """Samples granted to each rank, in this segment and before it."""
+        return [
+            before + sum(sizes)
+            for before, sizes in zip(self.granted_before, self._granted, strict=True)
+        ]
+
     def begin_at(self, drawn: int, passed_over: int) -> None:
         """Go on where so many samples had been drawn, and so many of them passed over."""
         self.drawn = self._opened = drawn
@@ -205,6 +215,7 @@ class Budget:
         with self._transport.atomic():
             self.limit, self._is_open = min(limit, self.total), True
             self._opened, self._passed_over_before = self.drawn, self.passed_over
+            self.granted_before = self.granted
             self._rounds.clear()
             self._turns = [0] * len(self._turns)
             self._granted = [[] for _ in self._turns]

@@ -30,8 +30,9 @@ class Header(NamedTuple):
     """Announces buckets, or the end of what its sender has to say.
 
     Gradients: ``gradients`` gradients summed into one, computed from sample number
-    ``samples`` of the run on. Models: ``bucket`` follows, to be blended in by
-    ``alpha``. ``notes`` are what an algorithm adds, ``MOST_NOTES`` numbers as a rule.
+    ``samples`` of the run on, with the weight ``alpha`` in their round. Models: ``bucket``
+    follows, to be blended in by ``alpha``. ``notes`` are what an algorithm adds, ``MOST_NOTES``
+    numbers as a rule.
     """
 
     kind: int

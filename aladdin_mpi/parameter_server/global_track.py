@@ -76,7 +76,6 @@ class GlobalTrack(Stateful):
     ) -> None:
         self.worker = worker
         self.optimizer = optimizer
-        self.n = worker.count
         self.x = worker.parameters
         new_vector = worker.replica.new_vector
         self.velocity = new_vector()
@@ -96,6 +95,11 @@ class GlobalTrack(Stateful):
         self.begun = False
         self.pending: deque[Step] = deque()
         self._free: list[Tensor] = []
+
+    @property
+    def n(self) -> int:
+        """The number of workers that add to the model."""
+        return self.worker.survivors
 
     # -- segments and steps -------------------------------------------------------------
     def open(self) -> None:

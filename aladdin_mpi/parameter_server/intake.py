@@ -38,6 +38,7 @@ class Arrival:
         codec: reads the message; None: it is dense.
         length: of the message, in values of the wire's dtype; None: the bucket's.
         notes: of the gradient's header.
+        weight: the gradient's share of its round, of which 1 is the mean.
         refused: it was not finite, or damaged on its way, and holds zeros now: neutral for
             gradients and differences, but not for a model.
     """
@@ -50,6 +51,7 @@ class Arrival:
     length: int | None = None
     notes: tuple[float, ...] = ()
     refused: bool = False
+    weight: float = 1.0
 
     @property
     def is_dense(self) -> bool:
@@ -165,10 +167,17 @@ class Intake:
             if not self.ended:
                 self._post()
             return None
-        bucket, gradients = self._buckets[turn - 1], self.header.gradients
-        length = request.nbytes // storage.itemsize
-        notes = self.header.notes
-        return Arrival(worker, bucket, gradients, storage, self._codec, length, notes)
+        bucket, header = self._buckets[turn - 1], self.header
+        return Arrival(
+            worker,
+            bucket,
+            header.gradients,
+            storage,
+            self._codec,
+            length=request.nbytes // storage.itemsize,
+            notes=header.notes,
+            weight=header.alpha,
+        )
 
     def give_back(self, arrival: Arrival) -> None:
         """The arrival's storage is free for the next receive."""

@@ -33,6 +33,7 @@ class _Slot:
         self.room = room
         self.count = 0
         self.samples = 0
+        self.weight = 1.0
         self.notes: NotesFor = ()
         self.requests: deque[Request] = deque()
         """Of its messages, in the order of sending: those that may not have left."""
@@ -76,17 +77,19 @@ class Outbox(Stateful):
         vector = self._new_vector()
         return _Slot(vector, self._codec.buffer_for(vector))
 
-    def begin(self, samples: int, count: int = 1, notes: NotesFor | None = ()) -> Tensor:
+    def begin(
+        self, samples: int, count: int = 1, notes: NotesFor | None = (), weight: float = 1.0
+    ) -> Tensor:
         """Return a vector for the next ``count`` gradients, from sample ``samples`` on.
 
         Its contents are undefined. ``notes`` are sent with it, unless it is added to another one;
         a function is called for those of each server when it leaves. None: :meth:`announce` is
-        called with the notes before the first :meth:`put`.
+        called with the notes before the first :meth:`put`. ``weight`` is its share of the round.
         """
         self._reclaim()
         # At most ring in flight, one that waits and this one.
         slot = self._current = self._free.pop() if self._free else self._new_slot()
-        slot.count, slot.samples = count, samples
+        slot.count, slot.samples, slot.weight = count, samples, weight
         self._live = self._waiting is None and len(self._in_flight) < self._ring
         if notes is not None:
             self.announce(notes)
@@ -173,7 +176,11 @@ class Outbox(Stateful):
     def _announce(self, slot: _Slot) -> None:
         notes = slot.notes
         header = Header(
-            Kind.BUCKETS, slot.count, slot.samples, notes=() if callable(notes) else notes
+            Kind.BUCKETS,
+            slot.count,
+            slot.samples,
+            alpha=slot.weight,
+            notes=() if callable(notes) else notes,
         )
         for server in range(self._layout.servers):
             if callable(notes):

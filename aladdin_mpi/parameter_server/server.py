@@ -185,6 +185,11 @@ class ParameterServer:
         for index, taken in self.taken[worker].items():
             self.partial[index] += taken - whole
 
+    @property
+    def surviving_workers(self) -> int:
+        """The number of workers that are not known to have failed; at least 1."""
+        return max(1, self.transport.survivors_from(self.layout.servers))
+
     def has_failed(self, worker: int) -> bool:
         """Whether a worker is known to have failed."""
         return self.layout.servers + worker in self.transport.failed

@@ -106,7 +106,8 @@ class GradientLink(ServerLink):
         """
         # The training loop may set rates until backward completes the first bucket.
         notes = None if self.sends_settings else ()
-        g = self.outbox.begin(batch.start, self.gradients_in(batch), notes)
+        weight = self.worker.share
+        g = self.outbox.begin(batch.start, self.gradients_in(batch), notes, weight)
         self.worker.gradient(g, self._send(g))
         self.outbox.end()
         return g

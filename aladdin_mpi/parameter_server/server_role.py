@@ -26,19 +26,27 @@ class Server(Role):
     Args:
         optimizer: turns gradients into steps with momentum and weight decay; None: what
             comes is a step.
-        divisor: what gradients are divided by.
+        divisor: what gradients are divided by; a function is asked at every step.
     """
 
     SAVED = saved("server", "optimizer", "applied")
 
     def __init__(
-        self, server: ParameterServer, optimizer: Optimizer | None = None, divisor: float = 1.0
+        self,
+        server: ParameterServer,
+        optimizer: Optimizer | None = None,
+        divisor: float | Callable[[], float] = 1.0,
     ) -> None:
         self.server = server
         self.optimizer = optimizer
-        self.divisor = divisor
+        self._divisor = divisor
         self.n = server.worker_count
         self.applied = {bucket.index: 0 for bucket in server.buckets}
+
+    @property
+    def divisor(self) -> float:
+        """What gradients are divided by at present."""
+        return self._divisor() if callable(self._divisor) else self._divisor
 
     def arrivals(
         self, on_end: Callable[[int], None] | None = None, look: bool = True

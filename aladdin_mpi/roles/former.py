@@ -33,6 +33,7 @@ class Former:
         server: the servers' states put together, see :func:`join_servers`.
         counts: of each worker, by the names in ``COUNTS``; None: it had failed.
         number: of the workers, where that of the counts is another.
+        granted: samples granted to each worker with this number of workers; none: unknown.
     """
 
     model: Tensor
@@ -40,6 +41,20 @@ class Former:
     server: dict[str, Any] = field(default_factory=dict)
     counts: list[dict[str, float] | None] = field(default_factory=list)
     number: int | None = None
+    granted: Sequence[int] = ()
+
+    @property
+    def taken(self) -> tuple[int | None, ...]:
+        """Samples that each worker has taken; None: it has failed, and nothing is known of it.
+
+        A failed worker has taken all that were granted to it. Some may be lost with it, but the
+        budget does not grant them again.
+        """
+        granted: Sequence[int | None] = self.granted or [None] * len(self.counts)
+        return tuple(
+            own if each is None else int(each["samples"])
+            for each, own in zip(self.counts, granted, strict=True)
+        )
 
     @property
     def workers(self) -> int:

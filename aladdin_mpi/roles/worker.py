@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from math import isfinite, nan
 from typing import TYPE_CHECKING
 
@@ -178,6 +178,25 @@ class Worker(Stateful):
         if not self._lockstep:
             return 1.0
         return self.ticket.size * (self.count - len(self.ticket.absent)) / self.ticket.whole
+
+    @property
+    def survivors(self) -> int:
+        """The number of workers, this one included, that are not known to have failed."""
+        return self.transport.survivors_from(self.servers)
+
+    def shares_of(self, ranks: Sequence[int]) -> float:
+        """Return the sum of the shares of ``ranks`` in the current round.
+
+        The sum of their gradients times shares, divided by it, is the mean over their samples. It
+        is their number, unless a worker has failed that was to have more or fewer samples than
+        others. Without samples it is 1: their gradients are zero.
+        """
+        ticket, everyone = self.ticket, range(self.servers, self.transport.size)
+        dealt = [rank for rank in everyone if rank not in ticket.absent]
+        samples = sum(
+            ticket.size_of(place, len(dealt)) for place, rank in enumerate(dealt) if rank in ranks
+        )
+        return samples * len(dealt) / ticket.whole or 1.0
 
     # -- batches ------------------------------------------------------------------------
     def batches(self) -> Iterator[Ticket]:

@@ -140,7 +140,9 @@ def make_context(
         layout = transport.once(
             key, lambda: make_layout(options, algorithm, replica, servers, workers)
         )
-    agree(transport, lambda: _check(transport, options, replica, layout))
+    agree(transport, lambda: _check(options, replica, layout))
+    if not numbers:  # else the run began with more
+        agree(transport, lambda: check_workers(options, workers))
     nodes = agree(transport, lambda: make_nodes(options, algorithm, transport, servers))
     context = Context(
         transport, options, algorithm, module, replica, layout, nodes, numbers, project
@@ -189,11 +191,8 @@ def make_layout(
     )
 
 
-def _check(
-    transport: Transport, options: RunOptions, replica: Replica | PhantomReplica, layout: Layout
-) -> None:
+def _check(options: RunOptions, replica: Replica | PhantomReplica, layout: Layout) -> None:
     servers = layout.servers
-    check_workers(options, transport.size - servers)
     owners = {bucket.server for bucket in layout.buckets}
     if servers and len(owners) < servers:
         layers = ", of which no layer is split" if options.sharding == "layer" else ""

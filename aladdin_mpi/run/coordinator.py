@@ -240,6 +240,7 @@ class Coordinator:
         return {
             "drawn": self.budget.drawn,
             "passed_over": self.budget.passed_over,
+            "granted": self.budget.granted,
             "loss_scale": self.budget.loss_scale.state_dict(),
             "seconds": self._seconds,
             "waiting": self._waiting,

@@ -65,9 +65,10 @@ def resize(of: Resumption) -> None:
     layout = make_layout(options, algorithm, replica, origin.servers, origin.workers)
     parts = Assembly(of.store.part, algorithm, options, origin, layout, replica)
     former = agree(transport, lambda: parts.former(context.workers) if first else None)
+    if former is not None and state is not None:
+        former.granted = state["keeper"].get("granted", ())[origin.servers :]
     former = share(transport, former)
-    taken = (None if each is None else int(each["samples"]) for each in former.counts)
-    past = (*origin.past, Period(tuple(taken)))
+    past = (*origin.past, Period(former.taken))
     begun = context.servers, context.workers
     now = Origin(context.workers, context.servers, past, origin.schedule_step, begun)
     of.segments.resize(state, former, now)

@@ -209,10 +209,15 @@ class Segments:
     def restore(self, state: dict[str, Any] | None) -> None:
         """Take up the state that a checkpoint holds for this rank.
 
-        A rank that had failed when it was written begins anew; rank 0 never has.
+        A rank that had failed when it was written begins anew; rank 0 never has. In the data it
+        continues after the samples that had been granted to it.
         """
-        self._go_on_from(state)
+        granted = self._go_on_from(state)
+        if self._coordinator is not None and granted is not None:
+            self._coordinator.budget.granted_before = granted
         if state is None:
+            if isinstance(self._role, TrainingWorker) and granted is not None:
+                self._role.worker.samples = granted[self._transport.rank]
             return
         self._role.load_state_dict(state["role"])
         if self._coordinator is not None:
@@ -221,12 +226,19 @@ class Segments:
         self._transport.traffic.bytes_sent = state["bytes_sent"]
         self._local.load_state_dict(state["local"])
 
-    def _go_on_from(self, state: dict[str, Any] | None) -> None:
-        """From the moment that rank 0's part of a checkpoint names."""
-        fact = [state["moment"], state["drawn"]] if state is not None else None
-        self._moment, self._drawn = broadcast(self._transport, fact)
+    def _go_on_from(self, state: dict[str, Any] | None) -> list[int] | None:
+        """From the moment that rank 0's part of a checkpoint names.
+
+        Returns the samples granted to each rank; None: an earlier version wrote the checkpoint.
+        """
+        fact = None
+        if state is not None:
+            fact = [state["moment"], state["drawn"], (state["keeper"] or {}).get("granted")]
+        granted: list[int] | None
+        self._moment, self._drawn, granted = broadcast(self._transport, fact)
         self.over = self._drawn >= self._plan.total
         self._saved = self.began_at = self._drawn
+        return granted
 
     def resize(self, state: dict[str, Any] | None, former: Former, origin: Origin) -> None:
         """Go on from a checkpoint of other numbers of ranks.

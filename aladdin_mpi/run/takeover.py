@@ -236,10 +236,11 @@ def take_over(context: Context, local: LocalState, segments: Segments, takeover:
     assembly = Assembly(parts.of, algorithm, options, origin, layout, replica)
     former = agree(transport, lambda: assembly.former(context.workers) if first else None)
     parts.end()
+    if former is not None:
+        former.granted = takeover.keeper["granted"][origin.servers :]
     former = share(transport, former)
     lost = _reconcile(former, takeover)
-    taken = tuple(None if each is None else int(each["samples"]) for each in former.counts)
-    past = (*origin.past, Period(taken))
+    past = (*origin.past, Period(former.taken))
     _keep_own_counts(former, takeover)
     segments.origin = replace(origin, workers=context.workers, servers=context.servers, past=past)
     if first:

@@ -353,6 +353,10 @@ class Transport(ABC):
         """The ranks that are not known to have failed."""
         return [rank for rank in range(self.size) if rank not in self.failed]
 
+    def survivors_from(self, first: int) -> int:
+        """Return the number of ranks from ``first`` on that are not known to have failed."""
+        return self.size - first - sum(rank >= first for rank in self.failed)
+
     @abstractmethod
     def close(self, status: int = 0) -> None:
         """Complete or cancel what is under way and stop. To be called once, by every rank.

@@ -19,7 +19,6 @@ from aladdin_mpi.parameter_server.frames import Header
 from aladdin_mpi.roles.role import Role
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.cluster import Cluster
-from tests import roles
 from tests.quadratic import NO_DELAY, Quadratic
 from tests.roles import Job, Outcome, any_network, flat_start, noise_of_samples, run, single_process
 
@@ -339,7 +338,7 @@ class Falling(Quadratic):
         return -torch.cat([part.view(-1) for part in self.parts]).sum()
 
 
-def test_ssp_reads_all_updates_up_to_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ssp_reads_all_updates_up_to_its_bound() -> None:
     """Ho et al.: a worker at clock c sees every update of step c - bound - 1 and before."""
     bound, workers = 2, 4
     first = flat_start(17)
@@ -360,8 +359,8 @@ def test_ssp_reads_all_updates_up_to_its_bound(monkeypatch: pytest.MonkeyPatch) 
         cluster=any_network(5, 5),
         settings={"momentum": 0.0, "ssp": {"bound": bound}},
         probe=probe,
+        problem=Falling,
     )
-    monkeypatch.setattr(roles, "Quadratic", Falling)
     run(job).check_accounts()
 
 

@@ -1,0 +1,120 @@
+"""Samples are dealt once in every epoch, also after workers have failed, in virtual time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from aladdin_mpi import DataParallel
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.data import sampler
+from aladdin_mpi.run import loop_watch, summary
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.transport.virtual.engine import VirtualCluster
+
+LENGTH = 24
+WORKERS = 3
+
+
+class Dealt:
+    """How often each sample of each epoch has been dealt, by (epoch, index)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.times = Counter[tuple[int, int]]()
+        take = sampler.ShardedStream.take
+
+        def counted(stream: sampler.ShardedStream, count: int) -> Any:
+            epochs, indices = take(stream, count)
+            self.times.update(zip(epochs.tolist(), indices.tolist(), strict=True))
+            return epochs, indices
+
+        monkeypatch.setattr(sampler.ShardedStream, "take", counted)
+        monkeypatch.setattr(summary, "draw_curves", lambda *_: None)
+        monkeypatch.setattr(loop_watch, "_refuse_scaler", lambda: None)
+
+
+def play(
+    folder: Path,
+    algorithm: str,
+    lost: dict[int, float],
+    slowdown: dict[int, float],
+    samples: int,
+    start: float = 0.0,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train, and return the summary; ``lost`` are workers by the second in which they fail."""
+    servers = 1 if registry.find(algorithm).server else 0
+
+    def train(transport: Transport) -> dict[str, Any]:
+        module = nn.Linear(1, 1)
+        run = DataParallel(
+            module,
+            transport=transport,
+            algorithm=algorithm,
+            evaluate=lambda module: {"test_loss": 0.0},
+            samples=samples,
+            batch_size=2,
+            compute_time=1.0,
+            slowdown=slowdown,
+            run_dir=None if "resume" in settings else folder,
+            quiet=True,
+            **settings,
+        )
+        for epoch in run.epochs([float(number) for number in range(LENGTH)]):
+            for x in epoch:
+                loss = module(x.float().view(-1, 1)).sum()
+                loss.backward()
+                run.step(loss)
+        return run.summary
+
+    deaths = {servers + worker: second for worker, second in lost.items()}
+    cluster = Cluster(hosts=1, deaths=deaths).placed(servers)
+    found = VirtualCluster(servers + WORKERS, cluster, start_time=start).run(train)
+    return next(filter(None, found))
+
+
+@pytest.mark.parametrize("algorithm", ["asp", "gosgd"])
+def test_samples_of_a_failed_worker_that_was_epochs_ahead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, algorithm: str
+) -> None:
+    """The others get at the next checkpoint what it has left of its epochs, and no more."""
+    dealt = Dealt(monkeypatch)
+    samples = 10 * LENGTH
+    found = play(
+        tmp_path / "run",
+        algorithm,
+        {2: 30.5},
+        {0: 6.0, 1: 6.0},
+        samples,
+        checkpoint_every=96,
+    )
+    assert max(epoch for epoch, _ in dealt.times) == 9
+    assert set(dealt.times.values()) == {1}
+    # Of those that are lost the failed worker had not begun to load the last batch.
+    assert samples - found["samples_lost"] <= dealt.times.total() <= samples
+
+
+def test_worker_that_takes_part_again_continues_in_its_data(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The run ends without it, and is resumed with as many workers as it began with."""
+    dealt = Dealt(monkeypatch)
+    folder = tmp_path / "run"
+    samples = 10 * LENGTH
+    play(folder, "asp", {2: 30.5}, {0: 6.0, 1: 6.0}, samples, checkpoint_every="never")
+    before = dealt.times.total()
+    play(folder, "asp", {}, {0: 6.0, 1: 6.0}, 2 * samples, 1e6, resume=folder)
+    assert dealt.times.total() >= before + samples
+    assert set(dealt.times.values()) == {1}
+
+
+def test_slowdown_may_name_a_worker_that_the_next_group_lacks(tmp_path: Path) -> None:
+    slowdown = {1: 2.0, 2: 2.0}
+    found = play(tmp_path / "run", "bsp", {0: 5.5}, slowdown, 10 * LENGTH, checkpoint_every=96)
+    assert found["samples"] == 10 * LENGTH
+    assert found["workers"] == 2
