@@ -78,6 +78,7 @@ class Task:
         state: of the user's loop, for checkpoints.
         skipped: where the data set notes images that it skips, if it does.
         origin: of the run.
+        whole: samples in whose multiples segments of the run end.
     """
 
     epoch: int
@@ -92,6 +93,7 @@ class Task:
     state: dict[str, Any]
     skipped: SkippedImages | None
     origin: Origin
+    whole: int = 1
 
 
 def assemble(
@@ -118,7 +120,7 @@ def assemble(
     parameters, servers = context.replica.describe(), context.servers
     if takeover is None:
         check_agreement(transport, options, parameters, task.data, servers, described)
-    plan = make_plan(options, task.epoch, task.origin, not transport.models_time)
+    plan = make_plan(options, task.epoch, task.origin, not transport.models_time, task.whole)
     base = options.lr if task.optimizer is None else 1.0
     lr = LearningRate(options, context.workers, task.epoch, plan.total, base, task.schedule)
     if takeover is None:
