@@ -21,8 +21,8 @@ class SamplerOrder:
     """Lists what a sampler gives in each epoch.
 
     A sampler that draws from the global generators finds them seeded by the run's seed and the
-    epoch. Generators that the user has given to the sampler or to the DataLoader continue from
-    epoch to epoch from the state in which they were given, as they do in a DataLoader.
+    epoch. Generators that the sampler has been given continue from epoch to epoch, from the
+    state that they had then, as they do in a DataLoader.
 
     Args:
         sampler: of samples or of batches.
@@ -84,7 +84,8 @@ class SamplerOrder:
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
             loader = self._loader
-            if loader.generator is not None and not (epoch and loader.persistent_workers):
+            is_shared = any(each is loader.generator for each in self._generators)
+            if is_shared and not (epoch and loader.persistent_workers):
                 # The seed that a DataLoader draws for its processes whenever it is iterated.
                 torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             for owner in _owners(self._sampler):
@@ -104,8 +105,8 @@ class SamplerOrder:
 
 
 def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Return the generators that the user has given to a DataLoader or its samplers."""
-    owners = (loader, *_owners(loader.sampler), *_owners(loader.batch_sampler))
+    """Return the generators by which a DataLoader's samplers draw an order."""
+    owners = (*_owners(loader.sampler), *_owners(loader.batch_sampler))
     found = (getattr(owner, "generator", None) for owner in owners)
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 

@@ -235,6 +235,8 @@ def check_generator() -> None:
     assert first == feed_of(given(shuffle=True), False, BATCH).facts()
     other = loader(shuffle=True, generator=torch.Generator().manual_seed(6))
     assert first != feed_of(other, False, BATCH).facts()  # so workers that differ do not start
+    seeds = [loader(generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    assert len({str(feed_of(each, False, BATCH).facts()) for each in seeds}) == 1  # no order
 
 
 def check_prefetch_factor(monkeypatch: pytest.MonkeyPatch) -> None:
