@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     default_collate,
@@ -51,6 +52,10 @@ from aladdin_mpi.data.stream_order import every
 from aladdin_mpi.errors import UserError
 
 BEGINS_ANEW = "data that can only be read in order begin anew, not where the run had come to"
+
+_SEQUENCES: tuple[Any, ...] = ([], (), Dataset())
+FINITE: tuple[type, ...] = (_BaseDataLoaderIter, *(type(iter(each)) for each in _SEQUENCES))
+"""Iterators of a DataLoader, a list, a tuple and a data set, which end after one epoch."""
 
 
 class Source(Protocol):
@@ -319,7 +324,7 @@ def feed_of(data: Any, sharded: bool, batch_size: int) -> Feed:
         return _of_loader(data, sharded)
     if isinstance(data, IterableDataset):
         return StreamFeed(DataLoader(data, batch_size=batch_size), sharded)
-    if isinstance(data, (DatasetPair, Mapping, str, _BaseDataLoaderIter)):
+    if isinstance(data, (DatasetPair, Mapping, str, *FINITE)):
         raise _not_data(data)
     if isinstance(data, Sized) and hasattr(data, "__getitem__"):
         _check_samples(data)
@@ -334,8 +339,8 @@ def _not_data(data: Any) -> UserError:
     hint = ""
     if isinstance(data, DatasetPair):
         hint = "; give its .train"
-    elif isinstance(data, _BaseDataLoaderIter):
-        hint = ", the iterator of a DataLoader; give the DataLoader itself"
+    elif isinstance(data, FINITE):
+        hint = ", which cannot begin anew for the next epoch; give what it was made of"
     return UserError(
         "batches(): expected a data set, a DataLoader, or an iterable of batches, got "
         f"{type(data).__name__}{hint}"

@@ -82,10 +82,9 @@ class Start:
                 self._tell(f"what loads the data cannot be pickled ({error})")
                 return iter(loader(FORK))
             raise UserError(
-                f"--loader-start-method {method}: expected a data set, a collate_fn and a "
-                f"worker_init_fn that can be pickled, got {error}; define them at the top of a "
-                "module, or use "
-                "--loader-start-method fork"
+                f"--loader-start-method {method}: expected a data set and a collate_fn (and "
+                f"worker_init_fn) that can be pickled, got {error}; define them at the top of a "
+                "module, or use --loader-start-method fork"
             ) from error
 
     def _chosen(self) -> str:

@@ -164,7 +164,9 @@ def test_lengths_are_known_or_not() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (iter(DataLoader(Words())), "the iterator of a DataLoader; give the DataLoader itself"),
+        (iter([1]), "got list_iterator, which cannot begin anew"),
+        (iter(Words()), "got iterator, which cannot begin anew"),
+        (iter(DataLoader(Words())), "which cannot begin anew .* give what it was made of"),
         ({"a": 1}, "expected a data set, a DataLoader, or an iterable of batches, got dict"),
         (64, "got int"),
         (
