@@ -243,7 +243,8 @@ class PreparedLoader:
 
     def __len__(self) -> int:
         """A worker's batches in an epoch, where all are equally fast."""
-        return -(-len(self.loader) // self._run.workers)
+        whole, rest = divmod(len(self.loader), self._run.workers)
+        return whole + bool(rest and not self.loader.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         """An epoch; of a resumed run those that it has behind it are empty."""

@@ -7,8 +7,9 @@ its place among them. What can only be read from its beginning is dealt by whole
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -17,15 +18,22 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
     default_collate,
 )
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from aladdin_mpi.data.datasets import DatasetPair, MapDataset
 from aladdin_mpi.data.images import ImageArrays
+from aladdin_mpi.data.loader_arguments import (
+    arguments_of,
+    check_arguments,
+    iterates_itself,
+    processes_of,
+    shuffles,
+)
 from aladdin_mpi.data.loader_processes import Start
 from aladdin_mpi.data.loading import (
     FORKED,
@@ -34,16 +42,20 @@ from aladdin_mpi.data.loading import (
     TrainingView,
     global_generators_kept,
     load_in_order,
-    seed_global_generators,
 )
 from aladdin_mpi.data.loading import describe as describe_pairs
-from aladdin_mpi.data.randomness import SHUFFLING, sample_keys
-from aladdin_mpi.data.sampler import Int64Array, Period, ShardedStream
+from aladdin_mpi.data.sampler import Int64Array, Period, ShardedStream, permutation
+from aladdin_mpi.data.sampler_order import SamplerOrder, generator_facts
 from aladdin_mpi.data.shards import ShardImages
 from aladdin_mpi.data.skipped import SkippedImages, skips_of
+from aladdin_mpi.data.stream_order import every
 from aladdin_mpi.errors import UserError
 
 BEGINS_ANEW = "data that can only be read in order begin anew, not where the run had come to"
+
+_SEQUENCES: tuple[Any, ...] = ([], (), Dataset())
+FINITE: tuple[type, ...] = (_BaseDataLoaderIter, *(type(iter(each)) for each in _SEQUENCES))
+"""Iterators of a DataLoader, a list, a tuple and a data set, which end after one epoch."""
 
 
 class Source(Protocol):
@@ -78,6 +90,11 @@ class Share:
     ahead: bool = False
     past: Sequence[Period] = ()
 
+    @property
+    def first_workers(self) -> int:
+        """How many workers the run began with."""
+        return self.past[0].workers if self.past else self.workers
+
 
 class Feed(ABC):
     """Data for all workers.
@@ -85,18 +102,29 @@ class Feed(ABC):
     Attributes:
         batch_size: samples of a batch; None: as the run says.
         loader_workers: processes that load ahead; None: as the run says.
+        loader_start_method: how they are started; None: as the run says.
+        drops_last: an epoch consists of whole rounds, in which every worker has a full batch.
+        has_whole_batches: batches are not cut where a segment of the run ends.
         caveat: what a run that goes on does not do as it would have without a break.
         skipped: where the data set notes images that it skips, if it does.
     """
 
     batch_size: int | None = None
     loader_workers: int | None = None
+    loader_start_method: str | None = None
+    drops_last = False
+    has_whole_batches = False
     caveat: str = ""
     skipped: SkippedImages | None = None
 
     @abstractmethod
-    def length(self, batch_size: int) -> int | None:
-        """Samples of an epoch; None: nobody knows."""
+    def length(self, batch_size: int, workers: int = 1) -> int | None:
+        """Samples of an epoch; None: nobody knows.
+
+        Args:
+            batch_size: of a worker's batch.
+            workers: that the run began with.
+        """
 
     def facts(self) -> dict[str, Any]:
         """What the data of all workers must have in common."""
@@ -122,32 +150,34 @@ class SampleFeed(Feed):
         self.skipped = skips_of(dataset)
         self._pairs = pairs or isinstance(dataset, ImageArrays)
         self._collate: Collate | None = None if pairs else default_collate
-        self._sampler: Any = None
+        self._order: SamplerOrder | None = None
+        self._loader = loader
         if loader is not None:
-            self.batch_size, self.loader_workers = loader.batch_size, loader.num_workers
+            self.batch_size = loader.batch_size
+            self.loader_workers, self.loader_start_method = processes_of(loader)
+            self.drops_last = self.has_whole_batches = loader.drop_last
             self._collate = loader.collate_fn
-            self._sampler = None if _shuffles(loader.sampler) else loader.sampler
+            self._order = None if shuffles(loader) else SamplerOrder(loader.sampler, loader)
 
-    def length(self, batch_size: int) -> int:
-        """Samples of an epoch."""
-        return len(self._dataset if self._sampler is None else self._sampler)
+    def length(self, batch_size: int, workers: int = 1) -> int:
+        """Samples of an epoch; with ``drop_last`` those of its whole rounds."""
+        length = len(self._dataset) if self._order is None else self._order.length
+        return length - length % (batch_size * workers) if self.drops_last else length
 
     def facts(self) -> dict[str, Any]:
         """Sizes, and what the first sample is made of."""
         if self._pairs:
-            return describe_pairs(self._dataset)
+            return {**describe_pairs(self._dataset), **_facts_of(self._loader)}
         with global_generators_kept():
-            return {"length": len(self._dataset), "sample": _outline(self._dataset[0])}
+            sample = _outline(self._dataset[0])
+        return {"length": len(self._dataset), "sample": sample, **_facts_of(self._loader)}
 
     def source(self, share: Share) -> Source:
         """See :meth:`Feed.source`."""
         size = share.batch_size
-        order = None if self._sampler is None else _order(self._sampler, share.seed)
-        if order is None and isinstance(self._dataset, ShardImages):
-            order = _as_it_lies(self._dataset, share)
-        stream = ShardedStream(
-            self.length(size), share.worker, share.workers, share.seed, order, share.past
-        )
+        length = self.length(size, share.first_workers)
+        order = self._ordered(share, length)
+        stream = ShardedStream(length, share.worker, share.workers, share.seed, order, share.past)
         stream.position = share.done
         return BatchSource(
             self._dataset,
@@ -157,49 +187,90 @@ class SampleFeed(Feed):
             start=share.start,
             collate=self._collate,
             ahead=share.ahead,
+            arguments=arguments_of(self._loader, share.seed, share.worker),
         )
+
+    def _ordered(self, share: Share, length: int) -> Callable[[int], Int64Array] | None:
+        """The first ``length`` samples of each epoch's order; None: a permutation of all."""
+        whole = self._whole_order(share)
+        if whole is None:
+            count = len(self._dataset)
+            if length == count:
+                return None
+            return lambda epoch: permutation(count, share.seed, epoch)[:length]
+        return lambda epoch: whole(epoch)[:length]
+
+    def _whole_order(self, share: Share) -> Callable[[int], Int64Array] | None:
+        if self._order is not None:
+            return self._order.indices(share.seed)
+        if isinstance(self._dataset, ShardImages):
+            return _as_it_lies(self._dataset, share)
+        return None
 
 
 class BatchListFeed(Feed):
-    """Batches that a batch sampler lists; each counts as ``batch_size`` samples."""
+    """Batches that a batch sampler lists; each counts as ``batch_size`` samples.
+
+    With ``batch_size=None`` each item of the data set is a batch.
+    """
+
+    has_whole_batches = True
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
-        self.loader_workers = loader.num_workers
+        self.loader_workers, self.loader_start_method = processes_of(loader)
+        self._items_are_batches = loader.batch_sampler is None
+        lists = loader.sampler if self._items_are_batches else loader.batch_sampler
+        self._order = SamplerOrder(lists, loader, may_be_short=True)
         size = getattr(loader.batch_sampler, "batch_size", None)
         self.batch_size = size if isinstance(size, int) else None
 
-    def length(self, batch_size: int) -> int:
+    def length(self, batch_size: int, workers: int = 1) -> int:
         """Samples of an epoch, by count."""
-        return len(self._loader) * batch_size
+        return self._order.length * batch_size
 
     def facts(self) -> dict[str, Any]:
         """See :class:`SampleFeed`."""
-        return SampleFeed(self._loader.dataset).facts()
+        return {**SampleFeed(self._loader.dataset).facts(), **_facts_of(self._loader)}
 
     def source(self, share: Share) -> Source:
         """See :meth:`Feed.source`."""
-        count, seed = len(self._loader), share.seed
+        count, seed = self._order.length, share.seed
         by_batch = [_by_batch(period, share.batch_size) for period in share.past]
         numbers = ShardedStream(
             count, share.worker, share.workers, seed, lambda epoch: np.arange(count), by_batch
         )
         numbers.position = share.done // share.batch_size
-        keys = _listed(_epochs_of(self._loader.batch_sampler, seed), numbers)
+        epochs, collate = self._order.epochs(seed), self._loader.collate_fn
+        if self._items_are_batches:
+            collate = _OfOne(collate)
+        keys = _listed(epochs, numbers, self._items_are_batches)
         view = TrainingView(cast(MapDataset, self._loader.dataset), seed, augment=True)
-        collate = self._loader.collate_fn
-        return _Batches(load_in_order(view, keys, share.processes, share.start, collate))
+        arguments = arguments_of(self._loader, share.seed, share.worker)
+        return _Batches(load_in_order(view, keys, share.processes, share.start, collate, arguments))
+
+
+class _OfOne:
+    """Converts the one item of a list, which is a batch."""
+
+    def __init__(self, convert: Callable[[Any], Any]) -> None:
+        self._convert = convert
+
+    def __call__(self, items: list[Any]) -> Any:
+        return self._convert(items[0])
 
 
 class StreamFeed(Feed):
     """Batches that can only be read in order.
 
     Args:
-        batches: begins anew whenever it is iterated; a batch counts as ``batch_size`` samples.
+        batches: begins anew whenever it is iterated, unless it is an iterator; a batch counts as
+            ``batch_size`` samples.
         sharded: each worker's are its own; otherwise worker w of n takes the w-th of every n.
     """
 
     caveat = BEGINS_ANEW
+    has_whole_batches = True
 
     def __init__(self, batches: Iterable[Any], sharded: bool) -> None:
         self._batches = batches
@@ -207,17 +278,24 @@ class StreamFeed(Feed):
         if isinstance(batches, DataLoader):
             self.batch_size = batches.batch_size
 
-    def length(self, batch_size: int) -> int | None:
+    def length(self, batch_size: int, workers: int = 1) -> int | None:
         """Samples of an epoch, by count, if it says how many batches it has."""
+        if isinstance(self._batches, Iterator):
+            return None
         try:
             return len(cast(Sized, self._batches)) * batch_size
         except TypeError:
             return None
 
+    def facts(self) -> dict[str, Any]:
+        """Return what the generators of all workers that read the same batches have in common."""
+        return {} if self._sharded else _facts_of(self._batches)
+
     def source(self, share: Share) -> Source:
         """See :meth:`Feed.source`."""
-        step, first = (1, 0) if self._sharded else (share.workers, share.worker)
-        return _Batches(_every(self._batches, first, step))
+        if self._sharded:
+            return _Batches(every(self._batches, 0, 1))
+        return _Batches(every(self._batches, share.worker, share.workers, share.seed))
 
 
 class _Batches:
@@ -235,70 +313,98 @@ def feed_of(data: Any, sharded: bool, batch_size: int) -> Feed:
     """How ``data`` are dealt.
 
     Args:
-        data: a data set, a DataLoader, or something that gives batches whenever it is iterated.
+        data: a data set, a DataLoader, an iterable of batches, or an iterator over them.
         sharded: an iterable gives each worker its own already.
         batch_size: for an iterable data set, whose samples are put together.
 
     Raises:
-        UserError: it is none of them, or is dealt to ranks already.
+        UserError: it is none of them, may be one or the other, or is dealt to ranks already.
     """
     if isinstance(data, DataLoader):
         return _of_loader(data, sharded)
     if isinstance(data, IterableDataset):
         return StreamFeed(DataLoader(data, batch_size=batch_size), sharded)
-    if (
-        isinstance(data, Sized)
-        and hasattr(data, "__getitem__")
-        and not isinstance(data, (DatasetPair, dict, str))
-    ):
+    if isinstance(data, (DatasetPair, Mapping, str, *FINITE)):
+        raise _not_data(data)
+    if isinstance(data, Sized) and hasattr(data, "__getitem__"):
+        _check_samples(data)
+        _check_not_sharded(data, sharded)
         return SampleFeed(data)
-    if hasattr(data, "__iter__") and not isinstance(data, (Iterator, DatasetPair, dict, str)):
+    if hasattr(data, "__iter__"):
         return StreamFeed(data, sharded)
+    raise _not_data(data)
+
+
+def _not_data(data: Any) -> UserError:
     hint = ""
     if isinstance(data, DatasetPair):
         hint = "; give its .train"
-    elif isinstance(data, Iterator):
+    elif isinstance(data, FINITE):
         hint = ", which cannot begin anew for the next epoch; give what it was made of"
-    raise UserError(
+    return UserError(
         "batches(): expected a data set, a DataLoader, or an iterable of batches, got "
         f"{type(data).__name__}{hint}"
     )
 
 
+def _check_samples(data: Any) -> None:
+    """Refuse a list or another sequence whose items may be samples or batches.
+
+    An item with a number or a string in it is a sample. Of tensors alone, or of lists, either may
+    be made.
+    """
+    if not isinstance(data, Sequence) or not data or _has_scalar(data[0]):
+        return
+    raise UserError(
+        f"batches(): the items of a {type(data).__name__} of {type(data[0]).__name__} can be "
+        "samples or batches. For samples pass DataLoader(data, batch_size=...), for batches pass "
+        "DataLoader(data, batch_size=None)."
+    )
+
+
+def _has_scalar(item: Any) -> bool:
+    """Whether one of its fields has no dimension along which samples could lie."""
+    if isinstance(item, Mapping):
+        return any(map(_has_scalar, item.values()))
+    if isinstance(item, tuple):
+        return any(map(_has_scalar, item))
+    if isinstance(item, (torch.Tensor, np.ndarray)):
+        return item.ndim == 0
+    return item is None or isinstance(item, (Number, np.generic, str, bytes))
+
+
+def _check_not_sharded(data: Any, sharded: bool) -> None:
+    if sharded:
+        raise UserError(
+            "batches(): sharded=True requires an iterable of batches or an IterableDataset. The "
+            f"samples of {type(data).__name__} have numbers and are dealt to the workers: leave "
+            "sharded out and give every worker the whole data."
+        )
+
+
 def _of_loader(loader: DataLoader[Any], sharded: bool) -> Feed:
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        return StreamFeed(loader, sharded)
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
     if any(isinstance(each, DistributedSampler) for each in samplers):
         raise UserError(
             "batches(): expected a DataLoader for the whole data set, got one with a "
             "DistributedSampler; leave the sampler out: the run deals the samples to the workers"
         )
+    check_arguments(loader, sharded)
+    if isinstance(loader.dataset, IterableDataset) or iterates_itself(loader):
+        return StreamFeed(loader, sharded)
+    _check_not_sharded(loader.dataset, sharded)
     if type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None:
         return SampleFeed(loader.dataset, loader)
     return BatchListFeed(loader)
 
 
+def _facts_of(data: Any) -> dict[str, Any]:
+    return generator_facts(data) if isinstance(data, DataLoader) else {}
+
+
 def _by_batch(period: Period, batch_size: int) -> Period:
     """A period of samples in batches."""
     return Period(tuple(None if n is None else n // batch_size for n in period.taken))
-
-
-def _shuffles(sampler: Any) -> bool:
-    """Whether it stands for ``shuffle=True``, in the order of whose choice the run is free."""
-    return (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and (sampler.num_samples == len(sampler.data_source))
-    )
-
-
-def _order(sampler: Any, seed: int) -> Callable[[int], Int64Array] | None:
-    if type(sampler) is SequentialSampler:
-        indices = np.arange(len(sampler))
-        return lambda epoch: indices
-    epochs = _epochs_of(sampler, seed)
-    return lambda epoch: np.asarray(epochs(epoch), dtype=np.int64)
 
 
 def _as_it_lies(dataset: ShardImages, share: Share) -> Callable[[int], Int64Array]:
@@ -311,57 +417,16 @@ def _as_it_lies(dataset: ShardImages, share: Share) -> Callable[[int], Int64Arra
     return lambda epoch: dataset.reading_order(epoch, share.workers, share.seed)
 
 
-def _epochs_of(sampler: Any, seed: int) -> Callable[[int], list[Any]]:
-    """What a sampler gives in an epoch: the same for all workers, whatever it draws from."""
-    kept: dict[int, list[Any]] = {}
-
-    def of(epoch: int) -> list[Any]:
-        if epoch not in kept:
-            key = int(sample_keys(seed, SHUFFLING, epoch, np.zeros(1, dtype=np.int64))[0])
-            with global_generators_kept():
-                seed_global_generators(key)
-                for owner in (sampler, getattr(sampler, "sampler", sampler)):
-                    if isinstance(getattr(owner, "generator", None), torch.Generator):
-                        owner.generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
-                    if hasattr(owner, "set_epoch"):
-                        owner.set_epoch(epoch)
-                found = list(sampler)
-            kept.clear()
-            kept[epoch] = found
-        return kept[epoch]
-
-    return of
-
-
 def _listed(
-    epochs: Callable[[int], list[Any]], numbers: ShardedStream
+    epochs: Callable[[int], list[Any]], numbers: ShardedStream, items_are_batches: bool
 ) -> Iterator[list[tuple[int, int]]]:
     """The (epoch, index) pairs of one worker's batches, endlessly."""
     while True:
         (epoch,), (number,) = (each.tolist() for each in numbers.take(1))
         batches = epochs(epoch)
         if number < len(batches):  # some samplers have fewer batches in some epochs
-            yield [(epoch, index) for index in batches[number]]
-
-
-def _every(batches: Iterable[Any], first: int, step: int) -> Iterator[Any]:
-    """Each ``step``-th batch from number ``first`` on, epoch after epoch."""
-    epoch = 0
-    while True:
-        dataset = getattr(batches, "dataset", batches)
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(epoch)
-        number = -1
-        for number, batch in enumerate(batches):
-            if number % step == first:
-                yield batch
-        if number < first:
-            raise UserError(
-                f"batches(): expected at least {step} batches in an epoch, one for each worker, "
-                f"got {number + 1}; give more data, smaller batches or fewer workers, or "
-                "sharded=True for data that are each worker's own"
-            )
-        epoch += 1
+            batch = batches[number]
+            yield [(epoch, index) for index in ([batch] if items_are_batches else batch)]
 
 
 def _outline(sample: Any) -> str:

@@ -88,6 +88,11 @@ class ImageArrays(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.recipe.evaluation(self.images[index][None])[0], int(self.targets[index])
 
+    def augmented(self, index: int, key: int) -> tuple[Tensor, int]:
+        """Return a sample as :meth:`training_batch` has it, augmented by its key."""
+        keys = np.array([key], dtype=np.uint64)
+        return self.recipe.training(self.images[index][None], keys)[0], int(self.targets[index])
+
     def evaluation_batch(self, indices: Int64Array | slice) -> tuple[Tensor, Tensor]:
         """Return the samples without augmentation: float32 (n, C, H, W), int64 (n,)."""
         chosen = indices if isinstance(indices, slice) else torch.from_numpy(indices)

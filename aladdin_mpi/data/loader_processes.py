@@ -39,6 +39,23 @@ without being told apart from a rank."""
 
 
 @dataclass(frozen=True)
+class ProcessArguments:
+    """Arguments of a user's DataLoader for the processes that load its samples.
+
+    Attributes:
+        timeout: seconds that a batch may take, 0 for no limit.
+        prefetch_factor: batches that each process loads ahead; None: torch's default.
+        worker_init_fn: called in each process with its number before it loads.
+        seed: of the random numbers that the processes begin with, and differ in.
+    """
+
+    timeout: float = 0
+    prefetch_factor: int | None = None
+    worker_init_fn: Callable[[int], object] | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class Start:
     """The method, ``auto`` or one of Python's, and whether to say what speaks against it."""
 
@@ -65,9 +82,9 @@ class Start:
                 self._tell(f"what loads the data cannot be pickled ({error})")
                 return iter(loader(FORK))
             raise UserError(
-                f"--loader-start-method {method}: expected a data set and a collate_fn that can be "
-                f"pickled, got {error}; define them at the top of a module, or use "
-                "--loader-start-method fork"
+                f"--loader-start-method {method}: expected a data set and a collate_fn (and "
+                f"worker_init_fn) that can be pickled, got {error}; define them at the top of a "
+                "module, or use --loader-start-method fork"
             ) from error
 
     def _chosen(self) -> str:

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from aladdin_mpi.data.datasets import MapDataset, known_classes
 from aladdin_mpi.data.images import ImageArrays, ImageFiles
 from aladdin_mpi.data.load_ahead import How, LoadAhead
-from aladdin_mpi.data.loader_processes import Start
+from aladdin_mpi.data.loader_processes import ProcessArguments, Start
 from aladdin_mpi.data.randomness import AUGMENTATION, sample_keys
 from aladdin_mpi.data.sampler import Int64Array, ShardedStream
 from aladdin_mpi.data.skipped import Skip, SkippedImages, skips_of
@@ -29,6 +29,7 @@ Places = tuple[Int64Array, Int64Array]
 """Epochs and indices of samples."""
 Collate = Callable[[list[Any]], Any]
 FORKED = Start()
+NO_ARGUMENTS = ProcessArguments()
 
 
 class BatchSource:
@@ -47,6 +48,7 @@ class BatchSource:
         start: see :mod:`.loader_processes`.
         collate: makes a batch of a list of samples; None: of (input, label) pairs.
         ahead: without processes, a thread may load the next batches.
+        arguments: of a user's DataLoader, for the processes.
     """
 
     def __init__(
@@ -59,10 +61,15 @@ class BatchSource:
         start: Start = FORKED,
         collate: Collate | None = None,
         ahead: bool = True,
+        arguments: ProcessArguments = NO_ARGUMENTS,
     ) -> None:
         self.dataset = dataset
         self.stream = stream
         self.collate = collate or _collate
+        self.arguments = arguments
+        # A collate_fn of the user's own is given single samples.
+        is_default = collate is None or collate is default_collate
+        self._arrays = dataset if isinstance(dataset, ImageArrays) and is_default else None
         self.batch_size = batch_size
         self.loader_workers = loader_workers
         self.augment = augment
@@ -94,9 +101,10 @@ class BatchSource:
     def _start(self) -> Iterator[Any]:
         # The loader runs ahead on a stream of its own; ours counts what was consumed.
         stream, size = self.stream.copy(), self.batch_size
-        if self.loader_workers and not isinstance(self.dataset, ImageArrays):
+        if self.loader_workers and self._arrays is None:
             keys = _KeyBatches(stream, size)
-            return load_in_order(self._view, keys, self.loader_workers, self.start, self.collate)
+            processes = self.loader_workers, self.start
+            return load_in_order(self._view, keys, *processes, self.collate, self.arguments)
         taken = (stream.take(size) for _ in itertools.count())
         if self._ahead:
             return LoadAhead(taken, self)
@@ -104,11 +112,11 @@ class BatchSource:
 
     def load(self, places: Places, how: How) -> Any:
         """See :class:`~.load_ahead.Loader`; ``places`` are the samples' epochs and indices."""
-        if isinstance(self.dataset, ImageArrays):
+        if self._arrays is not None:
             epochs, indices = places
             if self.augment:
-                return self.dataset.training_batch(indices, epochs, self.stream.seed)
-            return self.dataset.evaluation_batch(indices)
+                return self._arrays.training_batch(indices, epochs, self.stream.seed)
+            return self._arrays.evaluation_batch(indices)
         samples = self._view.samples(_keys(places), how)
         if how is not How.TRIAL:
             return self.collate(samples)
@@ -219,7 +227,7 @@ class TrainingView(Dataset[Any]):
     """
 
     def __init__(self, dataset: MapDataset, seed: int, augment: bool) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
         self.skipped = skips_of(dataset)
         self._seed = seed
         self._augmented = getattr(dataset, "augmented", None) if augment else None
@@ -241,7 +249,7 @@ class TrainingView(Dataset[Any]):
     def _sample(self, index: int, number: int) -> Any:
         if self._augmented is not None:
             return self._augmented(index, number)
-        return self._dataset[index]
+        return self.dataset[index]
 
     def _seeded(self, index: int, number: int) -> Any:
         if self._augmented is None:
@@ -300,6 +308,7 @@ def load_in_order(
     loader_workers: int,
     start: Start = FORKED,
     collate: Collate | None = None,
+    arguments: ProcessArguments = NO_ARGUMENTS,
 ) -> Iterator[Any]:
     """Batches of the samples that ``batches`` lists, loaded ahead by processes if there are any.
 
@@ -315,11 +324,28 @@ def load_in_order(
             collate_fn=_as_it_is,
             multiprocessing_context=method,
             # Without one of its own it would draw from the global generator.
-            generator=torch.Generator(),
+            generator=torch.Generator().manual_seed(arguments.seed),
+            timeout=arguments.timeout,
+            prefetch_factor=arguments.prefetch_factor,
+            worker_init_fn=_ProcessStart(dataset, arguments.worker_init_fn),
         )
 
     loaded = start.start(loader) if loader_workers else iter(loader(None))
     return _unpacked(loaded, skips_of(dataset))
+
+
+class _ProcessStart:
+    """Begins a loader process: it knows the user's data set, not what the run wraps it in."""
+
+    def __init__(self, dataset: Any, own: Callable[[int], object] | None) -> None:
+        self._dataset = dataset.dataset if isinstance(dataset, TrainingView) else dataset
+        self._own = own
+
+    def __call__(self, number: int) -> None:
+        # A frozen object, as the user is not to change it.
+        object.__setattr__(get_worker_info(), "dataset", self._dataset)
+        if self._own is not None:
+            self._own(number)
 
 
 class _Loaded(NamedTuple):

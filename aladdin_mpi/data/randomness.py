@@ -53,6 +53,11 @@ def sample_keys(
     return _mix(state + indices.astype(np.uint64) * _GOLDEN)
 
 
+def order_key(seed: int, epoch: int) -> int:
+    """Return the number by which the order of an epoch is drawn."""
+    return int(sample_keys(seed, SHUFFLING, epoch, np.zeros(1, dtype=np.int64))[0])
+
+
 def bounded(keys: UInt64Array, field: int, bound: int) -> npt.NDArray[np.int64]:
     """Return integers in [0, ``bound``) from the ``field``-th 16 bits (0 to 3) of each key."""
     bits = (keys >> np.uint64(16 * field)) & np.uint64(0xFFFF)

@@ -16,7 +16,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 @lru_cache(maxsize=4)
-def _permutation(length: int, seed: int, epoch: int) -> Int64Array:
+def permutation(length: int, seed: int, epoch: int) -> Int64Array:
     """Return the order of one epoch; all ranks of a process share the array."""
     # The keys of one epoch are all different, so the order has no ties.
     order = np.argsort(sample_keys(seed, SHUFFLING, epoch, np.arange(length)))
@@ -208,7 +208,7 @@ class ShardedStream:
 
     def _order_of(self, epoch: int) -> Int64Array:
         if self._order is None:
-            return _permutation(self.length, self.seed, epoch)
+            return permutation(self.length, self.seed, epoch)
         return self._order(epoch)
 
     def state_dict(self) -> dict[str, int]:

@@ -81,6 +81,7 @@ class Task:
         skipped: where the data set notes images that it skips, if it does.
         origin: of the run.
         project: what the script applies to parameters after each step.
+        whole: samples in whose multiples segments of the run end.
     """
 
     epoch: int
@@ -96,6 +97,7 @@ class Task:
     skipped: SkippedImages | None
     origin: Origin
     project: Sequence[Projection] = ()
+    whole: int = 1
 
 
 def assemble(
@@ -129,7 +131,7 @@ def assemble(
     parameters, servers = context.replica.describe(), context.servers
     if takeover is None:
         check_agreement(transport, options, parameters, task.data, servers, described)
-    plan = make_plan(options, task.epoch, task.origin, not transport.models_time)
+    plan = make_plan(options, task.epoch, task.origin, not transport.models_time, task.whole)
     base = options.lr if task.optimizer is None else 1.0
     lr = LearningRate(options, context.workers, task.epoch, plan.total, base, task.schedule)
     if takeover is None:

@@ -295,12 +295,11 @@ class DataParallel:
 
         Args:
             data: a data set of numbered samples, whose batches are made by torch's
-                ``default_collate`` in an order drawn by ``seed``; a DataLoader, whose batch size,
-                sampler, ``collate_fn`` and worker processes are taken; an IterableDataset, or
-                any iterable of batches, read in order anew in every epoch. With timed computing
-                only its length is used, and an int will do; batches are then None.
-            sharded: an iterable gives each worker batches of its own already; otherwise each
-                worker takes every n-th.
+                ``default_collate`` in an order drawn by ``seed``; a DataLoader, whose arguments
+                are followed; an IterableDataset, an iterable of batches, which is read again in
+                every epoch, or an iterator over them, which has to last for the run. With timed
+                computing only the length is used, and an int will do; batches are then None.
+            sharded: an iterable gives each worker its own batches already, not every n-th.
 
         Raises:
             UserError: a second call, or data that cannot be dealt; or, in the loop, :meth:`step`
@@ -380,6 +379,7 @@ class DataParallel:
             skipped=dealt.feed.skipped if dealt.feed is not None else None,
             origin=origin,
             project=tuple(self._projections),
+            whole=dealt.whole,
         )
         succession = self._succession
         succession.options = self.options

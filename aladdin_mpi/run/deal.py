@@ -22,11 +22,13 @@ class Deal:
     Attributes:
         length: samples of an epoch; of the run, where nobody knows.
         feed: None: there are no data, only their number.
+        whole: samples in whose multiples segments of the run end, so that no batch is cut.
     """
 
     options: RunOptions
     length: int
     feed: Feed | None
+    whole: int = 1
 
     @property
     def caveat(self) -> str:
@@ -91,7 +93,7 @@ def deal(
         return Deal(options, len(data), SampleFeed(data, pairs=True))
     feed = feed_of(data, sharded, options.batch_size)
     options = options.model_copy(update=_decided(feed, given))
-    length = feed.length(options.batch_size)
+    length = feed.length(options.batch_size, origin.first_workers)
     if length is None:
         length = samples_of(options, None, origin.first_workers)
     if length is None:
@@ -99,18 +101,40 @@ def deal(
             f"--epochs: expected data with a length, got {type(data).__name__}, which has none; "
             "give samples= or steps= instead"
         )
+    whole = options.batch_size * origin.first_workers if feed.has_whole_batches else 1
+    if feed.drops_last:
+        _check_rounds(options, length, origin.first_workers)
     if not length:
         raise UserError(
             f"training loop: expected data with at least one sample, got {type(data).__name__} "
             "of none; look at what it is made of"
         )
-    return Deal(options, length, feed)
+    return Deal(options, length, feed, whole)
+
+
+def _check_rounds(options: RunOptions, length: int, workers: int) -> None:
+    """Check that a run with ``drop_last`` consists of full batches alone."""
+    size = options.batch_size * workers
+    round_of = f"a round of {workers} workers with batch_size {options.batch_size}"
+    if not length:
+        raise UserError(
+            f"batches(): drop_last=True of the DataLoader requires {size} samples, {round_of}, and "
+            "the data have fewer. Leave drop_last out, or use fewer workers or smaller batches."
+        )
+    total = samples_of(options, length, workers)
+    if total is not None and total % size:
+        name = "samples" if options.samples is not None else "epochs"
+        raise UserError(
+            f"--{name}: drop_last=True of the DataLoader requires a run of whole rounds, multiples "
+            f"of {size} samples ({round_of}), but {name}={getattr(options, name):g} is {total} "
+            "samples. Use --steps, or leave drop_last out."
+        )
 
 
 def _decided(feed: Feed, given: Mapping[str, Any]) -> dict[str, Any]:
     """Options that a DataLoader decides."""
     found = {}
-    for name in ("batch_size", "loader_workers"):
+    for name in ("batch_size", "loader_workers", "loader_start_method"):
         its = getattr(feed, name)
         if its is None:
             continue

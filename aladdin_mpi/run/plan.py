@@ -30,8 +30,13 @@ class Plan:
     """0: not by time."""
 
 
-def make_plan(options: RunOptions, epoch: int, origin: Origin, over_mpi: bool) -> Plan:
-    """The plan of a run whose epoch has ``epoch`` samples; without MPI none goes by time."""
+def make_plan(
+    options: RunOptions, epoch: int, origin: Origin, over_mpi: bool, whole: int = 1
+) -> Plan:
+    """The plan of a run whose epoch has ``epoch`` samples; without MPI none goes by time.
+
+    Checkpoints are written after multiples of ``whole`` samples.
+    """
     total = samples_of(options, epoch, origin.first_workers)
     assert total is not None  # as the epoch's length is known
     step = options.step_size * origin.first_workers
@@ -50,6 +55,6 @@ def make_plan(options: RunOptions, epoch: int, origin: Origin, over_mpi: bool) -
         or (options.step_size if options.steps is None else step),
         log_every=options.log_every or epoch,
         eval_every=round(options.eval_every * epoch),
-        checkpoint_every=round(by_samples),
+        checkpoint_every=-(-round(by_samples) // whole) * whole,
         checkpoint_seconds=by_seconds,
     )

@@ -60,11 +60,33 @@ def open_for(transport: Transport, options: RunOptions) -> OpenFolder:
     Raises:
         UserError, RefusedError: it cannot be used, or not every rank sees it.
     """
-    given = options.resume or options.run_dir
-    folder = Path(broadcast(transport, str(given or Path("runs") / default_name(options))))
+    folder = options.resume or options.run_dir
+    if folder is None:
+        made = agree(transport, lambda: make_new(options) if transport.rank == 0 else None)
+        folder = broadcast(transport, str(made))
+    folder = Path(folder)
     lock = agree(transport, lambda: _take(folder, options) if transport.rank == 0 else None)
     agree(transport, lambda: check_seen(folder))
     return OpenFolder(folder, lock)
+
+
+def make_new(options: RunOptions) -> Path:
+    """Make a folder with the default name, numbered if another run has just taken that.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    folder = first = Path("runs") / default_name(options)
+    number = 1
+    while True:
+        try:
+            folder.mkdir(parents=True)  # which only one of several runs can do
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = first.with_name(f"{first.name}-{number}")
+        except OSError as error:
+            raise _not_written(folder, error) from error
 
 
 def take_over(transport: Transport, folder: Path) -> OpenFolder:
@@ -108,10 +130,7 @@ def prepare(folder: Path, options: RunOptions) -> RunLock:
             shutil.rmtree(old, ignore_errors=True)
         write_whole(folder / CONFIG_NAME, f"# {_command()}\n{to_toml(options)}")
     except OSError as error:
-        raise UserError(
-            f"--run-dir: cannot write into {str(folder)!r}: {error.strerror}"
-            f"{_at(error, folder)}; give another folder"
-        ) from error
+        raise _not_written(folder, error) from error
     return lock
 
 
@@ -121,6 +140,13 @@ def _command() -> str:
     ranks = guard.launched_place()[1] if "mpi4py.MPI" in sys.modules else 1
     start = ["mpirun", "-np", str(ranks)] if ranks > 1 else []
     return shlex.join([*start, "python", *sys.orig_argv[1:]])
+
+
+def _not_written(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"--run-dir: cannot write into {str(folder)!r}: {error.strerror}"
+        f"{_at(error, folder)}; give another folder"
+    )
 
 
 def _at(error: OSError, folder: Path) -> str:

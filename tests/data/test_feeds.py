@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -164,6 +165,8 @@ def test_lengths_are_known_or_not() -> None:
     ("data", "words"),
     [
         (iter([1]), "got list_iterator, which cannot begin anew"),
+        (iter(Words()), "got iterator, which cannot begin anew"),
+        (iter(DataLoader(Words())), "which cannot begin anew .* give what it was made of"),
         ({"a": 1}, "expected a data set, a DataLoader, or an iterable of batches, got dict"),
         (64, "got int"),
         (
@@ -175,3 +178,52 @@ def test_lengths_are_known_or_not() -> None:
 def test_others_are_refused(data: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         feed_of(data, False, BATCH)
+
+
+def pairs(*shape: int) -> list[Any]:
+    return [(torch.ones(shape), torch.zeros(shape[:1])) for _ in range(6)]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [pairs(4, 3), pairs(3), tuple(pairs(3)), [torch.ones(3)] * 4, [[0, 1], [2]], [{"x": [1, 2]}]],
+)
+def test_list_of_samples_or_batches_is_refused(data: Any) -> None:
+    words = r"can be samples or batches\. For samples pass DataLoader\(data, batch_size=\.\.\.\)"
+    with pytest.raises(UserError, match=words):
+        feed_of(data, False, BATCH)
+
+
+@pytest.mark.parametrize("label", [3, "three", torch.tensor(3), None])
+def test_list_of_items_with_a_scalar_has_samples(label: Any) -> None:
+    feed = feed_of([(torch.ones(4), label)] * 6, False, BATCH)
+    assert feed.length(BATCH) == 6
+    if label is not None:  # which torch does not put together
+        inputs, _ = feed.source(Share(0, 1, 7, BATCH)).next_batch(BATCH)
+        assert inputs.shape == (BATCH, 4)
+
+
+def test_list_of_batches_is_dealt_as_the_remedy_says() -> None:
+    batches: Any = [torch.arange(4) + 4 * number for number in range(6)]
+    feed = feed_of(DataLoader(batches, batch_size=None), False, 4)
+    dealt = [taken(feed, worker, 2) for worker in range(WORKERS)]
+    assert dealt == [[batches[n].tolist(), batches[n + 3].tolist()] for n in range(WORKERS)]
+
+
+def endless() -> Iterator[torch.Tensor]:
+    yield from (torch.tensor([number]) for number in itertools.count())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_endless_generator_is_dealt_by_batches(sharded: bool) -> None:
+    feeds = [feed_of(endless(), sharded, BATCH) for _ in range(WORKERS)]  # each has its own
+    dealt = [flat(taken(feed, worker, 3)) for worker, feed in enumerate(feeds)]
+    assert dealt == ([[0, 1, 2]] * 3 if sharded else [[0, 3, 6], [1, 4, 7], [2, 5, 8]])
+    assert feeds[0].length(BATCH) is None
+    assert "begin anew" in feeds[0].caveat
+
+
+def test_iterator_that_ends_too_soon_is_refused() -> None:
+    feed = feed_of(itertools.islice(endless(), 4), False, BATCH)
+    with pytest.raises(UserError, match="islice ended after 4 batches, before the run did"):
+        taken(feed, 0, 3)

@@ -1,0 +1,60 @@
+"""The folder that a run gets by default: its own, whoever begins in the same second."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.run import run_folder
+from aladdin_mpi.run.data_parallel import DataParallel
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.transport.virtual.engine import VirtualCluster
+
+
+@pytest.fixture
+def same_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs below ``tmp_path``, which all begin in one second."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda *form: "20260101-000000")
+
+
+@pytest.mark.usefixtures("same_second")
+def test_runs_that_begin_in_one_second_have_folders_of_their_own() -> None:
+    def main(transport: Transport) -> None:
+        model = nn.Linear(2, 1)
+        run = DataParallel(model, transport=transport, algorithm="ar-sgd", samples=8, quiet=True)
+        for batch in run.batches(torch.ones(8, 2)):
+            run.step(model(batch).sum().backward())
+
+    for _ in range(3):
+        VirtualCluster(2, Cluster(hosts=1), 0).run(main)
+    names = sorted(folder.name for folder in Path("runs").iterdir())
+    (stem,) = {re.sub(r"-\d$", "", name) for name in names[1:]}
+    assert names == [stem, f"{stem}-2", f"{stem}-3"]
+    assert all((Path("runs") / name / "summary.json").exists() for name in names)
+
+
+@pytest.mark.usefixtures("same_second")
+def test_folders_are_made_without_a_race() -> None:
+    context = multiprocessing.get_context("fork")
+    start, made = context.Barrier(4), context.SimpleQueue()
+
+    def make() -> None:
+        start.wait(60)
+        for _ in range(20):
+            made.put(str(run_folder.make_new(RunOptions())))
+
+    processes = [context.Process(target=make) for _ in range(4)]
+    for process in processes:
+        process.start()
+    names = [made.get() for _ in range(80)]
+    for process in processes:
+        process.join(60)
+    assert len({*names}) == 80
