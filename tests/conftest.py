@@ -17,6 +17,7 @@ os.environ.setdefault("OMPI_MCA_btl", "^ofi")  # which sleeps for a second in MP
 SHARED = (
     "tests/comparison/test_compare.py",
     "tests/algorithms/test_multistep.py",
+    "tests/exactness/test_exactness.py",
     "tests/run/test_resume.py",
     "tests/run/test_suspend.py",
     "tests/test_train.py",
