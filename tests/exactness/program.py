@@ -25,7 +25,7 @@ from aladdin_mpi.run import summary
 from tests.exactness.row import COLUMNS, Batch, Column, Row
 from tests.exactness.table import TABLE
 
-SECONDS = 20.0
+SECONDS = 45.0
 """The longest wait for another rank."""
 
 

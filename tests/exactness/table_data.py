@@ -229,8 +229,8 @@ DATA = [
         check=in_order,
     ),
     row(
-        "list of batches",
-        lambda samples: list(Batches(samples)),
+        "list of batches in a DataLoader",
+        lambda samples: DataLoader(list(Batches(samples)), batch_size=None),
         settings=OWN_SIZE,
         check=in_order,
         faults=everywhere("a list of batches is dealt as a list of samples"),
