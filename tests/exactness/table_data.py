@@ -55,18 +55,6 @@ class Ragged(Samples):
         return self.inputs[index].expand(1 + index % 4, -1), self.targets[index], index
 
 
-class Batched(Samples):
-    """Items that are batches already."""
-
-    def __len__(self) -> int:
-        return len(self.inputs) // BATCH
-
-    def __getitem__(self, index: int) -> Any:
-        first = index * BATCH
-        numbers = torch.arange(first, first + BATCH)
-        return self.inputs[numbers], self.targets[numbers], numbers
-
-
 class Stream(IterableDataset[Any]):
     """Samples that can only be read in order."""
 
@@ -151,6 +139,11 @@ def own_generator(samples: Samples) -> DataLoader[Any]:
     return DataLoader(samples, BATCH, shuffle=True, generator=torch.Generator().manual_seed(5))
 
 
+def batch_list(samples: Samples) -> DataLoader[Any]:
+    batches: Any = list(Batches(samples))
+    return DataLoader(batches, batch_size=None)
+
+
 def weighted(samples: Samples) -> DataLoader[Any]:
     weights = [1.0 + number % 3 for number in range(len(samples))]
     return DataLoader(samples, BATCH, sampler=WeightedRandomSampler(weights, len(samples)))
@@ -230,10 +223,16 @@ DATA = [
     ),
     row(
         "list of batches in a DataLoader",
-        lambda samples: DataLoader(list(Batches(samples)), batch_size=None),
+        batch_list,
         settings=OWN_SIZE,
         check=in_order,
-        faults=everywhere("a list of batches is dealt as a list of samples"),
+    ),
+    row(
+        "list of batches",
+        lambda samples: list(Batches(samples)),
+        settings=OWN_SIZE,
+        check=in_order,
+        faults=everywhere("a list of batches is taken for a list of samples, or refused"),
     ),
     row(
         "generator without an end",
