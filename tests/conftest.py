@@ -22,6 +22,7 @@ settings.load_profile("any-speed")
 SHARED = (
     "tests/comparison/test_compare.py",
     "tests/algorithms/test_multistep.py",
+    "tests/exactness/test_exactness.py",
     "tests/run/test_resume.py",
     "tests/run/test_suspend.py",
     "tests/test_train.py",

@@ -143,7 +143,8 @@ def run_rank(job: Job, transport: Transport) -> Result:
     def compute(ticket: Ticket) -> float:
         tickets.append(ticket)
         worker = role.worker
-        first = ticket.start + ticket.whole * worker.index // worker.count
+        before = sum(ticket.size_of(each, worker.count) for each in range(worker.index))
+        first = ticket.start + before
         numbers = range(first, first + ticket.size)
         loss = 0.0
         for part in range(job.passes):

@@ -44,8 +44,12 @@ class Ticket(NamedTuple):
     scale: float = 1.0
 
     def size_of(self, worker: int, workers: int) -> int:
-        """How many of the round's samples go to a worker."""
-        return self.whole * (worker + 1) // workers - self.whole * worker // workers
+        """Return how many of the round's samples a worker gets.
+
+        The first workers get one more than the others, as they do of an epoch
+        (:class:`aladdin_mpi.data.sampler.ShardedStream`).
+        """
+        return len(range(worker, self.whole, workers))
 
 
 class Report(NamedTuple):

@@ -84,7 +84,9 @@ def arguments(make: Make, settings: Mapping[str, float]) -> dict[str, Any]:
         elif isinstance(default, bool) or default is None:
             found[target] = bool(value)
         else:
-            found[target] = type(default)(value) if isinstance(default, (int, float)) else value
+            # Many defaults are written as 0 and mean a number such as 0.9.
+            is_whole = isinstance(default, int) and float(value).is_integer()
+            found[target] = int(value) if is_whole else value
     return found
 
 

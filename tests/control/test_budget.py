@@ -89,6 +89,16 @@ def test_only_the_last_ticket_is_short() -> None:
     assert sizes == [7] * 14 + [2]
 
 
+@pytest.mark.parametrize("samples", [1, 7, 31, 32, 33])
+def test_last_round_completes_an_epoch(samples: int) -> None:
+    """The rounds of an epoch give each worker as many samples as its share has."""
+    workers, batch = 3, 4
+    rounds = [Ticket(0, 0, min(workers * batch, samples - at)) for at in range(0, samples, 12)]
+    for worker in range(workers):
+        granted = sum(each.size_of(worker, workers) for each in rounds)
+        assert granted == len(range(worker, samples, workers))
+
+
 def test_more_workers_than_samples_leave_some_without() -> None:
     _, _, tickets = run(5, 2, open_all, batch=1)
     assert sorted(len(own) for own in tickets) == [0, 0, 0, 1, 1]

@@ -398,6 +398,16 @@ def test_options_are_turned_into_arguments() -> None:
         arguments(adamw, {"momentum": 0.9})
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "option"),
+    [("sgd", "momentum"), ("sgd", "dampening"), ("rmsprop", "momentum"), ("adagrad", "lr_decay")],
+)
+def test_fractions_are_kept_where_the_default_is_a_whole_number(
+    optimizer: str, option: str
+) -> None:
+    assert arguments(find(optimizer), {option: 0.9}) == {option: 0.9}
+
+
 def test_groups_by_pattern() -> None:
     model = network()
     found = groups(model, 0.1, 0.01, {"3.*": 10.0, "*.weight": 0.5}, {"*.bias": 0.0})

@@ -1,0 +1,119 @@
+"""Run a column of the table: one job for all rows, begun again behind a row that ends it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests import launch, warm
+from tests.exactness.row import COLUMNS, Round
+
+STALLED = 90.0
+"""Seconds without a finished row after which a job is ended."""
+ATTEMPTS = 8
+"""The most jobs for a column."""
+PROGRAM = "tests.exactness.program"
+
+
+@dataclass
+class Outcome:
+    """What a row has come to.
+
+    Attributes:
+        error: why there is no result; None: there is one.
+        reports: of each rank, by ``program.py``.
+    """
+
+    error: str | None = None
+    reports: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def workers(self) -> list[dict[str, Any]]:
+        return [report for report in self.reports if not report["is_server"]]
+
+    @property
+    def rounds(self) -> list[Round]:
+        """The workers' batches, round by round; a worker may have none in the last."""
+        seen = [report["seen"] for report in self.workers]
+        return [
+            [each[number][1] for each in seen if number < len(each)]
+            for number in range(max(map(len, seen)))
+        ]
+
+    @property
+    def epochs(self) -> list[int]:
+        """The epoch of each round."""
+        longest = max((report["seen"] for report in self.workers), key=len)
+        return [epoch for epoch, _ in longest]
+
+
+def run_column(name: str, rows: Sequence[str], folder: Path) -> dict[str, Outcome]:
+    """Run ``rows`` in one job; if it fails, the others behind the one that failed in a new one."""
+    outcomes: dict[str, Outcome] = {}
+    left, attempts = list(rows), 0
+    while left:
+        if attempts == ATTEMPTS:
+            return outcomes | dict.fromkeys(left, Outcome(f"not run: {attempts} jobs failed"))
+        attempts += 1
+        place = folder / str(len(outcomes))
+        place.mkdir(parents=True)
+        (place / "job.json").write_text(json.dumps({"column": name, "rows": left}))
+        printed = _run(name, place)
+        ranks = max(1, COLUMNS[name].ranks)
+        reports = [_reports(place / f"rank-{rank}.jsonl") for rank in range(ranks)]
+        done = min(map(_finished, reports))
+        for number, row in enumerate(left[:done]):
+            outcomes[row] = Outcome(reports=[each[number] for each in reports])
+        if done < len(left):
+            outcomes[left[done]] = Outcome(error=_error(reports, done, printed))
+        left = left[done + 1 :]
+    return outcomes
+
+
+def _run(name: str, place: Path) -> str:
+    """Run the job to its end, or until it stalls; return what it has printed."""
+    with _started(COLUMNS[name].ranks, place) as job:
+        size, since = -1, time.monotonic()
+        while job.so_far().returncode == -1:
+            now = sum(file.stat().st_size for file in place.glob("rank-*.jsonl"))
+            if now != size:
+                size, since = now, time.monotonic()
+            if time.monotonic() - since > STALLED:
+                break
+            time.sleep(0.05)
+        return repr(job.so_far())
+
+
+@contextmanager
+def _started(ranks: int, place: Path) -> Iterator[launch.Job]:
+    program = ["-m", PROGRAM, str(place)]
+    if ranks:
+        with launch.start_ranks(ranks, program) as job:
+            yield job
+        return
+    with launch.turn():
+        job = launch.Job([warm.python(), *program], launch.environment("openmpi", {}), launch.ROOT)
+        try:
+            yield job
+        finally:
+            job.close()
+
+
+def _reports(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _finished(reports: list[dict[str, Any]]) -> int:
+    return len(reports) - any("error" in report for report in reports)
+
+
+def _error(reports: list[list[dict[str, Any]]], number: int, printed: str) -> str:
+    for each in reports:
+        if number < len(each) and "error" in each[number]:
+            return str(each[number]["error"])
+    return f"the job ended, or no row ended for {STALLED:g} s\n{printed[-4000:]}"

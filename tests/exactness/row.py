@@ -1,0 +1,230 @@
+"""What a row of the table is made of, and the columns that it is run in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, default_collate
+
+BATCH = 4
+"""Samples of a worker's batch."""
+SAMPLES = 36
+"""Samples of a data set: three batches for each of three workers."""
+STEPS = 3
+
+Batch = Any
+Loss = Callable[[nn.Module, Batch], Tensor]
+Optimizers = Optimizer | list[Optimizer]
+Round = list[list[int]]
+"""The samples of each worker's batch, by number."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A way to run the rows.
+
+    Attributes:
+        ranks: number of ranks; 0: one process that mpirun does not start.
+        workers: number of ranks that train.
+        settings: keyword arguments of ``DataParallel``.
+    """
+
+    ranks: int
+    workers: int
+    settings: Mapping[str, Any]
+
+
+COLUMNS = {
+    "ar-sgd": Column(3, 3, {"algorithm": "ar-sgd"}),
+    "bsp": Column(4, 3, {"algorithm": "bsp"}),
+    "one process": Column(0, 1, {}),
+    "asp, one worker": Column(2, 1, {"algorithm": "asp"}),
+    "asp": Column(4, 3, {"algorithm": "asp"}),
+    "aladdin-ahead": Column(4, 3, {"algorithm": "aladdin-ahead", "wire": "fp32"}),
+}
+SYNCHRONOUS = ("ar-sgd", "bsp", "one process")
+ONE_WORKER = ("asp, one worker",)
+ASYNCHRONOUS = ("asp", "aladdin-ahead")
+"""Columns for rows whose gradients do not depend on the parameters, so that order is irrelevant."""
+
+
+class Training(Protocol):
+    """A rank's run of a row, for ``Row.train``: see ``program.py``."""
+
+    run: Any
+    """The ``DataParallel``."""
+    model: nn.Module
+    optimizer: Optimizers
+    scheduler: LRScheduler | None
+
+    def batches(self, sharded: bool = False) -> Iterator[Batch]:
+        """Batches from ``run.batches``; the samples of each are recorded."""
+
+    def epochs(self) -> Iterator[Iterator[Batch]]:
+        """Epochs from ``run.epochs``; the samples of each batch are recorded."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the row's loss."""
+
+    @property
+    def number(self) -> int:
+        """Number of batches recorded so far, from 1 in the loop."""
+
+
+class Plain(Protocol):
+    """Plain torch, for ``Row.replay``: see ``plain.py``."""
+
+    model: nn.Module
+    optimizers: list[Optimizer]
+    scheduler: LRScheduler | None
+    workers: int
+    rounds: list[Round]
+    epochs: list[int]
+    """The epoch that each round belongs to."""
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """Return a batch of these samples."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the row's loss."""
+
+    def zero_grad(self) -> None:
+        """Clear all gradients."""
+
+    def step(self) -> None:
+        """Step all optimizers, and the scheduler if there is one."""
+
+
+def step_by_step(training: Training) -> None:
+    """Train with the loop that the documentation begins with."""
+    for batch in training.batches():
+        loss = training.loss(batch)
+        loss.backward()
+        training.run.step(loss)
+
+
+def together(each: Round) -> list[int]:
+    """Return the samples of all workers."""
+    return [number for batch in each for number in batch]
+
+
+def on_the_union(plain: Plain) -> None:
+    """Take one step for each round, on a batch of the samples of all workers."""
+    for each in plain.rounds:
+        plain.zero_grad()
+        plain.loss(plain.batch(together(each))).backward()
+        plain.step()
+
+
+def gradients_by_workers(
+    plain: Plain, each: Round, change: Callable[[], object] = lambda: None
+) -> None:
+    """Compute the mean of the workers' gradients, weighted by samples.
+
+    Args:
+        plain: its gradients are set.
+        each: the round.
+        change: called with each worker's gradients in place.
+    """
+    parameters = list(plain.model.parameters())
+    means: list[Tensor | None] = [None] * len(parameters)
+    for numbers in each:
+        plain.zero_grad()
+        plain.loss(plain.batch(numbers)).backward()
+        change()
+        share = len(numbers) / sum(map(len, each))
+        for place, p in enumerate(parameters):
+            if p.grad is not None:
+                before, part = means[place], p.grad * share
+                means[place] = part if before is None else before + part
+    for p, mean in zip(parameters, means, strict=True):
+        p.grad = mean
+
+
+def by_workers(plain: Plain) -> None:
+    """Take one step for each round, with the mean of the workers' gradients by samples."""
+    for each in plain.rounds:
+        gradients_by_workers(plain, each)
+        plain.step()
+
+
+def one_by_one(plain: Plain) -> None:
+    """Take a step for each worker's batch, with its share of the rate."""
+    for each in plain.rounds:
+        for numbers in each:
+            plain.zero_grad()
+            (plain.loss(plain.batch(numbers)) / plain.workers).backward()
+            plain.step()
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=0.01)
+
+
+def shuffled(samples: Any) -> DataLoader[Any]:
+    return DataLoader(samples, BATCH, shuffle=True)
+
+
+def numbers_last(batch: Batch) -> Tensor:
+    found: Tensor = batch[-1]
+    return found
+
+
+def given_as_object(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
+    return {"optimizer": optimizer}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration that the project and plain torch train alike.
+
+    Attributes:
+        name: unique; part of the test's id.
+        model: makes the model; torch's seed is the same everywhere.
+        loss: of a model and a batch.
+        samples: makes the data set, whose samples hold their own number.
+        feed: makes of that what ``run.batches()`` is given.
+        numbers: returns the numbers of a batch's samples.
+        collate: makes a batch of samples, for plain torch.
+        optimizer: makes plain torch's optimizer, or several.
+        arguments: the keyword arguments of ``DataParallel`` that stand for this optimizer.
+        scheduler: of the optimizer, also given to ``DataParallel``.
+        settings: further keyword arguments of ``DataParallel``.
+        train: the loop of the project's side.
+        replay: the same in plain torch, on the rounds that the workers have had.
+        columns: those of `COLUMNS` that the row is run in.
+        differences: by column, the section of the documentation ("page.md#section") that says
+            why parameters are not those of ``replay``. The test then requires them to differ.
+        documented: what is to be expected instead, in plain torch; None: nothing exact.
+        faults: by column, why the row is expected to fail.
+        is_even: no sample is seen twice before all others have been seen once.
+        check: looks at the rounds of all workers.
+        tolerance: largest difference, relative to the largest parameter.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    loss: Loss
+    samples: Callable[[], Any]
+    feed: Callable[[Any], Any] = shuffled
+    numbers: Callable[[Batch], Any] = numbers_last
+    collate: Callable[[list[Any]], Batch] = default_collate
+    optimizer: Callable[[Any], Optimizers] = sgd
+    arguments: Callable[[nn.Module, Optimizers], dict[str, Any]] = given_as_object
+    scheduler: Callable[[Any], LRScheduler] | None = None
+    settings: Mapping[str, Any] = field(default_factory=lambda: {"steps": STEPS})
+    train: Callable[[Training], None] = step_by_step
+    replay: Callable[[Plain], None] = on_the_union
+    columns: Sequence[str] = SYNCHRONOUS
+    differences: Mapping[str, str] = field(default_factory=dict)
+    documented: Callable[[Plain], None] | None = None
+    faults: Mapping[str, str] = field(default_factory=dict)
+    is_even: bool = True
+    check: Callable[[list[Round]], None] | None = None
+    tolerance: float = 1e-6
