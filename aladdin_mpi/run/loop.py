@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
-from greenlet import getcurrent, greenlet
+from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
 from aladdin_mpi.accelerator import is_accelerator
@@ -65,6 +66,11 @@ class Loop:
     def is_over(self) -> bool:
         """Whether the algorithm has come to its end."""
         return self._algorithm_side is not None and self._algorithm_side.dead
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the algorithm waits for the user's loop."""
+        return bool(self._algorithm_side) and not self.is_in_algorithm
 
     @property
     def is_in_algorithm(self) -> bool:
@@ -158,6 +164,28 @@ class Loop:
         self._user_side = getcurrent()
         self._algorithm_side.parent = self._user_side
         self.ticket = self._algorithm_side.switch(value)
+
+    # -- loops that do not end by themselves ------------------------------------------------
+    def drain(self) -> None:
+        """Let the algorithm come to its end; what it is still granted has no gradient."""
+        self._leave()
+        while self.is_active:
+            self._hand_over()
+
+    def abandon(self) -> None:
+        """End the algorithm where it is. No other rank may wait for this one."""
+        self._leave()
+        if self.is_active:
+            assert self._algorithm_side is not None
+            self._algorithm_side.parent = getcurrent()
+            with suppress(Exception):  # of an algorithm that is cut off
+                self._algorithm_side.throw(GreenletExit)
+
+    def _leave(self) -> None:
+        """Nothing more is computed."""
+        self.skipping = self._stepped = True
+        if self._source is not None:
+            self._source.close()
 
 
 def _next(source: Source, size: int) -> Any:
