@@ -21,10 +21,9 @@ from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import SEALED
-from aladdin_mpi.data.loader_processes import is_loader_process
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.soundness import check_module
-from aladdin_mpi.process import console, guard, heap, startup, stop_signal
+from aladdin_mpi.process import console, guard, heap
 from aladdin_mpi.run import among_workers
 from aladdin_mpi.run.asked import (
     agreed_options,
@@ -38,6 +37,7 @@ from aladdin_mpi.run.delivery import Delivery
 from aladdin_mpi.run.device import choose_device
 from aladdin_mpi.run.ending import Ending, end_other_run
 from aladdin_mpi.run.epochs import NO_BATCH, Batches, Epoch, HeldBack
+from aladdin_mpi.run.job import TIMEOUT, start_mpi
 from aladdin_mpi.run.loop import Loop
 from aladdin_mpi.run.loop_progress import LoopProgress
 from aladdin_mpi.run.loop_watch import LoopWatch
@@ -154,7 +154,7 @@ class DataParallel:
                 raise OptionsFound(simulated_options(simulated, {**brought, **settings}, module))
         if transport is None:
             end_other_run()
-            transport = _over_mpi(float(settings.get("timeout", 1800.0)))
+            transport = _over_mpi(float(settings.get("timeout", TIMEOUT)))
             self._ending.own(transport)
         self.transport = transport
         agree(transport, lambda: check_given(module, evaluate, settings))
@@ -582,16 +582,7 @@ def _sealed(transport: Transport) -> Transport:
 
 
 def _over_mpi(timeout: float) -> Transport:
-    if is_loader_process():
-        raise UserError(
-            "DataParallel: expected in a rank of the job, got it in a process that loads data, "
-            'which imports the main file; put what trains under if __name__ == "__main__":, or '
-            "use --loader-start-method fork"
-        )
-    startup.begin()
-    startup.expect(startup.MPI_STARTS, timeout, startup.MEETING_LEAST)
+    start_mpi(timeout)
     from aladdin_mpi.transport.mpi.engine import MpiTransport
 
-    guard.install()
-    stop_signal.install()
     return MpiTransport(timeout=timeout)
