@@ -111,7 +111,12 @@ print("all equal")
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "kind"), [("ar-sgd", "module"), ("multistep", "module"), ("ar-sgd", "fx")]
+    ("algorithm", "kind"),
+    [
+        ("multistep", "module"),
+        ("ar-sgd", "fx"),
+        pytest.param("ar-sgd", "module", marks=pytest.mark.long),
+    ],
 )
 def test_copies_are_plain_models(tmp_path: Path, algorithm: str, kind: str) -> None:
     """They have no hooks, do not act on the run, and need nothing of this package."""
