@@ -20,6 +20,8 @@ What is not here is refused by name. ``accelerate`` itself is not needed.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,8 +33,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.process import console
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.run.epochs import Epoch
+from aladdin_mpi.run.job import find_job
 
 LENGTHS = ("epochs", "samples", "steps")
 
@@ -44,7 +48,8 @@ class Accelerator:
 
     Args:
         gradient_accumulation_steps: batches whose gradients make a step.
-        mixed_precision: "no"; forward and loss may be put into ``torch.autocast``.
+        mixed_precision: "no", or None for the environment's ``ACCELERATE_MIXED_PRECISION``, "no"
+            by default; forward and loss may be put into ``torch.autocast``.
         settings: of :class:`DataParallel`, its ``epochs`` or ``samples`` among them.
 
     Raises:
@@ -52,8 +57,13 @@ class Accelerator:
     """
 
     def __init__(
-        self, gradient_accumulation_steps: int = 1, mixed_precision: str = "no", **settings: Any
+        self,
+        gradient_accumulation_steps: int = 1,
+        mixed_precision: str | None = None,
+        **settings: Any,
     ) -> None:
+        if mixed_precision is None:
+            mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
         if mixed_precision != "no":
             raise UserError(
                 f"mixed_precision: expected 'no', got {mixed_precision!r}; put forward and loss "
@@ -69,6 +79,8 @@ class Accelerator:
         self._run: DataParallel | None = None
         self._loader: PreparedLoader | None = None
         self._loss: Tensor | None = None
+        # What a script asks of its accelerator before prepare() must not depend on other ranks.
+        self._job = find_job(settings)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -163,30 +175,37 @@ class Accelerator:
             UserError: before :meth:`prepare`.
         """
         if self._run is None:
-            raise UserError(
-                "accelerator: expected prepare(model, optimizer, loader) first; it moves the "
-                "model to its device, so leave out .to(accelerator.device)"
-            )
+            raise UserError("accelerator: expected prepare(model, optimizer, loader) first")
         return self._run
 
     @property
     def device(self) -> torch.device:
         """Where the model is, and where batches come."""
-        return self.run.device
+        if self._run is None:
+            return self._job.device(self._settings.get("device", "auto"))
+        return self._run.device
 
     @property
     def is_main_process(self) -> bool:
         """Whether this is the first worker."""
-        return self.run.is_first
+        return self._job.is_first if self._run is None else self._run.is_first
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first worker on its host."""
+        return self._job.is_first_of_host
 
     @property
     def num_processes(self) -> int:
         """The number of workers."""
-        return self.run.workers
+        return self._job.workers if self._run is None else self._run.workers
 
-    def print(self, *values: object) -> None:
-        """Print on the first worker alone."""
-        self.run.print(*values)
+    def print(self, *values: object, **how: Any) -> None:
+        """Print on the first worker of each host; ``how`` as for Python's ``print``."""
+        if self.is_local_main_process and how:
+            print(*values, **how)
+        elif self.is_local_main_process:
+            console.say(" ".join(map(str, values)), sys.stdout)
 
     def log(self, values: dict[str, float], step: int | None = None) -> None:
         """Add figures to the metrics of the run, which knows where it is without ``step``."""

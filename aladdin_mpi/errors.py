@@ -33,6 +33,22 @@ class RefusedError(Exception):
     """The run is refused, and another rank says why."""
 
 
+class ClosedError(UserError):
+    """Another rank has closed the run: see :meth:`aladdin_mpi.DataParallel.close`.
+
+    Attributes:
+        rank: that rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(
+            f"training loop: rank {rank} closed the run, by run.close() or because of an error "
+            "inside `with DataParallel(...)`. To train again after such an error, catch this one "
+            "too, and make another DataParallel on every rank."
+        )
+        self.rank = rank
+
+
 class SuspendedError(SystemExit):
     """A signal has ended the run, which is saved and can be resumed.
 

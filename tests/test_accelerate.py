@@ -104,10 +104,73 @@ def test_what_is_not_there_is_refused_by_name() -> None:
         Accelerator()
     with pytest.raises(UserError, match="mixed_precision: expected 'no', got 'fp16'"):
         Accelerator(mixed_precision="fp16", epochs=1)
-    accelerator = Accelerator(epochs=1)
-    with pytest.raises(UserError, match=r"accelerator\.save_state: expected one of those"):
-        accelerator.save_state("folder")
-    with pytest.raises(UserError, match=r"prepare\(model, optimizer, loader\) first"):
-        _ = accelerator.device
-    with pytest.raises(UserError, match="expected one model, got 0"):
-        accelerator.prepare()
+
+
+REFUSED = """
+from aladdin_mpi import Accelerator
+accelerator = Accelerator(epochs=1)
+for use in (
+    lambda: accelerator.save_state("folder"), lambda: accelerator.run, accelerator.prepare
+):
+    try:
+        use()
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+@needs("openmpi")
+def test_what_is_not_there_yet_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(REFUSED)
+    lines = run_ranks(1, ["script.py"], env=HERE, cwd=tmp_path).stdout.splitlines()
+    expected = (
+        "UserError accelerator.save_state: expected one of those",
+        "UserError accelerator: expected prepare(model, optimizer, loader) first",
+        "UserError accelerator.prepare: expected one model, got 0",
+    )
+    assert all(map(str.startswith, lines, expected)), lines
+    assert len(lines) == 3
+
+
+BEGINNING = """
+import sys
+import torch
+from torch.utils.data import DataLoader
+if sys.argv[1] == "real":
+    from accelerate import Accelerator
+    accelerator = Accelerator(cpu=True, mixed_precision=None)
+else:
+    from aladdin_mpi import Accelerator
+    accelerator = Accelerator(mixed_precision=None, algorithm=sys.argv[1], epochs=1, quiet=True)
+
+def place():
+    return [accelerator.is_main_process, accelerator.is_local_main_process, accelerator.device,
+            accelerator.num_processes]
+
+before = place()
+accelerator.print("once", "before", sep=" ", flush=True)
+model = torch.nn.Linear(4, 1).to(accelerator.device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader([torch.ones(4) for _ in range(8)], 2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+assert place() == before
+for batch in loader:
+    accelerator.backward(model(batch).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+accelerator.print("once after")
+print("place", *before, flush=True)
+"""
+
+
+@needs("openmpi")
+def test_what_a_script_asks_before_prepare(tmp_path: Path) -> None:
+    """In one process the same as of accelerate; a server is no main process."""
+    (tmp_path / "script.py").write_text(BEGINNING)
+    run = partial(run_ranks, env=HERE, cwd=tmp_path, timeout=120)
+    real, alone = (run(1, ["script.py", each]).stdout for each in ("real", "asp"))
+    assert alone == real == "once before\nonce after\nplace True True cpu 1\n"
+    done = run(3, ["script.py", "asp"]).stdout
+    places = sorted(re.findall(r"^place (.*)$", done, re.M))
+    assert places == ["False False cpu 2", "False False cpu 2", "True True cpu 2"]
+    assert (done.count("once before"), done.count("once after")) == (1, 1)

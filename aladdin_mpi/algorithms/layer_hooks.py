@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from aladdin_mpi.algorithms.dense_pieces import DenseWeight
 from aladdin_mpi.algorithms.layer_pieces import Piece
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.model.hooks import Hooks
 from aladdin_mpi.model.replica import places
 
 if TYPE_CHECKING:
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
 
 class LayerHooks:
     """The hooks of a module, to be installed while it trains.
-
-    A copy of the module, which has copies of the hooks, is left alone by them.
 
     Args:
         pieces: of the flat vector.
@@ -56,18 +56,25 @@ class LayerHooks:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Hooks on every layer that has parameters of its own."""
-        handles: list[Any] = []
+        hooks, of_weights = Hooks(), []
         for part in self._needs:
-            handles.append(part.register_forward_pre_hook(self._before_layer(part), prepend=True))
+            register = part.register_forward_pre_hook
+            hooks.add(part, register, self._before_layer, prepend=True)
         for part in self._dense:
             weight = part.get_parameter("weight")
-            handles.append(part.register_forward_pre_hook(self._before_dense(part)))
-            handles.append(part.register_forward_hook(self._after_dense(part)))
-            handles.append(weight.register_post_accumulate_grad_hook(self._refuse(part)))
+            hooks.add(part, part.register_forward_pre_hook, self._before_dense)
+            hooks.add(part, part.register_forward_hook, self._after_dense)
+            # Parameters are copied without their hooks.
+            refuse = partial(self._refuse, part)
+            of_weights.append(weight.register_post_accumulate_grad_hook(refuse))
         try:
             yield
         finally:
-            for handle in handles:
+            for part in self._first_row:  # an error has left the forward pass
+                self._require(part, True)
+            self._first_row.clear()
+            hooks.remove()
+            for handle in of_weights:
                 handle.remove()
 
     @contextmanager
@@ -89,21 +96,14 @@ class LayerHooks:
         for piece in self._needs[part]:
             self._finish(piece)
 
-    # Closures: a deep copy of a module would copy a bound method's object too.
-    def _before_layer(self, part: nn.Module) -> Callable[..., None]:
-        def before(called: nn.Module, inputs: Any) -> None:
-            if self.active and called is part:
-                self._called.add(part)
-                self._wait_for(part)
+    def _before_layer(self, part: nn.Module, inputs: Any) -> None:
+        if self.active:
+            self._called.add(part)
+            self._wait_for(part)
 
-        return before
-
-    def _before_dense(self, part: nn.Module) -> Callable[..., None]:
-        def before(called: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if self.active and called is part and torch.is_grad_enabled():
-                self._listen(part, inputs[0] if inputs else None)
-
-        return before
+    def _before_dense(self, part: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self.active and torch.is_grad_enabled():
+            self._listen(part, inputs[0] if inputs else None)
 
     def _listen(self, part: nn.Module, values: Tensor | None) -> None:
         piece = self._dense[part]
@@ -127,20 +127,16 @@ class LayerHooks:
         names = ["weight"] if layer.bias is None else ["weight", "bias"]
         return [part.get_parameter(name) for name in names]
 
-    def _after_dense(self, part: nn.Module) -> Callable[..., Tensor | None]:
-        def after(called: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
-            first = self._first_row.pop(part, None) if called is part else None
-            if first is None:
-                return None
-            self._require(part, True)
-            hear = self._hear(part, first)
-            # Torch is loaded only to make the class: see process/deferred.py.
-            from aladdin_mpi.model.listen import Listen
+    def _after_dense(self, part: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+        first = self._first_row.pop(part, None)
+        if first is None:
+            return None
+        self._require(part, True)
+        # Torch is loaded only to make the class: see process/deferred.py.
+        from aladdin_mpi.model.listen import Listen
 
-            listened: Tensor = Listen.apply(output, self._token, hear)
-            return listened
-
-        return after
+        listened: Tensor = Listen.apply(output, self._token, self._hear(part, first))
+        return listened
 
     def _hear(self, part: nn.Module, first: int) -> Callable[[Tensor], None]:
         def hear(errors: Tensor) -> None:
@@ -150,12 +146,9 @@ class LayerHooks:
 
         return hear
 
-    def _refuse(self, part: nn.Module) -> Callable[[Tensor], None]:
-        def refuse(_: Tensor) -> None:
-            if self.active and self._dense[part].by_errors:
-                raise _misused(self._dense[part])
-
-        return refuse
+    def _refuse(self, part: nn.Module, _: Tensor) -> None:
+        if self.active and self._dense[part].by_errors:
+            raise _misused(self._dense[part])
 
 
 def _needs(module: nn.Module, pieces: Sequence[Piece]) -> dict[nn.Module, list[Piece]]:

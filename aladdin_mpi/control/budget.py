@@ -26,6 +26,8 @@ MOST_AHEAD = 32
 """Largest number of tickets that a worker asks for ahead."""
 STOP = -0.5
 """In place of a number of samples: end the run."""
+CLOSE = -0.25
+"""In place of a number of samples: end the run without its results."""
 
 
 class Ticket(NamedTuple):
@@ -112,6 +114,8 @@ class Budget:
         self.passed_over = 0
         """Of those drawn: granted to nobody."""
         self.limit = 0
+        self.closed_by: int | None = None
+        """The rank that has closed the run; None: none has."""
         self.loss_scale = LossScale()
         self._is_open = False
         self._opened = self._passed_over_before = 0
@@ -136,6 +140,9 @@ class Budget:
         self._on_report(source, Report(int(samples), loss, waiting, int(sent), int(steps), *rate))
         if want == STOP:
             self.total = self.limit = self.drawn
+        elif want == CLOSE:
+            self.closed_by = source
+            self.stop()
         elif want < 0:
             self._pass_over(int(-want))
         if want > 0 and self._is_open:
@@ -287,6 +294,10 @@ class Draws:
     def stop(self) -> None:
         """Ask that nothing more is granted to any worker, and the run ends."""
         self._send(STOP, Report())
+
+    def close_run(self) -> None:
+        """Ask that nothing more is granted to any worker, and the run ends without results."""
+        self._send(CLOSE, Report())
 
     def pass_over(self, samples: int) -> None:
         """Ask that nothing before number ``samples`` is granted any more."""

@@ -64,6 +64,9 @@ class Source(Protocol):
     def next_batch(self, count: int) -> Any:
         """A batch of ``count`` samples; where they come in batches, the next of these."""
 
+    def close(self) -> None:
+        """End what loads ahead."""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -307,6 +310,10 @@ class _Batches:
     def next_batch(self, count: int) -> Any:
         """The next one."""
         return next(self._batches)
+
+    def close(self) -> None:
+        """See :class:`Source`."""
+        self._batches = iter(())  # which ends processes that load
 
 
 def feed_of(data: Any, sharded: bool, batch_size: int) -> Feed:

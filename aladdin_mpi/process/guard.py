@@ -17,6 +17,7 @@ from types import FrameType
 
 from aladdin_mpi.errors import (
     SUSPENDED_STATUS,
+    ClosedError,
     ExcludedError,
     LostError,
     RefusedError,
@@ -71,11 +72,20 @@ _terminated: TerminatedError | None = None
 
 def install() -> None:
     """Make every uncaught error of this process end the whole job."""
+    if _is_interactive():
+        return
     sys.excepthook = lambda kind, error, trace: end_job(error)
     threading.excepthook = _end_in_thread
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
-        signal.signal(signal.SIGINT, _terminate)
+        # A script that is alone may catch KeyboardInterrupt to end its training early.
+        if launched_place()[1] > 1:
+            signal.signal(signal.SIGINT, _terminate)
+
+
+def _is_interactive() -> bool:
+    """Whether this is a notebook or a prompt, where errors and Ctrl-C do not end the process."""
+    return launched_place()[1] == 1 and (hasattr(sys, "ps1") or bool(sys.flags.interactive))
 
 
 def _end_in_thread(args: threading.ExceptHookArgs) -> None:
@@ -144,6 +154,8 @@ def end_job(error: BaseException) -> None:
     console.close()  # what is said now is not drawn over
     rank, size = launched_place()
     error = _terminated or error  # what was interrupted may have failed in some other way
+    if isinstance(error, KeyboardInterrupt):
+        error = TerminatedError(signal.SIGINT)
     status = 1
     if isinstance(error, SuspendedError):
         leave(SUSPENDED_STATUS)
@@ -164,7 +176,9 @@ def end_job(error: BaseException) -> None:
             console.say(f"aladdin_mpi: stopped by {error}{_and_then()}")
     elif isinstance(error, UserError):
         status = 2
-        if not error.agreed:
+        if isinstance(error, ClosedError):
+            time.sleep(YIELD_SECONDS)  # the rank that closed the run has the word
+        elif not error.agreed:
             _await_turn(rank, size)
         where = f" (rank {rank})" if size > 1 and not error.agreed else ""
         console.say(f"aladdin_mpi: error{where}: {error}")

@@ -250,6 +250,10 @@ class Worker(Stateful):
         """Ask for the end of the run."""
         self._draws.stop()
 
+    def close_run(self) -> None:
+        """Ask for the end of the run, without its results."""
+        self._draws.close_run()
+
     def pass_over(self, samples: int) -> None:
         """Ask that no samples of the run before number ``samples`` are granted any more."""
         self._draws.pass_over(samples)

@@ -139,66 +139,69 @@ def assemble(
         share_model(context)
     else:
         folder = takeover.open_folder(transport)
-    local = LocalState(context.replica, transport.shares_process, task.state)
-    steps = plan.total // plan.schedule_step if takeover is None else None
-    optimizer = agree(transport, lambda: make_optimizer(context, task.optimizer, steps))
-    record = SkipRecord()
-    skips = SkipReports(transport, task.skipped, record if transport.rank == 0 else None)
-    role = agree(transport, lambda: _role(context, task, plan, lr, local, optimizer, skips))
-    with _closed_on_error(role):
-        coordinator = None
-        if transport.rank == 0:
-            coordinator = make_coordinator(context, role, plan, lr, record)
-        # It outlives this rank, so it must not hold it, with all its vectors.
-        guard.remedy = partial(_remedy, folder.path)
-        measuring = _measuring(context, role, seen, task.evaluate, skips)
-        if takeover is None:
-            local.seed(options.seed * 1_000_003 + transport.rank + 1)
-        store = CheckpointStore(folder.path)
-        segments = _segments(context, role, coordinator, local, store, plan, task.origin, described)
-        means = coordinator.own_figures if coordinator else None
-        figures = OwnFigures(transport, means, lambda: segments.over)
-        if takeover is not None:
-            take_over(context, local, segments, takeover)
-        elif options.resume is not None:
-            go_on(Resumption(context, role, local, segments, store, task.origin, lr))
-        suspension = Suspension(transport, coordinator)
-        heartbeats = Heartbeats(transport, options.worker_timeout)
-        deputy = Deputy(transport, coordinator.knowledge if coordinator else None)
-        books = None
-        if coordinator is not None:
-            coordinator.on_report(deputy.hear)
-            coordinator.on_open(deputy.send)
-            transport.on_failure(lambda rank: deputy.send())
-            books = _open(context, role, coordinator, folder.path, skips, measuring, takeover)
-            deputy.send()
-        if seen is not None:
-            seen.open()
-        return Rank(
-            context,
-            plan,
-            folder,
-            optimizer,
-            role,
-            skips,
-            figures,
-            measuring,
-            segments,
-            suspension,
-            heartbeats,
-            deputy,
-            _mirrors(context, role),
-            books,
-        )
+    with _on_error(folder.release):
+        local = LocalState(context.replica, transport.shares_process, task.state)
+        steps = plan.total // plan.schedule_step if takeover is None else None
+        optimizer = agree(transport, lambda: make_optimizer(context, task.optimizer, steps))
+        record = SkipRecord()
+        skips = SkipReports(transport, task.skipped, record if transport.rank == 0 else None)
+        role = agree(transport, lambda: _role(context, task, plan, lr, local, optimizer, skips))
+        with _on_error(role.close):
+            coordinator = None
+            if transport.rank == 0:
+                coordinator = make_coordinator(context, role, plan, lr, record)
+            # It outlives this rank, so it must not hold it, with all its vectors.
+            guard.remedy = partial(_remedy, folder.path)
+            measuring = _measuring(context, role, seen, task.evaluate, skips)
+            if takeover is None:
+                local.seed(options.seed * 1_000_003 + transport.rank + 1)
+            store = CheckpointStore(folder.path)
+            segments = _segments(
+                context, role, coordinator, local, store, plan, task.origin, described
+            )
+            means = coordinator.own_figures if coordinator else None
+            figures = OwnFigures(transport, means, lambda: segments.over)
+            if takeover is not None:
+                take_over(context, local, segments, takeover)
+            elif options.resume is not None:
+                go_on(Resumption(context, role, local, segments, store, task.origin, lr))
+            suspension = Suspension(transport, coordinator)
+            heartbeats = Heartbeats(transport, options.worker_timeout)
+            deputy = Deputy(transport, coordinator.knowledge if coordinator else None)
+            books = None
+            if coordinator is not None:
+                coordinator.on_report(deputy.hear)
+                coordinator.on_open(deputy.send)
+                transport.on_failure(lambda rank: deputy.send())
+                books = _open(context, role, coordinator, folder.path, skips, measuring, takeover)
+                deputy.send()
+            if seen is not None:
+                seen.open()
+            return Rank(
+                context,
+                plan,
+                folder,
+                optimizer,
+                role,
+                skips,
+                figures,
+                measuring,
+                segments,
+                suspension,
+                heartbeats,
+                deputy,
+                _mirrors(context, role),
+                books,
+            )
 
 
 @contextmanager
-def _closed_on_error(role: Role) -> Iterator[None]:
-    """Where a rank cannot be put together no hooks stay on the module, which others may take."""
+def _on_error(undo: Callable[[], None]) -> Iterator[None]:
+    """If a rank cannot be put together, others may use its module and its folder."""
     try:
         yield
     except BaseException:
-        role.close()
+        undo()
         raise
 
 

@@ -155,7 +155,8 @@ class Coordinator:
         limit = (drawn // every + 1) * every if every else self.plan.total
         with self._transport.atomic():
             self.failures.note_earlier()
-            self.budget.open(drawn if self.suspended else limit)
+            is_ending = self.suspended or self.budget.closed_by is not None
+            self.budget.open(drawn if is_ending else limit)
         self._opened = self._transport.now()
         for action in self._on_open:
             action()

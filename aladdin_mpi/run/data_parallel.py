@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.hooks import RemovableHandle
 
 from aladdin_mpi.accelerator import configure
 from aladdin_mpi.algorithms import registry
@@ -23,11 +21,10 @@ from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import SEALED
-from aladdin_mpi.data.loader_processes import is_loader_process
-from aladdin_mpi.errors import SUSPENDED_STATUS, SuspendedError, UserError
+from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.projection import Projection
 from aladdin_mpi.model.soundness import check_module
-from aladdin_mpi.process import console, guard, heap, startup, stop_signal
+from aladdin_mpi.process import console, guard, heap
 from aladdin_mpi.run import among_workers
 from aladdin_mpi.run.asked import (
     agreed_options,
@@ -39,7 +36,9 @@ from aladdin_mpi.run.assembly import Task, assemble
 from aladdin_mpi.run.deal import Deal, deal
 from aladdin_mpi.run.delivery import Delivery
 from aladdin_mpi.run.device import choose_device
+from aladdin_mpi.run.ending import Ending, end_other_run
 from aladdin_mpi.run.epochs import NO_BATCH, Batches, Epoch, HeldBack
+from aladdin_mpi.run.job import TIMEOUT, start_mpi
 from aladdin_mpi.run.loop import Loop
 from aladdin_mpi.run.loop_progress import LoopProgress
 from aladdin_mpi.run.loop_watch import LoopWatch
@@ -50,7 +49,7 @@ from aladdin_mpi.run.own_optimizer import Asked, resolve, settings_for
 from aladdin_mpi.run.own_words import in_own_words
 from aladdin_mpi.run.placement import tell_placement
 from aladdin_mpi.run.rank import Rank
-from aladdin_mpi.run.script import OptionsFound, SimulatedRank, simulated_rank
+from aladdin_mpi.run.script import OptionsFound, simulated_rank
 from aladdin_mpi.run.succession import Succession
 from aladdin_mpi.run.takeover import Takeover
 from aladdin_mpi.transport.base import Transport
@@ -110,8 +109,6 @@ class DataParallel:
     """
 
     options: RunOptions
-    _open: DataParallel | None = None
-    """The run over MPI that has not ended."""
 
     def __init__(
         self,
@@ -125,29 +122,19 @@ class DataParallel:
         evaluate: Evaluate | None = None,
         **settings: Any,
     ) -> None:
-        self._owns_transport = transport is None
         self._schedule = schedule
         self._given = settings
         self._is_own_loop = options is None
-        self._simulated: SimulatedRank | None = None
         self._words = in_own_words if self._is_own_loop else nullcontext
+        self._ending = Ending(self._words)
         try:
             with self._words():
                 if isinstance(optimizer, str):
                     settings["optimizer"], optimizer = optimizer, None
                 self._prepare(module, options, transport, evaluate, settings, optimizer, scheduler)
         except BaseException:
-            self._leave()
+            self._ending.fail()
             raise
-
-    def _leave(self) -> None:
-        """The run has ended: another one over MPI may begin."""
-        self._ended = True
-        if self._simulated is not None:
-            self._simulated.unended.remove(self)
-            self._simulated = None
-        if DataParallel._open is self:
-            DataParallel._open = None
 
     def _prepare(
         self,
@@ -161,16 +148,15 @@ class DataParallel:
     ) -> None:
         simulated = simulated_rank() if transport is None else None
         if simulated is not None:
-            self._owns_transport, transport = False, simulated.transport
-            self._simulated = simulated
-            simulated.unended.append(self)
+            transport = simulated.transport
+            self._ending.simulate(simulated)
             if transport is None:
                 brought = settings_for(optimizer, self._schedule, settings)
                 raise OptionsFound(simulated_options(simulated, {**brought, **settings}, module))
         if transport is None:
-            _check_alone_over_mpi()
-            transport = _over_mpi(float(settings.get("timeout", 1800.0)))
-            DataParallel._open = self
+            end_other_run()
+            transport = _over_mpi(float(settings.get("timeout", TIMEOUT)))
+            self._ending.own(transport)
         self.transport = transport
         agree(transport, lambda: check_given(module, evaluate, settings))
         brought = agree(transport, lambda: settings_for(optimizer, self._schedule, settings))
@@ -210,18 +196,13 @@ class DataParallel:
         self._loop = Loop(
             self.options.batch_size, Delivery(self.device, self.options.channels_last)
         )
-        self._batches: Iterator[Any] | None = None
-        self._ended = self._left = False
         self._by_epochs = False
         self._projections: list[Projection] = []
         self._progress = LoopProgress()
         self._succession.progress = self._progress
-        self._hooks: list[RemovableHandle] = []
         self.run_dir: Path | None = None
-        self._summary: dict[str, Any] = {}
         self.state: dict[str, Any] = {}
-        if self._owns_transport:
-            atexit.register(self._check_ended)
+        self._ending.of(self.module, self._loop, self._succession)
 
     def _check(self, module: nn.Module, needs_values: bool) -> None:
         """Of a module that is only measured all ranks of a simulation may have the same."""
@@ -268,7 +249,7 @@ class DataParallel:
     @property
     def is_over(self) -> bool:
         """Whether the run has ended: every rank has the trained model, and trains no more."""
-        return self._ended
+        return self._ending.has_ended
 
     @property
     def completes_step(self) -> bool:
@@ -283,8 +264,9 @@ class DataParallel:
     @property
     def summary(self) -> dict[str, Any]:
         """The run's figures, at rank 0, after the loop."""
-        self._finish_left()
-        return self._summary
+        self._ending.finish_left()
+        self._ending.check_open()
+        return self._ending.summary
 
     def batches(self, data: Any, sharded: bool = False) -> Iterator[Any]:
         """This worker's batches until the budget is used up, on ``device``.
@@ -305,14 +287,15 @@ class DataParallel:
             UserError: a second call, or data that cannot be dealt; or, in the loop, :meth:`step`
                 was left out.
         """
-        if self._batches is not None:
+        if self._ending.batches is not None:
             raise UserError(
                 "training loop: expected one call of batches(), got a second; for another run "
                 "make another DataParallel"
             )
         # Kept here, so that a loop that is left early can be brought to its end.
-        self._batches = self._in_words(data, sharded)
-        return Batches(self._batches, self._note_left)
+        ending = self._ending
+        ending.batches = self._in_words(data, sharded)
+        return Batches(ending.batches, ending.note_left, ending.check_open)
 
     def epochs(self, data: Any, sharded: bool = False) -> Iterator[Epoch]:
         """The same, epoch by epoch: ``for epoch in run.epochs(data): for batch in epoch: ...``.
@@ -340,6 +323,7 @@ class DataParallel:
             def is_past(end: int = end) -> bool:
                 return (not batches.has_first and loop.is_over) or self._drawn() >= end
 
+            self._ending.check_open()
             epoch = Epoch(number, batches, is_past)
             yield epoch
             if not epoch.is_done:
@@ -353,7 +337,7 @@ class DataParallel:
         ticket = self._loop.ticket
         return self._ready().plan.total if ticket is None else ticket.start
 
-    def _in_words(self, data: Any, sharded: bool) -> Iterator[Any]:
+    def _in_words(self, data: Any, sharded: bool) -> Generator[Any, None, None]:
         with self._words():
             yield from self._run(data, sharded)
 
@@ -386,8 +370,7 @@ class DataParallel:
         succession.assemble = partial(self._assemble, task)
         succession.on_change = partial(self._follow, dealt)
         if not succession.begin():
-            self._leave()
-            self._close()
+            self._ending.release()
             return
         if self.options.resume is not None and dealt.caveat and self.transport.rank == 0:
             guard.warn([dealt.caveat])
@@ -395,22 +378,7 @@ class DataParallel:
             succession.run()
         else:
             yield from self._worker_batches()
-            succession.may_raise = lambda: True
-        rank = self._ready()
-        if rank.segments.suspended:
-            succession.end()
-            rank.suspend()
-            self._leave()
-            raise SuspendedError
-        self._summary = succession.complete()
-        succession.end()
-        self._leave()
-        self._close()
-
-    def _close(self) -> None:
-        if self._owns_transport:
-            self.transport.close()
-            atexit.unregister(self._check_ended)  # which would hold all vectors until then
+        self._ending.conclude()
 
     def _assemble(
         self, task: Task, transport: Transport, options: RunOptions, takeover: Takeover | None
@@ -447,44 +415,40 @@ class DataParallel:
             if watch is not None:
                 watch.close()
 
-    # -- loops that are left ----------------------------------------------------------------
-    def _note_left(self) -> None:
-        """Nobody holds the batches any more. After ``break`` the model, or this, is used next."""
-        if self._ended or self._rank is None or self.is_server:
-            return
-        self._left = True
-        self._hooks = [
-            self.module.register_forward_pre_hook(lambda *_: self._finish_left()),
-            self.module.register_state_dict_pre_hook(lambda *_: self._finish_left()),
-        ]
+    # -- the end ----------------------------------------------------------------------------
+    def close(self) -> None:
+        """Give the run up if its loop has not ended; do nothing otherwise.
 
-    def _finish_left(self) -> None:
-        """Bring a run whose loop has been left to its end, for all workers."""
-        if not self._left:
-            return
-        self._left = False
-        for hook in self._hooks:
-            hook.remove()
-        assert self._batches is not None
-        self.stop()
-        self._loop.skipping = True
-        for _ in self._batches:
-            pass
+        Nothing more is trained, measured or written. The hooks are removed from the model, which
+        keeps this worker's parameters as they are; another ``DataParallel`` may follow. A
+        checkpoint that has been written can be resumed. To end a run early and keep its
+        results, leave the loop by ``break`` instead.
 
-    def _check_ended(self) -> None:
-        """At the end of the program: no rank goes while others wait for it."""
-        if self._rank is not None and self._rank.segments.suspended and self._rank.evaluating:
-            # Python cannot end in order while a thread computes.
-            guard.leave(SUSPENDED_STATUS)
-        self._finish_left()
-        if not self._ended:
-            guard.end_job(
-                UserError(
-                    "training loop: the program has ended before run.batches() did, and the "
-                    "other ranks wait; let the loop go on until it ends by itself, or leave it "
-                    "by break"
-                )
-            )
+        Among several ranks, one worker is enough to close a run whose loop has begun. It waits for
+        the others to finish the steps that they were granted, whose loops then raise
+        :class:`aladdin_mpi.errors.ClosedError`. Before the loop every rank has to call this.
+
+        ``with DataParallel(...) as run:`` closes the run if an error leaves the block. Without an
+        error it brings the run to its end, as after ``break``.
+
+        Raises:
+            UserError: the algorithm has failed on this rank, and the others wait for it.
+        """
+        with self._words():
+            self._ending.close()
+
+    def __enter__(self) -> DataParallel:
+        """See :meth:`close`."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        """See :meth:`close`."""
+        if error is None:
+            self._ending.finish()
+        else:
+            self._ending.close_after(error)
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """The gradients of a batch are there: hand them to the algorithm.
@@ -503,6 +467,7 @@ class DataParallel:
             self._step(loss)
 
     def _step(self, loss: Tensor | float | None) -> None:
+        self._ending.check_open()
         if loss is None and self.options.max_loss is not None and self.options.compute == "real":
             raise UserError(
                 "--max-loss: expected the loss of every batch, got a step() without one; call "
@@ -526,7 +491,7 @@ class DataParallel:
         Raises:
             UserError: the loop has begun.
         """
-        if self._batches is not None:
+        if self._ending.batches is not None:
             raise UserError(
                 "training loop: run.project() requires that the loop has not begun. Call it before "
                 "run.batches()"
@@ -611,30 +576,10 @@ class DataParallel:
         self._ready().worker.stop()
 
     def _ready(self) -> Rank:
+        self._ending.check_open()
         if self._rank is None:
             raise UserError("training loop: call run.batches(dataset) first")
         return self._rank
-
-
-def _check_alone_over_mpi() -> None:
-    """Two runs at once would share one MPI.
-
-    Raises:
-        UserError: another run has not ended yet.
-    """
-    other = DataParallel._open
-    if other is None:
-        return
-    if other._batches is None:
-        agree(other.transport, _refuse_second)
-    _refuse_second()
-
-
-def _refuse_second() -> None:
-    raise UserError(
-        "DataParallel: expected one run at a time, got a second before the loop of the first has "
-        "ended; train several models together as one module, such as nn.ModuleDict"
-    )
 
 
 def _checked(options: RunOptions, transport: Transport) -> Algorithm:
@@ -667,16 +612,7 @@ def _sealed(transport: Transport) -> Transport:
 
 
 def _over_mpi(timeout: float) -> Transport:
-    if is_loader_process():
-        raise UserError(
-            "DataParallel: expected in a rank of the job, got it in a process that loads data, "
-            'which imports the main file; put what trains under if __name__ == "__main__":, or '
-            "use --loader-start-method fork"
-        )
-    startup.begin()
-    startup.expect(startup.MPI_STARTS, timeout, startup.MEETING_LEAST)
+    start_mpi(timeout)
     from aladdin_mpi.transport.mpi.engine import MpiTransport
 
-    guard.install()
-    stop_signal.install()
     return MpiTransport(timeout=timeout)

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 
 from aladdin_mpi import accelerator
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.transport.base import Transport
 
 
-def choose_device(wanted: str, transport: Transport, servers: int) -> torch.device:
+class Place(Protocol):
+    """What has to be known of the ranks: see :class:`.Transport`."""
+
+    rank: int
+    hosts: Sequence[int]
+    shares_process: bool
+
+    @property
+    def host(self) -> int:
+        """The number of this rank's host."""
+
+
+def choose_device(wanted: str, transport: Place, servers: int) -> torch.device:
     """A GPU by the worker's place among the workers of its host; servers take none.
 
     A task that was given one GPU of its own sees no other, and takes that one. With more workers

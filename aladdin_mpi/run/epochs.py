@@ -19,14 +19,19 @@ class Batches(Iterator[Any]):
     Args:
         batches: of the run.
         left: called then.
+        check: called before each batch.
     """
 
-    def __init__(self, batches: Iterator[Any], left: Callable[[], None]) -> None:
+    def __init__(
+        self, batches: Iterator[Any], left: Callable[[], None], check: Callable[[], None]
+    ) -> None:
         self._batches = batches
         self._left = left
+        self._check = check
 
     def __next__(self) -> Any:
         """The next batch."""
+        self._check()
         return next(self._batches)
 
     def __del__(self) -> None:

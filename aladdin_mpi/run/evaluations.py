@@ -113,6 +113,11 @@ class Evaluations:
             if self._coordinator.marks.measuring == samples:
                 self._coordinator.marks.measuring = None
 
+    def wait(self) -> None:
+        """Wait for the evaluation under way."""
+        if self._evaluator is not None:
+            self._evaluator.wait()
+
     # -- at the end of the run ------------------------------------------------------
     def at_end(
         self, model: Tensor, variance: float | None, measured: Mapping[str, float] | None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
-from greenlet import getcurrent, greenlet
+from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
 from aladdin_mpi.accelerator import is_accelerator
@@ -67,6 +68,11 @@ class Loop:
         return self._algorithm_side is not None and self._algorithm_side.dead
 
     @property
+    def is_active(self) -> bool:
+        """Whether the algorithm waits for the user's loop."""
+        return bool(self._algorithm_side) and not self.is_in_algorithm
+
+    @property
     def is_in_algorithm(self) -> bool:
         """Whether it is the algorithm's side that asks."""
         return self._algorithm_side is not None and getcurrent() is self._algorithm_side
@@ -100,22 +106,26 @@ class Loop:
         self._handed_over = False
         if not left:
             yield NO_BATCH
-            self._note_resumed()
+            self.note_resumed()
         while left and not self.skipping:
             size = min(left, self.batch_size)
             left -= size
             self._begin(is_last=not left)
             source = self._source
             yield None if source is None else self._deliver(_next(source, size))
-            self._note_resumed()
+            self.note_resumed()
             if not self._stepped and not self.skipping:
                 self._check_skipped()
         if not self._handed_over:
             self._hand_over()
         self._stepped = True
 
-    def _note_resumed(self) -> None:
-        """The user's loop has come back; after :meth:`step` it may have changed the model."""
+    def note_resumed(self) -> None:
+        """The user's loop has come back, or has been left: has it changed the model since its step?
+
+        Raises:
+            UserError: it has, and the algorithm would lose that.
+        """
         if self._watch is not None and self._stepped:
             self._watch.resume()
 
@@ -165,6 +175,28 @@ class Loop:
         self._user_side = getcurrent()
         self._algorithm_side.parent = self._user_side
         self.ticket = self._algorithm_side.switch(value)
+
+    # -- loops that do not end by themselves ------------------------------------------------
+    def drain(self) -> None:
+        """Let the algorithm come to its end; what it is still granted has no gradient."""
+        self._leave()
+        while self.is_active:
+            self._hand_over()
+
+    def abandon(self) -> None:
+        """End the algorithm where it is. No other rank may wait for this one."""
+        self._leave()
+        if self.is_active:
+            assert self._algorithm_side is not None
+            self._algorithm_side.parent = getcurrent()
+            with suppress(Exception):  # of an algorithm that is cut off
+                self._algorithm_side.throw(GreenletExit)
+
+    def _leave(self) -> None:
+        """Nothing more is computed."""
+        self.skipping = self._stepped = True
+        if self._source is not None:
+            self._source.close()
 
 
 def _next(source: Source, size: int) -> Any:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from aladdin_mpi.config.fields import leaves
 from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.config.settings import as_argument
-from aladdin_mpi.errors import UserError
+from aladdin_mpi.errors import ClosedError, UserError
 
 NO_EFFECT = {
     "precision": "put forward and loss into torch.autocast",
@@ -47,6 +47,8 @@ def in_own_words() -> Iterator[None]:
     """Errors from in here name arguments, such as ``max_loss``, and not ``--max-loss``."""
     try:
         yield
+    except ClosedError:
+        raise
     except UserError as error:
         raise UserError(as_arguments(str(error)), agreed=error.agreed) from error.__cause__
 

@@ -15,7 +15,7 @@ from aladdin_mpi.errors import SUSPENDED_STATUS
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.parameter_server.mirror import Kept
 from aladdin_mpi.parameter_server.server_role import Server
-from aladdin_mpi.process import console
+from aladdin_mpi.process import console, guard
 from aladdin_mpi.roles.role import Role, TrainingWorker
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.run.books import Books
@@ -124,6 +124,21 @@ class Rank:
             self.books.give_up()
         self.role.close()
 
+    def abandon(self) -> None:
+        """The run is closed before its end, on every rank: give everything back."""
+        self.suspension.close()
+        if self.measuring.seen is not None:
+            self.measuring.seen.close()
+        if self.books is not None:
+            self.books.give_up()
+            self.books.evaluations.wait()
+            if not self.context.options.quiet:
+                drawn = self.books.coordinator.budget.drawn
+                console.say(
+                    f"aladdin_mpi: closed at sample {drawn} of {self.plan.total}; {guard.remedy()}"
+                )
+        self._leave()
+
     def complete(self) -> dict[str, Any]:
         """Complete the model everywhere, measure it, write the books; the summary at rank 0."""
         context, seen = self.context, self.measuring.seen
@@ -153,7 +168,6 @@ class Rank:
         if context.transport.comes_apart_without(0):
             broadcast(context.transport, None)  # rank 0 has written all: nobody is needed any more
         self._leave()
-        self.optimizer.close()
         return summary
 
     def _copy_own_model(self) -> Tensor:
@@ -165,4 +179,5 @@ class Rank:
         if self.measuring.divided is not None:
             self.measuring.divided.close()
         self.role.close()
+        self.optimizer.close()
         self.folder.release()

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.hooks import RemovableHandle
 
 from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.model.hooks import Hooks
 from aladdin_mpi.process import guard
 from aladdin_mpi.run.measurement import Call, Evaluate, batch_norms, reestimate_batch_norm
 from aladdin_mpi.transport.base import Transport
@@ -55,7 +55,7 @@ class SeenInputs:
         self._calls: list[Call] = []
         self._first = Event()
         self._coming = bytearray()
-        self._hook: RemovableHandle | None = None
+        self._hooks = Hooks()
         if not self._left:
             return
         transport.exclude_from_traffic(Tag.INPUTS)
@@ -64,15 +64,11 @@ class SeenInputs:
 
     # -- at the first worker ---------------------------------------------------------------
     def open(self) -> None:
-        """Begin to watch the module. Copies of it that are made before are not watched."""
+        """Begin to watch the module."""
         if not self._left or self._transport.rank != self._source:
             return
-
-        # Not a method: a module that the loop copies copies its hooks too.
-        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._see(module, args, kwargs)
-
-        self._hook = self._module.register_forward_pre_hook(see, with_kwargs=True)
+        register = self._module.register_forward_pre_hook
+        self._hooks.add(self._module, register, self._see, with_kwargs=True)
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not (module.training and torch.is_grad_enabled()):
@@ -105,9 +101,7 @@ class SeenInputs:
 
     def close(self) -> None:
         """Watch the module no longer."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        self._hooks.remove()
 
     # -- at rank 0 ---------------------------------------------------------------------------
     def _collect(self, source: int, message: Tensor) -> None:

@@ -81,10 +81,12 @@ class Segments:
         """Whether the budget is used up."""
         self.suspended = 0
         """The signal that ended the run before its budget was used up, on every rank."""
+        self.closed_by: int | None = None
+        """The rank that has closed the run, on every rank; None: none has."""
 
     def run(self) -> None:
         """Train until the budget is used up, or the coordinator ends the run for a signal."""
-        while not (self.over or self.suspended):
+        while not self._is_to_end:
             self._start_together()
             self._mark_beginning()
             if self._coordinator is not None:
@@ -94,10 +96,14 @@ class Segments:
                 self._coordinator.close()
             with self.uncounted():
                 lost = self._end()
-            if lost is not None and not (self.over or self.suspended):
+            if lost is not None and not self._is_to_end:
                 # Its share of the data goes to those who are left, while nothing is in flight.
                 self._mark_beginning()
                 raise RankLostError(lost)
+
+    @property
+    def _is_to_end(self) -> bool:
+        return bool(self.over or self.suspended or self.closed_by is not None)
 
     def _end(self) -> int | None:
         """Agree on where the run is, and save it.
@@ -115,14 +121,15 @@ class Segments:
             lost = min(self._transport.failed, default=None)
             if not self._transport.comes_apart_without(COORDINATOR):
                 lost = None
-            fact = (budget.drawn, budget.used_up, suspended, moment, lost)
+            fact = (budget.drawn, budget.used_up, suspended, budget.closed_by, moment, lost)
         told = broadcast(self._transport, fact)
-        self._drawn, self.over, self.suspended, self._moment, lost = told
+        self._drawn, self.over, self.suspended, self.closed_by, self._moment, lost = told
         if self._transport.models_time:
             # A worker's last report may come after the barrier: it belongs to the checkpoint.
             self._transport.sleep_until(self._moment)
         # A run that was suspended at once is where its last checkpoint is.
-        if self._drawn != self._saved:
+        # One that is closed may hold a part of a gradient.
+        if self._drawn != self._saved and self.closed_by is None:
             self._save(self._store)
             self._saved = self._drawn
         return lost

@@ -239,7 +239,7 @@ def test_batches_are_the_same_whoever_loads_and_after_a_break(tmp_path: Path) ->
 def batches(data: ShardImages, count: int, of: Share) -> list[tuple[Tensor, Tensor]]:
     source = SampleFeed(data, pairs=True).source(of)
     found = [source.next_batch(of.batch_size) for _ in range(count)]
-    source.close()  # type: ignore[attr-defined]
+    source.close()
     return found
 
 

@@ -24,3 +24,8 @@ def everyones(fact: Any) -> list[Any]:
     with deaths.as_failures():
         found: list[Any] = MPI.COMM_WORLD.allgather(fact)
         return found
+
+
+def hosts() -> list[str]:
+    """The name of every rank's host; see :func:`everyones`."""
+    return everyones(MPI.Get_processor_name())

@@ -1,0 +1,285 @@
+"""How a run ends: by itself, after a loop that was left, or because it is closed."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, suppress
+from typing import Any, ClassVar
+
+from torch import nn
+
+from aladdin_mpi.control.exchange import agree
+from aladdin_mpi.errors import SUSPENDED_STATUS, ClosedError, SuspendedError, UserError
+from aladdin_mpi.model.hooks import Hooks
+from aladdin_mpi.process import guard
+from aladdin_mpi.run.loop import Loop
+from aladdin_mpi.run.rank import Rank
+from aladdin_mpi.run.script import SimulatedRank
+from aladdin_mpi.run.succession import Succession
+from aladdin_mpi.transport.base import Transport
+
+
+class Ending:
+    """What a run holds of its process and of the user's model, and how it gives that back.
+
+    Args:
+        words: a context for errors that the user sees.
+    """
+
+    _open: ClassVar[Ending | None] = None
+    """The run over MPI that has not ended."""
+
+    def __init__(self, words: Callable[[], AbstractContextManager[None]]) -> None:
+        self._words = words
+        self.has_ended = False
+        self.was_closed = False
+        """Whether it ended before its loop did."""
+        self.summary: dict[str, Any] = {}
+        self.batches: Generator[Any, None, None] | None = None
+        """The batches of the user's loop."""
+        self._transport: Transport | None = None
+        self._simulated: SimulatedRank | None = None
+        self._module: nn.Module
+        self._loop: Loop
+        self._succession: Succession | None = None
+        self._is_left = False
+        self._hooks = Hooks()
+
+    # -- from the start ---------------------------------------------------------------------
+    def simulate(self, rank: SimulatedRank) -> None:
+        """This run belongs to a simulated rank, whose script has to bring it to its end."""
+        self._simulated = rank
+        rank.unended.append(self)
+
+    def own(self, transport: Transport) -> None:
+        """Close ``transport`` when the run ends. No other run may begin before."""
+        self._transport = transport
+        Ending._open = self
+        atexit.register(self._at_exit)
+
+    def of(self, module: nn.Module, loop: Loop, succession: Succession) -> None:
+        """The run is ready for its loop."""
+        self._module, self._loop, self._succession = module, loop, succession
+
+    def fail(self) -> None:
+        """The run could not be made."""
+        if self._transport is not None and self._transport.size > 1:
+            # Errors that the ranks agree on have closed the transport. After any other error the
+            # other ranks wait, and this one must not wait for them.
+            self._transport = None
+            atexit.unregister(self._at_exit)
+        self.release()
+
+    def release(self) -> None:
+        """The run has ended: close the transport, and let another run begin."""
+        self.leave()
+        if self._transport is not None:
+            rank = self._rank
+            (self._transport if rank is None else rank.context.transport).close()
+            atexit.unregister(self._at_exit)  # it would hold all vectors until then
+
+    def leave(self) -> None:
+        """The run has ended: another one may begin."""
+        self.has_ended = True
+        if self._simulated is not None:
+            self._simulated.unended.remove(self)
+            self._simulated = None
+        if Ending._open is self:
+            Ending._open = None
+
+    @property
+    def _rank(self) -> Rank | None:
+        """This rank's part in the run; None: it has none yet."""
+        return self._succession.rank if self._succession is not None else None
+
+    # -- the end ----------------------------------------------------------------------------
+    def conclude(self) -> None:
+        """The algorithm has come to its end on this rank: end the run.
+
+        Raises:
+            SuspendedError: a signal has ended it.
+            ClosedError: a rank has closed it.
+        """
+        succession = self._succession
+        assert succession is not None and succession.rank is not None
+        succession.may_raise = lambda: True
+        segments = succession.rank.segments
+        if segments.closed_by is not None:
+            succession.end()
+            self._give_up()
+            raise ClosedError(succession.rank.context.transport.original(segments.closed_by))
+        if segments.suspended:
+            succession.end()
+            succession.rank.suspend()
+            self.leave()
+            raise SuspendedError
+        self.summary = succession.complete()
+        succession.end()
+        self.release()
+
+    def check_open(self) -> None:
+        """Check that the run was not closed.
+
+        Raises:
+            UserError: it was.
+        """
+        if self.was_closed:
+            raise UserError(
+                "training loop: the run was closed before its loop ended, by run.close(), an error "
+                "inside `with DataParallel(...)`, another rank, or a second DataParallel in the "
+                "same process. Make another DataParallel to train again. To end a run early and "
+                "keep its results, leave the loop by break and do not call close()."
+            )
+
+    # -- loops that are left ------------------------------------------------------------------
+    def note_left(self) -> None:
+        """The loop has been left. After ``break`` the model, or the summary, is used next."""
+        rank = self._rank
+        if self.has_ended or rank is None or rank.context.is_server:
+            return
+        self._is_left = True
+        module = self._module
+        for register in (
+            module.register_forward_pre_hook,
+            module.register_state_dict_pre_hook,
+            module.register_load_state_dict_pre_hook,
+        ):
+            self._hooks.add(
+                module, register, lambda *_: self.finish_left(), before_copy=self.finish_left
+            )
+
+    def finish_left(self) -> None:
+        """Bring a run whose loop has been left to its end, for all workers."""
+        if self._is_left:
+            self._finish()
+
+    def finish(self) -> None:
+        """Bring the run to its end as ``break`` does; one without a loop is closed."""
+        if not self.has_ended and self._is_in_loop:
+            self._finish()
+        self.close()
+
+    def _finish(self) -> None:
+        self._forget_left()
+        assert self._rank is not None
+        with self._words():
+            self._loop.note_resumed()
+        self._rank.worker.stop()
+        self._drain()
+
+    def _drain(self) -> None:
+        """Let the algorithm come to its end, without computing what it is still granted."""
+        assert self.batches is not None
+        self.batches.close()
+        self._loop.drain()
+        with self._words():
+            self.conclude()
+
+    def _forget_left(self) -> None:
+        self._is_left = False
+        self._hooks.remove()
+
+    @property
+    def _is_in_loop(self) -> bool:
+        """Whether the algorithm waits for the user's loop."""
+        return self._succession is not None and self._loop.is_active
+
+    # -- runs that are closed -------------------------------------------------------------------
+    def close(self) -> None:
+        """End the run where it is, see :meth:`DataParallel.close`."""
+        if self.has_ended:
+            return
+        rank = self._rank
+        if rank is None:
+            self.was_closed = True
+            self.release()
+        elif self._is_alone:
+            if self.batches is not None:
+                self.batches.close()
+            self._loop.abandon()
+            self._give_up()
+        elif self._is_in_loop:
+            self._forget_left()
+            rank.worker.close_run()
+            with suppress(ClosedError):
+                self._drain()
+        else:
+            raise UserError(
+                "run.close(): the run has failed on this rank, for which the other ranks wait, so "
+                "that they cannot close it together. Let the error end the program, which ends "
+                "the job."
+            )
+
+    def _give_up(self) -> None:
+        """Give back what this rank has, as all of them do."""
+        self._forget_left()
+        assert self._rank is not None
+        self.was_closed = True
+        self._rank.abandon()
+        self.release()
+
+    def close_after(self, error: BaseException) -> None:
+        """An error leaves ``with DataParallel(...)``: close the run if that is possible.
+
+        Among several ranks it is not if this rank's algorithm has failed, or has not begun. The
+        error then goes on, and ends the job if it is not caught.
+        """
+        if self._is_alone or (isinstance(error, Exception) and self._is_in_loop):
+            self.close()
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this is the only rank."""
+        rank = self._rank
+        transport = self._transport if rank is None else rank.context.transport
+        return transport is not None and transport.size == 1
+
+    def _at_exit(self) -> None:
+        """At the end of the program: no rank goes while others wait for it."""
+        rank = self._rank
+        if rank is not None and rank.segments.suspended and rank.evaluating:
+            # Python cannot end in order while a thread computes.
+            guard.leave(SUSPENDED_STATUS)
+        self.finish_left()
+        if not self.has_ended:
+            guard.end_job(
+                UserError(
+                    "training loop: the program has ended before run.batches() did, and the "
+                    "other ranks wait; let the loop go on until it ends by itself, leave it "
+                    "by break, or call run.close()"
+                )
+            )
+
+
+def end_other_run() -> None:
+    """Two runs at once would share one MPI. In one process the earlier one is closed.
+
+    Raises:
+        UserError: an earlier run has not ended, and has several ranks.
+    """
+    other = Ending._open
+    if other is None:
+        return
+    assert other._transport is not None
+    if other._transport.size == 1:
+        other.close()
+        guard.warn(
+            [
+                "the run before this one was not over and has been closed; train several models "
+                "together as one module, such as nn.ModuleDict"
+            ]
+        )
+        return
+    if other.batches is None:
+        agree(other._transport, _refuse_second)
+    _refuse_second()
+
+
+def _refuse_second() -> None:
+    raise UserError(
+        "DataParallel: expected one run at a time, got a second before the loop of the first has "
+        "ended. After an error, close the first on every rank by run.close(), or make it by `with "
+        "DataParallel(...) as run:`, which does so. Train several models together as one module, "
+        "such as nn.ModuleDict."
+    )

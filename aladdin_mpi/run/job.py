@@ -1,0 +1,114 @@
+"""The ranks of this job, known before a run is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aladdin_mpi.algorithms import registry
+from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.data.loader_processes import is_loader_process
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.process import guard, startup, stop_signal
+from aladdin_mpi.run.device import choose_device
+from aladdin_mpi.run.script import SimulatedRank, simulated_rank
+
+TIMEOUT: float = RunOptions.model_fields["timeout"].default
+
+
+@dataclass
+class Job:
+    """Where this rank is among all ranks.
+
+    Attributes:
+        hosts: for every rank the number of its host.
+        servers: number of server ranks, the first ones.
+        shares_process: whether all ranks are simulated in this process.
+    """
+
+    rank: int
+    hosts: Sequence[int]
+    servers: int
+    shares_process: bool
+
+    @property
+    def host(self) -> int:
+        """The number of this rank's host."""
+        return self.hosts[self.rank]
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return len(self.hosts) - self.servers
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first worker."""
+        return self.rank == self.servers
+
+    @property
+    def is_first_of_host(self) -> bool:
+        """Whether this is the first worker on its host."""
+        workers_before = self.hosts[self.servers : self.rank]
+        return self.rank >= self.servers and self.host not in workers_before
+
+    def device(self, wanted: str) -> torch.device:
+        """Return the device that a run will choose; see :func:`.choose_device`."""
+        return choose_device(wanted, self, self.servers)
+
+
+def find_job(settings: Mapping[str, Any]) -> Job:
+    """Return the place of this rank for a run with these settings. Every rank calls it.
+
+    Raises:
+        UserError: unknown algorithm.
+    """
+    simulated = simulated_rank()
+    if simulated is not None:
+        transport = simulated.transport
+        if transport is None:  # the script is run for its options alone
+            return Job(0, [0], 0, shares_process=True)
+        servers = _servers(settings, simulated)
+        return Job(transport.rank, transport.hosts, servers, shares_process=True)
+    start_mpi(float(settings.get("timeout", TIMEOUT)))
+    from aladdin_mpi.transport.mpi import world
+
+    rank, size = world.place()
+    startup.expect(startup.RANKS_MEET, least=startup.MEETING_LEAST)
+    names = world.hosts()
+    startup.end()
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    servers = 0 if size == 1 else _servers(settings, None)  # one process trains alone
+    return Job(rank, [numbers[name] for name in names], servers, shares_process=False)
+
+
+def start_mpi(timeout: float) -> None:
+    """Start MPI on this rank, if it has not started, and handle errors and signals.
+
+    Raises:
+        UserError: this process loads data for a rank.
+    """
+    if is_loader_process():
+        raise UserError(
+            "DataParallel: expected in a rank of the job, got it in a process that loads data, "
+            'which imports the main file; put what trains under if __name__ == "__main__":, or '
+            "use --loader-start-method fork"
+        )
+    startup.begin()
+    startup.expect(startup.MPI_STARTS, timeout, startup.MEETING_LEAST)
+    from aladdin_mpi.transport.mpi import world  # noqa: F401
+
+    guard.install()
+    stop_signal.install()
+
+
+def _servers(settings: Mapping[str, Any], simulated: SimulatedRank | None) -> int:
+    """Number of servers; options typed for a simulation go over the script's."""
+    fields = RunOptions.model_fields
+    typed = {} if simulated is None else {k[0]: v.value for k, v in simulated.typed.items()}
+    asked = {**settings, **typed}
+    name, servers = (asked.get(each, fields[each].default) for each in ("algorithm", "servers"))
+    return int(servers) if registry.find(str(name)).server else 0
