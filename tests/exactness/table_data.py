@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from tests.exactness.models import Samples, mlp, squares, vectors
 from tests.exactness.row import BATCH, SAMPLES, STEPS, Batch, Round, Row, Training, sgd, together
-from tests.exactness.table_models import SEVERAL, everywhere
+from tests.exactness.table_models import SEVERAL
 
 OWN_SIZE = {"steps": STEPS, "batch_size": BATCH}
 
@@ -194,7 +194,6 @@ DATA = [
         settings={"epochs": 2},
         check=full_batches,
         is_even=False,
-        faults=everywhere("drop_last of a DataLoader is ignored"),
     ),
     row(
         "collate_fn",
@@ -228,18 +227,10 @@ DATA = [
         check=in_order,
     ),
     row(
-        "list of batches",
-        lambda samples: list(Batches(samples)),
-        settings=OWN_SIZE,
-        check=in_order,
-        faults=everywhere("a list of batches is taken for a list of samples, or refused"),
-    ),
-    row(
         "generator without an end",
         lambda samples: iter(Batches(samples, has_end=False)),
         settings=OWN_SIZE,
         check=in_order,
-        faults=everywhere("a generator is refused although the length is in steps"),
     ),
     row(
         "batches of each worker's own",

@@ -29,7 +29,6 @@ from tests.exactness.row import (
 ALL = (*SYNCHRONOUS, *ONE_WORKER)
 SEVERAL = ("ar-sgd", "bsp")
 """Columns whose steps are of several workers' samples."""
-UNUSED = "a parameter without a gradient is stepped"
 
 
 def several(section: str) -> Mapping[str, str]:
@@ -233,7 +232,6 @@ MODELS = [
         partial(vectors, dtype=torch.float64),
         columns=ALL,
         tolerance=1e-13,
-        faults=everywhere("gradients and steps of float64 parameters are rounded to float32"),
     ),
     Row(
         "parameters in float32 and float64",
@@ -287,14 +285,12 @@ MODELS = [
         vectors,
         replay=by_workers,
         settings={"samples": 72},
-        faults=everywhere(UNUSED),
     ),
     Row(
         "parameter that is never used",
         partial(models.Branches, 100.0),
         squares,
         vectors,
-        faults=everywhere(UNUSED),
     ),
 ]
 

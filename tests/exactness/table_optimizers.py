@@ -395,7 +395,6 @@ def cosine(plain: Plain) -> None:
     )
 
 
-LATE = {"bsp": "a rate set between a batch and its step reaches the servers a step late"}
 RATES = [
     scheduled("LambdaLR", partial(LambdaLR, lr_lambda=lambda step: 1 / (1 + step)), columns=ALL),
     scheduled("StepLR", partial(StepLR, step_size=2, gamma=0.3), columns=ALL),
@@ -427,7 +426,6 @@ RATES = [
         train=train_with_rates,
         replay=partial(replay_rates, rate=lambda number, samples: rate_of(number)),
         columns=ALL,
-        faults=LATE,
     ),
     Row(
         "rate: set after step",
@@ -439,7 +437,6 @@ RATES = [
         train=train_with_later_rates,
         replay=partial(replay_rates, rate=lambda number, samples: rate_of(number)),
         columns=ALL,
-        faults=LATE,
     ),
     Row(
         "rate: scheduler stepped at the ends of epochs",
@@ -450,7 +447,6 @@ RATES = [
         train=train_by_epochs,
         replay=replay_by_epochs,
         columns=ALL,
-        faults=LATE,
     ),
     Row(
         "rate: schedule by samples",
