@@ -251,7 +251,7 @@ class _Space:
             return
         own = buffer[self.parts[self.rank]]
         pieces = {**self.received, self.rank: own}
-        sums = torch.zeros(total.numel())
+        sums = torch.full((total.numel(),), -0.0)  # 0.0 would erase the sign of -0.0 in all pieces
         for rank in sorted(pieces):
             sums += pieces[rank]
         total.copy_(sums)

@@ -110,11 +110,13 @@ class OptimizerPart:
         for each in unused:
             self._split(each.start)
             self._split(each.stop)
+        is_used = False
         for leaf, piece in zip(self._leaves, self.pieces, strict=True):
             leaf.data, leaf.grad = piece.of(x), None
             if not any(each.start <= piece.start < each.stop for each in unused):
-                leaf.grad = piece.of(gradient)
-        self._inner.step()
+                leaf.grad, is_used = piece.of(gradient), True
+        if is_used:
+            self._inner.step()
         for leaf in self._leaves:
             leaf.grad = None
 

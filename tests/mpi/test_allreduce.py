@@ -12,6 +12,8 @@ from aladdin_mpi.allreduce import choose, over_horovod
 from aladdin_mpi.allreduce.base import AllReduce
 from aladdin_mpi.allreduce.over_torch import TorchAllReduce
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.model.layout import cut
+from aladdin_mpi.model.unused import UnusedMarks, joined, shifted
 from aladdin_mpi.transport.mpi.engine import MpiTransport
 from aladdin_mpi.transport.request import WaitTimeoutError
 from aladdin_mpi.transport.volume import allreduce_bytes
@@ -64,6 +66,27 @@ def test_sums(transport: MpiTransport, make: Make, name: str, dtype: torch.dtype
     reducer = make(name, dtype)
     assert reducer.name == name
     sums_are_right(transport, reducer)
+
+
+@pytest.mark.parametrize(("name", "dtype"), KINDS)
+def test_sum_is_marked_if_no_rank_uses_a_parameter(
+    transport: MpiTransport, make: Make, name: str, dtype: torch.dtype
+) -> None:
+    sizes = [700, 1, 0, 5000, 3, 60_000]
+    layout = cut(sum(sizes), 0, bucket_mb=0.02, shard_mb=10.0)
+    marks, reducer = UnusedMarks(sizes, layout), make(name, dtype)
+    # The fourth parameter is used by no rank, the second by the last rank, with a gradient of -0.0.
+    unused = {3} if transport.rank == transport.size - 1 else {1, 3}
+    gradient = torch.full((layout.numel,), -0.0)
+    gradient[704:].fill_(1.0)
+    gradient[701:5701] = 0.0
+    for bucket in layout.buckets:
+        marks.write(bucket, bucket.of(gradient), unused)
+    found = []
+    for bucket in layout.buckets:
+        total = reducer.start(bucket.of(gradient), bucket.index).wait()
+        found += shifted(marks.read(bucket, total), bucket.start)
+    assert joined(found) == [slice(701, 5701)]
 
 
 @pytest.mark.parametrize(("name", "dtype"), KINDS)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aladdin_mpi.model.layout import cut
+from aladdin_mpi.model.unused import used_parts
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 
 NUMEL, STEPS = 97, 40
@@ -54,6 +55,30 @@ def test_whole_steps_equal_torch(case: dict[str, Any]) -> None:
         sgd.step(x, g, rate(step))
         assert torch.equal(g, kept)
     torch.testing.assert_close(x, by_torch(case))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_unused_parts_and_their_velocity_stay_as_they_are(case: dict[str, Any]) -> None:
+    used, x, whole = start(), start(), slice(0, NUMEL)
+    unused = [slice(3, 10), slice(20, NUMEL)]
+    one, other = MomentumSGD(used, **case), MomentumSGD(x, **case)
+    for step in range(STEPS):
+        g, raw = gradient(step, x), torch.full((NUMEL,), 7.0)
+        left_out = unused if step == 1 else []
+        kept = x.clone(), None if other.velocity is None else other.velocity.clone()
+        other.correct(whole, g, x, raw, left_out)
+        x.add_(g, alpha=-rate(step))
+        direction = gradient(step, used)
+        for part in used_parts(NUMEL, left_out):
+            one.correct(part, direction[part], used[part])
+            used[part].add_(direction[part], alpha=-rate(step))
+        assert torch.equal(x, used)
+        for part in left_out:
+            assert not g[part].any()
+            assert not raw[part].any()
+            assert torch.equal(x[part], kept[0][part])
+            if other.velocity is not None and kept[1] is not None:
+                assert torch.equal(other.velocity[part], kept[1][part])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -17,6 +17,7 @@ from aladdin_mpi.algorithms.registry import ALGORITHMS, check_optimizer
 from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.replica import Replica
+from aladdin_mpi.model.unused import within
 from aladdin_mpi.optimizers.from_torch import TorchOptimizer
 from aladdin_mpi.optimizers.named import arguments, default_decay, find, groups, known
 from aladdin_mpi.optimizers.probe import Granularity, granularity
@@ -151,6 +152,70 @@ def test_steps_of_parts_are_those_of_the_parameters(name: str, how: str) -> None
         pair.step(number, how)
     pair.check()
     assert not torch.equal(before, pair.x)
+
+
+UNUSED = [set[int](), {0}, {1, 2}, {0, 1, 2, 3, 4}, {4}, set[int](), {2, 4}]
+"""In each step, the trainable parameters that have no gradient, in flat order."""
+
+
+def skip(pair: Pair, number: int, how: str = "descend") -> None:
+    """A step of both in which torch has no gradient for some parameters."""
+    own = [p for p in pair.plain.parameters() if p.requires_grad][::-1]
+    edges = [sum(p.numel() for p in own[:place]) for place in range(len(own) + 1)]
+    gradients(pair.plain, number)
+    g, unused = pair.gradient(number), []
+    for place in sorted(UNUSED[number]):
+        own[place].grad = None
+        unused.append(slice(edges[place], edges[place + 1]))
+        g[unused[-1]] = 0.0
+    pair.reference.step()
+    for part in pair.parts:
+        left_out = within(part, unused)
+        if how == "descend":
+            pair.optimizer.descend(part, g[part], pair.x[part], 1.0, unused=left_out)
+        elif how == "correct":
+            pair.optimizer.correct(part, g[part], pair.x[part], unused=left_out)
+            pair.x[part] -= g[part]
+        else:
+            pair.optimizer.correct_and_descend(part, g[part], pair.x[part], 1.0, unused=left_out)
+
+
+SKIPPING = {name: make for name, make in BY_VALUE.items() if name != "lion"}
+
+
+@pytest.mark.parametrize("how", ["descend", "correct", "correct and descend"])
+@pytest.mark.parametrize("name", [*SKIPPING, "adafactor"])
+def test_unused_parameters_and_their_states_stay_as_they_are(name: str, how: str) -> None:
+    pair = Pair({**BY_VALUE, **WHOLE}[name], parts=name in BY_VALUE)
+    for number in range(len(UNUSED)):
+        skip(pair, number, how)
+        pair.check()
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw, fused", "radam"])
+def test_state_with_unused_parameters_is_resumed(name: str) -> None:
+    straight, resumed = Pair(BY_VALUE[name]), Pair(BY_VALUE[name])
+    for number in range(len(UNUSED)):
+        skip(straight, number)
+    for number in range(4):
+        skip(resumed, number)
+    stored = io.BytesIO()
+    torch.save(resumed.optimizer.state_dict(), stored)
+    stored.seek(0)
+    again = Pair(BY_VALUE[name])
+    again.x.copy_(resumed.x)
+    again.optimizer.load_state_dict(torch.load(stored, weights_only=True))
+    for number in range(4, len(UNUSED)):
+        skip(again, number)
+    assert torch.equal(straight.x, again.x)
+
+
+def test_optimizer_is_not_called_if_nothing_is_used() -> None:
+    pair = Pair(BY_VALUE["lion"], parts=False)  # it expects a gradient for each parameter
+    whole = slice(0, len(pair.x))
+    before = pair.x.clone()
+    pair.optimizer.descend(whole, torch.zeros_like(pair.x), pair.x, 1.0, unused=[whole])
+    assert torch.equal(pair.x, before)
 
 
 @pytest.mark.parametrize("name", WHOLE)

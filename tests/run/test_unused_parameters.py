@@ -184,6 +184,25 @@ def test_parameter_that_is_never_used_stays_as_it_is(tmp_path: Path, algorithm: 
     assert not torch.allclose(model, flat(Branches()))
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        ("ar-sgd", {"wire": "bf16"}),
+        ("ar-sgd", {"compression": "dgc"}),
+        ("bsp", {"wire": "bf16"}),
+        ("bsp", {"compression": "dgc"}),
+        ("asp", {"wire": "bf16", "asp": {"momentum": "server"}}),
+    ],
+    ids=str,
+)
+def test_rounded_and_compressed_gradients_mark_what_is_unused(
+    tmp_path: Path, algorithm: str, settings: dict[str, Any]
+) -> None:
+    model, _ = train(tmp_path, algorithm, 3, None, **settings)
+    spare = sum(p.numel() for p in Branches().spare.parameters())
+    assert torch.equal(model[-spare:], flat(Branches())[-spare:])
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_gradients_summed_on_a_node_know_what_the_node_used(tmp_path: Path, algorithm: str) -> None:
     if not ALGORITHMS[algorithm].node_sums:
