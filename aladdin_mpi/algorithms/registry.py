@@ -153,16 +153,25 @@ def _place_of_momentum(algorithm: Algorithm, options: RunSettings) -> str:
     return str(getattr(getattr(options, algorithm.group, None), "momentum", "worker"))
 
 
+def _servers_step(algorithm: Algorithm, options: RunSettings) -> bool:
+    """Whether the servers' optimizers step along gradients."""
+    return algorithm.server_steps or _place_of_momentum(algorithm, options) != "worker"
+
+
+def marks_unused(algorithm: Algorithm, options: RunSettings) -> bool:
+    """Return whether gradients tell other ranks which parameters they do not reach."""
+    is_summed = algorithm.holder == "first" or options.node_sums
+    return is_summed or _servers_step(algorithm, options)
+
+
 def steps_unused(algorithm: Algorithm, options: RunSettings) -> bool:
     """Return whether parameters that no worker's batch uses are stepped with a gradient of zero.
 
-    Quantised gradients have no sign of zero, which tells a server's optimizer of them
+    Quantised gradients have no sign of zero, by which others are told of them
     (:mod:`aladdin_mpi.model.unused`).
     """
-    if algorithm.steps_unused:
-        return True
-    at_server = algorithm.server_steps or _place_of_momentum(algorithm, options) != "worker"
-    return at_server and algorithm.wire(options) in FEW_BITS
+    is_quantised = algorithm.wire(options) in FEW_BITS
+    return algorithm.steps_unused or (is_quantised and _servers_step(algorithm, options))
 
 
 def check_compression(algorithm: Algorithm, options: RunSettings) -> None:

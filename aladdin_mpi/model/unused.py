@@ -80,9 +80,11 @@ class UnusedMarks:
             values: the gradient.
             among: parameters that may be unused; None: all.
         """
+        if values.is_meta or (among is not None and not among):
+            return []
         segments = self._segments_of(bucket)
         places = range(len(segments.numbers)) if among is None else segments.among(among)
-        if not places or values.is_meta:
+        if not places:
             return []
         heads = self._heads_of(bucket, values)
         first = values.index_select(0, heads if among is None else heads[places])

@@ -70,9 +70,10 @@ class Worker(Stateful):
         whole: the transport among all ranks, where that is another one.
         node: the other workers of this node, which this one leads.
         draws: where the samples come from; None: from rank 0.
-        project: changes a flat model after a step, as the script asks.
+        marks_unused: whether others have to know which parameters a gradient does not reach.
         steps_unused: whether the algorithm steps parameters that a batch does not use: rank 0 is
             told when that happens first.
+        project: changes a flat model after a step, as the script asks.
     """
 
     SAVED = saved("samples", "computed", "refused", "in_a_row", pace="_pace.random")
@@ -95,6 +96,7 @@ class Worker(Stateful):
         whole: Transport | None = None,
         node: NodeLeader | None = None,
         draws: Draws | None = None,
+        marks_unused: bool = False,
         steps_unused: bool = False,
         project: Callable[[Tensor], None] = _leave,
     ) -> None:
@@ -140,6 +142,7 @@ class Worker(Stateful):
         self._unused: list[slice] = []
         self._batch_unused: Set[int] = frozenset()
         """The parameters that the last batch did not use."""
+        self._marks_unused = marks_unused
         self._warns_unused = steps_unused
         self.project = project
         self.step = self._make_step(compute, pace)
@@ -338,7 +341,7 @@ class Worker(Stateful):
                 self._on_bucket(each)
 
     def _mark(self, bucket: Bucket) -> None:
-        if not self._vector.is_meta:
+        if self._marks_unused and not self._vector.is_meta:
             self._marks.write(bucket, bucket.of(self._vector), self.replica.unused)
 
     def _note_unused(self, bucket: Bucket, unused: Set[int]) -> None:

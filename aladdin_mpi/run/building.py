@@ -181,6 +181,7 @@ def make_worker(
         transport,
         node,
         LedDraws(transport, context.node[0]) if is_led else None,
+        registry.marks_unused(algorithm, options),
         registry.steps_unused(algorithm, options),
         context.projections.apply,
     )
