@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 from operator import is_
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -14,6 +12,7 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.visible_writes import VisibleWrites
 from aladdin_mpi.optimizers.script_access import ScriptAccess
 from aladdin_mpi.run.own_optimizer import OwnOptimizer
+from aladdin_mpi.run.scaler_guard import ScalerGuard
 
 KEPT = (
     "the run trains the parameters that the model had when run.batches() began, where they were in "
@@ -63,7 +62,7 @@ class LoopWatch:
         self._parts = _Parts(module)
         self._versions = [p._version for p in self._names]
         self._writes = VisibleWrites(self._names)
-        self._is_first = True
+        self._scaler_guard = ScalerGuard()
         self._hook = register_optimizer_step_pre_hook(self._refuse_optimizer)
 
     def renew(self) -> None:
@@ -110,9 +109,6 @@ class LoopWatch:
         if not self._parts.are_same():
             self._refuse_others()
             self._parts = _Parts(self._module)
-        if self._is_first:
-            self._is_first = False
-            _refuse_scaler()
 
     def _refuse_changed(self) -> None:
         for (parameter, name), version in zip(self._names.items(), self._versions, strict=True):
@@ -161,6 +157,7 @@ class LoopWatch:
         """Watch no longer."""
         self._hook.remove()
         self._writes.close()
+        self._scaler_guard.close()
 
     def _refuse_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
@@ -171,15 +168,3 @@ class LoopWatch:
                         f"parameter {self._names[parameter]}; the optimizer is part of the "
                         "algorithm: leave the call out, and give the optimizer to DataParallel"
                     )
-
-
-def _refuse_scaler() -> None:
-    """A scaler that has scaled a loss: its gradients would be sent as they are."""
-    for each in gc.get_objects():
-        scales = issubclass(type(each), torch.amp.GradScaler) and each._enabled
-        if scales and each._scale is not None:
-            raise UserError(
-                "training loop: a GradScaler has scaled the loss, and so the gradients; use "
-                "run.scale(loss).backward() in its place, or autocast with bfloat16, which needs "
-                "no scale"
-            )

@@ -36,9 +36,7 @@ class Run(Protocol):
 
 
 @pytest.fixture(params=VARIANTS, ids=str)
-def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    # It searches all objects of the process, which takes longer than one of these runs.
-    monkeypatch.setattr("aladdin_mpi.run.loop_watch._refuse_scaler", lambda: None)
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
     algorithm, settings = VARIANTS[request.param]
     return partial(train, tmp_path, algorithm, overwrite=True, **settings)
 

@@ -101,8 +101,7 @@ def result(row: Row, column: Column, folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    # Curves take longer than such a run, and so does the search for a GradScaler among all that
-    # has been imported.
+    # Curves take longer than such a run.
     vars(summary)["draw_curves"] = lambda *_: None
     job = json.loads((folder / "job.json").read_text())
     column = COLUMNS[job["column"]]

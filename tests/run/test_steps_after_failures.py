@@ -22,7 +22,6 @@ from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.role import Role
-from aladdin_mpi.run import loop_watch, summary
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
@@ -266,13 +265,6 @@ def test_own_step_of_a_peer_keeps_its_size(algorithm: str, lost: str, slowdown: 
 
 
 # -- in the group that follows ------------------------------------------------------------
-@pytest.fixture
-def without_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A picture for each run, and looking through all objects for a GradScaler."""
-    monkeypatch.setattr(summary, "draw_curves", lambda *_: None)
-    monkeypatch.setattr(loop_watch, "_refuse_scaler", lambda: None)
-
-
 IN_NEW_GROUP = [
     *("bsp", "ar-sgd", "local-sgd", "sgp", "osgp", "multistep"),
     *("asp", "ssp", "shat", "gosgd", "ad-psgd"),
@@ -280,7 +272,6 @@ IN_NEW_GROUP = [
 
 
 @pytest.mark.parametrize("algorithm", IN_NEW_GROUP)
-@pytest.mark.usefixtures("without_what_takes_long")
 def test_steps_of_the_next_group(algorithm: str, tmp_path: Path) -> None:
     """All slopes are 1, so that each round of all workers moves each model by the rate."""
     servers = 1 if registry.find(algorithm).server else 0

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from aladdin_mpi import DataParallel
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.errors import LostError, RefusedError
-from aladdin_mpi.run import loop_watch, summary
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.request import PeerFailedError
@@ -199,13 +198,6 @@ def test_sums_of_compressed_gradients(seed: int, tmp_path: Path) -> None:
     plan = schedule("ar-sgd", seed)
     plan.settings |= {"compression": "dgc", "dgc": {"warmup_epochs": 0}}
     check(plan, play(plan, tmp_path / "run"))
-
-
-@pytest.fixture(autouse=True)
-def without_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A picture for each run, and looking through all objects for a GradScaler."""
-    monkeypatch.setattr(summary, "draw_curves", lambda *_: None)
-    monkeypatch.setattr(loop_watch, "_refuse_scaler", lambda: None)
 
 
 @pytest.mark.parametrize("seed", range(SCHEDULES))
