@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,14 +56,24 @@ def batch_norms(module: nn.Module) -> list[_BatchNorm]:
     return [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
 
 
-def reestimate_batch_norm(module: nn.Module, calls: Iterable[Call]) -> None:
-    """Estimate the running statistics of all batch norms anew, from their inputs in ``calls``.
+def reestimate_batch_norm(
+    module: nn.Module, calls: Iterable[Call], trained: Sequence[bool] | None = None
+) -> None:
+    """Estimate the running statistics of batch norms anew, from their inputs in ``calls``.
 
     No gradient method transmits these statistics, and an average of models has none
     that would fit it. All other parts are as in evaluation. A model without batch norm costs
     nothing.
+
+    Args:
+        module: whose statistics change.
+        calls: its arguments.
+        trained: for each of :func:`batch_norms`, whether training changes its statistics; one in
+            eval mode keeps those that it has. None: all do.
     """
     norms = batch_norms(module)
+    if trained is not None:
+        norms = [norm for norm, is_trained in zip(norms, trained, strict=True) if is_trained]
     if not norms:
         return
     momenta = [norm.momentum for norm in norms]

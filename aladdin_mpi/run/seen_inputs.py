@@ -37,7 +37,9 @@ FIRST_ARRIVAL = 5.0
 class SeenInputs:
     """The first worker's first training calls of a module, at rank 0.
 
-    Nothing is kept or sent for a module without batch norm.
+    Nothing is kept or sent for a module without batch norm. Batch norms in eval mode, as when
+    pretrained statistics are kept, are left alone: if all of them are, rank 0 is told so in place
+    of a call.
 
     Args:
         module: whose calls are watched.
@@ -53,6 +55,10 @@ class SeenInputs:
         self._bytes = 0
         self._kept = 0
         self._calls: list[Call] = []
+        self._trained: tuple[bool, ...] = ()
+        """For each batch norm, whether it was in training mode in the first call that is kept."""
+        self._are_frozen = False
+        """Whether the module was called with all batch norms in eval mode."""
         self._first = Event()
         self._coming = bytearray()
         self._hooks = Hooks()
@@ -71,7 +77,13 @@ class SeenInputs:
         self._hooks.add(self._module, register, self._see, with_kwargs=True)
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not (module.training and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
+            return
+        trained = tuple(norm.training for norm in batch_norms(module))
+        if not any(trained):
+            if not (self._are_frozen or self._kept):
+                self._are_frozen = True
+                self._hand_over(((), {}), trained)
             return
         size = sum(t.nbytes for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor))
         if self._kept and self._bytes + size > MOST_BYTES:
@@ -80,19 +92,19 @@ class SeenInputs:
         call = tree_map(_copy, (args, kwargs))
         if not _is_finite(call):
             return  # its gradient is refused, and statistics with it would be NaN
-        self._keep(call)
+        self._kept += 1
+        self._hand_over(call, trained)
         self._bytes += size
         self._left -= 1
         if not self._left:
             self.close()
 
-    def _keep(self, call: Call) -> None:
-        self._kept += 1
+    def _hand_over(self, call: Call, trained: tuple[bool, ...]) -> None:
         if self._transport.rank == 0:
-            self._add(call)
+            self._add(call, trained)
             return
         packed = io.BytesIO()
-        torch.save(call, packed)
+        torch.save((call, trained), packed)
         data = torch.frombuffer(bytearray(packed.getvalue()), dtype=torch.uint8)
         head = torch.tensor([len(data)]).view(torch.uint8)
         for start in range(0, len(data), CHUNK):
@@ -109,10 +121,14 @@ class SeenInputs:
         self._coming += message[HEAD:].numpy().tobytes()
         if len(self._coming) == whole:
             packed, self._coming = io.BytesIO(self._coming), bytearray()
-            self._add(torch.load(packed, weights_only=False))
+            self._add(*torch.load(packed, weights_only=False))
 
-    def _add(self, call: Call) -> None:
-        self._calls.append(call)
+    def _add(self, call: Call, trained: tuple[bool, ...]) -> None:
+        if any(trained):
+            self._trained = self._trained or trained
+            self._calls.append(call)
+        else:
+            self._are_frozen = True
         self._first.set()
 
     def reestimate(self, module: nn.Module) -> None:
@@ -122,7 +138,7 @@ class SeenInputs:
         device = next(iter(module.parameters())).device
         calls = [tree_map(lambda x: _on(x, device), call) for call in self._calls.copy()]
         if calls:
-            reestimate_batch_norm(module, calls)
+            reestimate_batch_norm(module, calls, self._trained)
 
     def complete(self) -> None:
         """At the end, all ranks: what was seen has come to rank 0, or is not waited for."""
@@ -133,7 +149,7 @@ class SeenInputs:
         until = self._transport.now() + ARRIVAL
         while len(self._calls) < (counts[self._source] or 0) and self._transport.now() < until:
             self._transport.sleep(1e-3)
-        if not self._calls:
+        if not (self._calls or self._are_frozen):
             guard.warn(
                 [
                     "batch norm: no training call of the model was seen, so its statistics are "

@@ -27,7 +27,7 @@ from tests.exactness.row import (
     step_by_step,
     together,
 )
-from tests.exactness.table_models import ALL, NO_ESTIMATE, SEVERAL, several
+from tests.exactness.table_models import ALL, SEVERAL, several
 
 CLIPPED = 0.2
 HALF = 2
@@ -395,7 +395,6 @@ LOOPS = [
         in_eval_mode,
         model=models.batch_norm,
         samples=images,
-        settings=NO_ESTIMATE,
         replay=replay_in_eval_mode,
     ),
     row("step() without loss", tells_no_loss),

@@ -15,7 +15,6 @@ from tests.exactness.models import classifier, cross_entropy, labelled, mlp, squ
 from tests.exactness.row import (
     COLUMNS,
     ONE_WORKER,
-    STEPS,
     SYNCHRONOUS,
     Batch,
     Optimizers,
@@ -38,10 +37,6 @@ def several(section: str) -> Mapping[str, str]:
 
 def everywhere(reason: str) -> Mapping[str, str]:
     return dict.fromkeys(COLUMNS, reason)
-
-
-NO_ESTIMATE = {"steps": STEPS, "bn_batches": 0}
-"""For batch norm in eval mode, which has no training calls to estimate statistics from."""
 
 
 # -- models -----------------------------------------------------------------------------------
@@ -179,7 +174,6 @@ MODELS = [
         models.fixed_batch_norm,
         squares,
         models.images,
-        settings=NO_ESTIMATE,
     ),
     Row(
         "group norm",
