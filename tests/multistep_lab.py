@@ -179,7 +179,8 @@ def run_rank(job: Job, transport: Transport) -> Result:
     budget = None
     if transport.rank == 0:
         budget = Budget(transport, job.samples, lambda rank, report: None, range(transport.size))
-    transport.exclude_from_traffic(Tag.DRAW, Tag.GRANT)  # only what the algorithm sends is counted
+    # Only what the algorithm sends is counted.
+    transport.exclude_from_traffic(Tag.DRAW, Tag.GRANT, Tag.REFUSAL)
     start = transport.now()
     for segment in range(job.segments):
         transport.sleep(STAGGER * (transport.rank + 1))

@@ -291,7 +291,7 @@ class AdspServer(Server):
         for arrival in self.arrivals(self._ended):
             self._hear(arrival)
             x = self.server.values[arrival.bucket.index]
-            arrival.add_to(x, 1 / self.server.surviving_workers)
+            arrival.add_to(x, 1 / self.server.divisor)
             notes = self._next_commit(arrival.worker)
             self.server.send_model(arrival.worker, arrival.bucket, notes=notes)
         if self.schedule is not None:

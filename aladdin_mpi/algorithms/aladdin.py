@@ -259,7 +259,7 @@ class AladdinServer(Server):
     def _update(self, shard: _Shard) -> None:
         """Global update: ``x~ <- x~ - lr g~ / norm``, then ``g~ <- 0``."""
         count = shard.counted if self.options.lazy else shard.sum.count
-        norms = {"count": count, "workers": self.server.surviving_workers, "none": 1}
+        norms = {"count": count, "workers": self.server.divisor, "none": 1}
         if shard.sum.count == 0:
             return
         step = shard.sum.values

@@ -206,7 +206,7 @@ class AheadServer(Server):
         """``x~ <- x~ - step / n``; send models if so much of the worker's gradient has come."""
         for arrival in self.arrivals():
             index, worker = arrival.bucket.index, arrival.worker
-            arrival.add_to(self.server.values[index], -1 / self.server.surviving_workers)
+            arrival.add_to(self.server.values[index], -1 / self.server.divisor)
             self.before[index][worker] = self.applied[index] - arrival.count
             self.told[worker] = arrival.notes
             share, *_ = arrival.notes

@@ -182,7 +182,7 @@ class AshlWorker(TrainingWorker):
         if self.plan is not None:
             return self.plan.fine if self.phase == Phase.FINE else self.plan.coarse
         steps = self.options.coarse_steps if self.profile.done else 1
-        return Stage(1 / self.worker.survivors, steps, 1.0)
+        return Stage(1 / self.worker.divisor, steps, 1.0)
 
     def _exchange(self) -> None:
         """Push, pull, and note how long that takes."""
@@ -345,10 +345,11 @@ class Head:
     def _part(self, worker: int) -> Share:
         """The worker's part; the shares of workers that have failed go to all others alike."""
         left = [part for w, part in enumerate(self.plan) if not self.server.has_failed(w)]
-        part = self.plan[worker]
+        part, rate = self.plan[worker], self.server.surviving_workers / self.server.divisor
+        coarse, fine = sum(s.coarse.share for s in left), sum(s.fine.share for s in left)
         return Share(
-            part.coarse._replace(share=part.coarse.share / sum(s.coarse.share for s in left)),
-            part.fine._replace(share=part.fine.share / sum(s.fine.share for s in left)),
+            part.coarse._replace(share=part.coarse.share / coarse * rate),
+            part.fine._replace(share=part.fine.share / fine * rate),
         )
 
     def facts(self) -> dict[str, Any]:

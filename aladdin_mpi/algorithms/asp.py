@@ -79,7 +79,7 @@ def who_steps(
     divides = options.normalize == "workers"
     return (
         optimizer if options.momentum == "server" else None,
-        lambda: server.surviving_workers if divides else 1,
+        lambda: server.divisor if divides else 1.0,
     )
 
 

@@ -81,7 +81,7 @@ class SspWorker(TrainingWorker):
             if is_due:
                 self.link.pull()
             else:
-                divisor = self.worker.survivors if self.divides else 1
+                divisor = self.worker.divisor if self.divides else 1
                 add(self.x, g, alpha=-self.worker.lr / divisor)
         self.link.close()
 

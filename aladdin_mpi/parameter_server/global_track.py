@@ -97,9 +97,9 @@ class GlobalTrack(Stateful):
         self._free: list[Tensor] = []
 
     @property
-    def n(self) -> int:
-        """The number of workers that add to the model."""
-        return self.worker.survivors
+    def n(self) -> float:
+        """Gradients of a round: as many as move the model by a step of all workers."""
+        return self.worker.divisor
 
     # -- segments and steps -------------------------------------------------------------
     def open(self) -> None:

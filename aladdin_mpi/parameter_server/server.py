@@ -23,6 +23,7 @@ from aladdin_mpi.parameter_server.frames import Header, Kind
 from aladdin_mpi.parameter_server.intake import TAKEN, Arrival, Intake
 from aladdin_mpi.parameter_server.model_sender import ModelSender, NotesThen
 from aladdin_mpi.roles.former import Former
+from aladdin_mpi.roles.survivors import divisor, unscaled
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import PeerFailedError
 from aladdin_mpi.transport.sealed import is_void
@@ -40,6 +41,7 @@ class ParameterServer:
         notes: most numbers that come with a gradient.
         sizes: numbers of values of the parameters, in flat order; without them all are stepped.
         projections: applied to what gradients have changed, before it leaves.
+        lr_scale: what the learning rate is multiplied by for a number of workers.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class ParameterServer:
         notes: int = 0,
         sizes: Sequence[int] = (),
         projections: Projections | None = None,
+        lr_scale: Callable[[int], float] = unscaled,
     ) -> None:
+        self._lr_scale = lr_scale
         self.transport = transport
         self.layout = layout
         self.codec = codec
@@ -189,6 +193,11 @@ class ParameterServer:
     def surviving_workers(self) -> int:
         """The number of workers that are not known to have failed; at least 1."""
         return max(1, self.transport.survivors_from(self.layout.servers))
+
+    @property
+    def divisor(self) -> float:
+        """What gradients are divided by: see :func:`~aladdin_mpi.roles.survivors.divisor`."""
+        return divisor(self.worker_count, self.surviving_workers, self._lr_scale)
 
     def has_failed(self, worker: int) -> bool:
         """Whether a worker is known to have failed."""

@@ -21,6 +21,7 @@ from aladdin_mpi.roles.outcome import Outcome, Outcomes
 from aladdin_mpi.roles.pace import Pace
 from aladdin_mpi.roles.reached import Reached
 from aladdin_mpi.roles.step import Compute, ModelledStep, OnBucket, RealStep
+from aladdin_mpi.roles.survivors import divisor, unscaled
 from aladdin_mpi.transport.base import IdleUntil, Transport
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Worker(Stateful):
         steps_unused: whether the algorithm steps parameters that a batch does not use: rank 0 is
             told when that happens first.
         project: changes a flat model after a step, as the script asks.
+        lr_scale: what the learning rate is multiplied by for a number of workers.
     """
 
     SAVED = saved("samples", "computed", "refused", "in_a_row", pace="_pace.random")
@@ -99,6 +101,7 @@ class Worker(Stateful):
         marks_unused: bool = False,
         steps_unused: bool = False,
         project: Callable[[Tensor], None] = _leave,
+        lr_scale: Callable[[int], float] = unscaled,
     ) -> None:
         self.transport = transport
         self.whole = whole or transport
@@ -145,6 +148,7 @@ class Worker(Stateful):
         self._marks_unused = marks_unused
         self._warns_unused = steps_unused
         self.project = project
+        self._lr_scale = lr_scale
         self.step = self._make_step(compute, pace)
 
     def _make_step(self, compute: Compute, pace: Pace) -> RealStep | ModelledStep:
@@ -186,6 +190,11 @@ class Worker(Stateful):
     def survivors(self) -> int:
         """The number of workers, this one included, that are not known to have failed."""
         return self.transport.survivors_from(self.servers)
+
+    @property
+    def divisor(self) -> float:
+        """What gradients are divided by: see :func:`~aladdin_mpi.roles.survivors.divisor`."""
+        return divisor(self.count, self.survivors, self._lr_scale)
 
     def shares_of(self, ranks: Sequence[int]) -> float:
         """Return the sum of the shares of ``ranks`` in the current round.

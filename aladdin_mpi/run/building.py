@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 
 import torch
@@ -30,6 +31,7 @@ from aladdin_mpi.roles.step import Compute
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.run.own_optimizer import OwnOptimizer, check_length
+from aladdin_mpi.run.schedule import scale_of
 
 
 def momentum_sgd(options: RunOptions, x: Tensor) -> MomentumSGD:
@@ -121,7 +123,7 @@ def make_server(
         raise ValueError(f"{context.algorithm.name} has no servers")
     notes = len(optimizer.settings())
     replica = context.replica
-    layout, sizes = context.layout, replica.sizes
+    layout, sizes, options = context.layout, replica.sizes, context.options
     server = kind(
         context.among,
         layout,
@@ -131,8 +133,9 @@ def make_server(
         notes,
         sizes,
         context.projections,
+        partial(scale_of, options.lr_scaling),
     )
-    return make(server, optimizer, context.options)
+    return make(server, optimizer, options)
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,7 @@ def make_worker(
         registry.marks_unused(algorithm, options),
         registry.steps_unused(algorithm, options),
         context.projections.apply,
+        partial(scale_of, options.lr_scaling),
     )
     if is_led:
         return LedWorker(worker, optimizer, context.node[0])

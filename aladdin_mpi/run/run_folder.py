@@ -60,11 +60,10 @@ def open_for(transport: Transport, options: RunOptions) -> OpenFolder:
     Raises:
         UserError, RefusedError: it cannot be used, or not every rank sees it.
     """
-    folder = options.resume or options.run_dir
-    if folder is None:
-        made = agree(transport, lambda: make_new(options) if transport.rank == 0 else None)
-        folder = broadcast(transport, str(made))
-    folder = Path(folder)
+    given = options.resume or options.run_dir
+    if given is None:
+        given = agree(transport, lambda: make_new(options) if transport.rank == 0 else None)
+    folder = Path(broadcast(transport, str(given)))  # a script may name it by each rank's clock
     lock = agree(transport, lambda: _take(folder, options) if transport.rank == 0 else None)
     agree(transport, lambda: check_seen(folder))
     return OpenFolder(folder, lock)

@@ -10,6 +10,11 @@ from math import cos, pi, sqrt
 from aladdin_mpi.config.options import RunOptions
 
 
+def scale_of(scaling: str, workers: int) -> float:
+    """Return what ``--lr-scaling`` multiplies the learning rate of one worker by."""
+    return {"linear": float(workers), "sqrt": sqrt(workers), "none": 1.0}[scaling]
+
+
 @dataclass(frozen=True)
 class LearningRate:
     """Warm-up, then constant, steps or half a cosine, scaled by the number of workers.
@@ -37,8 +42,7 @@ class LearningRate:
     @cached_property
     def scale(self) -> float:
         """What the rate of one worker is multiplied by."""
-        scaling = self.options.lr_scaling
-        return {"linear": float(self.workers), "sqrt": sqrt(self.workers), "none": 1.0}[scaling]
+        return scale_of(self.options.lr_scaling, self.workers)
 
     @cached_property
     def _warmup(self) -> float:

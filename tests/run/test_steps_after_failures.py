@@ -184,9 +184,15 @@ def test_bsp_averages_what_has_arrived_of_each_bucket(servers: int, second: floa
 
 
 # -- asynchronous algorithms --------------------------------------------------------------
-@pytest.mark.parametrize("lost", LOST)
+@pytest.mark.parametrize(
+    ("lost", "scaling"),
+    [("one lost", "none"), ("two lost", "none"), ("two lost", "linear"), ("two lost", "sqrt")],
+)
 @pytest.mark.parametrize("algorithm", AT_SERVERS)
-def test_gradient_is_divided_by_number_of_survivors(algorithm: str, lost: str) -> None:
+def test_gradient_weighs_as_in_a_run_of_the_survivors(
+    algorithm: str, lost: str, scaling: str
+) -> None:
+    """With the linear scaling rule the rate of fewer workers is lower, and makes up for them."""
     steps: list[tuple[float, float, int]] = []
     last = {"x": 0.0, "applied": 0}
 
@@ -199,14 +205,17 @@ def test_gradient_is_divided_by_number_of_survivors(algorithm: str, lost: str) -
             steps.append((now, (last["x"] - x) / LR, int(applied - last["applied"])))
         last.update(x=x, applied=applied)
 
-    plan = job(algorithm, LOST[lost], steps=24, **AT_SERVERS[algorithm])
+    plan = job(algorithm, LOST[lost], steps=24, lr_scaling=scaling, **AT_SERVERS[algorithm])
     plan.watch = watch
     run(plan)
     before = [move / count for now, move, count in steps if now < 5.0]
     # A worker of ashl hears of its share with the next model.
     after = [move / count for now, move, count in steps if now > 12.0]
     assert before == pytest.approx([1 / WORKERS] * len(before), rel=1e-4)
-    assert after == pytest.approx([1 / (WORKERS - len(LOST[lost]))] * len(after), rel=1e-4)
+    survivors = WORKERS - len(LOST[lost])
+    rate_of_survivors = {"none": 1.0, "linear": survivors / WORKERS}
+    rate = rate_of_survivors.get(scaling, sqrt(survivors / WORKERS))
+    assert after == pytest.approx([rate / survivors] * len(after), rel=1e-4)
     assert len(after) > 3
 
 
