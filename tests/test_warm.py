@@ -90,3 +90,11 @@ def test_the_server_ends_with_the_tests(tmp_path: Path) -> None:
     while any(address in line for line in Path("/proc/net/unix").read_text().splitlines()):
         assert time.monotonic() < end, "the server still listens"
         time.sleep(0.2)
+
+
+def test_others_that_leave_at_once_do_no_harm(tmp_path: Path) -> None:
+    for number in range(20):
+        process = start(tmp_path, SLEEPS)
+        time.sleep(number / 500)  # before, while or after the program starts
+        process.kill()
+    test_signals_go_both_ways(tmp_path)

@@ -87,7 +87,8 @@ class Server:
         for stream in task.streams:
             os.close(stream)
         self._children[pid] = connection
-        connection.sendall(struct.pack("i", pid))
+        with suppress(OSError):  # whoever asked may be gone already; then the child is ended
+            connection.sendall(struct.pack("i", pid))
         self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
         self._selector.register(connection, selectors.EVENT_READ, pid)
         return None

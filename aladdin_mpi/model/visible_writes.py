@@ -56,6 +56,11 @@ class VisibleWrites:
         if not _watched and "data" in torch.Tensor.__dict__:
             del torch.Tensor.data
 
+    def __del__(self) -> None:
+        """A watcher that is gone must not leave ids behind, which other tensors may get."""
+        if self._parameters:
+            self.close()
+
 
 def _read(tensor: Tensor) -> Tensor:
     return tensor.detach() if id(tensor) in _watched else raw_data(tensor)

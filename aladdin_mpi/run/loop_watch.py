@@ -12,7 +12,7 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.visible_writes import VisibleWrites
 from aladdin_mpi.optimizers.script_access import ScriptAccess
 from aladdin_mpi.run.own_optimizer import OwnOptimizer
-from aladdin_mpi.run.scaler_guard import ScalerGuard
+from aladdin_mpi.run.scaler_watch import ScalerWatch
 
 KEPT = (
     "the run trains the parameters that the model had when run.batches() began, where they were in "
@@ -62,7 +62,7 @@ class LoopWatch:
         self._parts = _Parts(module)
         self._versions = [p._version for p in self._names]
         self._writes = VisibleWrites(self._names)
-        self._scaler_guard = ScalerGuard()
+        self._scaler = ScalerWatch()
         self._hook = register_optimizer_step_pre_hook(self._refuse_optimizer)
 
     def renew(self) -> None:
@@ -90,6 +90,7 @@ class LoopWatch:
         """A batch is handed out."""
         self._versions = [p._version for p in self._names]
         self._access.begin_batch()
+        self._scaler.begin()
 
     def end(self) -> None:
         """step() has been called.
@@ -99,6 +100,7 @@ class LoopWatch:
                 scaled, or hyperparameters changed too late.
         """
         self._access.end_batch()
+        self._scaler.end()
         # One look at all of them first: this is done in every step.
         if [p._version for p in self._names] != self._versions:
             self._refuse_changed()
@@ -157,7 +159,6 @@ class LoopWatch:
         """Watch no longer."""
         self._hook.remove()
         self._writes.close()
-        self._scaler_guard.close()
 
     def _refuse_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
