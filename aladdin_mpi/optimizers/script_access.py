@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.optimizers.control import numbers
@@ -27,6 +28,11 @@ class ScriptAccess:
         given: the script's optimizers.
     """
 
+    _hooks_of: ClassVar[WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]]] = (
+        WeakKeyDictionary()
+    )
+    """Of the latest run of each optimizer. A run that has ended may leave its hooks in place."""
+
     def __init__(self, given: Sequence[torch.optim.Optimizer] = ()) -> None:
         self._given = given
         self._used: list[tuple[float, ...]] | None = None
@@ -35,8 +41,14 @@ class ScriptAccess:
         self._states: Callable[[], States | None] | None = None
         self._hooks: list[RemovableHandle] = []
         for each in given:
-            self._hooks.append(each.register_state_dict_post_hook(self._export))
-            self._hooks.append(each.register_load_state_dict_pre_hook(self._note_load))
+            for hook in self._hooks_of.pop(each, []):
+                hook.remove()
+            hooks = [
+                each.register_state_dict_post_hook(self._export),
+                each.register_load_state_dict_pre_hook(self._note_load),
+            ]
+            self._hooks_of[each] = hooks
+            self._hooks += hooks
 
     # -- hyperparameters ------------------------------------------------------------------
     def begin_batch(self) -> None:

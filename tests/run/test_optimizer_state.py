@@ -187,6 +187,34 @@ def test_state_on_the_servers_is_refused_by_name(tmp_path: Path) -> None:
     assert_equal_states(states[0], plain(OPTIMIZERS["adam"], STEPS)[1].state_dict())
 
 
+def test_state_after_a_run_that_had_it_on_a_server_is_that_of_the_next_run(tmp_path: Path) -> None:
+    make = OPTIMIZERS["adam"]
+    given: list[torch.optim.Optimizer] = []
+
+    def on_server(run: DataParallel, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step, _ in enumerate(run.batches(range(1))):
+            run.step(backward(model, step))
+        if not run.is_server:
+            given.append(optimizer)
+
+    def on_worker(run: DataParallel, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step, _ in enumerate(run.batches(range(1))):
+            run.step(backward(model, step))
+
+    simulated(on_server, make, tmp_path / "first", "bsp")
+    (optimizer,) = given
+    with pytest.raises(UserError, match="made on other ranks"):
+        optimizer.state_dict()
+
+    def reuse(model: nn.Module) -> torch.optim.Optimizer:
+        for mine, others in zip(optimizer.param_groups, groups(model), strict=True):
+            mine["params"] = others["params"]
+        return optimizer
+
+    simulated(on_worker, reuse, tmp_path / "second", "ar-sgd")
+    assert_equal_states(optimizer.state_dict(), plain(make, STEPS)[1].state_dict())
+
+
 def test_state_loaded_before_the_run_is_used_and_later_refused(tmp_path: Path) -> None:
     make = OPTIMIZERS["adam"]
     model, before = plain(make, 1)
