@@ -148,8 +148,9 @@ class ArSgdWorker(TrainingWorker):
             clip_norm(g, worker.clipping.norm)
         whole = slice(0, g.numel())
         parts = [b.part for b in worker.layout.buckets] if self.optimizer.takes_parts else [whole]
+        unused = joined(unused)
         for part in parts:
-            within_part = within(part, joined(unused))
+            within_part = within(part, unused)
             self.optimizer.descend(part, g[part], self.x[part], worker.lr, unused=within_part)
 
     def close(self) -> None:

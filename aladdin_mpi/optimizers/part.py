@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -90,6 +90,7 @@ class OptimizerPart:
         states: list[dict[str, Any]],
     ) -> None:
         self.pieces = pieces
+        self._stops = [piece.stop for piece in pieces]
         self._given = given
         self._leaves = [torch.nn.Parameter(like.new_empty(0)) for _ in pieces]
         self._groups = sorted({piece.group for piece in pieces})
@@ -110,10 +111,12 @@ class OptimizerPart:
         for each in unused:
             self._split(each.start)
             self._split(each.stop)
+        starts = [each.start for each in unused]
         is_used = False
         for leaf, piece in zip(self._leaves, self.pieces, strict=True):
             leaf.data, leaf.grad = piece.of(x), None
-            if not any(each.start <= piece.start < each.stop for each in unused):
+            before = bisect_right(starts, piece.start)
+            if not before or unused[before - 1].stop <= piece.start:
                 leaf.grad, is_used = piece.of(gradient), True
         if is_used:
             self._inner.step()
@@ -122,11 +125,12 @@ class OptimizerPart:
 
     def _split(self, at: int) -> None:
         """Let a piece begin here, for good: its state, such as a count of steps, is its own."""
-        place = bisect_left([piece.stop for piece in self.pieces], at)
+        place = bisect_left(self._stops, at)
         piece = self.pieces[place] if place < len(self.pieces) else None
         if piece is None or not piece.start < at < piece.stop:
             return
         self.pieces[place : place + 1] = piece.split(at)
+        self._stops.insert(place, at)
         first, second = self._leaves[place], torch.nn.Parameter(self._leaves[place].new_empty(0))
         self._leaves.insert(place + 1, second)
         params = self._inner.param_groups[self._groups.index(piece.group)]["params"]
