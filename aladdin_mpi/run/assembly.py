@@ -130,7 +130,8 @@ def assemble(
         described += f"; projections: {len(task.project)}"
     parameters, servers = context.replica.describe(), context.servers
     if takeover is None:
-        check_agreement(transport, options, parameters, task.data, servers, described)
+        state = _initial_state(task.optimizer, options, algorithm)
+        check_agreement(transport, options, parameters, task.data, servers, described, state)
     plan = make_plan(options, task.epoch, task.origin, not transport.models_time, task.whole)
     base = options.lr if task.optimizer is None else 1.0
     lr = LearningRate(options, context.workers, task.epoch, plan.total, base, task.schedule)
@@ -193,6 +194,15 @@ def assemble(
                 _mirrors(context, role),
                 books,
             )
+
+
+def _initial_state(
+    optimizer: OwnOptimizer | None, options: RunOptions, algorithm: Algorithm
+) -> str:
+    """Describe the state that the optimizers of all ranks need, if they make the same steps."""
+    if optimizer is None or options.resume is not None or algorithm.holder != "first":
+        return ""
+    return optimizer.describe_state()
 
 
 @contextmanager

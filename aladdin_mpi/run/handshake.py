@@ -22,8 +22,9 @@ def check_agreement(
     data: Mapping[str, Any],
     first_worker: int,
     optimizer: str,
+    state: str,
 ) -> None:
-    """Check that every rank has rank 0's options, parameters, optimizer and versions.
+    """Check that every rank has rank 0's options, parameters, optimizer, its state and versions.
 
     Of parameters the shapes, and how they lie in memory: the flat vector is in memory's order.
 
@@ -36,7 +37,7 @@ def check_agreement(
     """
     mine: dict[str, Any] = {
         "option": agreed(options),
-        "optimizer": {"groups": optimizer},
+        "optimizer": {"groups": optimizer, "state": state},
         "parameter": {str(i): described for i, described in enumerate(parameters)},
         "version": {
             "aladdin_mpi": aladdin_mpi.__version__,

@@ -46,6 +46,11 @@ class OwnOptimizer:
         kind = type(self.scheduler).__name__ if self.scheduler is not None else "none"
         return f"{type(self.given).__name__}: {'; '.join(groups)}; scheduler {kind}"
 
+    def describe_state(self) -> str:
+        """Return of how many parameters the optimizer has a state to begin with."""
+        parameters = [p for group in self.given.param_groups for p in group["params"]]
+        return f"of {sum(bool(self.given.state.get(p)) for p in parameters)} parameters"
+
 
 def settings_for(optimizer: object, schedule: object, given: Collection[str]) -> dict[str, Any]:
     """Settings that an optimizer object or a schedule brings with it.

@@ -215,6 +215,32 @@ def test_state_after_a_run_that_had_it_on_a_server_is_that_of_the_next_run(tmp_p
     assert_equal_states(optimizer.state_dict(), plain(make, STEPS)[1].state_dict())
 
 
+def test_state_on_some_workers_is_refused_if_all_make_the_same_steps(tmp_path: Path) -> None:
+    _, trained = plain(OPTIMIZERS["adam"], 1)
+
+    def main(transport: Transport) -> None:
+        model = network()
+        optimizer = OPTIMIZERS["adam"](model)
+        if transport.rank == 0:
+            optimizer.load_state_dict(trained.state_dict())
+        run = DataParallel(
+            model,
+            optimizer=optimizer,
+            algorithm="ar-sgd",
+            transport=transport,
+            batch_size=1,
+            steps=STEPS,
+            compute_time=0.01,
+            run_dir=tmp_path,
+            quiet=True,
+        )
+        for step, _ in enumerate(run.batches(range(2))):
+            run.step(backward(model, step))
+
+    with pytest.raises(UserError, match=r"optimizer\.state: of 3 parameters and of 0 parameters"):
+        VirtualCluster(2, Cluster(hosts=2), 0).run(main)
+
+
 def test_state_loaded_before_the_run_is_used_and_later_refused(tmp_path: Path) -> None:
     make = OPTIMIZERS["adam"]
     model, before = plain(make, 1)
