@@ -167,7 +167,7 @@ def marks_unused(algorithm: Algorithm, options: RunSettings) -> bool:
 def steps_unused(algorithm: Algorithm, options: RunSettings) -> bool:
     """Return whether parameters that no worker's batch uses are stepped with a gradient of zero.
 
-    Quantised gradients have no sign of zero, by which others are told of them
+    Quantised gradients have no sign of zero, which would mark these parameters for other ranks
     (:mod:`aladdin_mpi.model.unused`).
     """
     is_quantised = algorithm.wire(options) in FEW_BITS

@@ -26,7 +26,7 @@ def check_arguments(loader: DataLoader[Any], sharded: bool) -> None:
     if loader.num_workers and not getattr(loader, "in_order", True) and not sharded:
         raise UserError(
             "batches(): in_order=False of the DataLoader cannot be combined with dealing its "
-            "batches to the workers, who need to agree on their order. Leave it out."
+            "batches to the workers, which need to agree on their order. Leave it out."
         )
 
 

@@ -89,7 +89,7 @@ class BoundGradients:
         self._note_version(number, view)
 
     def deliver(self, parameter: nn.Parameter) -> None:
-        """Backward has come by a parameter whose gradient comes from elsewhere than autograd."""
+        """Take the gradient of a parameter for which autograd does not compute one."""
         number = next(n for n, each in enumerate(self._parameters) if each is parameter)
         self.take(number)
         self.unused.discard(number)

@@ -123,7 +123,7 @@ class UnusedMarks:
 
 
 def used_parts(length: int, unused: Unused) -> Iterator[slice]:
-    """Return what is left of a vector of ``length`` values without the ``unused`` parts."""
+    """Yield the parts of a vector of ``length`` values that are not ``unused``."""
     start = 0
     for part in unused:
         if start < part.start:
@@ -134,7 +134,7 @@ def used_parts(length: int, unused: Unused) -> Iterator[slice]:
 
 
 def shifted(unused: Unused, by: int) -> list[slice]:
-    """Return the parts, relative to where a vector begins that the present one starts ``by`` in."""
+    """Return the parts relative to a vector in which the present one starts at ``by``."""
     return [slice(each.start + by, each.stop + by) for each in unused]
 
 

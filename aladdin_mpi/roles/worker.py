@@ -72,8 +72,8 @@ class Worker(Stateful):
         node: the other workers of this node, which this one leads.
         draws: where the samples come from; None: from rank 0.
         marks_unused: whether others have to know which parameters a gradient does not reach.
-        steps_unused: whether the algorithm steps parameters that a batch does not use: rank 0 is
-            told when that happens first.
+        steps_unused: whether the algorithm steps parameters that a batch does not use; the first
+            time is reported to rank 0.
         project: changes a flat model after a step, as the script asks.
         lr_scale: what the learning rate is multiplied by for a number of workers.
     """
@@ -322,8 +322,8 @@ class Worker(Stateful):
         """Return the parts of ``part``, relative to its start, that have no gradient.
 
         These are the parameters that the present step's batch did not use, which are not to be
-        stepped; known for a bucket when it is told of. Of a sum over workers see
-        :meth:`unused_by_all`.
+        stepped. Those of a bucket are known when ``on_bucket`` is called for it. For a sum over
+        workers see :meth:`unused_by_all`.
         """
         return within(part, self._unused) if self._unused else ()
 

@@ -95,7 +95,7 @@ class Ending:
 
     # -- the end ----------------------------------------------------------------------------
     def conclude(self) -> None:
-        """The algorithm has come to its end on this rank: end the run.
+        """End the run, whose algorithm has ended on this rank.
 
         Raises:
             SuspendedError: a signal has ended it.
@@ -122,7 +122,7 @@ class Ending:
         """Check that the run was not closed.
 
         Raises:
-            UserError: it was.
+            UserError: the run was closed.
         """
         if self.was_closed:
             raise UserError(
@@ -223,7 +223,7 @@ class Ending:
         """An error leaves ``with DataParallel(...)``: close the run if that is possible.
 
         Among several ranks it is not if this rank's algorithm has failed, or has not begun. The
-        error then goes on, and ends the job if it is not caught.
+        error then propagates, and ends the job if it is not caught.
         """
         if self._is_alone or (isinstance(error, Exception) and self._is_in_loop):
             self.close()

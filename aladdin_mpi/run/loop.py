@@ -121,10 +121,10 @@ class Loop:
         self._stepped = True
 
     def note_resumed(self) -> None:
-        """The user's loop has come back, or has been left: has it changed the model since its step?
+        """Check what the user's loop did after its step: it has returned, or has been left.
 
         Raises:
-            UserError: it has, and the algorithm would lose that.
+            UserError: it has changed the model, and the algorithm would lose that.
         """
         if self._watch is not None and self._stepped:
             self._watch.resume()

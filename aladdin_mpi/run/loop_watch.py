@@ -82,8 +82,8 @@ class LoopWatch:
                 raise UserError(
                     f"training loop: parameter {name} was written to after run.step(). "
                     f"{self._loses_writes} would lose that: the model that it steps is kept "
-                    "elsewhere. Give what has to be done after each step, such as clamping "
-                    "weights, to run.project(); load weights before run.batches()"
+                    "elsewhere. Register changes that follow each step, such as clamping "
+                    "weights, with run.project(); load weights before run.batches()"
                 )
 
     def begin(self) -> None:
@@ -117,8 +117,8 @@ class LoopWatch:
             if parameter._version != version:
                 raise UserError(
                     f"training loop: parameter {name} was changed between its batch and step(); "
-                    "the optimizer is part of the algorithm: leave out optimizer.step(); give what "
-                    "else has to be done after each step, such as clamping weights, to "
+                    "the optimizer is part of the algorithm: leave out optimizer.step(); register "
+                    "other changes that follow each step, such as clamping weights, with "
                     "run.project()"
                 )
 

@@ -83,7 +83,7 @@ def warn_of_differences(context: Context, own: Tensor, model: Tensor) -> None:
             [
                 f"the workers' models differ by {largest:.1%}, and the first worker's is kept: "
                 f"worker {found.index(largest)} has another. What the loop writes into parameters "
-                "must be the same on every worker. Give it to run.project()"
+                "must be the same on every worker. Register it with run.project()"
             ]
         )
 

@@ -38,8 +38,8 @@ class SeenInputs:
     """The first worker's first training calls of a module, at rank 0.
 
     Nothing is kept or sent for a module without batch norm. Batch norms in eval mode, as when
-    pretrained statistics are kept, are left alone: if all of them are, rank 0 is told so in place
-    of a call.
+    pretrained statistics are kept, are left alone: if all of them are, that is sent to rank 0
+    instead of a call.
 
     Args:
         module: whose calls are watched.

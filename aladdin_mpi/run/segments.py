@@ -216,8 +216,8 @@ class Segments:
     def restore(self, state: dict[str, Any] | None) -> None:
         """Take up the state that a checkpoint holds for this rank.
 
-        A rank that had failed when it was written begins anew; rank 0 never has. In the data it
-        continues after the samples that had been granted to it.
+        A rank that had failed when it was written starts with new state; rank 0 never has. In
+        the data it continues after the samples that had been granted to it.
         """
         granted = self._go_on_from(state)
         if self._coordinator is not None and granted is not None:
