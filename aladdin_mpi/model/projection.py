@@ -56,6 +56,7 @@ class Projections:
             _Place(names[parameter], part, tuple(parameter.shape), parameter.stride())
             for parameter, part in (places(module).items() if functions else ())
         ]
+        self._in_bucket: dict[Bucket, list[_Place]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._functions)
@@ -67,10 +68,13 @@ class Projections:
 
     def apply_to_bucket(self, bucket: Bucket, values: Tensor) -> None:
         """Apply them to the parameters of a bucket, which has whole ones."""
-        for place in self._places:
-            if bucket.start <= place.part.start < bucket.stop:
-                start = place.part.start - bucket.start
-                self._call(place, place.of(values[start : start + place.numel]))
+        if bucket not in self._in_bucket:
+            self._in_bucket[bucket] = [
+                place for place in self._places if bucket.start <= place.part.start < bucket.stop
+            ]
+        for place in self._in_bucket[bucket]:
+            start = place.part.start - bucket.start
+            self._call(place, place.of(values[start : start + place.numel]))
 
     def _call(self, place: _Place, values: Tensor) -> None:
         with torch.no_grad():
