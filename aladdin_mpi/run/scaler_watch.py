@@ -9,6 +9,9 @@ from torch.amp import GradScaler
 
 from aladdin_mpi.errors import UserError
 
+COUNTS = "counts_for_aladdin_mpi"
+"""An attribute of ``GradScaler.scale`` that counts."""
+
 
 class ScalerWatch:
     """Counts how often a loss is scaled by an enabled ``GradScaler``, in this process."""
@@ -16,7 +19,7 @@ class ScalerWatch:
     _scaled: ClassVar[int] = 0
 
     def __init__(self) -> None:
-        if not hasattr(GradScaler.scale, "__wrapped__"):
+        if not hasattr(GradScaler.scale, COUNTS):
             GradScaler.scale = _counting(GradScaler.scale)  # type: ignore[method-assign]
         self._before = 0
 
@@ -46,4 +49,5 @@ def _counting(scale: Any) -> Any:
         ScalerWatch._scaled += scaler.is_enabled()
         return scale(scaler, outputs)
 
+    setattr(counted, COUNTS, True)
     return counted
