@@ -253,7 +253,10 @@ class Ending:
         if rank is not None and rank.segments.suspended and rank.evaluating:
             # Python cannot end in order while a thread computes.
             guard.leave(SUSPENDED_STATUS)
-        self.finish_left()
+        try:
+            self.finish_left()
+        except Exception as error:  # Python would print it and end with status 0
+            guard.end_job(error)
         if not self.has_ended:
             guard.end_job(
                 UserError(

@@ -414,3 +414,27 @@ for folder in ("first", "second"):
     if ranks > 1 or leaves == "break":
         for folder in ("first", "second"):
             assert summary(tmp_path / folder)["samples"] == 3 * 4 * ranks
+
+
+def test_a_failed_run_that_the_script_ignores_ends_the_program_with_an_error(
+    tmp_path: Path,
+) -> None:
+    """Python prints an error that is raised at its exit, and would end with status 0."""
+    text = """
+import torch
+from torch import nn
+from aladdin_mpi import DataParallel
+from aladdin_mpi.errors import UserError
+run = DataParallel(nn.Linear(2, 1), algorithm="ar-sgd", steps=3, batch_size=4, quiet=True)
+try:
+    for inputs in run.batches(torch.utils.data.StackDataset(inputs=torch.ones(64, 2))):
+        loss = run.module(inputs["inputs"]).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(run.module.parameters(), 0.01)
+        run.step(loss)
+except UserError:
+    pass
+"""
+    done = run_script(tmp_path, text, ranks=2, check=False)
+    assert done.returncode != 0
+    assert "aladdin_mpi: error" in done.stderr and "Traceback" not in done.stderr, done
