@@ -28,25 +28,49 @@ def portable(group: dict[str, Any]) -> Hyperparameters:
     return {**found, "capturable": False} if "capturable" in found else found
 
 
-def numbers(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
-    """All numbers in all groups, in an order that depends on their names alone."""
+Names = list[list[str]]
+"""Of hyperparameters, for each group."""
+
+
+def numeric_names(optimizer: torch.optim.Optimizer) -> Names:
+    """Return the names of all numeric hyperparameters, in an order that depends on them alone.
+
+    Ranks that exchange :func:`numbers` determine these once, when the run begins: a scheduler that
+    a script makes later adds entries on the ranks that make it, such as "initial_lr".
+    """
+    return [
+        [name for name, value in sorted(hyperparameters(group).items()) if _each(value)]
+        for group in optimizer.param_groups
+    ]
+
+
+def numbers(optimizer: torch.optim.Optimizer, names: Names | None = None) -> tuple[float, ...]:
+    """Return the numbers in all groups, of ``names`` or of :func:`numeric_names`."""
     found: list[float] = []
-    for group in optimizer.param_groups:
-        for _, value in sorted(hyperparameters(group).items()):
-            found += [float(each) for each in _each(value)]
+    chosen = numeric_names(optimizer) if names is None else names
+    for group, numeric in zip(optimizer.param_groups, chosen, strict=False):
+        values = hyperparameters(group)
+        for name in numeric:
+            found += [float(each) for each in _each(values[name])]
     return tuple(found)
 
 
-def write_numbers(optimizer: torch.optim.Optimizer, values: tuple[float, ...]) -> None:
+def write_numbers(
+    optimizer: torch.optim.Optimizer, values: tuple[float, ...], names: Names
+) -> None:
     """Put what :func:`numbers` has returned for another optimizer like this one into the groups."""
     left = list(values)
-    for group in optimizer.param_groups:
-        for name, value in sorted(hyperparameters(group).items()):
-            taken = [type(each)(left.pop(0)) for each in _each(value)]
-            if isinstance(value, (tuple, list)) and taken:
-                group[name] = type(value)(taken)
-            elif taken:
-                group[name] = taken[0]
+    for group, numeric in zip(optimizer.param_groups, names, strict=False):
+        before = hyperparameters(group)
+        for name in numeric:
+            taken = [_as(type(each), left.pop(0)) for each in _each(before[name])]
+            is_sequence = isinstance(before[name], (tuple, list))
+            group[name] = type(before[name])(taken) if is_sequence else taken[0]
+
+
+def _as(kind: type, value: float) -> float:
+    """Return a whole number as an int if the one before was; a script may change 0 to 0.01."""
+    return int(value) if kind is int and value.is_integer() else value
 
 
 def _each(value: object) -> list[float]:

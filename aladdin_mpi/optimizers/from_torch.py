@@ -13,7 +13,7 @@ from aladdin_mpi.model.replica import places
 from aladdin_mpi.model.unused import Unused, used_parts
 from aladdin_mpi.model.vectors import blocks
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.optimizers.control import hyperparameters, numbers, write_numbers
+from aladdin_mpi.optimizers.control import hyperparameters, numbers, numeric_names, write_numbers
 from aladdin_mpi.optimizers.inherited import Inherited
 from aladdin_mpi.optimizers.initial import Segment, alike, initial_state
 from aladdin_mpi.optimizers.parameter_states import states_of_parameters, states_of_rows
@@ -59,6 +59,7 @@ class TorchOptimizer(Optimizer):
         self.takes_parts = self.granularity is Granularity.VALUE
         self._like = like
         self._owned = _owned(given, module)
+        self._numeric = numeric_names(given)
         self._parts: dict[tuple[int, int], OptimizerPart] = {}
         self._inherited = Inherited()
         self._scratch = like.new_empty(0)
@@ -197,12 +198,12 @@ class TorchOptimizer(Optimizer):
     def settings(self) -> tuple[float, ...]:
         """See :meth:`Optimizer.settings`."""
         self._access.note_use()
-        return numbers(self.given)
+        return numbers(self.given, self._numeric)
 
     def adopt(self, settings: tuple[float, ...]) -> None:
         """See :meth:`Optimizer.adopt`."""
         if settings:
-            write_numbers(self.given, settings)
+            write_numbers(self.given, settings, self._numeric)
 
     def advance(self, steps: int) -> None:
         """Step the scheduler up to ``steps`` times in all.

@@ -44,6 +44,7 @@ class Ending:
         self._loop: Loop
         self._succession: Succession | None = None
         self._is_left = False
+        self._is_concluding = False
         self._hooks = Hooks()
 
     # -- from the start ---------------------------------------------------------------------
@@ -101,6 +102,7 @@ class Ending:
             SuspendedError: a signal has ended it.
             ClosedError: a rank has closed it.
         """
+        self._is_concluding = True
         succession = self._succession
         assert succession is not None and succession.rank is not None
         succession.may_raise = lambda: True
@@ -156,7 +158,7 @@ class Ending:
 
     def finish(self) -> None:
         """Bring the run to its end as ``break`` does; one without a loop is closed."""
-        if not self.has_ended and self._is_in_loop:
+        if not self.has_ended and (self._is_in_loop or self._is_trained):
             self._finish()
         self.close()
 
@@ -185,6 +187,11 @@ class Ending:
         """Whether the algorithm waits for the user's loop."""
         return self._succession is not None and self._loop.is_active
 
+    @property
+    def _is_trained(self) -> bool:
+        """Whether the loop was left after its last step, so that only the results are missing."""
+        return self._succession is not None and self._loop.has_finished and not self._is_concluding
+
     # -- runs that are closed -------------------------------------------------------------------
     def close(self) -> None:
         """End the run where it is, see :meth:`DataParallel.close`."""
@@ -202,6 +209,10 @@ class Ending:
         elif self._is_in_loop:
             self._forget_left()
             rank.worker.close_run()
+            with suppress(ClosedError):
+                self._drain()
+        elif self._is_trained:  # it is too late to tell the others, who complete the run
+            self._forget_left()
             with suppress(ClosedError):
                 self._drain()
         else:
@@ -225,7 +236,8 @@ class Ending:
         Among several ranks it is not if this rank's algorithm has failed, or has not begun. The
         error then propagates, and ends the job if it is not caught.
         """
-        if self._is_alone or (isinstance(error, Exception) and self._is_in_loop):
+        can_close = self._is_in_loop or self._is_trained
+        if self._is_alone or (isinstance(error, Exception) and can_close):
             self.close()
 
     @property
@@ -241,7 +253,10 @@ class Ending:
         if rank is not None and rank.segments.suspended and rank.evaluating:
             # Python cannot end in order while a thread computes.
             guard.leave(SUSPENDED_STATUS)
-        self.finish_left()
+        try:
+            self.finish_left()
+        except Exception as error:  # Python would print it and end with status 0
+            guard.end_job(error)
         if not self.has_ended:
             guard.end_job(
                 UserError(

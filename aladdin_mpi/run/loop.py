@@ -32,6 +32,8 @@ class Loop:
     def __init__(self, batch_size: int, deliver: Callable[[Any], Any]) -> None:
         self.skipping = False
         """The loop has been left: what is granted still is not computed any more."""
+        self.has_finished = False
+        """Whether the algorithm has come to its end without an error."""
         self.ticket: Ticket | None = None
         self.batch_size = batch_size
         self._deliver = deliver
@@ -94,7 +96,12 @@ class Loop:
         """
         self._watch = watch
         self._user_side = getcurrent()
-        self._algorithm_side = greenlet(train)
+
+        def train_to_end() -> None:
+            train()
+            self.has_finished = True
+
+        self._algorithm_side = greenlet(train_to_end)
         self.ticket = self._algorithm_side.switch()
         while not self._algorithm_side.dead:
             yield from self._step_of()

@@ -82,22 +82,37 @@ def train_with_short_last_round(workers: int, **settings: Any) -> list[float]:
     return _train_in_one_loop(model, optimizer, workers, settings, by_hand=True)
 
 
+def train_with_scheduler_made_in_loop(workers: int, **settings: Any) -> list[float]:
+    """Begin with a whole number as the rate; servers have no loop, and so not this scheduler."""
+    model = nn.Linear(1, len(RATES), bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    settings["steps"] = len(RATES)
+    return _train_in_one_loop(model, optimizer, workers, settings, by_hand=False, by_scheduler=True)
+
+
 def _train_in_one_loop(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     workers: int,
     settings: dict[str, Any],
     by_hand: bool,
+    by_scheduler: bool = False,
 ) -> list[float]:
     run = DataParallel(
         model, optimizer=optimizer, batch_size=1, wire="fp32", quiet=True, **settings
     )
+    scheduler = None
     for step, _ in enumerate(run.batches(range(workers))):
         if by_hand:
             set_rate(optimizer, step)
+        if by_scheduler and scheduler is None:
+            scheduler = StepLR(optimizer, 1, gamma=0.5)
         loss = model(torch.ones(1, 1))[0, step]
         loss.backward()
         run.step(loss)
+        if scheduler is not None:
+            scheduler.step()
     (weight,) = model.parameters()
     return (-weight.detach().flatten()).tolist()
 

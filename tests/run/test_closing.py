@@ -384,3 +384,57 @@ def test_close_in_virtual_time(tmp_path: Path) -> None:
     caught = sorted(re.findall(r"^caught (\w+)$", done.stdout, re.M))
     assert caught == ["ClosedError", "ClosedError", "ValueError"], done
     assert len(trained(done)) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("leaves", ["break", "raise ValueError"])
+def test_leaving_the_loop_after_its_last_step(tmp_path: Path, leaves: str, ranks: int) -> None:
+    """The training is complete then: a block that is left without an error keeps its results."""
+    text = f"""
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from aladdin_mpi import DataParallel
+data = TensorDataset(torch.ones(64, 2))
+for folder in ("first", "second"):
+    settings = dict(algorithm="ar-sgd", batch_size=4, run_dir=folder, quiet=True, timeout=30)
+    try:
+        with DataParallel(nn.Linear(2, 1), steps=3, **settings) as run:
+            for number, (inputs,) in enumerate(run.batches(data), start=1):
+                loss = run.module(inputs).mean()
+                loss.backward()
+                run.step(loss)
+                if number == 3 and run.is_first:
+                    {leaves}
+    except ValueError:
+        pass
+    assert run.is_over
+"""
+    run_script(tmp_path, text, ranks=ranks)
+    if ranks > 1 or leaves == "break":
+        for folder in ("first", "second"):
+            assert summary(tmp_path / folder)["samples"] == 3 * 4 * ranks
+
+
+def test_a_failed_run_that_the_script_ignores_ends_the_program_with_an_error(
+    tmp_path: Path,
+) -> None:
+    """Python prints an error that is raised at its exit, and would end with status 0."""
+    text = """
+import torch
+from torch import nn
+from aladdin_mpi import DataParallel
+from aladdin_mpi.errors import UserError
+run = DataParallel(nn.Linear(2, 1), algorithm="ar-sgd", steps=3, batch_size=4, quiet=True)
+try:
+    for inputs in run.batches(torch.utils.data.StackDataset(inputs=torch.ones(64, 2))):
+        loss = run.module(inputs["inputs"]).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(run.module.parameters(), 0.01)
+        run.step(loss)
+except UserError:
+    pass
+"""
+    done = run_script(tmp_path, text, ranks=2, check=False)
+    assert done.returncode != 0
+    assert "aladdin_mpi: error" in done.stderr and "Traceback" not in done.stderr, done

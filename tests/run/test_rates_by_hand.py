@@ -18,6 +18,7 @@ from tests.run.rates_by_hand import (
     RATES,
     train,
     train_by_scheduler,
+    train_with_scheduler_made_in_loop,
     train_with_short_last_round,
 )
 from tests.run.test_own_loop import run_script
@@ -82,6 +83,12 @@ def test_bsp_ignores_rate_of_worker_without_samples(tmp_path: Path) -> None:
     """It has not come to the line of the loop that sets the rate, and its message arrives last."""
     slow = Cluster(hosts=3, links={1: 1e-5})
     assert simulated("bsp", train_with_short_last_round, tmp_path, cluster=slow) == RATES
+
+
+@pytest.mark.parametrize("algorithm", ["bsp", "ar-sgd", "asp"])
+def test_rate_of_scheduler_made_in_loop(tmp_path: Path, algorithm: str) -> None:
+    rates = simulated(algorithm, train_with_scheduler_made_in_loop, tmp_path)
+    assert rates == pytest.approx(RATES)
 
 
 SCRIPT = """
