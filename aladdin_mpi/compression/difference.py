@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def index_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of positions beside values of ``dtype``: of at least as many bytes."""
+    """Return the dtype of positions sent with values of ``dtype``; it has as many bytes or more."""
     return torch.int64 if dtype.itemsize == 8 else torch.int32
 
 

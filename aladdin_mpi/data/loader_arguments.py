@@ -31,7 +31,7 @@ def check_arguments(loader: DataLoader[Any], sharded: bool) -> None:
 
 
 def iterates_itself(loader: DataLoader[Any]) -> bool:
-    """Whether its class makes batches in a way of its own."""
+    """Return whether its class overrides how batches are made."""
     own = type(loader)
     return own.__iter__ is not DataLoader.__iter__ or (
         own._get_iterator is not DataLoader._get_iterator

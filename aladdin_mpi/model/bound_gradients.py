@@ -26,6 +26,8 @@ class BoundGradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter], others: OtherDtypes) -> None:
         self._parameters = parameters
+        self.numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        """Of each parameter, in flat order."""
         self._others = others
         self._views_of: dict[int, list[Tensor]] = {}
         self._views: list[Tensor] = []
@@ -90,7 +92,7 @@ class BoundGradients:
 
     def deliver(self, parameter: nn.Parameter) -> None:
         """Take the gradient of a parameter for which autograd does not compute one."""
-        number = next(n for n, each in enumerate(self._parameters) if each is parameter)
+        number = self.numbers[parameter]
         self.take(number)
         self.unused.discard(number)
 

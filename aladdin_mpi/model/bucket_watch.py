@@ -46,7 +46,6 @@ class BucketWatch:
     ) -> None:
         self._on_bucket = on_bucket
         self._gradients = gradients
-        self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._small: list[list[int]] = [[] for _ in layout.buckets]
         self._needed = [0] * len(layout.buckets)
         self._missing: list[int] = []
@@ -61,7 +60,7 @@ class BucketWatch:
 
     def _add(self, parameter: nn.Parameter, layout: Layout, start: int) -> None:
         """Watch the parameter that lies at ``start``."""
-        number, stop = self._numbers[parameter], start + parameter.numel()
+        number, stop = self._gradients.numbers[parameter], start + parameter.numel()
         touched = [b.index for b in layout.buckets if b.start < stop and start < b.stop]
         for index in touched:
             self._needed[index] += 1
@@ -82,7 +81,7 @@ class BucketWatch:
         """The gradient of ``parameter`` is there. To be called where autograd has no part in it."""
         self._gradients.deliver(parameter)
         if self.enabled:
-            self._arrived(self._touched[self._numbers[parameter]])
+            self._arrived(self._touched[self._gradients.numbers[parameter]])
 
     def begin(self) -> None:
         """Begin a step."""

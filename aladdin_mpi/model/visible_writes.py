@@ -57,7 +57,7 @@ class VisibleWrites:
             del torch.Tensor.data
 
     def __del__(self) -> None:
-        """A watcher that is gone must not leave ids behind, which other tensors may get."""
+        """Forget the ids of a watcher that was not closed: other tensors may get them."""
         if self._parameters:
             self.close()
 

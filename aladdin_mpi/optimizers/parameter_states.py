@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aladdin_mpi.optimizers.part import OptimizerPart
 
 Place = tuple[slice, int, "nn.Parameter"]
-"""Where a parameter lies in the flat vector, its group, and itself."""
+"""A parameter's place in the flat vector, its group, and the parameter."""
 
 
 def states_of_rows(

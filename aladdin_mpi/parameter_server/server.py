@@ -86,7 +86,7 @@ class ParameterServer:
         self._marks = UnusedMarks(sizes, layout)
         self._projections = projections
         self._projected = {i: x.clone() for i, x in self.values.items()} if projections else {}
-        """What the projections have left; the initial model as it is."""
+        """Each bucket after its last projection; at first the initial model."""
         self._sender = ModelSender(transport, codec, layout.largest)
         transport.on_message(Tag.WHOLE, 8, self._sender.lost)
         self._intakes = [

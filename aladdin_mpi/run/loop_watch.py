@@ -75,16 +75,24 @@ class LoopWatch:
         Raises:
             UserError: it has written into parameters, which the algorithm would lose.
         """
-        if not self._loses_writes or [p._version for p in self._names] == self._versions:
+        if not self._loses_writes:
             return
-        for (parameter, name), version in zip(self._names.items(), self._versions, strict=True):
-            if parameter.requires_grad and parameter._version != version:
+        for name, parameter in self._written():
+            if parameter.requires_grad:
                 raise UserError(
                     f"training loop: parameter {name} was written to after run.step(). "
                     f"{self._loses_writes} would lose that: the model that it steps is kept "
                     "elsewhere. Register changes that follow each step, such as clamping "
                     "weights, with run.project(); load weights before run.batches()"
                 )
+
+    def _written(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters whose values have changed since the batch was handed out."""
+        # One look at all of them first: this is done in every step.
+        if [p._version for p in self._names] == self._versions:
+            return []
+        pairs = zip(self._names.items(), self._versions, strict=True)
+        return [(name, p) for (p, name), version in pairs if p._version != version]
 
     def begin(self) -> None:
         """A batch is handed out."""
@@ -101,9 +109,8 @@ class LoopWatch:
         """
         self._access.end_batch()
         self._scaler.end()
-        # One look at all of them first: this is done in every step.
-        if [p._version for p in self._names] != self._versions:
-            self._refuse_changed()
+        for name, _ in self._written():
+            raise _changed(name)
         if [p.requires_grad for p in self._names] != self._trained:
             self._refuse_frozen()
         if [p.data_ptr() for p in self._flat] != self._places:
@@ -111,16 +118,6 @@ class LoopWatch:
         if not self._parts.are_same():
             self._refuse_others()
             self._parts = _Parts(self._module)
-
-    def _refuse_changed(self) -> None:
-        for (parameter, name), version in zip(self._names.items(), self._versions, strict=True):
-            if parameter._version != version:
-                raise UserError(
-                    f"training loop: parameter {name} was changed between its batch and step(); "
-                    "the optimizer is part of the algorithm: leave out optimizer.step(); register "
-                    "other changes that follow each step, such as clamping weights, with "
-                    "run.project()"
-                )
 
     def _refuse_frozen(self) -> None:
         for (parameter, name), trained in zip(self._names.items(), self._trained, strict=True):
@@ -169,3 +166,12 @@ class LoopWatch:
                         f"parameter {self._names[parameter]}; the optimizer is part of the "
                         "algorithm: leave the call out, and give the optimizer to DataParallel"
                     )
+
+
+def _changed(name: str) -> UserError:
+    return UserError(
+        f"training loop: parameter {name} was changed between its batch and step(); "
+        "the optimizer is part of the algorithm: leave out optimizer.step(); register "
+        "other changes that follow each step, such as clamping weights, with "
+        "run.project()"
+    )
