@@ -2,6 +2,7 @@
 # make horovod       build Horovod for that torch and MPI; needs a C++ compiler
 # make bench-quick   a reduced pass of every benchmark, under ten minutes
 # make docs          the guides and the API reference, in site/
+# make gpu-check     check the package on this machine's GPU
 # make test          the checks of every day; make test-long: all that can run here
 PYTHON ?= python3
 NP ?= 4
@@ -23,7 +24,7 @@ endif
 # Targets share one environment, which two at once would install into.
 .NOTPARALLEL:
 
-.PHONY: help train horovod bench-quick docs test test-long lint format clean clean-venv
+.PHONY: help train horovod bench-quick gpu-check docs test test-long lint format clean clean-venv
 
 help:
 	@echo 'make train [NP=4] [ARGS="--epochs 5"]   train on this machine (rank 0 is the server)'
@@ -31,6 +32,7 @@ help:
 	@echo 'make test [ARGS="-k packaging"] [JOBS=3]     lint, type check and run the tests'
 	@echo 'make test-long                               also those that take long: an hour or more'
 	@echo 'make bench-quick                             try every benchmark; ten minutes at most'
+	@echo 'make gpu-check [ARGS="--only memory"]        check the package on a GPU; 8 minutes at most'
 	@echo 'make docs                                    build the documentation into site/'
 	@echo 'make lint | format                           only the checks | put the code in order'
 	@echo 'make clean | clean-venv                      remove caches | also the environment, .venv'
@@ -47,6 +49,10 @@ horovod:
 bench-quick: horovod
 	@$(SETUP) test
 	$(BIN)/python -m benchmarks.quick_pass $(ARGS)
+
+gpu-check:
+	@$(SETUP) run
+	@tools/gpu-check.sh $(ARGS)
 
 docs:
 	@$(SETUP) test

@@ -28,43 +28,17 @@ from aladdin_mpi.parameter_server import inbox
 from aladdin_mpi.run import trainer
 from aladdin_mpi.run.measurement import Measurement, reestimate_batch_norm
 from aladdin_mpi.transport.mpi.engine import MpiTransport
+from benchmarks.gpu_check.training import DETERMINISTIC as EQUAL
+from benchmarks.gpu_check.training import WORLD, losses, make, network, parameters
 from tests.late import guarded
 from tests.late.device import runtime, states
 
-WORLD = MPI.COMM_WORLD
-STEPS = 5
 COPIES, KERNELS = 4000, 100
 """Longest delays in microseconds."""
 LATE_COPIES, LATE_KERNELS = (20_000, 100), (0, 2000)
 """The same where a mistake is to show: it must not depend on what else the cores do."""
 LATE_AT_ONE = (60_000 if WORLD.rank == 0 else 100, 100)
 """Its neighbour's model is there, and changes its own, long before that is copied."""
-
-DGC = {"compression": "dgc", "dgc": {"sample": 1.0}}
-"""With the largest values exactly, as a device chooses them; a CPU estimates from a sample."""
-EQUAL: dict[str, dict[str, Any]] = {
-    "ar-sgd": {},
-    "ar-sgd ring": {"ar_sgd": {"allreduce": "ring"}},
-    "ar-sgd bf16": {"wire": "bf16"},
-    "ar-sgd dgc": DGC,
-    "bsp": {},
-    "bsp bf16": {"wire": "bf16"},
-    "bsp dgc": DGC,
-    "bsp host-first": {"bsp": {"host_first": True}},
-    "bsp checksum": {"checksum": True},
-    "bsp int8": {"wire": "int8"},
-    "bsp node": {"node_sums": True},
-    "bsp node bf16": {"node_sums": True, "wire": "bf16"},
-    "local-sgd": {},
-    "local-sgd bf16": {"wire": "bf16"},
-    "multistep": {},
-    "multistep bf16": {"wire": "bf16"},
-    "multistep activations": {"multistep": {"exchange": "activations"}},
-    "sgp": {},
-    "sgp bf16": {"wire": "bf16"},
-}
-"""Those whose result is the same every time: it has to be the CPU's, to the bit."""
-
 
 SUMMED_BY = {"ar-sgd": "Iallreduce", "ar-sgd ring": "ring", "multistep": "Ialltoall"}
 """What begins a sum: the first message of a ring, or a collective of MPI's."""
@@ -109,55 +83,10 @@ own: set[int] = set()
 """The devices that this rank has had: what a former run has left may still touch its own."""
 
 
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(144, 24),
-        nn.ReLU(),
-        nn.Linear(24, 10),
-    )
-
-
 def _first_images(module: nn.Module) -> Iterator[Any]:
     device = next(module.parameters()).device
     for images, _ in loading.train_batches_for_statistics(DIGITS.train, 32, 2, 0):
         yield (images.to(device),), {}
-
-
-def make(module: nn.Module, folder: str, device: str, name: str, **options: Any) -> DataParallel:
-    """A run with a step for each batch of 16."""
-    settings = {
-        "algorithm": name.split()[0],
-        "device": device,
-        "samples": 16 * STEPS * WORLD.size,
-        "batch_size": 16,
-        "lr": 0.02,
-        "lr_schedule": "constant",
-        "warmup_epochs": 0,
-        "bucket_mb": 0.004,
-        "run_dir": f"{folder}/{name.replace(' ', '-')}-{device}",
-        "quiet": True,
-        "overwrite": "resume" not in options,
-        **options,
-    }
-    return DataParallel(module, **settings)
-
-
-def losses(run: DataParallel, module: nn.Module) -> Iterator[torch.Tensor]:
-    """Of the run's batches; a step is made when the next is asked for."""
-    few: Any = Subset(cast(Any, load_dataset("digits").train), range(480))
-    for images, labels in run.batches(few):
-        loss = nn.functional.cross_entropy(module(images), labels)
-        loss.backward()
-        yield loss
-        run.step(loss)
-
-
-def parameters(module: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().cpu().reshape(-1) for p in module.parameters()])
 
 
 def train(folder: str, device: str, name: str, options: dict[str, Any]) -> torch.Tensor:

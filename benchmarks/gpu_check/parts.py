@@ -1,0 +1,40 @@
+"""Parts of the check: the programs that they run and their time limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Job:
+    """One program under mpirun.
+
+    Args:
+        ranks: number of MPI ranks.
+        module: program below ``benchmarks.gpu_check``.
+    """
+
+    ranks: int
+    module: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """A group of rows.
+
+    Args:
+        name: as in ``--only``.
+        limit: longest duration on a machine with a GPU, in seconds.
+        jobs: programs, run one after the other.
+    """
+
+    name: str
+    limit: float
+    jobs: tuple[Job, ...]
+
+
+PARTS = (
+    Part("equality", 240.0, (Job(2, "equality"), Job(3, "equality"))),
+    Part("memory", 120.0, (Job(3, "memory"),)),
+)
+"""In the order of their value: a check that is cut short has run the first ones."""

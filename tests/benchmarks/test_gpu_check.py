@@ -1,0 +1,103 @@
+"""The GPU check: its report, and the command on the delayed-copy test device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_check import memory, rows
+from benchmarks.gpu_check.parts import Job, Part
+from benchmarks.gpu_check.report import Report
+from benchmarks.gpu_check.rows import FAIL, PASS, Row
+from benchmarks.gpu_check.runner import Runner
+from tests.late import build
+from tests.launch import ROOT, needs
+
+OBSTACLE = build.obstacle()
+needs_test_device = pytest.mark.skipif(OBSTACLE is not None, reason=f"no test device: {OBSTACLE}")
+
+
+def test_row_survives_printing_and_parsing(capsys: pytest.CaptureFixture[str]) -> None:
+    row = Row("memory", "bsp", PASS, "device 3.0", "a | b")
+    rows.print_row(row)
+    assert rows.parse(capsys.readouterr().out) == row
+    assert rows.parse("other output\n") is None
+
+
+def test_report_is_complete_after_each_row(tmp_path: Path) -> None:
+    report = Report(tmp_path, "python -m benchmarks.gpu_check", {"gpus": "none"})
+    report.add(Row("memory", "bsp", PASS))
+    assert not report.failed
+    report.add(Row("memory", "asp", FAIL, "device 9.0", "guide: 3.0 | 2.1"))
+    assert report.failed and report.summary() == "1 FAIL, 1 PASS"
+    assert [
+        row["status"] for row in json.loads((tmp_path / "report.json").read_text())["rows"]
+    ] == [
+        PASS,
+        FAIL,
+    ]
+    assert (
+        "| FAIL | memory | asp | device 9.0 | guide: 3.0 \\| 2.1 |"
+        in (tmp_path / "report.md").read_text()
+    )
+
+
+def test_guide_table_holds_every_row_of_the_guide() -> None:
+    table = memory.guide_table(memory.GUIDE.read_text())
+    assert len(table) == 20
+    assert table["bsp", "--node-sums"] == (3.0, 4.1)
+    assert table["ssp", ""] == (3.0, 2.1)
+    assert table["ar-sgd", "bf16"] == (3.0, 1.1)
+    assert table["aladdin-ahead", "int8"] == (10.2, 3.3)
+
+
+def test_memory_tolerance_is_five_percent_or_half_a_digit() -> None:
+    assert memory.agrees("bsp", 3.14, 3.0) and not memory.agrees("bsp", 3.16, 3.0)
+    assert not memory.agrees("bsp", 2.84, 3.0)
+    assert memory.agrees("aladdin-ahead", 8.0, 10.0)
+    assert not memory.agrees("aladdin-ahead", 10.6, 10.0)
+
+
+@needs("openmpi")
+@pytest.mark.parametrize(
+    ("seconds", "problem"), [(60.0, "exit status 1"), (0.01, "not finished after")]
+)
+def test_failed_program_becomes_a_row(tmp_path: Path, seconds: float, problem: str) -> None:
+    found: list[Row] = []
+    part = Part("broken", seconds, (Job(1, "no_such_program"),))
+    with (tmp_path / "log.txt").open("w") as log:
+        Runner("gpu", tmp_path, log, found.append).run(part, seconds)
+    assert [row.status for row in found] == [FAIL]
+    assert problem in found[0].note
+
+
+@pytest.mark.long
+@needs_test_device
+@needs("openmpi")
+def test_command_passes_on_the_test_device(tmp_path: Path) -> None:
+    command = [str(ROOT / "tools" / "gpu-check.sh"), "--device", "test", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--limit", "280"], cwd=tmp_path, capture_output=True, text=True, timeout=295
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    statuses = [row["status"] for row in json.loads((tmp_path / "report.json").read_text())["rows"]]
+    assert len(statuses) > 70 and set(statuses) == {PASS}
+
+
+def test_machine_without_a_gpu_is_refused_by_name(tmp_path: Path) -> None:
+    command = [str(ROOT / "tools" / "gpu-check.sh"), "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 2
+    assert "error: --device gpu: torch finds no GPU" in done.stderr
+    assert not (tmp_path / "out").exists()
