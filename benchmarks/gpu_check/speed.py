@@ -1,0 +1,193 @@
+"""Time of a training step with plain torch, DistributedDataParallel, ar-sgd and aladdin-ahead.
+
+Runs under mpirun with one rank, for what needs no other, or with two, of which rank 0 is the server
+of aladdin-ahead; the argument is a folder for the runs. Each contender trains the same network on
+the same batch with one GPU. They take turns, and the medians are compared: the overhead is the time
+of a step over plain torch's, minus one.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from mpi4py import MPI
+
+# isort: split
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from aladdin_mpi import DataParallel, accelerator
+from aladdin_mpi.allreduce.over_torch import end_group
+from benchmarks.gpu_check import rows
+from benchmarks.gpu_check.device import is_test_device
+from benchmarks.gpu_check.rows import SKIP, Row
+from benchmarks.gpu_check.training import WORLD
+from benchmarks.gpu_check.workloads import FULL, SMALL, Workload, loss_of
+
+PART = "speed"
+LARGEST_OVERHEAD = 0.02
+ROUNDS = 3 if is_test_device() else 5
+WARM_UP, MEASURED = (2, 3) if is_test_device() else (6, 20)
+"""Steps of a turn before the measurement, and within it."""
+PLAIN = "plain torch"
+Contender = Callable[[Workload, str], float]
+
+
+def device() -> torch.device:
+    """Return the GPU; the CPU where the check runs without one."""
+    kind = None if is_test_device() else accelerator.kind()
+    return torch.device(kind, 0) if kind else torch.device("cpu")
+
+
+class _Stopwatch:
+    """Measures the mean time of a step; waits for the device at both ends only."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._begin = 0.0
+        self.mean = 0.0
+
+    def step(self) -> None:
+        """Count a step whose work has been given out."""
+        self._steps += 1
+        if self._steps == WARM_UP:
+            self._begin = self._now()
+        elif self._steps == WARM_UP + MEASURED:
+            self.mean = (self._now() - self._begin) / MEASURED
+
+    @staticmethod
+    def _now() -> float:
+        if device().type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+
+def _train(module: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...]) -> float:
+    watch = _Stopwatch()
+    for _ in range(WARM_UP + MEASURED):
+        optimizer.zero_grad()
+        loss_of(module, *batch).backward()
+        optimizer.step()
+        watch.step()
+    return watch.mean
+
+
+def plain(workload: Workload, folder: str) -> float:
+    """Return the seconds of a step of plain torch."""
+    module, batch = workload.build(device())
+    return _train(module, workload.torch_optimizer(module), batch)
+
+
+def ddp(workload: Workload, folder: str) -> float:
+    """Return the seconds of a step of DistributedDataParallel with one process."""
+    backend = "nccl" if device().type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module, batch = workload.build(device())
+        net = DistributedDataParallel(module, gradient_as_bucket_view=True)
+        return _train(net, workload.torch_optimizer(module), batch)
+    finally:
+        end_group()
+
+
+class _Repeated:
+    """The batch of every step, as an iterable that is read once per epoch."""
+
+    def __init__(self, batch: tuple[Tensor, Tensor], steps: int) -> None:
+        self._batch, self._steps = batch, steps
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter([self._batch] * self._steps)
+
+
+def ours(algorithm: str) -> Contender:
+    """Return a contender that trains with ``algorithm`` and its default options."""
+
+    def train(workload: Workload, folder: str) -> float:
+        module, batch = workload.build(device())
+        steps = WARM_UP + MEASURED + 1  # the last step also ends the run
+        run = DataParallel(
+            module,
+            algorithm=algorithm,
+            device="gpu" if device().type != "cpu" else "cpu",
+            steps=steps,
+            batch_size=workload.samples,
+            run_dir=Path(folder) / algorithm,
+            overwrite=True,
+            quiet=True,
+            **workload.our_optimizer(module),
+        )
+        watch = _Stopwatch()
+        for inputs, labels in run.batches(_Repeated(batch, steps)):
+            loss = loss_of(module, inputs, labels)
+            loss.backward()
+            run.step(loss)
+            watch.step()
+        return watch.mean
+
+    return train
+
+
+ALONE: dict[str, Contender] = {PLAIN: plain, "DDP, one process": ddp, "ar-sgd": ours("ar-sgd")}
+WITH_SERVER: dict[str, Contender] = {PLAIN: plain, "aladdin-ahead": ours("aladdin-ahead")}
+
+
+def measure(contenders: dict[str, Contender], workload: Workload, folder: str) -> dict[str, float]:
+    """Return the median seconds of a step by contender, over ``ROUNDS`` turns of each."""
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(ROUNDS):
+        for name, contender in contenders.items():
+            if contender not in (plain, ddp) or WORLD.rank == WORLD.size - 1:
+                found[name].append(contender(workload, folder))
+            _wait_for_all()
+            gc.collect()
+            if device().type != "cpu":
+                torch.accelerator.empty_cache()
+    return {name: statistics.median(times) if times else 0.0 for name, times in found.items()}
+
+
+def _wait_for_all() -> None:
+    """Wait at a barrier without occupying a core."""
+    request = MPI.COMM_WORLD.Ibarrier()
+    while not request.Test():
+        time.sleep(0.005)
+
+
+def report(workload: Workload, seconds: dict[str, float]) -> None:
+    """Print a row for each contender; those of this package have to stay within the bound."""
+    for name, each in seconds.items():
+        overhead = each / seconds[PLAIN] - 1
+        figures = f"{workload.samples / each:.4g} samples/s, {1e3 * each:.4g} ms a step"
+        if name != PLAIN:
+            figures += f", {100 * overhead:+.1f} % against plain torch"
+        title = f"{workload.name}: {name}, {WORLD.size} ranks"
+        if is_test_device():
+            rows.print_row(Row(PART, title, SKIP, figures, "needs a GPU; small networks on the CPU"))
+            continue
+        is_bounded = not name.startswith((PLAIN, "DDP"))
+        passed = not is_bounded or overhead <= LARGEST_OVERHEAD
+        note = f"at most {100 * LARGEST_OVERHEAD:g} %" if is_bounded else "for comparison"
+        rows.report(PART, title, passed, figures, note)
+
+
+def main() -> None:
+    """Measure each workload with the contenders that this number of ranks serves."""
+    contenders = ALONE if WORLD.size == 1 else WITH_SERVER
+    for workload in SMALL if is_test_device() else FULL:
+        found = WORLD.gather(measure(contenders, workload, sys.argv[1]), root=0)
+        if found is not None:
+            report(workload, found[-1])  # the last rank is the worker
+
+
+if __name__ == "__main__":
+    main()
