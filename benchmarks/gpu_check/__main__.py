@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch,
         (args.out / "log.txt").open("w") as log,
     ):
-        runner = Runner(args.device, Path(scratch), log, report.add)
+        runner = Runner(args.device, Path(scratch), args.out.resolve(), log, report.add)
         _run_parts(runner, report, args)
     print(f"{report.summary()}\nwritten: {args.out / 'report.md'}")
     return 1 if report.failed else 0

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+from pathlib import Path
 
 from aladdin_mpi import accelerator
 
 VARIABLE = "ALADDIN_MPI_GPU_CHECK_DEVICE"
 """Environment variable by which the parent process selects the device for its programs."""
+FOLDER = "ALADDIN_MPI_GPU_CHECK_FOLDER"
+"""Environment variable with the report's folder, for pictures and traces."""
 TEST = "test"
 LONGEST_COPY = 200
 """Delay of a copy on the test device, in microseconds, at most."""
@@ -17,6 +20,11 @@ LONGEST_COPY = 200
 def is_test_device() -> bool:
     """Return whether the programs run on the delayed-copy test device."""
     return os.environ.get(VARIABLE) == TEST
+
+
+def report_folder() -> Path:
+    """Return the folder of the report, for what a program adds to it."""
+    return Path(os.environ[FOLDER])
 
 
 def load() -> None:

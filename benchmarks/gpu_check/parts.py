@@ -36,6 +36,7 @@ class Part:
 PARTS = (
     Part("equality", 240.0, (Job(2, "equality"), Job(3, "equality"))),
     Part("memory", 120.0, (Job(3, "memory"),)),
+    Part("profile", 120.0, (Job(3, "profile"),)),
     Part("speed", 150.0, (Job(2, "speed"), Job(1, "speed"))),
 )
 """In the order of their value: a check that is cut short has run the first ones."""

@@ -12,8 +12,9 @@ from typing import IO
 
 from benchmarks import harness
 from benchmarks.gpu_check import rows
-from benchmarks.gpu_check.device import VARIABLE
+from benchmarks.gpu_check.device import FOLDER, VARIABLE
 from benchmarks.gpu_check.parts import Job, Part
+from benchmarks.gpu_check.program import LIMIT
 from benchmarks.gpu_check.rows import FAIL, SKIP, Row
 
 STOP_SECONDS = 10.0
@@ -28,14 +29,21 @@ class Runner:
     Args:
         device: "gpu" or "test".
         scratch: folder for the runs.
+        report: folder of the report.
         log: file for all output of the programs.
         on_row: called with each row.
     """
 
     def __init__(
-        self, device: str, scratch: Path, log: IO[str], on_row: Callable[[Row], None]
+        self,
+        device: str,
+        scratch: Path,
+        report: Path,
+        log: IO[str],
+        on_row: Callable[[Row], None],
     ) -> None:
         self._device = device
+        self._report = report
         self._scratch = scratch
         self._log = log
         self._on_row = on_row
@@ -60,7 +68,7 @@ class Runner:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=harness.environment() | {VARIABLE: self._device, "PYTHONUNBUFFERED": "1"},
+            env=self._environment(seconds),
             start_new_session=True,
         )
         lines: list[str] = []
@@ -71,6 +79,10 @@ class Runner:
         if problem:
             quoted = " / ".join(line.strip() for line in lines[-LAST_LINES:])
             self._on_row(Row(part.name, title, FAIL, note=f"{problem}: {quoted}"))
+
+    def _environment(self, seconds: float) -> dict[str, str]:
+        own = {VARIABLE: self._device, FOLDER: str(self._report), LIMIT: str(seconds)}
+        return harness.environment() | own | {"PYTHONUNBUFFERED": "1"}
 
     def _wait(self, process: subprocess.Popen[str], seconds: float) -> str:
         """Wait for the end of a program; returns what went wrong."""

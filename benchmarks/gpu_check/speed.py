@@ -12,7 +12,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from mpi4py import MPI
@@ -29,7 +29,7 @@ from benchmarks.gpu_check import rows
 from benchmarks.gpu_check.device import is_test_device
 from benchmarks.gpu_check.rows import SKIP, Row
 from benchmarks.gpu_check.training import WORLD
-from benchmarks.gpu_check.workloads import FULL, SMALL, Workload, loss_of
+from benchmarks.gpu_check.workloads import FULL, SMALL, Repeated, Workload, loss_of
 
 PART = "speed"
 LARGEST_OVERHEAD = 0.02
@@ -97,19 +97,6 @@ def ddp(workload: Workload, folder: str) -> float:
         end_group()
 
 
-class _Repeated:
-    """The batch of every step, as an iterable that is read once per epoch."""
-
-    def __init__(self, batch: tuple[Tensor, Tensor], steps: int) -> None:
-        self._batch, self._steps = batch, steps
-
-    def __len__(self) -> int:
-        return self._steps
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return iter([self._batch] * self._steps)
-
-
 def ours(algorithm: str) -> Contender:
     """Return a contender that trains with ``algorithm`` and its default options."""
 
@@ -128,7 +115,7 @@ def ours(algorithm: str) -> Contender:
             **workload.our_optimizer(module),
         )
         watch = _Stopwatch()
-        for inputs, labels in run.batches(_Repeated(batch, steps)):
+        for inputs, labels in run.batches(Repeated(batch, steps)):
             loss = loss_of(module, inputs, labels)
             loss.backward()
             run.step(loss)
@@ -149,6 +136,7 @@ def measure(contenders: dict[str, Contender], workload: Workload, folder: str) -
         for name, contender in contenders.items():
             if contender not in (plain, ddp) or WORLD.rank == WORLD.size - 1:
                 found[name].append(contender(workload, folder))
+                print(f"{workload.name}, {name}, rank {WORLD.rank}: {found[name][-1]:.4g} s a step")
             _wait_for_all()
             gc.collect()
             if device().type != "cpu":
@@ -172,7 +160,9 @@ def report(workload: Workload, seconds: dict[str, float]) -> None:
             figures += f", {100 * overhead:+.1f} % against plain torch"
         title = f"{workload.name}: {name}, {WORLD.size} ranks"
         if is_test_device():
-            rows.print_row(Row(PART, title, SKIP, figures, "needs a GPU; small networks on the CPU"))
+            rows.print_row(
+                Row(PART, title, SKIP, figures, "needs a GPU; small networks on the CPU")
+            )
             continue
         is_bounded = not name.startswith((PLAIN, "DDP"))
         passed = not is_bounded or overhead <= LARGEST_OVERHEAD

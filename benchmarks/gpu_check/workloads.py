@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,24 @@ class Workload:
         return {**own, "lr_schedule": "constant", "warmup_epochs": 0}
 
 
+class Repeated:
+    """One batch for every step, as an iterable that is read once per epoch.
+
+    Args:
+        batch: inputs and labels.
+        steps: number of batches.
+    """
+
+    def __init__(self, batch: tuple[Tensor, Tensor], steps: int) -> None:
+        self._batch, self._steps = batch, steps
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter([self._batch] * self._steps)
+
+
 def loss_of(module: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy of a forward pass in bfloat16."""
     with torch.autocast(inputs.device.type, torch.bfloat16):
@@ -132,8 +150,6 @@ SMALL = (
         lambda: _images(4, 32, 10),
         "sgd",
     ),
-    Workload(
-        "small GPT", 2, lambda: GPT(64, 16, 32, 2, 2), lambda: _tokens(2, 16, 64), "adamw"
-    ),
+    Workload("small GPT", 2, lambda: GPT(64, 16, 32, 2, 2), lambda: _tokens(2, 16, 64), "adamw"),
 )
 """Where there is no GPU, so that the programs can be tried out."""

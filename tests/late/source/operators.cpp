@@ -252,6 +252,7 @@ class Call {
                                           return at::empty_strided(t.sizes(), t.strides(), options);
                                         }));
     }
+    auto kept = sizes;  // see run_now
     try {
       at::AutoDispatchBelowADInplaceOrView below;
       op_.callBoxed(&sizes);
@@ -313,6 +314,7 @@ class Call {
     auto& here = queue(current_stream(device_.index()));
     here.drain();
     Stack stack = cpu_arguments();
+    auto kept = stack;  // torch 2.11 lets arguments go before it returns those that are results
     {
       at::AutoDispatchBelowADInplaceOrView below;
       op_.callBoxed(&stack);
