@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aladdin_mpi.errors import SUSPENDED_STATUS
+
 
 @dataclass(frozen=True)
 class Job:
@@ -12,10 +14,21 @@ class Job:
     Args:
         ranks: number of MPI ranks.
         module: program below ``benchmarks.gpu_check``.
+        options: of mpirun.
+        arguments: of the program, after its folder.
+        status: exit status of a job that went well.
     """
 
     ranks: int
     module: str
+    options: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    status: int = 0
+
+
+def _suspension(name: str) -> tuple[Job, Job]:
+    stopped = Job(3, "suspension", arguments=(name, "stop"), status=SUSPENDED_STATUS)
+    return stopped, Job(3, "suspension", arguments=(name, "resume"))
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,17 @@ class Part:
 PARTS = (
     Part("equality", 240.0, (Job(2, "equality"), Job(3, "equality"))),
     Part("memory", 120.0, (Job(3, "memory"),)),
+    Part(
+        "recovery",
+        90.0,
+        (
+            Job(3, "refusal"),
+            *_suspension("bsp"),
+            *_suspension("aladdin-ahead"),
+            Job(3, "survival", ("--with-ft", "ulfm")),
+        ),
+    ),
+    Part("settings", 90.0, (Job(1, "settings"), Job(2, "settings"))),
     Part("profile", 120.0, (Job(3, "profile"),)),
     Part("speed", 150.0, (Job(2, "speed"), Job(1, "speed"))),
 )

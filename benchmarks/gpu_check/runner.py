@@ -55,13 +55,15 @@ class Runner:
             self._run_job(part, job, end - time.monotonic())
 
     def _run_job(self, part: Part, job: Job, seconds: float) -> None:
-        title = f"{job.module}, {job.ranks} ranks"
+        title = " ".join([job.module, *job.arguments]) + f", {job.ranks} ranks"
         if seconds <= 0:
             self._on_row(Row(part.name, title, SKIP, note="no time left"))
             return
         folder = self._scratch / f"{job.module}-{job.ranks}"
         program = ["-m", "benchmarks.gpu_check.program", f"benchmarks.gpu_check.{job.module}"]
-        command = harness.mpirun_here(job.ranks, [*program, str(folder)])
+        command = harness.mpirun_here(
+            job.ranks, [*program, str(folder), *job.arguments], job.options
+        )
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -74,7 +76,7 @@ class Runner:
         lines: list[str] = []
         reader = threading.Thread(target=self._read, args=(process, lines), daemon=True)
         reader.start()
-        problem = self._wait(process, seconds)
+        problem = self._wait(process, job.status, seconds)
         reader.join(STOP_SECONDS)
         if problem:
             quoted = " / ".join(line.strip() for line in lines[-LAST_LINES:])
@@ -84,14 +86,14 @@ class Runner:
         own = {VARIABLE: self._device, FOLDER: str(self._report), LIMIT: str(seconds)}
         return harness.environment() | own | {"PYTHONUNBUFFERED": "1"}
 
-    def _wait(self, process: subprocess.Popen[str], seconds: float) -> str:
+    def _wait(self, process: subprocess.Popen[str], expected: int, seconds: float) -> str:
         """Wait for the end of a program; returns what went wrong."""
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
             self._end(process)
             return f"not finished after {seconds:.3g} s"
-        return f"exit status {status}" if status else ""
+        return "" if status == expected else f"exit status {status}"
 
     @staticmethod
     def _end(process: subprocess.Popen[str]) -> None:

@@ -33,7 +33,8 @@ from benchmarks.gpu_check.workloads import FULL, SMALL, Repeated, Workload, loss
 
 PART = "speed"
 LARGEST_OVERHEAD = 0.02
-ROUNDS = 3 if is_test_device() else 5
+FEWEST_ROUNDS, MOST_ROUNDS, ROUND_SECONDS = 3, 7, 25.0
+"""Turns of each contender: at least and at most, and the time after which no more begin."""
 WARM_UP, MEASURED = (2, 3) if is_test_device() else (6, 20)
 """Steps of a turn before the measurement, and within it."""
 PLAIN = "plain torch"
@@ -130,13 +131,20 @@ WITH_SERVER: dict[str, Contender] = {PLAIN: plain, "aladdin-ahead": ours("aladdi
 
 
 def measure(contenders: dict[str, Contender], workload: Workload, folder: str) -> dict[str, float]:
-    """Return the median seconds of a step by contender, over ``ROUNDS`` turns of each."""
+    """Return the median seconds of a step by contender, over several turns of each."""
     found: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(ROUNDS):
+    begin = time.monotonic()
+    for number in range(MOST_ROUNDS):
+        is_over = number >= FEWEST_ROUNDS and time.monotonic() - begin > ROUND_SECONDS
+        if WORLD.bcast(is_over):
+            break
         for name, contender in contenders.items():
             if contender not in (plain, ddp) or WORLD.rank == WORLD.size - 1:
                 found[name].append(contender(workload, folder))
-                print(f"{workload.name}, {name}, rank {WORLD.rank}: {found[name][-1]:.4g} s a step")
+                moment = f"{time.monotonic() - begin:.1f} s"
+                print(
+                    f"{moment}: {workload.name}, {name}, rank {WORLD.rank}: {found[name][-1]:.4g}"
+                )
             _wait_for_all()
             gc.collect()
             if device().type != "cpu":
