@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from aladdin_mpi.model import fused
 from aladdin_mpi.model.vectors import BLOCK, is_finite
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ WIDTH = 256
 """Values of a block."""
 BITS = (8, 4)
 """Of a value; the other one's messages have another length."""
+FUSED_BITS = 8
+"""Of the messages that a GPU makes and reads in one kernel; see :mod:`aladdin_mpi.model.fused`."""
 SMALLEST = 5
 """Values from which a message is shorter than these, and its length says its bits."""
 WORD = 4
@@ -95,6 +98,9 @@ def quantise(values: Tensor, left: Tensor, message: Tensor, bits: int, scratch: 
         bits: 8 or 4.
         scratch: for one piece.
     """
+    if bits == FUSED_BITS and fused.is_usable(values, left, message):
+        fused.quantise(values, left, message, steps_of(bits), WIDTH, TINY)
+        return
     message[-1:].zero_()
     for piece in _pieces(message, values.numel(), bits):
         rest = left[piece.part].add_(values[piece.part]).view(-1, piece.width)
@@ -141,6 +147,9 @@ def add_dequantised(message: Tensor, target: Tensor, alpha: float, scratch: Scra
     numel = target.numel()
     bits = bits_of(numel, message.numel())
     assert bits is not None
+    if bits == FUSED_BITS and fused.is_usable(message, target):
+        fused.add_dequantised(message, target, alpha, WIDTH)
+        return
     for piece in _pieces(message, numel, bits):
         part = target[piece.part].view(-1, piece.width)
         steps = scratch.like(part)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aladdin_mpi.model import fused
 from aladdin_mpi.model.unused import Unused, used_parts
 from aladdin_mpi.model.vectors import blocks
 from aladdin_mpi.optimizers.base import Optimizer
@@ -104,6 +105,10 @@ class MomentumSGD(Optimizer):
 
     def _turn(self, g: Tensor, x: Tensor, v: Tensor, raw: Tensor | None = None) -> None:
         """Gradient into step; ``v`` is the velocity, if there is any."""
+        if self.velocity is not None and fused.is_usable(g, x, v, g if raw is None else raw):
+            settings = self.weight_decay, self.momentum, self.nesterov
+            fused.momentum_step(g, x, v, raw, *settings)
+            return
         if self.weight_decay:
             g.add_(x, alpha=self.weight_decay)
         if raw is not None:

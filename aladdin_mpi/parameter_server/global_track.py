@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aladdin_mpi.model import fused
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.saved import Stateful, saved
 from aladdin_mpi.model.vectors import BLOCK, blocks, clear, copy
@@ -150,6 +151,9 @@ class GlobalTrack(Stateful):
         for part in _pieces(bucket, g):
             p, v, raw, mine = self.x[part], self.velocity[part], step.raw[part], g[part]
             self.optimizer.correct(part, mine, p, raw, self.worker.unused(part))
+            if fused.is_usable(p, v, raw, mine):
+                fused.track_advance(p, v, raw, mine, step.lr, m, w, k)
+                continue
             mine.mul_(step.lr)
             p.add_(v, alpha=k)  # x: a handler that reads it now sees a model too
             v.mul_(m).add_(raw, alpha=w)
@@ -176,6 +180,10 @@ class GlobalTrack(Stateful):
         vectors = [self.x, self.velocity, self.model, *(step.raw for step in steps)]
         for new, p, v, model, *raws in blocks(values, *(vector[part] for vector in vectors)):
             now = new.to(p.device, p.dtype)
+            if fused.is_usable(now, p, v, model, *raws):
+                own_steps = [(raw, w * step.lr) for step, raw in zip(steps, raws, strict=True)]
+                fused.track_rebase(now, p, v, model, own_steps, rounds, m, self.k)
+                continue
             if rounds > 0:
                 torch.sub(model, now, out=v).div_(rounds)
                 model.copy_(now)

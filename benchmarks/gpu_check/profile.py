@@ -44,6 +44,8 @@ LAYERS, FEATURES = 6, 1000
 BATCH = 16 if is_test_device() else 2048
 FIRST, LAST = 8, 12
 """Steps that are profiled: from the first to before the last."""
+STEPS = 4 * LAST
+"""Steps per worker: asynchronous workers share them as they come."""
 STALLS = (
     "items",
     "operators that the host waits for",
@@ -57,8 +59,6 @@ STALLS = (
 """Counters of the test device for what keeps the host from giving out more work."""
 LAUNCHES = ("kernels", "copies on a device", "copies to a device", "copies to the host")
 """Counters of the test device for work that the host gives out."""
-MOST_LAUNCHES = 1.1
-"""Factor on the guide's largest number of launches for a bucket."""
 LEAST_OVERLAP = 0.5
 """Share of the gradient copies' time under the backward pass: the last buckets come after it."""
 PHASES = ("forward", "backward", "run.step")
@@ -69,7 +69,7 @@ class Observed:
     """Figures of one worker over the profiled steps.
 
     Args:
-        steps: number of them.
+        steps: number of them; 0: the worker has not come to them.
         buckets: number of messages of a model.
         stalls: waits of the host, by kind.
         launches: kernels, copies and fills.
@@ -77,7 +77,7 @@ class Observed:
         copies: number of copies to the host.
     """
 
-    steps: int = LAST - FIRST
+    steps: int = 0
     buckets: int = 0
     stalls: Counter[str] = field(default_factory=Counter)
     launches: int = 0
@@ -122,6 +122,7 @@ class _Watch:
             self._profile.__enter__()
 
     def _end(self) -> None:
+        self.observed.steps = LAST - FIRST
         if is_test_device():
             found = _counts()
             found.subtract(self._counts)
@@ -182,7 +183,7 @@ def observe(folder: Path, name: str, options: dict[str, Any]) -> Observed:
         module,
         algorithm=name.split()[0],
         device="gpu",
-        steps=LAST + 2,
+        steps=STEPS,
         batch_size=BATCH,
         lr=0.001,
         run_dir=folder / name.replace(" ", "-"),
@@ -191,7 +192,7 @@ def observe(folder: Path, name: str, options: dict[str, Any]) -> Observed:
         **options,
     )
     watch = _Watch(name, folder)
-    steps = (LAST + 2) * WORLD.size
+    steps = STEPS * WORLD.size
     batch = torch.randn(BATCH, FEATURES), torch.zeros(BATCH, dtype=torch.long)
     there = batch[0].to(run.device), batch[1].to(run.device)
     is_watched = WORLD.rank == WORLD.size - 1
@@ -227,15 +228,19 @@ def plain_launches(folder: Path) -> float:
     return watch.observed.launches / watch.observed.steps
 
 
-def guide_launches(text: str) -> tuple[float, float]:
-    """Return the guide's largest launches for a bucket: in general, and of aladdin-ahead int8."""
-    found = re.search(r"(\d+) to (\d+) kernel launches, .*?about (\d+)", text)
-    assert found is not None, "docs/gpus.md: no sentence about kernel launches"
-    return float(found[2]), float(found[3])
+def guide_launches(text: str) -> dict[str, float]:
+    """Return the guide's largest number of launches for a bucket by case, or for "others"."""
+    section = text.partition("## Launches")[2].partition("\n## ")[0]
+    found = re.findall(r"^\| (.+?) \| (\d+) \|$", section, re.MULTILINE)
+    names = {re.sub("[`,]", "", name).lower(): float(most) for name, most in found}
+    return {name.removesuffix(" int8"): most for name, most in names.items()}
 
 
 def report(name: str, observed: Observed, plain: float) -> None:
     """Print the rows of a case."""
+    if not observed.steps:
+        rows.report(PART, name, False, note=f"the worker has made fewer than {LAST} steps")
+        return
     kinds = ", ".join(f"{count} {what}" for what, count in sorted(observed.stalls.items()))
     passed = not observed.stalls
     rows.report(PART, f"{name}: host stalls", passed, f"{kinds or 0} in {observed.steps} steps")
@@ -249,8 +254,8 @@ def report(name: str, observed: Observed, plain: float) -> None:
 def _report_launches(name: str, observed: Observed, plain: float) -> None:
     extra = observed.launches / observed.steps - plain
     each = extra / observed.buckets
-    most, most_ahead = guide_launches(GUIDE.read_text())
-    bound = MOST_LAUNCHES * (most_ahead if name == "aladdin-ahead" else most)
+    table = guide_launches(GUIDE.read_text())
+    bound = table.get(name, table["others"])
     figures = f"{each:.1f} for each of {observed.buckets} buckets, {extra:.0f} a step"
     rows.report(PART, f"{name}: launches", each <= bound, figures, f"at most {bound:.0f} a bucket")
 

@@ -77,7 +77,7 @@ class Workload:
         module = self.network().to(device)
         inputs, labels = (each.to(device) for each in self.batch())
         if inputs.dim() == 4:
-            module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            module = module.to(memory_format=torch.channels_last)
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         return module, (inputs, labels)
 

@@ -70,7 +70,7 @@ def test_failed_program_becomes_a_row(tmp_path: Path, seconds: float, problem: s
     found: list[Row] = []
     part = Part("broken", seconds, (Job(1, "no_such_program"),))
     with (tmp_path / "log.txt").open("w") as log:
-        Runner("gpu", tmp_path, log, found.append).run(part, seconds)
+        Runner("gpu", tmp_path, tmp_path, log, found.append).run(part, seconds)
     assert [row.status for row in found] == [FAIL]
     assert problem in found[0].note
 
