@@ -2,7 +2,7 @@
 # make horovod       build Horovod for that torch and MPI; needs a C++ compiler
 # make bench-quick   a reduced pass of every benchmark, under ten minutes
 # make docs          the guides and the API reference, in site/
-# make gpu-check     check the package on this machine's GPU
+# make gpu-check     check the package on this machine's GPU; make gpu-check-bundle: for a bare one
 # make test          the checks of every day; make test-long: all that can run here
 PYTHON ?= python3
 NP ?= 4
@@ -24,7 +24,7 @@ endif
 # Targets share one environment, which two at once would install into.
 .NOTPARALLEL:
 
-.PHONY: help train horovod bench-quick gpu-check docs test test-long lint format clean clean-venv
+.PHONY: help train horovod bench-quick gpu-check gpu-check-bundle docs test test-long lint format clean clean-venv
 
 help:
 	@echo 'make train [NP=4] [ARGS="--epochs 5"]   train on this machine (rank 0 is the server)'
@@ -33,6 +33,7 @@ help:
 	@echo 'make test-long                               also those that take long: an hour or more'
 	@echo 'make bench-quick                             try every benchmark; ten minutes at most'
 	@echo 'make gpu-check [ARGS="--only memory"]        check the package on a GPU; 8 minutes at most'
+	@echo 'make gpu-check-bundle                        what gpu-check needs where nothing is installed'
 	@echo 'make docs                                    build the documentation into site/'
 	@echo 'make lint | format                           only the checks | put the code in order'
 	@echo 'make clean | clean-venv                      remove caches | also the environment, .venv'
@@ -53,6 +54,10 @@ bench-quick: horovod
 gpu-check:
 	@$(SETUP) run
 	@tools/gpu-check.sh $(ARGS)
+
+gpu-check-bundle:
+	@$(SETUP) run
+	$(BIN)/python -m benchmarks.gpu_check.bundle gpu-check-bundle
 
 docs:
 	@$(SETUP) test

@@ -328,7 +328,12 @@ class GeneralOptions(BaseModel):
 
     # -- communication
     bucket_mb: float = option(
-        4.0, "largest message, in MB of 10^6 bytes", unit="MB", group="communication", gt=0
+        4.0,
+        "largest message, in MB of 10^6 bytes",
+        unit="MB",
+        group="communication",
+        gt=0,
+        default_text="4, or 16 where a worker has a GPU",
     )
     shard_mb: float = option(
         16.0,

@@ -33,6 +33,7 @@ from aladdin_mpi.run.asked import (
     simulated_options,
 )
 from aladdin_mpi.run.assembly import Task, assemble
+from aladdin_mpi.run.bucket_size import with_bucket_size
 from aladdin_mpi.run.deal import Deal, deal
 from aladdin_mpi.run.delivery import Delivery
 from aladdin_mpi.run.device import choose_device
@@ -173,6 +174,7 @@ class DataParallel:
         self.device = agree(
             transport, lambda: choose_device(self.options.device, transport, servers)
         )
+        self.options = with_bucket_size(transport, self.options, self.device)
         if self.device.type == "cpu":
             heap.keep_freed()
         configure(self.device, self.options.tf32, self.options.cudnn_benchmark)

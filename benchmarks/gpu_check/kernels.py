@@ -35,7 +35,10 @@ def vectors(numel: int, count: int, device: torch.device) -> list[Tensor]:
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference relative to ``1 + |expected|``, or infinity if only one is NaN."""
+    """Return the largest difference relative to ``1 + |expected|``.
+
+    Infinity if a value is finite in only one of them.
+    """
     if not torch.equal(found.isfinite(), expected.isfinite()):
         return float("inf")
     both = found.isfinite()

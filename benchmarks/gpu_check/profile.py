@@ -186,6 +186,7 @@ def observe(folder: Path, name: str, options: dict[str, Any]) -> Observed:
         steps=STEPS,
         batch_size=BATCH,
         lr=0.001,
+        bucket_mb=4.0,
         run_dir=folder / name.replace(" ", "-"),
         quiet=True,
         overwrite=True,

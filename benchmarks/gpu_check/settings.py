@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from aladdin_mpi import DataParallel, accelerator, load_dataset
+from aladdin_mpi.run.bucket_size import GPU_BUCKET_MB
 from benchmarks.gpu_check import rows
 from benchmarks.gpu_check.device import is_test_device
 from benchmarks.gpu_check.rows import SKIP, Row
@@ -140,6 +141,15 @@ def check_pinned() -> None:
     rows.report(PART, "registration of pinned memory", passed, figures)
 
 
+def check_bucket_size(folder: str) -> None:
+    """Make a run without a size of its messages, and compare it with the one for GPUs."""
+    module = network()
+    run = DataParallel(module, algorithm="ar-sgd", device="gpu", run_dir=f"{folder}/buckets")
+    size = run.options.bucket_mb
+    run.close()
+    rows.report(PART, "size of messages", size == GPU_BUCKET_MB, f"at most {size:g} MB")
+
+
 def compiled_loss() -> Loss:
     """Return a loss whose forward pass is compiled."""
     compiled: list[Any] = []
@@ -175,6 +185,7 @@ def check_one_rank(folder: str) -> None:
     """Check the settings with one worker."""
     compare = Comparison(folder)
     check_pinned()
+    check_bucket_size(folder)
     compare.report("--channels-last", channels_last=True)
     compare.report("--cudnn-benchmark", cudnn_benchmark=True)
     torch.backends.cudnn.benchmark = False

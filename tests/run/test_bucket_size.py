@@ -1,0 +1,37 @@
+"""The size of messages that depends on the devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.run.bucket_size import GPU_BUCKET_MB, with_bucket_size
+
+
+class Alone:
+    """As much of a transport as a single rank's decision needs."""
+
+    rank, size, meets, survives = 0, 1, False, False
+
+    def __init__(self, models_time: bool = False) -> None:
+        self.models_time = models_time
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "models_time", "expected"),
+    [
+        ("cpu", {}, False, 4.0),
+        ("cuda", {}, False, GPU_BUCKET_MB),
+        ("cuda", {"bucket_mb": 4.0}, False, 4.0),
+        ("cuda", {}, True, 4.0),
+    ],
+)
+def test_messages_are_larger_with_gpus_unless_their_size_is_given(
+    device: str, given: dict[str, Any], models_time: bool, expected: float
+) -> None:
+    transport: Any = Alone(models_time)
+    options = with_bucket_size(transport, RunOptions(**given), torch.device(device))
+    assert options.bucket_mb == expected
