@@ -9,6 +9,7 @@ from typing import Any
 from PIL import Image
 
 from benchmarks.gpu_check import picture, profile, trace
+from benchmarks.gpu_check.memory import GUIDE
 from benchmarks.gpu_check.trace import Span
 
 COMPUTING, COPYING = 7, 13
@@ -110,6 +111,6 @@ def test_picture_shows_spans_in_the_lanes_of_their_streams(tmp_path: Path) -> No
 
 
 def test_guide_has_a_bound_on_launches_for_every_case() -> None:
-    table = profile.guide_launches(profile.GUIDE.read_text())
+    table = profile.guide_launches(GUIDE.read_text())
     assert set(table) == {"aladdin-ahead", "aladdin-ahead fp32", "ar-sgd dgc", "others"}
     assert set(table) - {"others"} <= set(profile.CASES)
