@@ -1,8 +1,8 @@
 """Arithmetic on flat vectors in one pass over a GPU's memory, where Triton can compile it.
 
-torch makes a kernel of each operation: on a GPU the passes over memory and the launches together
-took longer than half the training step of ResNet-50. The functions here do the same in one kernel
-each. Where :func:`is_usable` says no, their callers use torch's operations.
+torch makes a kernel and a pass over memory of each operation. The functions here do the same in one
+kernel each, which halves a worker's launches in a step of aladdin-ahead (docs/gpus.md). Where
+:func:`is_usable` says no, their callers use torch's operations.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ BLOCK = 1024
 """Values of an elementwise kernel's program."""
 ROWS = 4
 """Blocks of quantised values of a program."""
+LARGEST = 2**31 - BLOCK
+"""Values of a vector; the kernels count them in 32 bits."""
 enabled = True
 """Set to False to compare with torch's operations."""
 
@@ -27,7 +29,7 @@ def is_usable(*vectors: Tensor) -> bool:
     """Return whether the kernels can work on ``vectors``: contiguous, fp32 and on an NVIDIA GPU."""
     return (
         enabled
-        and all(each.is_cuda for each in vectors)
+        and all(each.is_cuda and each.numel() <= LARGEST for each in vectors)
         and all(each.dtype == torch.float32 and each.is_contiguous() for each in vectors)
         and _compiles()
     )
@@ -175,4 +177,5 @@ def _launch(name: str, programs: int, *arguments: Any, **settings: Any) -> None:
     from aladdin_mpi.model import kernels  # imports Triton, which not every machine has
 
     kernel: Any = getattr(kernels, name)
-    kernel[(programs,)](*arguments, enable_fp_fusion=False, **settings)
+    with torch.cuda.device_of(arguments[0]):  # Triton takes the thread's device, not the vectors'
+        kernel[(programs,)](*arguments, enable_fp_fusion=False, **settings)

@@ -12,7 +12,7 @@ from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.transport.base import Transport
 
 GPU_BUCKET_MB = 16.0
-"""What a bucket costs the host, about a millisecond, a GPU needs for several MB of gradients."""
+"""Each bucket costs the host time in Python: with 24 of 4 MB a GPU waited for it (docs/gpus.md)."""
 Options = TypeVar("Options", bound=RunOptions)
 
 

@@ -47,8 +47,8 @@ class Part:
 
 
 PARTS = (
-    Part("equality", 240.0, (Job(1, "kernels"), Job(2, "equality"), Job(3, "equality"))),
-    Part("memory", 120.0, (Job(3, "memory"),)),
+    Part("equality", 150.0, (Job(1, "kernels"), Job(2, "equality"), Job(3, "equality"))),
+    Part("memory", 60.0, (Job(3, "memory"),)),
     Part(
         "recovery",
         90.0,
@@ -60,7 +60,7 @@ PARTS = (
         ),
     ),
     Part("settings", 90.0, (Job(1, "settings"), Job(2, "settings"))),
-    Part("profile", 120.0, (Job(3, "profile"),)),
-    Part("speed", 180.0, (Job(1, "speed"), Job(2, "speed"))),
+    Part("profile", 90.0, (Job(3, "profile"),)),
+    Part("speed", 240.0, (Job(1, "speed"), Job(2, "speed"))),
 )
 """In the order of their value: a check that is cut short has run the first ones."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# isort: split
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from typing import Any, cast
 
-# isort: split
 import torch
 from torch import nn
 from torch.utils.data import Subset

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-# isort: split
 import torch
 from torch import nn
 from torch.utils.data import Subset

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 
-# isort: split
 from benchmarks.gpu_check import rows
 from benchmarks.gpu_check.training import BATCH, WORLD, losses, make, network, parameters
 

@@ -11,7 +11,6 @@ import signal
 import sys
 from typing import Any
 
-# isort: split
 import torch
 
 from benchmarks.gpu_check import rows
