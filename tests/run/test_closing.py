@@ -137,7 +137,7 @@ for place, fault in enumerate(faults):
                 try:
                     use()
                 except UserError as error:
-                    assert "was closed before its loop ended" in str(error)
+                    assert "was closed before its loop ended" in str(error), error
                 else:
                     raise AssertionError("a closed run was used")
     print(fault, kind)
