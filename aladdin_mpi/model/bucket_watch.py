@@ -47,7 +47,7 @@ class BucketWatch:
     ) -> None:
         self._on_bucket = on_bucket
         self._gradients = gradients
-        self._small: list[list[int]] = [[] for _ in layout.buckets]
+        self._waiting: list[list[int]] = [[] for _ in layout.buckets]
         self._needed = [0] * len(layout.buckets)
         self._missing: list[int] = []
         self._next = 0
@@ -66,13 +66,12 @@ class BucketWatch:
         for index in touched:
             self._needed[index] += 1
         self._touched.append(touched)
-        waits = parameter.numel() < LARGE or is_accelerator(parameter.device)
-        is_small = bool(touched) and waits
-        if is_small:
-            self._small[touched[0]].append(number)
+        waits = bool(touched) and (parameter.numel() < LARGE or is_accelerator(parameter.device))
+        if waits:
+            self._waiting[touched[0]].append(number)
 
         def arrived(_: Tensor) -> None:
-            if not (is_small and self.enabled and self._gradients.is_missing(number)):
+            if not (waits and self.enabled and self._gradients.is_missing(number)):
                 self._gradients.take(number)
             if self.enabled:
                 self._arrived(touched)
@@ -103,7 +102,7 @@ class BucketWatch:
 
     def _tell(self) -> None:
         while self._next < len(self._missing) and self._missing[self._next] == 0:
-            self._gradients.take_missing(self._small[self._next])
+            self._gradients.take_missing(self._waiting[self._next])
             self._next += 1
             self._on_bucket(self._next - 1)
 

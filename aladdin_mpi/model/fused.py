@@ -151,7 +151,7 @@ def track_rebase(
     step ``v <- momentum v + weight raw; p <- p - v``, and last ``p <- p - ahead v``.
 
     Args:
-        now: the values that have come.
+        now: the values that arrived.
         p: parameters.
         v: velocity of the global model.
         model: the last values that came.

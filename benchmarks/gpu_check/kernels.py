@@ -1,7 +1,7 @@
 """The package's own kernels against torch's operations on the same vectors.
 
-Runs under mpirun with one rank. Where there is no GPU, with Triton's interpreter
-(``TRITON_INTERPRET=1``).
+Runs under mpirun with one rank. Without a GPU, ``TRITON_INTERPRET=1`` runs them in Triton's
+interpreter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ TOLERANCE = 1e-6
 """Largest difference: a rounding, as torch may compute a product and a sum in one operation."""
 OTHER_STEPS = 1e-3
 """Largest share of quantised values that are a step apart: at ties the division decides."""
-Pair = tuple[Tensor, Tensor]
 
 
 def vectors(numel: int, count: int, device: torch.device) -> list[Tensor]:
@@ -55,7 +54,7 @@ def quantised(numel: int, spoiled: float | None, device: torch.device) -> tuple[
     message, expected = (torch.full((length,), 7.0, device=device) for _ in range(2))
     expected_left = left.clone()
     with_torch(lambda: quantise.quantise(values, expected_left, expected, 8, quantise.Scratch()))
-    fused.quantise(values, left, message, 127, quantise.WIDTH, quantise.TINY)
+    fused.quantise(values, left, message, quantise.steps_of(8), quantise.WIDTH, quantise.TINY)
     blocks = -(-numel // quantise.WIDTH)
     apart = message[blocks:].view(torch.int8) != expected[blocks:].view(torch.int8)
     scales = difference(message[:blocks], expected[:blocks])
@@ -132,7 +131,7 @@ def with_torch(action: Callable[[], None]) -> None:
 def results(device: torch.device) -> Iterator[tuple[str, float, float]]:
     """Yield for each kernel its name, its largest difference and the bound."""
     found = [
-        quantised(n, each, device) for n in SIZES for each in (None, *map(float, ("nan", "inf")))
+        quantised(n, each, device) for n in SIZES for each in (None, float("nan"), float("inf"))
     ]
     yield "quantise", max(error for error, _ in found), TOLERANCE
     yield "quantise: other steps", max(share for _, share in found), OTHER_STEPS

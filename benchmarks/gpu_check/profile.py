@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,12 +154,13 @@ class _Watch:
     def _draw(self, spans: list[trace.Span], step: trace.Span) -> None:
         work = trace.done_for(spans, (step.begin, step.end))
         end = max([step.end, *(span.end for span in work)])
-        shown = [
+        visible = [
             span
             for span in spans
-            if (span.name in PHASES and span.category == trace.LABEL) or span.category in trace.WORK
+            if span.end > step.begin
+            and span.begin < end
+            and (span.category in trace.WORK or _is_phase(span))
         ]
-        visible = [span for span in shown if span.end > step.begin and span.begin < end]
         path = report_folder() / f"profile-{self._name}.png"
         picture.draw(f"{self._name}: one step of a worker", visible, (step.begin, end), path)
 
@@ -167,6 +168,10 @@ class _Watch:
         packed = report_folder() / f"profile-{self._name}.json.gz"
         with self._path.open("rb") as source, gzip.open(packed, "wb") as target:
             shutil.copyfileobj(source, target)
+
+
+def _is_phase(span: trace.Span) -> bool:
+    return span.category == trace.LABEL and span.name in PHASES
 
 
 def _counts() -> Counter[str]:
@@ -197,7 +202,7 @@ def observe(folder: Path, name: str, options: dict[str, Any]) -> Observed:
     there = batch[0].to(run.device), batch[1].to(run.device)
     is_watched = WORLD.rank == WORLD.size - 1
     for inputs, labels in run.batches(Repeated(there, steps)):
-        with watch.step() if is_watched else _nothing():
+        with watch.step() if is_watched else nullcontext():
             with record_function("forward"):
                 loss = nn.functional.cross_entropy(module(inputs), labels)
             with record_function("backward"):
@@ -207,11 +212,6 @@ def observe(folder: Path, name: str, options: dict[str, Any]) -> Observed:
     assert run._rank is not None
     watch.observed.buckets = len(run._rank.context.layout.buckets)
     return watch.observed
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def plain_launches(folder: Path) -> float:

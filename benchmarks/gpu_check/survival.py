@@ -1,4 +1,4 @@
-"""A run with aladdin-ahead that goes on when a worker is killed.
+"""A run with aladdin-ahead that continues when a worker is killed.
 
 Runs under ``mpirun --with-ft ulfm``; the argument is a folder for the runs.
 """

@@ -1,4 +1,4 @@
-"""Reads a trace of torch's profiler: host stalls, launches, and copies beside computation.
+"""Reads a trace of torch's profiler: host stalls, launches, and copies during computation.
 
 The trace is the Chrome trace that ``torch.profiler.profile.export_chrome_trace`` writes. Its times
 are in microseconds.

@@ -152,4 +152,4 @@ SMALL = (
     ),
     Workload("small GPT", 2, lambda: GPT(64, 16, 32, 2, 2), lambda: _tokens(2, 16, 64), "adamw"),
 )
-"""Where there is no GPU, so that the programs can be tried out."""
+"""For a machine without a GPU, to try out the programs."""
