@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from aladdin_mpi.errors import UserError
 from benchmarks import harness
@@ -43,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     problem = obstacle(args.device)
     if problem is not None:
         raise UserError(f"--device {args.device}: {problem}")
+    signal.signal(signal.SIGTERM, _stop)
     args.out.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["python", "-m", "benchmarks.gpu_check", *argv])
     report = Report(args.out, command, machine())
@@ -54,6 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _run_parts(runner, report, args)
     print(f"{report.summary()}\nwritten: {args.out / 'report.md'}")
     return 1 if report.failed else 0
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """End as after an error, so that the running program is ended too."""
+    raise SystemExit(128 + number)
 
 
 def _memory() -> str | None:

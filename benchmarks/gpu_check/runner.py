@@ -76,7 +76,11 @@ class Runner:
         lines: list[str] = []
         reader = threading.Thread(target=self._read, args=(process, lines), daemon=True)
         reader.start()
-        problem = self._wait(process, job.status, seconds)
+        try:
+            problem = self._wait(process, job.status, seconds)
+        except BaseException:  # Ctrl-C or SIGTERM: a session of its own gets neither
+            self._end(process)
+            raise
         reader.join(STOP_SECONDS)
         if problem:
             quoted = " / ".join(line.strip() for line in lines[-LAST_LINES:])

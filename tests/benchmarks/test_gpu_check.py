@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -80,6 +81,32 @@ def test_stopped_run_is_to_end_with_its_own_status() -> None:
     stopped, resumed = (job for part in PARTS for job in part.jobs if "bsp" in job.arguments)
     assert (stopped.arguments, stopped.status) == (("bsp", "stop"), SUSPENDED_STATUS)
     assert (resumed.arguments, resumed.status) == (("bsp", "resume"), 0)
+
+
+@needs_test_device
+@needs("openmpi")
+def test_program_ends_with_the_command(tmp_path: Path) -> None:
+    command = [str(ROOT / "tools" / "gpu-check.sh"), "--device", "test", "--only", "equality"]
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path)], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        while not process.stdout.readline().startswith("PASS"):  # the programs run
+            assert process.poll() is None
+        running = children(process.pid)
+        assert running
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.stdout.close()
+    assert not [pid for pid in running if Path(f"/proc/{pid}").exists()]
+
+
+def children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
 
 
 @pytest.mark.long
