@@ -31,6 +31,8 @@ class _Inbox:
         self.tag = tag
         self.handler = handler
         self.posted: deque[MpiRequest] = deque()
+        self.dropped = False
+        """Its receives may have been abandoned, so that one that has ended holds no message."""
 
 
 class Handlers:
@@ -57,12 +59,18 @@ class Handlers:
 
     def drop(self, source: int) -> None:
         """No more messages come from this rank."""
-        self._inboxes = [inbox for inbox in self._inboxes if inbox.source != source]
+        self._drop(lambda inbox: inbox.source == source)
 
     def drop_tags(self, tags: range) -> None:
         """No message of these tags is handled any more."""
         with self.lock:
-            self._inboxes = [inbox for inbox in self._inboxes if inbox.tag not in tags]
+            self._drop(lambda inbox: inbox.tag in tags)
+
+    def _drop(self, is_meant: Callable[[_Inbox], bool]) -> None:
+        # Marked too: another thread may be going through the old list.
+        for inbox in filter(is_meant, self._inboxes):
+            inbox.dropped = True
+        self._inboxes = [inbox for inbox in self._inboxes if not inbox.dropped]
 
     def when_done(self, request: Request, action: Callable[[], None]) -> None:
         """Call ``action`` once the request has ended."""
@@ -104,7 +112,7 @@ class Handlers:
 
     def _dispatch(self, inbox: _Inbox) -> None:
         with self.lock:
-            while inbox.posted and inbox.posted[0].done:
+            while not inbox.dropped and inbox.posted and inbox.posted[0].done:
                 request = inbox.posted.popleft()
                 assert request.buffer is not None
                 if request.failed is not None:
@@ -112,7 +120,8 @@ class Handlers:
                 try:
                     inbox.handler(request.source, request.buffer[: request.nbytes])
                 finally:
-                    self._post(inbox, request.buffer)
+                    if not inbox.dropped:
+                        self._post(inbox, request.buffer)
 
     def _tell_ends(self) -> None:
         with self.lock:

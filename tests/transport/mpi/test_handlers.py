@@ -1,0 +1,35 @@
+"""Handlers of messages, and what is dropped while one of them runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.transport.mpi.handlers import Handlers
+from aladdin_mpi.transport.mpi.pending import MpiRequest
+
+
+def test_an_abandoned_receive_is_no_message() -> None:
+    """It ends without one, maybe while another thread goes through the handlers."""
+    posted: list[MpiRequest] = []
+
+    def receive(buffer: Tensor, source: int, tag: int) -> MpiRequest:
+        posted.append(MpiRequest("receive", buffer, receives=True, peer=source, tag=tag))
+        return posted[-1]
+
+    def abandon(source: int, message: Tensor) -> None:
+        heard.append("first")
+        handlers.drop_tags(range(10, 20))
+        for request in posted:
+            request.done = True
+
+    heard: list[str] = []
+    handlers = Handlers(receive)
+    handlers.add([1], 1, 10, 8, abandon)
+    handlers.add([2], 1, 11, 8, lambda source, message: heard.append("second"))
+    handlers.add([3], 1, 20, 8, lambda source, message: heard.append("kept"))
+    posted[0].done = True
+
+    handlers.run()
+    assert heard == ["first", "kept"]
+    assert [request.tag for request in posted if not request.done] == [20]
