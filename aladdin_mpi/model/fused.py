@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aladdin_mpi import accelerator
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -177,5 +179,5 @@ def _launch(name: str, programs: int, *arguments: Any, **settings: Any) -> None:
     from aladdin_mpi.model import kernels  # imports Triton, which not every machine has
 
     kernel: Any = getattr(kernels, name)
-    with torch.cuda.device_of(arguments[0]):  # Triton takes the thread's device, not the vectors'
-        kernel[(programs,)](*arguments, enable_fp_fusion=False, **settings)
+    accelerator.enter(arguments[0].device)  # Triton takes the thread's device, not the vectors'
+    kernel[(programs,)](*arguments, enable_fp_fusion=False, **settings)
