@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Any
 
@@ -14,6 +15,9 @@ from tests.launch import NEEDS_MPI
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMPI_MCA_btl", "^ofi")  # which sleeps for a second in MPI_Init
+
+# A shell starts background commands with SIGINT ignored, which the programs under test inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test depends on speed: on a busy machine drawing inputs or a test may take any time.
 settings.register_profile("any-speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
