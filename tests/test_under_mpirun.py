@@ -26,7 +26,9 @@ def ignored(names: Iterable[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("mpi", "ranks", "tests"),
     [
-        pytest.param(mpi, ranks, tests, marks=[needs(mpi), *LONG[mpi]])
+        pytest.param(
+            mpi, ranks, tests, marks=[needs(mpi), *(LONG[mpi] or [pytest.mark.long] * (ranks == 4))]
+        )
         for mpi, ranks, tests in [
             ("openmpi", 2, ["tests/mpi", *ignored(ONCE)]),
             ("openmpi", 3, ["tests/mpi"]),

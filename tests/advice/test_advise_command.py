@@ -33,6 +33,7 @@ def known(advice: dict[str, Any]) -> list[dict[str, Any]]:
     return [each for each in advice["candidates"] if "samples_per_second" in each]
 
 
+@pytest.mark.long
 def test_the_recommended_is_the_fastest_and_runs(tmp_path: Path) -> None:
     out = tmp_path / "advice"
     done = advise(

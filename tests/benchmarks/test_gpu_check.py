@@ -83,6 +83,7 @@ def test_stopped_run_is_to_end_with_its_own_status() -> None:
     assert (resumed.arguments, resumed.status) == (("bsp", "resume"), 0)
 
 
+@pytest.mark.long
 @needs_test_device
 @needs("openmpi")
 def test_program_ends_with_the_command(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_the_device_shows_mistakes() -> None:
         pytest.param("ahead", id="the host runs ahead of slow kernels", marks=pytest.mark.long),
         pytest.param("sums", id="sums begin during the backward pass", marks=pytest.mark.long),
         pytest.param("evaluation", id="workers measure in parts what rank 0 measures alone"),
-        pytest.param("all", id="every algorithm keeps its books"),
+        pytest.param("all", id="every algorithm keeps its books", marks=pytest.mark.long),
     ],
 )
 def test_over_mpi(tmp_path: Path, what: str) -> None:

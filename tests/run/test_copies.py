@@ -113,7 +113,7 @@ print("all equal")
 @pytest.mark.parametrize(
     ("algorithm", "kind"),
     [
-        ("multistep", "module"),
+        pytest.param("multistep", "module", marks=pytest.mark.long),
         ("ar-sgd", "fx"),
         pytest.param("ar-sgd", "module", marks=pytest.mark.long),
     ],

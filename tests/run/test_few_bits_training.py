@@ -67,7 +67,13 @@ def test_they_are_those_with_servers() -> None:
     assert sorted(n for n, kind in registry.ALGORITHMS.items() if kind.server) == ALGORITHMS
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param(name, marks=[] if name in ("asp", "aladdin-ahead") else pytest.mark.long)
+        for name in ALGORITHMS
+    ],
+)
 def test_the_minimum_is_found_as_in_fp32_with_fewer_bytes(algorithm: str) -> None:
     outcomes = {wire: run(job_of(algorithm, wire)) for wire in ("fp32", *FEW_BITS)}
     whole = outcomes.pop("fp32")

@@ -75,8 +75,8 @@ def script(folder: Path, text: str) -> str:
     ("algorithm", "settings"),
     [
         ("ar-sgd", {}),
-        ("ar-sgd", {"clip": 0.1, "accumulate": 2}),
-        ("bsp", {"wait_free": False}),
+        pytest.param("ar-sgd", {"clip": 0.1, "accumulate": 2}, marks=pytest.mark.long),
+        pytest.param("bsp", {"wait_free": False}, marks=pytest.mark.long),
         ("multistep", {"multistep": {"exchange": "activations"}}),
     ],
 )
