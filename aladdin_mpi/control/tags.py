@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import IntEnum, unique
 
 COORDINATOR = 0
 """The rank that keeps the budget and the books."""
 
 
+@unique
 class Tag(IntEnum):
     """What a message is about."""
 
@@ -47,7 +48,7 @@ class Tag(IntEnum):
     """Worker to worker: a value of the user's loop, to be added up."""
     SKIPPED = 22
     """Worker to rank 0: an image that cannot be read."""
-    PROBE = 23
+    PROBE = 34
     """Of a probe of the cluster: bytes that are only timed."""
     SETUP = 7
     """Before training: what all ranks must agree on."""

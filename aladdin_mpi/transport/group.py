@@ -58,8 +58,8 @@ class Group(Layer):
     Every wait then ends with :class:`RankLostError`, and so does every later one.
 
     Args:
-        inner: among all ranks of the job.
-        ranks: this one is among them.
+        base: the transport among all ranks of the job.
+        ranks: of the group, this one among them; a rank's place in it is its number there.
         number: counts the groups of a job, from 0.
         needs: whether the group cannot go on without a rank of it.
     """

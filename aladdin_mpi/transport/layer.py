@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from aladdin_mpi.transport.base import Handler, T, Transport
+from aladdin_mpi.transport.base import Handler, IdleUntil, T, Transport
 from aladdin_mpi.transport.request import Event, Request
 
 if TYPE_CHECKING:
@@ -52,6 +52,14 @@ class Layer(Transport):
 
     def sleep_until(self, moment: float) -> None:
         self.inner.sleep_until(moment)
+
+    def sleep_between(
+        self,
+        moments: Sequence[float],
+        action: Callable[[int], None],
+        idle_until: IdleUntil | None = None,
+    ) -> None:
+        self.inner.sleep_between(moments, action, idle_until)
 
     def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
         return self.inner.isend(buffer, dest, tag, after)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from aladdin_mpi.transport.base import Handler, IdleUntil, Transport
+from aladdin_mpi.transport.base import Handler, Transport
 from aladdin_mpi.transport.layer import Layer
 from aladdin_mpi.transport.request import Event, PeerFailedError, Request
 
@@ -42,14 +42,6 @@ class PartOfRanks(Layer):
 
     def original(self, rank: int) -> int:
         return self.inner.original(self._ranks[rank])
-
-    def sleep_between(
-        self,
-        moments: Sequence[float],
-        action: Callable[[int], None],
-        idle_until: IdleUntil | None = None,
-    ) -> None:
-        self.inner.sleep_between(moments, action, idle_until)
 
     def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
         return self.inner.isend(buffer, self._ranks[dest], tag, after)
