@@ -41,7 +41,12 @@ def test_the_device_shows_mistakes() -> None:
 @pytest.mark.parametrize(
     "what",
     [
-        pytest.param("equal", id="the result is the CPU's, where it is the same every time"),
+        pytest.param("few-equal", id="the result is the CPU's"),
+        pytest.param(
+            "equal",
+            id="the result is the CPU's, where it is the same every time",
+            marks=pytest.mark.long,
+        ),
         pytest.param("resume", id="a resumed run is the uninterrupted one", marks=pytest.mark.long),
         pytest.param("refused", id="what is not finite is refused", marks=pytest.mark.long),
         pytest.param("budget", id="nothing in a step waits for the device", marks=pytest.mark.long),
