@@ -184,7 +184,6 @@ def test_a_slow_worker_takes_fewer_samples(tmp_path: Path) -> None:
     assert 0 < slow < fast / 2
 
 
-@pytest.mark.long  # test_under_mpirun.py runs the transport there
 @needs("mpich")
 def test_under_mpich(tmp_path: Path) -> None:
     done = train(2, tmp_path / "run", "--epochs", 6, mpi="mpich")

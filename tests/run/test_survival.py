@@ -96,9 +96,7 @@ def test_the_others_train_on(
 @pytest.mark.parametrize(
     ("algorithm", "ranks", "killed", "options", "goes_on"),
     [
-        pytest.param(
-            "aladdin", 5, [0], ["--servers", 2], "3 workers and 1 server", marks=pytest.mark.long
-        ),
+        ("aladdin", 5, [0], ["--servers", 2], "3 workers and 1 server"),
         pytest.param("ar-sgd", 3, [0], [], "2 workers", marks=pytest.mark.long),
         ("aladdin-ahead", 5, [2], ["--spares", 1], "3 workers and 1 server"),
         pytest.param("asp", 4, [0], [], "2 workers and 1 server", marks=pytest.mark.long),
