@@ -14,9 +14,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aladdin_mpi.accelerate import Accelerator
     from aladdin_mpi.data.datasets import load_dataset
-    from aladdin_mpi.errors import LostError, SuspendedError, UserError
+    from aladdin_mpi.errors import (
+        LostError,
+        PeerFailedError,
+        SuspendedError,
+        TransportError,
+        UserError,
+        WaitTimeoutError,
+    )
     from aladdin_mpi.run.data_parallel import DataParallel
-    from aladdin_mpi.transport.request import PeerFailedError, TransportError, WaitTimeoutError
 
 __all__ = [
     "Accelerator",
@@ -35,11 +41,11 @@ _PLACES = {
     "Accelerator": "accelerate",
     "DataParallel": "run.data_parallel",
     "LostError": "errors",
-    "PeerFailedError": "transport.request",
+    "PeerFailedError": "errors",
     "SuspendedError": "errors",
-    "TransportError": "transport.request",
+    "TransportError": "errors",
     "UserError": "errors",
-    "WaitTimeoutError": "transport.request",
+    "WaitTimeoutError": "errors",
     "load_dataset": "data.datasets",
 }
 """The module of each name."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aladdin_mpi.process import guard
-from aladdin_mpi.process.deferred import defer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,7 +13,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    defer("torch")  # which the options' files import too
 
     from aladdin_mpi.advice.options import read
 

@@ -6,14 +6,12 @@ import sys
 from collections.abc import Sequence
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.process.deferred import defer
 from aladdin_mpi.process.guard import TerminatedError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status: 1 if a run failed."""
     try:
-        defer("torch")  # which the options' files import too
         from aladdin_mpi.comparison.options import read_request
 
         request = read_request(argv)  # --help ends here, before the slow imports

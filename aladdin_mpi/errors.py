@@ -1,4 +1,4 @@
-"""Errors that the user can mend."""
+"""The errors of the package, and what is said of them."""
 
 from __future__ import annotations
 
@@ -60,8 +60,41 @@ class SuspendedError(SystemExit):
         super().__init__(SUSPENDED_STATUS)
 
 
+class TransportError(RuntimeError):
+    """Communication failed in a way that the program cannot mend."""
+
+
+class PeerFailedError(TransportError):
+    """The rank at the other end of an operation has died.
+
+    ``rank`` is the dead rank; the message names its host.
+    """
+
+    def __init__(self, rank: int, host: str) -> None:
+        super().__init__(f"rank {rank} (host {host}) has failed")
+        self.rank = rank
+
+
+class WaitTimeoutError(TransportError):
+    """A wait lasted longer than the transport's ``timeout``."""
+
+
 def system_error(error: BaseException | None) -> OSError | None:
     """The OSError that an error is, or that led to it: torch tells one as a RuntimeError."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
+
+
+def combined(problems: list[str | None], size: int) -> str:
+    """Return one message for the problems of all ranks, by rank; empty if there are none."""
+    places: dict[str, list[int]] = {}
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            places.setdefault(problem, []).append(rank)
+    lines = []
+    for problem, ranks in places.items():
+        plain = len(ranks) == size or ranks == [0]
+        named = "" if plain else f"rank {', '.join(map(str, ranks))}: "
+        lines.append(named + problem)
+    return "\n".join(lines)

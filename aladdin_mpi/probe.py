@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.probing.options import ProbeOptions
 from aladdin_mpi.process import guard, startup
-from aladdin_mpi.process.deferred import defer
-
-if TYPE_CHECKING:
-    from aladdin_mpi.probing.options import ProbeOptions
 
 PATIENCE = 60.0
 """Seconds that a rank waits for another one beside those that measuring takes."""
@@ -24,7 +20,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     startup.begin()
     rank, size = guard.launched_place()
-    defer("torch")  # which the options' files import too
 
     from aladdin_mpi.probing.options import read
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.process.deferred import defer
+from aladdin_mpi.options.algorithms import find_algorithm
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,15 +20,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _servers(argv: Sequence[str] | None) -> int:
-    defer("torch")  # which the options' files import too
-    from aladdin_mpi.config.options import TrainOptions, parse
+    from aladdin_mpi.options.run import TrainOptions, parse
 
     about = "Say how many ranks of a run with these options of aladdin_mpi.train are servers."
     options = parse(TrainOptions, argv, "aladdin_mpi.servers", about)
 
-    from aladdin_mpi.algorithms import registry
-
-    return options.servers if registry.find(options.algorithm).server else 0
+    return options.servers if find_algorithm(options.algorithm).has_servers else 0
 
 
 if __name__ == "__main__":

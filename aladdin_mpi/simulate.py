@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from aladdin_mpi.process import guard
-from aladdin_mpi.process.deferred import defer
 from aladdin_mpi.run.greeting import Greeting
 
 DESCRIPTION = (
@@ -26,22 +25,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    defer("torch")  # which the options' files import too
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0].endswith(".py"):
         return _simulate_script(words)
     greeting = Greeting(STARTING, words)
 
-    from aladdin_mpi.config.cli import read
-    from aladdin_mpi.config.options import SimulateOptions, completed
-    from aladdin_mpi.config.settings import build
+    from aladdin_mpi.options.command_line import read
+    from aladdin_mpi.options.run import SimulateOptions, completed
+    from aladdin_mpi.options.settings import build
 
     given = read(SimulateOptions, argv, "aladdin_mpi.simulate", DESCRIPTION)
     settings = completed(SimulateOptions, given)
     greeting.settings_read(settings)
     options = build(SimulateOptions, settings)
 
-    from aladdin_mpi.config.unused import warnings
+    from aladdin_mpi.options.run import warnings
     from aladdin_mpi.run.auto_resume import decide, follow
     from aladdin_mpi.run.simulator import simulate
 
@@ -57,8 +55,8 @@ def _simulate_script(words: Sequence[str]) -> int:
     cut = rest.index("--") if "--" in rest else len(rest)
     greeting = Greeting(STARTING, rest[:cut])
 
-    from aladdin_mpi.config.cli import read
-    from aladdin_mpi.config.options import SimulateOptions
+    from aladdin_mpi.options.command_line import read
+    from aladdin_mpi.options.run import SimulateOptions
 
     typed = read(SimulateOptions, rest[:cut], "aladdin_mpi.simulate", DESCRIPTION)
     greeting.settings_read(typed)

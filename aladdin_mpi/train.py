@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.run import TrainOptions
+from aladdin_mpi.options.settings import Settings
 from aladdin_mpi.process import guard, startup, stop_signal
-from aladdin_mpi.process.deferred import defer
 from aladdin_mpi.run.greeting import Greeting
-
-if TYPE_CHECKING:
-    from aladdin_mpi.config.options import TrainOptions
-    from aladdin_mpi.config.settings import Settings
 
 REFUSED_SECONDS = 60.0
 """Longest wait for the other ranks when this one has nothing but an error to tell."""
@@ -28,24 +24,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     stop_signal.install()  # before the slow imports
-    defer("torch")  # which the options' files import too
     given, settings, problem = _read(argv)
     startup.expect(startup.MPI_STARTS, _limit(settings, problem))
 
     from aladdin_mpi.run.early import (
         agree_early,
-        check_ranks,
+        check_ranks_of,
         checked,
     )  # starts MPI, which comes before torch
 
     # isort: split
-    from aladdin_mpi.config.options import TrainOptions
-    from aladdin_mpi.config.settings import build
+    from aladdin_mpi.options.run import TrainOptions
+    from aladdin_mpi.options.settings import build
 
     def attempt() -> TrainOptions:
         if problem is not None:
             raise problem
-        check_ranks(settings)
+        check_ranks_of(settings)
         return checked(build(TrainOptions, settings))
 
     options = agree_early(attempt)
@@ -53,7 +48,7 @@ def _main(argv: Sequence[str] | None) -> int:
     from aladdin_mpi.transport.mpi.engine import MpiTransport
 
     # isort: split
-    from aladdin_mpi.config.unused import warnings
+    from aladdin_mpi.options.run import warnings
     from aladdin_mpi.run.auto_resume import agree_on_resume
     from aladdin_mpi.run.trainer import train
 
@@ -79,8 +74,8 @@ def _read(argv: Sequence[str] | None) -> tuple[Settings, Settings, UserError | N
         text = f"starting {size} rank{'s' * (size > 1)}"
         greeting = Greeting(text, sys.argv[1:] if argv is None else argv)
 
-    from aladdin_mpi.config.cli import read
-    from aladdin_mpi.config.options import TrainOptions, completed
+    from aladdin_mpi.options.command_line import read
+    from aladdin_mpi.options.run import TrainOptions, completed
 
     try:
         with guard.quiet_unless_first(rank):
@@ -97,7 +92,7 @@ def _read(argv: Sequence[str] | None) -> tuple[Settings, Settings, UserError | N
 
 def _limit(settings: Settings, problem: UserError | None) -> float:
     """Longest wait for another rank in seconds, as far as it is known before MPI starts."""
-    from aladdin_mpi.config.options import TrainOptions
+    from aladdin_mpi.options.run import TrainOptions
 
     given = settings.get(("timeout",))
     try:

@@ -29,11 +29,11 @@ from aladdin_mpi.advice.learning import Share
 from aladdin_mpi.advice.options import AdviseOptions, Request
 from aladdin_mpi.advice.race import LONG, Entry, Race
 from aladdin_mpi.advice.timed_run import rate_of
-from aladdin_mpi.config.options import SimulateOptions
-from aladdin_mpi.config.settings import parse_part
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.cluster import Cluster
+from aladdin_mpi.options.run import SimulateOptions
+from aladdin_mpi.options.settings import parse_part
 from aladdin_mpi.process.files import write_whole
-from aladdin_mpi.transport.cluster import Cluster
 from benchmarks import harness
 from benchmarks.bounds import folder, whole
 from benchmarks.engines import GOODPUT, LINKS

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aladdin_mpi.algorithms.registry import find
 from aladdin_mpi.comparison.plots import style
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import find_algorithm
 from benchmarks import harness, quick
 from benchmarks.bounds import whole
 from benchmarks.cells import WORKLOADS, Cell
@@ -50,7 +50,7 @@ QUICK = {"algorithms": ["ar-sgd", "aladdin"], "workers": [2, 4], "workload": ["r
 def cell(workload: str, algorithm: str, workers: int, extra: tuple[str, ...] = ()) -> Cell:
     """One run; each host has a server, if the algorithm has any."""
     hosts = min(HOSTS, workers)
-    servers = hosts if find(algorithm).server else 0
+    servers = hosts if find_algorithm(algorithm).has_servers else 0
     return Cell(
         WORKLOADS[workload], algorithm, 1.0, workers, servers, hosts, RATE_GBIT, ITERATIONS, extra
     )

@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import linear_regression
 from typing import Any
 
-from aladdin_mpi.algorithms.registry import find
-from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.options.algorithms import find_algorithm
+from aladdin_mpi.options.cluster import Cluster
 from benchmarks.ipdps_paper import JITTER
 from benchmarks.spread import spread
 
@@ -100,7 +100,7 @@ class Cell:
     @property
     def lockstep(self) -> bool:
         """Whether all workers take the same number of steps."""
-        return find(self.algorithm).lockstep
+        return find_algorithm(self.algorithm).lockstep
 
     @property
     def keeps_pace(self) -> bool:

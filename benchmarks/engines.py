@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from aladdin_mpi.config.cli import read
-from aladdin_mpi.config.options import SimulateOptions, followed
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.command_line import read
+from aladdin_mpi.options.run import SimulateOptions, followed
 from benchmarks.busy import BusyCores
 from benchmarks.cells import Cell, row
 from benchmarks.lab import Lab

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from aladdin_mpi.config.options import SimulateOptions
+from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.run.simulator import simulate
 from benchmarks.ipdps_paper import JITTER, NETWORKS, SERVED
 from benchmarks.spread import spread

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from aladdin_mpi.algorithms.registry import find
+from aladdin_mpi.options.algorithms import find_algorithm
 from benchmarks import harness, study
 from benchmarks.cells import ROW_NOTES, Cell
 from benchmarks.study import Result
@@ -109,7 +109,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    able = [name for name in ALGORITHMS if find(name).node_sums]
+    able = [name for name in ALGORITHMS if find_algorithm(name).node_sums]
     parser.add_argument("--algorithm", nargs="+", choices=able, default=able, help="algorithms")
     parser.set_defaults(workload=["vgg16"])
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any, Literal
 
-from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from benchmarks import harness
 from benchmarks.bounds import whole

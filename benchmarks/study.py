@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aladdin_mpi.algorithms.registry import find
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import find_algorithm
 from benchmarks import harness, quick
 from benchmarks.bounds import folder, positive
 from benchmarks.cell_store import CellStore
@@ -155,7 +155,7 @@ def cell(
         algorithm,
         slowdown,
         workers,
-        hosts if find(algorithm).server else 0,
+        hosts if find_algorithm(algorithm).has_servers else 0,
         hosts,
         RATE_GBIT,
         iterations(workload, algorithm, slowdown, computing),
@@ -169,7 +169,7 @@ def iterations(workload: str, algorithm: str, slowdown: float, computing: float)
     seconds = WORKLOADS[workload].seconds
     computing *= LONGER.get(algorithm, 1.0)
     ahead = BOUNDED.get(algorithm, 0)
-    if ahead or find(algorithm).lockstep:
+    if ahead or find_algorithm(algorithm).lockstep:
         # Who may run ahead does so first, and is counted only behind that.
         fewest = ahead + TICKETS_AHEAD + FEWEST - 1 if ahead else FEWEST
         return max(fewest, round(computing / (seconds * slowdown)))

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from aladdin_mpi.algorithms import registry
-from aladdin_mpi.config.options import SimulateOptions, parse
+from aladdin_mpi.options.algorithms import find_algorithm
+from aladdin_mpi.options.run import SimulateOptions, parse
 from aladdin_mpi.run.simulator import simulate
 from benchmarks import harness
 from benchmarks.bounds import whole
@@ -67,7 +67,7 @@ CASES = (
 def deaths(case: Case, epochs: float) -> dict[int, float]:
     """Who dies when, in virtual seconds."""
     length = epochs * EPOCH / (WORKERS * BATCH) * STEP
-    servers = 2 if registry.find(case.algorithm).server else 0
+    servers = 2 if find_algorithm(case.algorithm).has_servers else 0
     first, second = servers + 1, servers + 4
     order = [0, first, 1, second] if servers else [0, first, second]
     # Those before have cost a pause each.

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from aladdin_mpi.algorithms.registry import find
+from aladdin_mpi.options.algorithms import find_algorithm
 from benchmarks import harness
 from benchmarks.bounds import at_least, positive, whole
 from benchmarks.cells import ROW_NOTES, WORKLOADS, Cell
@@ -84,7 +84,7 @@ def measure(cells: Sequence[Cell], repeats: int) -> list[dict[str, Any]]:
 
 def cells(args: argparse.Namespace) -> list[Cell]:
     """A cell for every network and slow-down."""
-    servers = args.hosts if find(args.algorithm).server else 0
+    servers = args.hosts if find_algorithm(args.algorithm).has_servers else 0
     about = args.workers, servers, args.hosts, args.rate, args.iterations, tuple(args.extra)
     return [
         Cell(WORKLOADS[name], args.algorithm, slowdown, *about)

@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from aladdin_mpi.comparison.plots import style
-from aladdin_mpi.config.options import SimulateOptions, parse
+from aladdin_mpi.options.run import SimulateOptions, parse
 from aladdin_mpi.run.recorder import read_metrics
 from aladdin_mpi.run.simulator import simulate
 from benchmarks import harness, quick

@@ -14,23 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aladdin_mpi.algorithms import registry
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.compression.dgc import DeepGradientCompression
 from aladdin_mpi.compression.wires import make_codec
-from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.budget import Budget, Ticket
 from aladdin_mpi.data.builtin_sets import read_digits
 from aladdin_mpi.model.layout import Layout, cut
 from aladdin_mpi.model.replica import PhantomReplica, Replica, outline
 from aladdin_mpi.optimizers.sgd import MomentumSGD
+from aladdin_mpi.options.algorithms import find_algorithm
+from aladdin_mpi.options.cluster import Cluster
+from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.pace import Pace
 from aladdin_mpi.roles.role import Role
 from aladdin_mpi.run.building import Computing, make_server, make_worker, momentum_sgd
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.transport.base import Traffic, Transport
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.quadratic import NO_DELAY, STAGGER
 
@@ -166,7 +166,7 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
     sizes = outline(module)
     replica = PhantomReplica(sum(sizes.layers), sizes) if job.timed else Replica(module)
     x, options, layout = replica.parameters, job.options, layout_of(job)
-    algorithm = registry.find(job.algorithm)
+    algorithm = find_algorithm(job.algorithm)
     context = Context(transport, options, algorithm, module, replica, layout)
     sgd = momentum_sgd(options, x)
     codec = _codec(job, replica, sgd, moves_bytes=transport.needs_memory)

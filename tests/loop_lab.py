@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from aladdin_mpi import DataParallel
-from aladdin_mpi.algorithms import registry
+from aladdin_mpi.options.algorithms import find_algorithm
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.quadratic import NO_DELAY
 
@@ -74,7 +74,7 @@ class Trained:
 
 def train(folder: Path, algorithm: str, step: Step = plain, **settings: Any) -> Trained:
     """Train on three workers, and a server if the algorithm has one."""
-    size = WORKERS + (registry.find(algorithm).server is not None)
+    size = WORKERS + (find_algorithm(algorithm).has_servers)
 
     def rank(transport: Any) -> Trained:
         model = network()

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from aladdin_mpi.algorithms import registry
 from aladdin_mpi.algorithms.multistep import MultistepWorker
 from aladdin_mpi.compression.codec import DenseWire
-from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.budget import Budget, Ticket
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.replica import Replica
+from aladdin_mpi.options.algorithms import find_algorithm
+from aladdin_mpi.options.cluster import Cluster
+from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.roles.pace import Pace
 from aladdin_mpi.run.building import Computing, make_worker, momentum_sgd
 from aladdin_mpi.run.context import Context, make_layout
 from aladdin_mpi.transport.base import Traffic, Transport
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.quadratic import NO_DELAY, STAGGER
 
@@ -135,7 +135,7 @@ def run_rank(job: Job, transport: Transport) -> Result:
     module = job.module()
     replica = Replica(module)
     options = job.options
-    kind = registry.find("multistep")
+    kind = find_algorithm("multistep")
     layout = make_layout(options, kind, replica, 0, transport.size)
     context = Context(transport, options, kind, module, replica, layout)
     tickets: list[Ticket] = []

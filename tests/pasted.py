@@ -12,8 +12,9 @@ from functools import cache
 from pathlib import Path
 
 from aladdin_mpi import slurm
-from aladdin_mpi.algorithms import registry
-from aladdin_mpi.config.options import SimulateOptions, TrainOptions, check_ranks, parse
+from aladdin_mpi.options.algorithms import find_algorithm
+from aladdin_mpi.options.checks import checked_algorithm
+from aladdin_mpi.options.run import SimulateOptions, TrainOptions, check_cluster, parse
 from aladdin_mpi.probing.options import read as read_probe
 from aladdin_mpi.run import trainer
 
@@ -55,9 +56,9 @@ def check(command: str, images: Path) -> None:
         _check_train(options, ranks=ranks)
     elif module == "aladdin_mpi.simulate":
         found = parse(SimulateOptions, options, module, "")
-        servers = found.servers if registry.find(found.algorithm).server else 0
-        check_ranks(found, found.workers + servers)
-        registry.checked(found, found.workers + servers)
+        servers = found.servers if find_algorithm(found.algorithm).has_servers else 0
+        check_cluster(found, found.workers + servers)
+        checked_algorithm(found, found.workers + servers)
     elif module == "aladdin_mpi.probe":
         read_probe(options)
     elif module == "aladdin_mpi.slurm":
@@ -68,9 +69,9 @@ def check(command: str, images: Path) -> None:
 
 def _check_train(words: list[str], ranks: int | None = None, workers: int = 0) -> None:
     options = parse(TrainOptions, words, "aladdin_mpi.train", "")
-    servers = options.servers if registry.find(options.algorithm).server else 0
+    servers = options.servers if find_algorithm(options.algorithm).has_servers else 0
     size = ranks or workers + servers
-    registry.checked(options, size)
+    checked_algorithm(options, size)
     if options.compute == "timed":
         trainer._sizes(options, size)
     elif options.dataset == "cifar10":

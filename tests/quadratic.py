@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aladdin_mpi.algorithms import registry
-from aladdin_mpi.algorithms.aladdin import AladdinOptions, AladdinServer, AladdinWorker
+from aladdin_mpi.algorithms.aladdin import AladdinServer, AladdinWorker
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
-from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.budget import Budget, Report, Ticket
 from aladdin_mpi.model.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
 from aladdin_mpi.model.replica import Replica
 from aladdin_mpi.optimizers.sgd import MomentumSGD
+from aladdin_mpi.options.algorithms import AladdinOptions, find_algorithm
+from aladdin_mpi.options.cluster import Cluster
+from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.parameter_server.intake import Arrival
 from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.roles.pace import Pace
 from aladdin_mpi.run.building import Computing, make_server, make_worker, momentum_sgd
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.transport.base import Traffic
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 
 
@@ -219,7 +219,7 @@ def _rank(setup: Setup, transport: VirtualTransport) -> WorkerResult | ServerRes
     replica = Replica(module)
     x = replica.parameters
     context = Context(
-        transport, setup.options, registry.find("aladdin"), module, replica, setup.layout
+        transport, setup.options, find_algorithm("aladdin"), module, replica, setup.layout
     )
     sgd = momentum_sgd(setup.options, x)
     wire = DenseWire(setup.wire, x.device)

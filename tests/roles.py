@@ -14,22 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aladdin_mpi.algorithms import registry
+from aladdin_mpi.algorithms.registry import implementation
 from aladdin_mpi.compression.wires import make_codec
-from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.barrier import barrier
 from aladdin_mpi.control.budget import Budget, Report, Ticket
 from aladdin_mpi.control.refusals import NBYTES, Refusal
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import BYTES_PER_MB, BYTES_PER_VALUE, Bucket, Layout, cut
 from aladdin_mpi.model.replica import Replica
+from aladdin_mpi.options.algorithms import Algorithm, find_algorithm
+from aladdin_mpi.options.cluster import Cluster
+from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.pace import Pace
 from aladdin_mpi.roles.role import Role
 from aladdin_mpi.run.building import Computing, make_server, make_worker, momentum_sgd
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.transport.base import Traffic, Transport
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.quadratic import NO_DELAY, STAGGER, Quadratic, noise_of
 
@@ -85,19 +86,19 @@ class Job:
         return (self.bucket + 0.5) * BYTES_PER_VALUE / BYTES_PER_MB
 
     @property
-    def kind(self) -> registry.Algorithm:
-        return registry.find(self.algorithm)
+    def kind(self) -> Algorithm:
+        return find_algorithm(self.algorithm)
 
     @property
     def served_by(self) -> int:
         """How many servers there are."""
-        return self.servers if self.kind.server else 0
+        return self.servers if self.kind.has_servers else 0
 
     @property
     def layout(self) -> Layout:
-        if self.kind.layout is not None:
-            replica = Replica(self.problem(self.numel))
-            return self.kind.layout(replica, self.workers, self.options)
+        own_layout = implementation(self.kind).layout
+        if own_layout is not None:
+            return own_layout(Replica(self.problem(self.numel)), self.workers, self.options)
         return cut(self.numel, self.served_by, self.megabytes, 100.0)
 
 
@@ -137,7 +138,7 @@ class Outcome:
         """The global model, flat: the weighted mean over those who hold it."""
         parts = []
         for bucket in self.job.layout.buckets:
-            ranks = [self.ranks[r] for r in self.job.kind.holders(bucket, len(self.ranks))]
+            ranks = [self.ranks[r] for r in self.job.kind.holders(bucket.server, len(self.ranks))]
             roles = [rank.role for rank in ranks if rank is not None]
             total = sum(role.weight(bucket) for role in roles)
             parts.append(

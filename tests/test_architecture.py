@@ -12,6 +12,7 @@ from tests.launch import ROOT
 PACKAGE = "aladdin_mpi"
 LAYERS = (
     "errors accelerator",
+    "options",
     "process",
     "transport",
     "model",
@@ -23,7 +24,6 @@ LAYERS = (
     "gossip",
     "parameter_server",
     "algorithms",
-    "config",
     "data",
     "run",
     "accelerate",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from aladdin_mpi.config.options import TrainOptions, parse
+from aladdin_mpi.options.run import TrainOptions, parse
 from tests import warm
 from tests.commands import EPOCH, metrics, rises, simulate, summary, train
 from tests.launch import ROOT, Completed, environment, needs, run_ranks, turn

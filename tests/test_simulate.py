@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from aladdin_mpi.config.options import SimulateOptions, parse
+from aladdin_mpi.options.run import SimulateOptions, parse
 from tests.commands import metrics, simulate, summary
 from tests.pasted import check
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from aladdin_mpi.algorithms.aladdin import AladdinOptions
-from aladdin_mpi.config.options import TrainOptions, parse
 from aladdin_mpi.data.models import build_model
-from aladdin_mpi.roles.settings import own
+from aladdin_mpi.options.algorithms import AladdinOptions, own
+from aladdin_mpi.options.run import TrainOptions, parse
 from tests.commands import EPOCH, checkpoint_part, leftovers, metrics, rises, summary, train
 from tests.launch import Completed, needs
 from tests.pasted import check

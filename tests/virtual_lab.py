@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 from aladdin_mpi.transport.virtual.message import QUANTUM
 

@@ -27,7 +27,7 @@ IMPORTED = (
     "torch._dynamo",  # which optimizers of torch ask for
     "torch.utils.tensorboard",
     "matplotlib.pyplot",
-    "aladdin_mpi.config.cli",
+    "aladdin_mpi.options.command_line",
     "aladdin_mpi.run.trainer",
     "aladdin_mpi.run.simulator",
     "aladdin_mpi.run.auto_resume",
@@ -208,6 +208,5 @@ def serve() -> None:
 
 if __name__ == "__main__":
     # From a module of its own: a program has all of __main__ to itself.
-    from tests.warm_server import serve as served
 
-    served()
+    serve()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from aladdin_mpi.advice.candidates import Candidate, Ground
 from aladdin_mpi.advice.race import FULL, NOTED
 from aladdin_mpi.advice.timed_run import Link, Timed
-from aladdin_mpi.algorithms.registry import ALGORITHMS
+from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.process.units import percent
 
 REACHED = 0.97

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from aladdin_mpi.algorithms import registry
-from aladdin_mpi.algorithms.registry import ALGORITHMS, Algorithm
-from aladdin_mpi.config.fields import kebab
-from aladdin_mpi.config.options import SimulateOptions
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import ALGORITHMS, Algorithm, find_algorithm
+from aladdin_mpi.options.fields import kebab
+from aladdin_mpi.options.run import SimulateOptions
 
 NOT_ADVISED = ("multistep", "eamsgd")
 """The first sums parts of layers, of which a size knows nothing; the second is as easgd is."""
@@ -158,7 +157,7 @@ def names(asked: Sequence[str], workers: int) -> list[str]:
     Raises:
         UserError: one of those asked for is unknown.
     """
-    found = [registry.find(name).name for name in asked] or [
+    found = [find_algorithm(name).name for name in asked] or [
         name for name in sorted(ALGORITHMS) if name not in NOT_ADVISED
     ]
     able = [name for name in found if ALGORITHMS[name].least_workers <= workers]
@@ -171,7 +170,7 @@ def names(asked: Sequence[str], workers: int) -> list[str]:
 
 def plain(name: str, on: Ground) -> Candidate:
     """An algorithm with its defaults, and a server on every host, up to a number."""
-    servers = min(on.hosts, on.workers, SERVERS) if ALGORITHMS[name].server else 0
+    servers = min(on.hosts, on.workers, SERVERS) if ALGORITHMS[name].has_servers else 0
     return Candidate(name, servers, servers > 1)
 
 

@@ -11,11 +11,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from aladdin_mpi.advice.what_if import Change, changes
-from aladdin_mpi.config import cli
-from aladdin_mpi.config.fields import option
-from aladdin_mpi.config.options import SimulateOptions
-from aladdin_mpi.config.settings import Setting, Settings, build, parse_part, read_part
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options import command_line
+from aladdin_mpi.options.fields import option
+from aladdin_mpi.options.run import SimulateOptions
+from aladdin_mpi.options.settings import Setting, Settings, build, parse_part, read_part
 from aladdin_mpi.probing import described_cluster
 from aladdin_mpi.probing.cluster_file import rendered
 from aladdin_mpi.probing.description import EXAMPLE
@@ -166,7 +166,7 @@ def read(argv: Sequence[str] | None) -> Request:
     Raises:
         UserError: an option is unknown or its value bad, or there is no sound cluster.
     """
-    options = build(AdviseOptions, cli.read(AdviseOptions, argv, PROG, ABOUT))
+    options = build(AdviseOptions, command_line.read(AdviseOptions, argv, PROG, ABOUT))
     settings, source = _cluster(options)
     request = Request(options, settings, source, ())
     base = request.simulated({"compute": "timed"})

@@ -89,7 +89,7 @@ class Pilot:
 
 def real_run(options: dict[str, Any]) -> Curve:
     """The training loss of a virtual run with real gradients, in this process."""
-    from aladdin_mpi.config.options import SimulateOptions
+    from aladdin_mpi.options.run import SimulateOptions
     from aladdin_mpi.run.simulator import simulate
 
     with tempfile.TemporaryDirectory(prefix="aladdin-pilot-") as folder:

@@ -27,7 +27,7 @@ from aladdin_mpi.advice.options import Request
 from aladdin_mpi.advice.pool import Processes, workers_of
 from aladdin_mpi.advice.smaller import MANY, Smaller, smaller
 from aladdin_mpi.advice.timed_run import Timed
-from aladdin_mpi.config.options import SimulateOptions
+from aladdin_mpi.options.run import SimulateOptions
 
 SHORT, LONG = 10, 30
 """Steps of every worker in a first and in a last run."""

@@ -15,8 +15,8 @@ from typing import Any
 from aladdin_mpi.advice.candidates import Candidate, Ground, ground
 from aladdin_mpi.advice.options import Request
 from aladdin_mpi.advice.timed_run import Link, Timed
-from aladdin_mpi.algorithms.registry import ALGORITHMS
-from aladdin_mpi.config.options import SimulateOptions
+from aladdin_mpi.options.algorithms import ALGORITHMS
+from aladdin_mpi.options.run import SimulateOptions
 
 MANY = 128
 """Workers from which a smaller cluster stands for a larger one."""

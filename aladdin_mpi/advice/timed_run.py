@@ -12,6 +12,7 @@ from statistics import linear_regression
 from typing import Any
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import find_algorithm
 from aladdin_mpi.process import plain_json
 
 SETTLED = 0.4
@@ -64,8 +65,7 @@ def run(options: dict[str, Any]) -> Timed | str:
 
 def _carried_out(options: dict[str, Any]) -> Timed:
     # Here, so that the parent of a pool needs none of it.
-    from aladdin_mpi.algorithms import registry
-    from aladdin_mpi.config.options import SimulateOptions
+    from aladdin_mpi.options.run import SimulateOptions
     from aladdin_mpi.run.trainer import train
     from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 
@@ -74,7 +74,7 @@ def _carried_out(options: dict[str, Any]) -> Timed:
     place = MEMORY if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="aladdin-advice-", dir=place) as folder:
         asked = SimulateOptions.model_validate({**options, "run_dir": Path(folder) / "run"})
-        servers = asked.servers if registry.find(asked.algorithm).server else 0
+        servers = asked.servers if find_algorithm(asked.algorithm).has_servers else 0
         size = asked.workers + servers
         cluster = VirtualCluster(size, asked.cluster.placed(servers), asked.seed)
         carried: dict[str, list[int]] = {}

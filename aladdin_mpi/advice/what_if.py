@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aladdin_mpi.config.options import SimulateOptions
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.run import SimulateOptions
 
 KNOWN = "bandwidth latency step servers workers slowdown"
 

@@ -17,38 +17,26 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from pydantic import Field
+from torch import Tensor
 
 from aladdin_mpi.accelerator import is_accelerator
-from aladdin_mpi.algorithms.registry import Algorithm, register
+from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.control.barrier import barrier
 from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.gossip.peers import ModelOutbox
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import add, copy, host_vector
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.options.algorithms import AD_PSGD, AdPsgdOptions, own
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
-from aladdin_mpi.transport.request import PeerFailedError, Request
+from aladdin_mpi.transport.request import Request
 from aladdin_mpi.transport.sealed import is_void, void
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-class AdPsgdOptions(OwnOptions):
-    """For --algorithm ad-psgd (Lian et al., ICML 2018)."""
-
-    graph: Literal["random", "exponential"] = Field(
-        "random",
-        description="whom an active worker averages with: a passive one drawn by chance, or those "
-        "0, 1, 2, 4, ... further, in turn",
-    )
 
 
 def passive_workers(n: int) -> list[int]:
@@ -310,14 +298,8 @@ class AdPsgdWorker(TrainingWorker):
 
 
 register(
-    Algorithm(
-        "ad-psgd",
-        lambda worker, optimizer, wire, run: AdPsgdWorker(
-            worker, optimizer, wire, own(run, AdPsgdOptions), run.seed
-        ),
-        options=AdPsgdOptions,
-        holder="all",
-        least_workers=2,
-        on_resize="they begin from the mean of all models",
-    )
+    AD_PSGD,
+    worker=lambda worker, optimizer, wire, run: AdPsgdWorker(
+        worker, optimizer, wire, own(run, AdPsgdOptions), run.seed
+    ),
 )

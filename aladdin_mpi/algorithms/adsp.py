@@ -8,60 +8,21 @@ equally often and so differ in the steps between: they never wait for each other
 from __future__ import annotations
 
 from math import nan
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any
 
 from aladdin_mpi.algorithms.adsp_search import Point, RateSearch, fit, reward
 from aladdin_mpi.algorithms.global_loss import GlobalLoss
-from aladdin_mpi.algorithms.registry import Algorithm, register
+from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.model.saved import Stateful, saved
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.options.algorithms import ADSP, AdspOptions, own
 from aladdin_mpi.parameter_server.intake import Arrival
 from aladdin_mpi.parameter_server.local_difference import LocalDifference
 from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
-
-
-class AdspOptions(OwnOptions):
-    """For --algorithm adsp (Hu, Wang, Wu; AAAI 2020)."""
-
-    period: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
-        "auto",
-        description="check period Gamma, in which every worker should commit equally often; 60 in "
-        "the paper; auto: 10 mean steps",
-        json_schema_extra={"unit": "SECONDS"},
-    )
-    min_interval: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
-        "auto",
-        description="least time between two commits of a worker; 10 in the paper; auto: a sixth "
-        "of the check period",
-        json_schema_extra={"unit": "SECONDS"},
-    )
-    epoch: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
-        "auto",
-        description="time between two searches of the commit rate; 1000 in the paper; auto: 16.7 "
-        "check periods",
-        json_schema_extra={"unit": "SECONDS"},
-    )
-    loss_rise: float = Field(
-        0.3,
-        gt=0,
-        description="a rise of the training loss by this share from one check to the next also "
-        "starts a search",
-        json_schema_extra={"unit": "SHARE"},
-    )
-    end_loss: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
-        "auto",
-        description="the search looks for the rate at which the training loss would get there "
-        "first; auto: half of what it is when the search begins",
-        json_schema_extra={"unit": "LOSS"},
-    )
-
 
 PERIOD_STEPS = 10
 """Length of a check period in mean steps, where it is not given."""
@@ -321,12 +282,7 @@ class AdspServer(Server):
 
 
 register(
-    Algorithm(
-        "adsp",
-        lambda worker, optimizer, wire, run: AdspWorker(worker, optimizer, wire),
-        lambda server, optimizer, run: AdspServer(server, own(run, AdspOptions)),
-        options=AdspOptions,
-        few_bits=True,
-        on_resize="the rate of commits is searched anew",
-    )
+    ADSP,
+    worker=lambda worker, optimizer, wire, run: AdspWorker(worker, optimizer, wire),
+    server=lambda server, optimizer, run: AdspServer(server, own(run, AdspOptions)),
 )

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import sqrt
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Any
 
-from pydantic import Field
+from torch import Tensor
 
-from aladdin_mpi.algorithms.registry import Algorithm, register
+from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.layout import Bucket
@@ -21,6 +21,8 @@ from aladdin_mpi.model.saved import saved
 from aladdin_mpi.model.vectors import add, clear, copy
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
+from aladdin_mpi.options.algorithms import ALADDIN, AladdinOptions, own
+from aladdin_mpi.options.general import GeneralOptions
 from aladdin_mpi.parameter_server.gradient_sum import GradientSum
 from aladdin_mpi.parameter_server.inbox import Model, ModelInbox
 from aladdin_mpi.parameter_server.intake import Arrival
@@ -29,71 +31,7 @@ from aladdin_mpi.parameter_server.server_link import ServerLink
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.settings import OwnOptions, RunSettings, own
 from aladdin_mpi.roles.worker import Worker
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-AlphaRule = Literal["theory", "since-last", "literal"]
-"""How ALADDIN's server chooses the weight that a worker gives to the global model."""
-
-
-class AladdinOptions(OwnOptions):
-    """For --algorithm aladdin (Ko et al., CIKM 2021)."""
-
-    pi: int = Field(
-        4,
-        ge=1,
-        description="gradients that a worker sends between two models sent back to it",
-        json_schema_extra={"unit": "GRADIENTS"},
-    )
-    alpha: Annotated[float, Field(ge=0, le=1)] | AlphaRule = Field(
-        "theory",
-        description="weight of the global model when a worker blends it into its own: a number "
-        "from 0 to 1, or a rule; with n workers, theory: 1-1/sqrt(n*pi); since-last: 1-1/sqrt(c), "
-        "c the gradients at the server since its last model for this worker; literal: the same, c "
-        "since its last model for any worker, as printed",
-        json_schema_extra={"unit": "WEIGHT"},
-    )
-    normalize: Literal["count", "workers", "none"] = Field(
-        "workers",
-        description="what accumulated gradients are divided by: their count, the number of "
-        "workers, or nothing",
-    )
-    trigger: Literal["accumulate", "drop"] = Field(
-        "accumulate",
-        description="whether the gradient that triggers an update is added to it, or dropped as "
-        "the paper prints it",
-    )
-    momentum: Literal["worker", "split"] = Field(
-        "worker",
-        description="worker: workers send steps that contain their momentum, and the server adds "
-        "them plainly; split: workers send raw gradients, and both keep a momentum of their own",
-    )
-    lookahead: float = Field(
-        0.0,
-        ge=0,
-        description="steps of its own momentum by which a worker moves the global model on before "
-        "it blends it in, for what other workers are about to add to it; 0: not, as in the paper",
-        json_schema_extra={"unit": "STEPS"},
-    )
-    self_update: bool = Field(
-        True,
-        description="a worker applies its gradient to its own model at once; otherwise its model "
-        "stays as it is until the global one comes",
-    )
-    lazy: bool = Field(
-        True,
-        description="the global model is updated when a worker is sent it; otherwise by every "
-        "gradient",
-    )
-    ring: int = Field(
-        2,
-        ge=1,
-        description="gradients of a worker on the wire at once; more are summed until one is free",
-        json_schema_extra={"unit": "GRADIENTS"},
-    )
 
 
 class AladdinWorker(TrainingWorker):
@@ -339,17 +277,7 @@ class AladdinServer(Server):
             shard.applied = shard.total - shard.dropped - shard.sum.count
 
 
-def _check(run: RunSettings) -> None:
-    """A worker that looks ahead needs a momentum to do so with."""
-    steps = own(run, AladdinOptions).lookahead
-    if steps and not run.momentum:
-        raise UserError(
-            f"--aladdin-lookahead: expected 0 with --momentum 0, got {steps:g}: a worker looks "
-            "ahead along its momentum; leave the option out, or set --momentum"
-        )
-
-
-def _check_optimizer(optimizer: Optimizer, run: RunSettings) -> None:
+def _check_optimizer(optimizer: Optimizer, run: GeneralOptions) -> None:
     """It is the momentum of the built-in SGD."""
     steps = own(run, AladdinOptions).lookahead
     if steps:
@@ -360,18 +288,12 @@ def _check_optimizer(optimizer: Optimizer, run: RunSettings) -> None:
 
 
 register(
-    Algorithm(
-        "aladdin",
-        lambda worker, optimizer, wire, run: AladdinWorker(
-            worker, optimizer, wire, own(run, AladdinOptions)
-        ),
-        lambda server, optimizer, run: AladdinServer(server, optimizer, own(run, AladdinOptions)),
-        options=AladdinOptions,
-        node_sums=True,
-        compresses=True,
-        few_bits=True,
-        optimizers="by-value",
-        check=_check,
-        check_optimizer=_check_optimizer,
-    )
+    ALADDIN,
+    worker=lambda worker, optimizer, wire, run: AladdinWorker(
+        worker, optimizer, wire, own(run, AladdinOptions)
+    ),
+    server=lambda server, optimizer, run: AladdinServer(
+        server, optimizer, own(run, AladdinOptions)
+    ),
+    check_optimizer=_check_optimizer,
 )

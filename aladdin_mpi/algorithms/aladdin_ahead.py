@@ -12,16 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import mean
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Any
 
-from pydantic import Field
+from torch import Tensor
 
-from aladdin_mpi.algorithms.registry import Algorithm, register
+from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.compression.wires import bits_of
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.saved import saved
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.options.algorithms import ALADDIN_AHEAD, AladdinAheadOptions, own
 from aladdin_mpi.parameter_server.global_track import GlobalTrack
 from aladdin_mpi.parameter_server.inbox import Model, ModelInbox
 from aladdin_mpi.parameter_server.intake import Arrival
@@ -33,49 +34,7 @@ from aladdin_mpi.parameter_server.server_link import ServerLink
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-class AladdinAheadOptions(OwnOptions):
-    """For --algorithm aladdin-ahead."""
-
-    pi: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        "auto",
-        description="gradients that a worker sends between two models sent back to it; auto: one, "
-        "and more where the links have no room",
-        json_schema_extra={"unit": "GRADIENTS"},
-    )
-
-    weight: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = Field(
-        "auto",
-        description="what a worker's own gradient stands for of everybody's, until a model holds "
-        "it; auto: half its age in rounds, between 1/2 and 1",
-        json_schema_extra={"unit": "WEIGHT"},
-    )
-    lookahead: float = Field(
-        1.0,
-        ge=0,
-        description="rounds of the workers by which a gradient is computed ahead of the model, "
-        "along the momentum of all",
-        json_schema_extra={"unit": "ROUNDS"},
-    )
-    send: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = Field(
-        "auto",
-        description="share of a worker's next gradient that has reached a server when it sends "
-        "this worker its models; auto: as late as they still arrive in time",
-        json_schema_extra={"unit": "SHARE"},
-    )
-    ring: int = Field(
-        2,
-        ge=1,
-        description="gradients of a worker on the wire at once; more are summed until one is free",
-        json_schema_extra={"unit": "GRADIENTS"},
-    )
-
 
 RARER = (2, 4, 8)
 """Values of pi where there is no room for a model after each gradient."""
@@ -267,20 +226,10 @@ def _number(value: float | str) -> float | None:
 
 
 register(
-    Algorithm(
-        "aladdin-ahead",
-        lambda worker, optimizer, wire, run: AheadWorker(
-            worker, optimizer, wire, own(run, AladdinAheadOptions), bits_of(run.wire)
-        ),
-        lambda server, optimizer, run: AheadServer(server),
-        options=AladdinAheadOptions,
-        node_sums=True,
-        layout=fine_layout,
-        few_bits=True,
-        whole_models=False,
-        auto_wire="int8",
-        clips="parts",
-        optimizers="by-value",
-        on_resize="the workers' tracks begin anew",
-    )
+    ALADDIN_AHEAD,
+    worker=lambda worker, optimizer, wire, run: AheadWorker(
+        worker, optimizer, wire, own(run, AladdinAheadOptions), bits_of(run.wire)
+    ),
+    server=lambda server, optimizer, run: AheadServer(server),
+    layout=fine_layout,
 )

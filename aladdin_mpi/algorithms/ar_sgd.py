@@ -7,11 +7,9 @@ is what Horovod's tensor fusion makes: many layers' gradients in one message.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from torch import Tensor
 
-from pydantic import Field
-
-from aladdin_mpi.algorithms.registry import Algorithm, register
+from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.allreduce.base import AllReduce, Pending
 from aladdin_mpi.allreduce.compressed import CompressedAllReduce
@@ -23,25 +21,10 @@ from aladdin_mpi.model.saved import saved
 from aladdin_mpi.model.unused import joined, shifted, within
 from aladdin_mpi.model.vectors import add, clip_norm, copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.options.algorithms import AR_SGD, OUTLAST_DEATHS, ArSgdOptions, own
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-class ArSgdOptions(OwnOptions):
-    """For --algorithm ar-sgd."""
-
-    allreduce: Literal["auto", "ring", "mpi", "horovod", "torch"] = Field(
-        "auto",
-        description="what sums the gradients: messages around a ring, MPI's own all-reduce, "
-        "Horovod (installed by make horovod), or torch.distributed (gloo, or NCCL on GPUs); auto: "
-        "NCCL where each rank has a GPU to itself, and not where the others go on after a worker's "
-        "death; else the ring between hosts, and MPI's own on one",
-    )
 
 
 class ArSgdWorker(TrainingWorker):
@@ -58,11 +41,7 @@ class ArSgdWorker(TrainingWorker):
         self.compresses = isinstance(wire, DeepGradientCompression)
         self.sums: list[tuple[Bucket, Pending]] = []
         self.surviving: SurvivingSums | None = None
-        if (
-            self.transport.survives
-            and not self.compresses
-            and options.allreduce in choose.OUTLAST_DEATHS
-        ):
+        if self.transport.survives and not self.compresses and options.allreduce in OUTLAST_DEATHS:
             self.surviving = SurvivingSums(
                 options.allreduce,
                 self.transport,
@@ -164,22 +143,8 @@ class ArSgdWorker(TrainingWorker):
 
 
 register(
-    Algorithm(
-        "ar-sgd",
-        lambda worker, optimizer, wire, run: ArSgdWorker(
-            worker, optimizer, wire, own(run, ArSgdOptions)
-        ),
-        options=ArSgdOptions,
-        node_sums=True,
-        lockstep=True,
-        holder="first",
-        compresses=True,
-        needs_all=lambda run: (
-            run.compression != "none"
-            or own(run, ArSgdOptions).allreduce not in choose.OUTLAST_DEATHS
-        ),
-        collective=True,
-        clips="mean",
-        takes_writes=True,
-    )
+    AR_SGD,
+    worker=lambda worker, optimizer, wire, run: ArSgdWorker(
+        worker, optimizer, wire, own(run, ArSgdOptions)
+    ),
 )

@@ -18,19 +18,18 @@ from __future__ import annotations
 import logging
 from enum import IntEnum
 from statistics import median
-from typing import Any, Literal
-
-from pydantic import Field
+from typing import Any
 
 from aladdin_mpi.algorithms.ashl_plan import Share, Stage, Times, make_plan
 from aladdin_mpi.algorithms.ashl_top_k import SAMPLE, TopK
 from aladdin_mpi.algorithms.global_loss import GlobalLoss
-from aladdin_mpi.algorithms.registry import Algorithm, register
+from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.compression.select import select
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.saved import saved
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.options.algorithms import ASHL, AshlOptions, own
 from aladdin_mpi.parameter_server.intake import Arrival
 from aladdin_mpi.parameter_server.local_difference import LocalDifference
 from aladdin_mpi.parameter_server.server import ParameterServer
@@ -38,68 +37,7 @@ from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.parameter_server.staleness import StalenessBound
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
-
-
-class AshlOptions(OwnOptions):
-    """For --algorithm ashl (IEEE Transactions on Computers, 2024)."""
-
-    profile: int = Field(
-        5,
-        ge=2,
-        description="first iterations of each worker, in which it measures its times",
-        json_schema_extra={"unit": "STEPS"},
-    )
-    coarse_steps: int = Field(
-        8,
-        ge=1,
-        description="local steps of the slowest worker between two exchanges in the coarse stage; "
-        "faster ones take more",
-        json_schema_extra={"unit": "STEPS"},
-    )
-    fine_steps: int = Field(
-        2,
-        ge=1,
-        description="the same in the fine stage",
-        json_schema_extra={"unit": "STEPS"},
-    )
-    coarse_rate: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="share of its values that the slowest worker pushes in the coarse stage; "
-        "others push more where that costs them no time",
-        json_schema_extra={"unit": "SHARE"},
-    )
-    fine_rate: float = Field(
-        0.1,
-        gt=0,
-        le=1,
-        description="the same in the fine stage",
-        json_schema_extra={"unit": "SHARE"},
-    )
-    bound: int = Field(
-        3,
-        ge=0,
-        description="exchanges that a worker may be ahead of the slowest in the fine stage",
-        json_schema_extra={"unit": "EXCHANGES"},
-    )
-    loss: float = Field(
-        0.3,
-        ge=0,
-        description="training loss of all workers at which the fine stage begins",
-        json_schema_extra={"unit": "LOSS"},
-    )
-    stage: Literal["auto", "coarse", "fine"] = Field(
-        "auto",
-        description="auto: coarse, then fine when --ashl-loss is reached; or one of them "
-        "throughout. Timed computing has no loss: with auto it stays coarse",
-    )
-    error_feedback: bool = Field(
-        False, description="add values that were not pushed to the next push, not drop them"
-    )
-
 
 _log = logging.getLogger(__name__)
 
@@ -388,14 +326,9 @@ def _unpack(numbers: list[float]) -> Share:
 
 
 register(
-    Algorithm(
-        "ashl",
-        lambda worker, optimizer, wire, run: AshlWorker(
-            worker, optimizer, wire, own(run, AshlOptions)
-        ),
-        lambda server, optimizer, run: AshlServer(server, own(run, AshlOptions)),
-        options=AshlOptions,
-        few_bits=True,
-        on_resize="the workers are measured for a new plan",
-    )
+    ASHL,
+    worker=lambda worker, optimizer, wire, run: AshlWorker(
+        worker, optimizer, wire, own(run, AshlOptions)
+    ),
+    server=lambda server, optimizer, run: AshlServer(server, own(run, AshlOptions)),
 )

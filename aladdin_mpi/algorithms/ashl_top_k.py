@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.compression.dgc import DeepGradientCompression
 from aladdin_mpi.compression.few_bits import FewBitsCodec
 from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.transport.request import Event
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SAMPLE = 0.01
 """Share of the values from which the smallest of the largest is estimated."""

@@ -7,35 +7,17 @@ every gradient and answers with its model; a worker waits for its own answer onl
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
-from pydantic import Field
-
-from aladdin_mpi.algorithms.registry import Algorithm, register
+from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.model.saved import saved
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.options.algorithms import ASP, AspOptions, own
 from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.parameter_server.server_link import GradientLink
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
-
-
-class AspOptions(OwnOptions):
-    """For --algorithm asp (Dean et al., NIPS 2012)."""
-
-    momentum: Literal["server", "worker"] = Field(
-        "worker",
-        description="where momentum and weight decay are added: to the gradients as they arrive "
-        "at the server, or at each worker before it sends",
-    )
-    normalize: Literal["workers", "none"] = Field(
-        "workers",
-        description="what a gradient is divided by at the server: the number of workers that have "
-        "not failed, or nothing",
-    )
 
 
 class AspWorker(TrainingWorker):
@@ -84,16 +66,9 @@ def who_steps(
 
 
 register(
-    Algorithm(
-        "asp",
-        lambda worker, optimizer, wire, run: AspWorker(
-            worker, optimizer, wire, own(run, AspOptions)
-        ),
-        lambda server, optimizer, run: AspServer(server, optimizer, own(run, AspOptions)),
-        options=AspOptions,
-        node_sums=True,
-        compresses=True,
-        few_bits=True,
-        optimizers="by-value",
-    )
+    ASP,
+    worker=lambda worker, optimizer, wire, run: AspWorker(
+        worker, optimizer, wire, own(run, AspOptions)
+    ),
+    server=lambda server, optimizer, run: AspServer(server, optimizer, own(run, AspOptions)),
 )

@@ -5,41 +5,20 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
 from aladdin_mpi.algorithms.host_first import FollowingLink, LeadingLink, host_groups
-from aladdin_mpi.algorithms.registry import Algorithm, register
+from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.compression.codec import GradientCodec
-from aladdin_mpi.compression.wires import FEW_BITS
-from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.saved import saved
 from aladdin_mpi.model.vectors import scale
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.options.algorithms import BSP, BspOptions, own
 from aladdin_mpi.parameter_server.gradient_sum import GradientSum
 from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.parameter_server.server_link import GradientLink
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.settings import OwnOptions, RunSettings, own
 from aladdin_mpi.roles.worker import Worker
-
-
-class BspOptions(OwnOptions):
-    """For --algorithm bsp."""
-
-    host_first: bool = Field(
-        False,
-        description="add up the gradients of a host's workers on the host; one worker of each "
-        "host talks to the servers",
-    )
-    group: int | None = Field(
-        None,
-        ge=1,
-        description="with --bsp-host-first: most workers that are added up together, where a host "
-        "is several machines in one, such as containers or sockets",
-        json_schema_extra={"unit": "WORKERS", "default_text": "all of a host"},
-    )
 
 
 class BspWorker(TrainingWorker):
@@ -152,44 +131,12 @@ class BspServer(Server):
         return self.weights[bucket.index] or 1.0  # 0: a sum of zeros
 
 
-def _check(run: RunSettings) -> None:
-    """The workers of a host add up whole gradients."""
-    if not own(run, BspOptions).host_first:
-        return
-    if run.node_sums:
-        raise UserError(
-            "--node-sums: expected without --bsp-host-first, which adds up on the host too; leave "
-            "one of the two out"
-        )
-    if run.compression != "none":
-        raise UserError(
-            f"--compression {run.compression}: expected without --bsp-host-first, which adds up "
-            "whole gradients; leave one of the two out"
-        )
-    if run.wire in FEW_BITS:
-        raise UserError(
-            f"--wire {run.wire}: expected without --bsp-host-first, which adds up whole "
-            "gradients; use --wire bf16, or leave one of the two out"
-        )
-
-
 register(
-    Algorithm(
-        "bsp",
-        lambda worker, optimizer, wire, run: BspWorker(
-            worker, optimizer, wire, own(run, BspOptions), momentum=run.compression != "none"
-        ),
-        lambda server, optimizer, run: BspServer(
-            server, optimizer, own(run, BspOptions), momentum=run.compression == "none"
-        ),
-        options=BspOptions,
-        node_sums=True,
-        lockstep=True,
-        compresses=True,
-        few_bits=True,
-        server_steps=True,
-        needs_all=lambda run: own(run, BspOptions).host_first,
-        optimizers="by-value",
-        check=_check,
-    )
+    BSP,
+    worker=lambda worker, optimizer, wire, run: BspWorker(
+        worker, optimizer, wire, own(run, BspOptions), momentum=run.compression != "none"
+    ),
+    server=lambda server, optimizer, run: BspServer(
+        server, optimizer, own(run, BspOptions), momentum=run.compression == "none"
+    ),
 )

@@ -8,9 +8,8 @@ rank in full.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from aladdin_mpi.algorithms.layer_pieces import Ground, Piece
 from aladdin_mpi.allreduce.in_order import Queued
@@ -18,9 +17,6 @@ from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.replica import DenseLayer
 from aladdin_mpi.model.vectors import copy, scale
 from aladdin_mpi.transport.request import Event
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Capture:

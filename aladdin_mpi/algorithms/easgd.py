@@ -6,12 +6,10 @@ Every ``tau`` steps a worker and the centre draw each other together, Algorithm 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
-
 import torch
-from pydantic import Field
+from torch import Tensor
 
-from aladdin_mpi.algorithms.registry import Algorithm, register
+from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.compression.models import ModelEncoder
 from aladdin_mpi.control.tags import Tag
@@ -20,6 +18,7 @@ from aladdin_mpi.model.saved import saved
 from aladdin_mpi.model.vectors import add, copy, lerp, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
+from aladdin_mpi.options.algorithms import EAMSGD, EASGD, EasgdOptions, own
 from aladdin_mpi.parameter_server.inbox import ModelInbox
 from aladdin_mpi.parameter_server.intake import Arrival
 from aladdin_mpi.parameter_server.server import ParameterServer
@@ -27,35 +26,8 @@ from aladdin_mpi.parameter_server.server_link import ServerLink
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.request import Event
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-class EasgdOptions(OwnOptions):
-    """For --algorithm easgd and eamsgd (Zhang, Choromanska, LeCun; NeurIPS 2015)."""
-
-    tau: int = Field(
-        2,
-        ge=1,
-        description="steps of a worker between two exchanges with the centre",
-        json_schema_extra={"unit": "STEPS"},
-    )
-    alpha: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = Field(
-        "auto",
-        description="how far a worker and the centre move towards each other; auto: 0.9 divided "
-        "by the number of workers",
-        json_schema_extra={"unit": "WEIGHT"},
-    )
-    exchange: Literal["after", "before"] = Field(
-        "after",
-        description="when a worker meets the centre: after every tau-th step; or before the step "
-        "that follows, along the gradient at the model before the exchange, as in the paper",
-    )
-
 
 WHOLE_BYTES = 8
 """Of a message that says that a difference was lost."""
@@ -258,17 +230,11 @@ class EasgdServer(Server):
 
 
 register(
-    Algorithm(
-        "easgd",
-        lambda worker, optimizer, wire, run: EasgdWorker(
-            worker, optimizer, wire, own(run, EasgdOptions)
-        ),
-        lambda server, optimizer, run: EasgdServer(server, own(run, EasgdOptions)),
-        options=EasgdOptions,
-        has_centre=True,
-        few_bits=True,
-        on_resize="what the workers' own models were ahead of the centre is dropped",
-    )
+    EASGD,
+    worker=lambda worker, optimizer, wire, run: EasgdWorker(
+        worker, optimizer, wire, own(run, EasgdOptions)
+    ),
+    server=lambda server, optimizer, run: EasgdServer(server, own(run, EasgdOptions)),
 )
 
 
@@ -279,18 +245,9 @@ def _momentum_sgd(optimizer: Optimizer) -> MomentumSGD:
 
 
 register(
-    Algorithm(
-        "eamsgd",
-        lambda worker, optimizer, wire, run: EamsgdWorker(
-            worker, _momentum_sgd(optimizer), wire, own(run, EasgdOptions)
-        ),
-        lambda server, optimizer, run: EasgdServer(server, own(run, EasgdOptions)),
-        options=EasgdOptions,
-        options_of="easgd",
-        has_centre=True,
-        few_bits=True,
-        optimizers="sgd",
-        steps_unused=True,
-        on_resize="what the workers' own models were ahead of the centre is dropped",
-    )
+    EAMSGD,
+    worker=lambda worker, optimizer, wire, run: EamsgdWorker(
+        worker, _momentum_sgd(optimizer), wire, own(run, EasgdOptions)
+    ),
+    server=lambda server, optimizer, run: EasgdServer(server, own(run, EasgdOptions)),
 )

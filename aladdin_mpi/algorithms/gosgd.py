@@ -10,9 +10,8 @@ from __future__ import annotations
 import random
 
 import torch
-from pydantic import Field
 
-from aladdin_mpi.algorithms.registry import Algorithm, register
+from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.gossip.gossip_inbox import GossipInbox
@@ -20,22 +19,9 @@ from aladdin_mpi.gossip.peers import ModelOutbox
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.saved import saved
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.options.algorithms import GOSGD, GoSgdOptions, own
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
-
-
-class GoSgdOptions(OwnOptions):
-    """For --algorithm gosgd (Blot et al., 2016)."""
-
-    p: float = Field(
-        0.01,
-        gt=0,
-        le=1,
-        description="probability that a worker sends its model to another one after a step",
-        json_schema_extra={"unit": "PROBABILITY"},
-    )
-
 
 LEAST_ALPHA = 2.0**-1000
 """Below it a worker keeps what it has: halved often enough a weight would become 0."""
@@ -99,14 +85,8 @@ class GoSgdWorker(TrainingWorker):
 
 
 register(
-    Algorithm(
-        "gosgd",
-        lambda worker, optimizer, wire, run: GoSgdWorker(
-            worker, optimizer, wire, own(run, GoSgdOptions), run.seed
-        ),
-        options=GoSgdOptions,
-        holder="all",
-        least_workers=2,
-        on_resize="they begin from the weighted mean of all models, with equal weights",
-    )
+    GOSGD,
+    worker=lambda worker, optimizer, wire, run: GoSgdWorker(
+        worker, optimizer, wire, own(run, GoSgdOptions), run.seed
+    ),
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.budget import Ticket
@@ -17,9 +18,6 @@ from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Event, Request
 from aladdin_mpi.transport.sealed import SealedTransport, is_void
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def host_groups(transport: Transport, servers: int, largest: int | None = None) -> list[list[int]]:

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from aladdin_mpi.algorithms.dense_pieces import DenseWeight
 from aladdin_mpi.algorithms.layer_pieces import Piece
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.hooks import Hooks
+from aladdin_mpi.model.listen import Listen
 from aladdin_mpi.model.replica import places
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 class LayerHooks:
@@ -132,9 +131,6 @@ class LayerHooks:
         if first is None:
             return None
         self._require(part, True)
-        # Torch is loaded only to make the class: see process/deferred.py.
-        from aladdin_mpi.model.listen import Listen
-
         listened: Tensor = Listen.apply(output, self._token, self._hear(part, first))
         return listened
 

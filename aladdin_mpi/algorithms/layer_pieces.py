@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.allreduce.in_order import InOrder, Queued
 from aladdin_mpi.compression.codec import DenseWire
@@ -18,9 +18,6 @@ from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import copy, scale
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Event
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)

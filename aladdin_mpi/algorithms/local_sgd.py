@@ -11,44 +11,18 @@ that is smaller than the last digit of a parameter.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from torch import Tensor
 
-from pydantic import Field
-
-from aladdin_mpi.algorithms.registry import Algorithm, register
+from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.allreduce.base import AllReduce
 from aladdin_mpi.allreduce.surviving import Sums, SurvivingSums
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.model.vectors import add, copy
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.options.algorithms import LOCAL_SGD, OUTLAST_DEATHS, LocalSgdOptions, own
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-class LocalSgdOptions(OwnOptions):
-    """For --algorithm local-sgd (Stich, ICLR 2019; Lin et al., ICLR 2020)."""
-
-    steps: int = Field(
-        8,
-        ge=1,
-        description="local steps of a worker between two averages of all models",
-        json_schema_extra={"unit": "STEPS"},
-    )
-    post: int = Field(
-        0,
-        ge=0,
-        description="first samples of the run, all workers together, in which models are averaged "
-        "after every step (post-local SGD); 0: none",
-        json_schema_extra={"unit": "SAMPLES"},
-    )
-    allreduce: Literal["auto", "ring", "mpi", "horovod", "torch"] = Field(
-        "auto", description="what sums the models, as --ar-sgd-allreduce"
-    )
 
 
 class LocalSgdWorker(TrainingWorker):
@@ -63,7 +37,7 @@ class LocalSgdWorker(TrainingWorker):
         self.base = worker.replica.new_vector()
         self.all_reduce: AllReduce | SurvivingSums
         dtype = wire.plain.dtype
-        if self.transport.survives and options.allreduce in choose.OUTLAST_DEATHS:
+        if self.transport.survives and options.allreduce in OUTLAST_DEATHS:
             new_vector = worker.replica.new_vector
             self.all_reduce = SurvivingSums(
                 options.allreduce, self.transport, self.layout, new_vector, dtype
@@ -123,16 +97,8 @@ class LocalSgdWorker(TrainingWorker):
 
 
 register(
-    Algorithm(
-        "local-sgd",
-        lambda worker, optimizer, wire, run: LocalSgdWorker(
-            worker, optimizer, wire, own(run, LocalSgdOptions)
-        ),
-        options=LocalSgdOptions,
-        node_sums=True,
-        lockstep=True,
-        holder="all",
-        needs_all=lambda run: own(run, LocalSgdOptions).allreduce not in choose.OUTLAST_DEATHS,
-        collective=True,
-    )
+    LOCAL_SGD,
+    worker=lambda worker, optimizer, wire, run: LocalSgdWorker(
+        worker, optimizer, wire, own(run, LocalSgdOptions)
+    ),
 )

@@ -12,16 +12,15 @@ the authors' code batch norm's parameters are synchronised as all others are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 
 from aladdin_mpi.algorithms.dense_pieces import DenseBias, DenseWeight
 from aladdin_mpi.algorithms.layer_cut import choose, cut_at_layers, describe
 from aladdin_mpi.algorithms.layer_hooks import LayerHooks
 from aladdin_mpi.algorithms.layer_pieces import GradientPiece, Ground, Piece
-from aladdin_mpi.algorithms.registry import Algorithm, register
+from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.allreduce.in_order import InOrder
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.errors import UserError
@@ -29,23 +28,12 @@ from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.model.replica import DenseLayer, PhantomReplica, Replica
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
+from aladdin_mpi.options.algorithms import MULTISTEP, MultistepOptions, own, whole_gradient_options
+from aladdin_mpi.options.general import GeneralOptions
 from aladdin_mpi.process import console
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.settings import OwnOptions, RunSettings, own
 from aladdin_mpi.roles.worker import Worker
-
-
-class MultistepOptions(OwnOptions):
-    """For --algorithm multistep (Lee et al., MLHPC 2018)."""
-
-    exchange: Literal["auto", "gradients", "activations"] = Field(
-        "auto",
-        description="what is exchanged for the gradients of fully connected layers: gradients, "
-        "activations and errors, or whichever are fewer values; auto: gradients if --clip, "
-        "--max-loss or --no-wait-free is given",
-    )
-
 
 FITS, UNFIT, UNKNOWN = 1, 0, 2
 """What a rank says of a dense layer after the first step."""
@@ -245,7 +233,7 @@ class MultistepWorker(TrainingWorker):
 
 
 def own_places(
-    replica: Replica | PhantomReplica, workers: int, worker: int, options: RunSettings
+    replica: Replica | PhantomReplica, workers: int, worker: int, options: GeneralOptions
 ) -> torch.Tensor:
     """Where the values that a worker updates lie in the flat vector, in the order of its pieces."""
     exchanged = _exchanged(replica, workers, options)
@@ -289,7 +277,7 @@ def _like(optimizer: MomentumSGD, parts: torch.Tensor) -> MomentumSGD:
 
 
 def multistep_layout(
-    replica: Replica | PhantomReplica, workers: int, options: RunSettings
+    replica: Replica | PhantomReplica, workers: int, options: GeneralOptions
 ) -> Layout:
     """Buckets along the layers."""
     return cut_at_layers(
@@ -298,46 +286,16 @@ def multistep_layout(
 
 
 def _exchanged(
-    replica: Replica | PhantomReplica, workers: int, options: RunSettings
+    replica: Replica | PhantomReplica, workers: int, options: GeneralOptions
 ) -> list[DenseLayer]:
     exchange = own(options, MultistepOptions).exchange
-    if _whole_gradient_options(options):
+    if whole_gradient_options(options):
         exchange = "gradients"
     return choose(replica.dense, exchange, workers, options.step_size)
 
 
-def _whole_gradient_options(options: RunSettings) -> list[str]:
-    """Return the options that act on a whole gradient before any of it may be sent.
-
-    Activations leave during the forward pass, and errors do not pass through the gradient.
-    """
-    return [
-        message
-        for message, is_given in (
-            ("cannot be combined with --clip", options.clip is not None),
-            ("cannot be combined with --max-loss", options.max_loss is not None),
-            ("requires --wait-free", not options.wait_free),
-        )
-        if is_given
-    ]
-
-
-def check_exchange(options: RunSettings) -> None:
-    """Check that the other options allow ``--multistep-exchange activations``.
-
-    Raises:
-        UserError: one of them needs the whole gradient before it is sent.
-    """
-    conflicts = _whole_gradient_options(options)
-    if conflicts and own(options, MultistepOptions).exchange == "activations":
-        raise UserError(
-            f"--multistep-exchange activations {conflicts[0]}: activations are sent before the "
-            "whole gradient is known. Use --multistep-exchange auto."
-        )
-
-
 def multistep_worker(
-    worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: RunSettings
+    worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: GeneralOptions
 ) -> MultistepWorker:
     """A worker; rank 0's says which layers exchange activations and errors."""
     exchanged = _exchanged(worker.replica, worker.count, options)
@@ -361,18 +319,8 @@ def multistep_worker(
 
 
 register(
-    Algorithm(
-        "multistep",
-        multistep_worker,
-        options=MultistepOptions,
-        lockstep=True,
-        holder="first",
-        layout=multistep_layout,
-        needs_all=lambda run: True,
-        collective=True,
-        optimizers="sgd",
-        steps_unused=True,
-        own_places=own_places,
-        check=check_exchange,
-    )
+    MULTISTEP,
+    worker=multistep_worker,
+    layout=multistep_layout,
+    own_places=own_places,
 )

@@ -22,60 +22,27 @@ only afterwards, so that the order costs no time.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
+from torch import Tensor
 
-from aladdin_mpi.algorithms.registry import Algorithm, register
+from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.gossip.peers import ModelOutbox
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.saved import saved
 from aladdin_mpi.model.vectors import copy, lerp, scale
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.options.algorithms import OSGP, SGP, OsgpOptions, SgpOptions, own
+from aladdin_mpi.options.general import GeneralOptions
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.settings import OwnOptions, RunSettings, own
 from aladdin_mpi.roles.worker import Worker
-from aladdin_mpi.transport.request import Event, PeerFailedError, Request
+from aladdin_mpi.transport.request import Event, Request
 from aladdin_mpi.transport.sealed import intact, is_void
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-class SgpOptions(OwnOptions):
-    """For --algorithm sgp (Assran et al., ICML 2019)."""
-
-    graph: Literal["exponential", "ring"] = Field(
-        "exponential",
-        description="whom a worker sends to: 1, 2, 4, ... workers further, in turn, or always the "
-        "next",
-    )
-
-
-class OsgpOptions(SgpOptions):
-    """For --algorithm osgp (Assran et al., ICML 2019)."""
-
-    tau: int = Field(
-        1,
-        ge=1,
-        description="steps that a message may take before it is waited for",
-        json_schema_extra={"unit": "STEPS"},
-    )
-    order: Literal["add-first", "push-first"] = Field(
-        "add-first",
-        description="what a worker does after a step: add the messages of earlier steps that have "
-        "come, then send; or send, then add",
-    )
-    optimize: Literal["model", "numerator"] = Field(
-        "model",
-        description="what the optimizer, and so the weight decay, is applied to: the model z that "
-        "gradients are computed at, or the push-sum's numerator x = w z, as in the authors' code",
-    )
-
 
 P = 1 / 2
 """What a worker keeps, and sends to its only out-peer."""
@@ -260,23 +227,15 @@ class SgpWorker(TrainingWorker):
 _ON_RESIZE = "they begin from the weighted mean of all models, with equal weights"
 
 register(
-    Algorithm(
-        "sgp",
-        lambda worker, optimizer, wire, run: SgpWorker(
-            worker, optimizer, wire, own(run, SgpOptions)
-        ),
-        options=SgpOptions,
-        node_sums=True,
-        lockstep=True,
-        holder="all",
-        least_workers=2,
-        on_resize=_ON_RESIZE,
-    )
+    SGP,
+    worker=lambda worker, optimizer, wire, run: SgpWorker(
+        worker, optimizer, wire, own(run, SgpOptions)
+    ),
 )
 
 
 def _osgp_worker(
-    worker: Worker, optimizer: Optimizer, wire: GradientCodec, run: RunSettings
+    worker: Worker, optimizer: Optimizer, wire: GradientCodec, run: GeneralOptions
 ) -> SgpWorker:
     options = own(run, OsgpOptions)
     return SgpWorker(
@@ -291,14 +250,6 @@ def _osgp_worker(
 
 
 register(
-    Algorithm(
-        "osgp",
-        _osgp_worker,
-        options=OsgpOptions,
-        node_sums=True,
-        lockstep=True,
-        holder="all",
-        least_workers=2,
-        on_resize=_ON_RESIZE,
-    )
+    OSGP,
+    worker=_osgp_worker,
 )

@@ -8,35 +8,21 @@ as it is behind: ``x_i <- (1 - alpha_i) x_i + alpha_i x~``.
 from __future__ import annotations
 
 from math import log, log2
-from typing import Literal
 
-from pydantic import Field
-
-from aladdin_mpi.algorithms.asp import AspOptions, who_steps
-from aladdin_mpi.algorithms.registry import Algorithm, register
+from aladdin_mpi.algorithms.asp import who_steps
+from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.model.saved import saved
 from aladdin_mpi.model.vectors import add
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.options.algorithms import SHAT, ShatOptions, own
 from aladdin_mpi.parameter_server.intake import Arrival
 from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.parameter_server.server_link import GradientLink
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.settings import own
 from aladdin_mpi.roles.worker import Worker
-
-
-class ShatOptions(AspOptions):
-    """For --algorithm shat (Ko et al., Applied Sciences 12, 292, 2022)."""
-
-    log: Literal["e", "2"] = Field(
-        "e", description="base of the logarithm in alpha = 1 - n/(c log n)"
-    )
-    self_update: bool = Field(
-        True, description="a worker applies its gradient to its own model before it blends"
-    )
 
 
 def staleness_weight(others: int, workers: int, base: str) -> float:
@@ -111,15 +97,9 @@ class ShatServer(Server):
 
 
 register(
-    Algorithm(
-        "shat",
-        lambda worker, optimizer, wire, run: ShatWorker(
-            worker, optimizer, wire, own(run, ShatOptions)
-        ),
-        lambda server, optimizer, run: ShatServer(server, optimizer, own(run, ShatOptions)),
-        options=ShatOptions,
-        compresses=True,
-        few_bits=True,
-        optimizers="by-value",
-    )
+    SHAT,
+    worker=lambda worker, optimizer, wire, run: ShatWorker(
+        worker, optimizer, wire, own(run, ShatOptions)
+    ),
+    server=lambda server, optimizer, run: ShatServer(server, optimizer, own(run, ShatOptions)),
 )

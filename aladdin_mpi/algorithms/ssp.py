@@ -10,49 +10,19 @@ goes on without the server's, until it is ``bound`` steps past the last one that
 
 from __future__ import annotations
 
-from typing import Literal
-
-from pydantic import Field
-
-from aladdin_mpi.algorithms.asp import AspOptions, who_steps
-from aladdin_mpi.algorithms.registry import Algorithm, register
+from aladdin_mpi.algorithms.asp import who_steps
+from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.model.saved import saved
 from aladdin_mpi.model.vectors import add
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.options.algorithms import SSP, SspOptions, own
 from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.parameter_server.server_link import GradientLink
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.parameter_server.staleness import StalenessBound
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.settings import own
 from aladdin_mpi.roles.worker import Worker
-
-
-class SspOptions(AspOptions):
-    """For --algorithm ssp (Ho et al., NIPS 2013)."""
-
-    bound: int = Field(
-        3,
-        ge=0,
-        description="steps that a worker may be ahead of the slowest",
-        json_schema_extra={"unit": "STEPS"},
-    )
-    pull: Literal["always", "on-bound"] = Field(
-        "always",
-        description="when a worker takes the server's model: after every step (Ho et al.), or "
-        "only when it has gone bound + 1 steps without (Ko et al., IPDPS 2021)",
-    )
-    self_update: Literal["workers", "none"] = Field(
-        "none",
-        description="with --ssp-pull on-bound: what a worker divides its gradient by when it "
-        "applies it to its own model: the number of workers, or nothing",
-    )
-    coalesce: bool = Field(
-        True,
-        description="with --ssp-pull on-bound: add a gradient to the next one while the last is "
-        "still on the wire; otherwise wait until it has gone",
-    )
 
 
 class SspWorker(TrainingWorker):
@@ -108,15 +78,9 @@ class SspServer(Server):
 
 
 register(
-    Algorithm(
-        "ssp",
-        lambda worker, optimizer, wire, run: SspWorker(
-            worker, optimizer, wire, own(run, SspOptions)
-        ),
-        lambda server, optimizer, run: SspServer(server, optimizer, own(run, SspOptions)),
-        options=SspOptions,
-        compresses=True,
-        few_bits=True,
-        optimizers="by-value",
-    )
+    SSP,
+    worker=lambda worker, optimizer, wire, run: SspWorker(
+        worker, optimizer, wire, own(run, SspOptions)
+    ),
+    server=lambda server, optimizer, run: SspServer(server, optimizer, own(run, SspOptions)),
 )

@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from aladdin_mpi.errors import WaitTimeoutError
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import WaitTimeoutError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LONGEST_NAP = 0.0002
 """Seconds of sleep, at most, between two looks at an operation of another library."""

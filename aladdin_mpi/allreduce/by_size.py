@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from aladdin_mpi.allreduce.base import AllReduce, Pending
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SHORT = 512 * 1024
 """Bytes up to which MPI's own all-reduce is used between hosts. It takes fewer messages than a ring

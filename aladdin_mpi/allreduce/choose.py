@@ -16,11 +16,10 @@ from aladdin_mpi.allreduce.over_transport import DirectAllReduce, SingleAllReduc
 from aladdin_mpi.allreduce.ring import RingAllReduce
 from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import OUTLAST_DEATHS
 from aladdin_mpi.transport.base import Transport
 
 NAMES = ("auto", "ring", "mpi", "horovod", "torch")
-OUTLAST_DEATHS = ("auto", "ring", "mpi")
-"""Those that may stand for sums which outlast the death of ranks: see :mod:`.surviving`."""
 
 
 def make(

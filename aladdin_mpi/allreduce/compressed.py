@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from aladdin_mpi.allreduce.base import AllReduce, Pending
 from aladdin_mpi.allreduce.in_order import InOrder, Queued
@@ -13,9 +14,6 @@ from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.model.vectors import clear
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Request
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class CompressedAllReduce(AllReduce):

@@ -5,18 +5,16 @@ from __future__ import annotations
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.allreduce.base import AllReduce, Pending, wait_until
 from aladdin_mpi.allreduce.buffers import Buffers
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.volume import allreduce_bytes
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BUILD = "run `make horovod` (tools/build-horovod.sh)"
 

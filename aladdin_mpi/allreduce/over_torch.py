@@ -6,9 +6,11 @@ import inspect
 import os
 import socket
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch import distributed as dist
 
 from aladdin_mpi.allreduce.base import AllReduce, Pending, timeout_of, wait_until
 from aladdin_mpi.allreduce.buffers import Buffers
@@ -16,10 +18,6 @@ from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.volume import allreduce_bytes
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch import distributed as dist
 
 MARGIN = 30.0
 """Seconds by which torch's own limit exceeds the transport's, whose error says more."""

@@ -9,19 +9,17 @@ ranks, and the moment at which a part is summed differs from rank to rank.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.allreduce.base import AllReduce, Pending
 from aladdin_mpi.allreduce.buffers import Buffers
 from aladdin_mpi.allreduce.in_order import InOrder, Queued
 from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import Event, PeerFailedError, Request
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from aladdin_mpi.transport.request import Event, Request
 
 
 class SingleAllReduce(AllReduce):

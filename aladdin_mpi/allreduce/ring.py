@@ -8,20 +8,17 @@ four (`benchmarks.allreduce --hosts`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from aladdin_mpi.allreduce.base import AllReduce, Pending
 from aladdin_mpi.allreduce.buffers import Buffers
 from aladdin_mpi.allreduce.over_transport import describe
+from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.transport import collectives
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.group_collectives import Channel, Stepper
-from aladdin_mpi.transport.request import Event, PeerFailedError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from aladdin_mpi.transport.request import Event
 
 FIRST_TAG = 10_000
 TAGS = 5_000

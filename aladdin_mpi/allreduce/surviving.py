@@ -14,23 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.allreduce.base import AllReduce, Pending
 from aladdin_mpi.allreduce.over_transport import DirectAllReduce
 from aladdin_mpi.allreduce.ring import RingAllReduce
 from aladdin_mpi.control.tags import COORDINATOR, Tag, of_generation
+from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.model.vectors import copy
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.part import PartOfRanks
-from aladdin_mpi.transport.request import PeerFailedError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 GONE = -1
 """In place of a rank's number of steps: it takes no part any more."""

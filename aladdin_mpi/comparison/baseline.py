@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aladdin_mpi.algorithms import registry
 from aladdin_mpi.comparison.figures import RunFigures, read_figures
 from aladdin_mpi.comparison.options import Request
 from aladdin_mpi.comparison.plan import Entry, Run, ranks_of
-from aladdin_mpi.config import cli
-from aladdin_mpi.config.options import LENGTHS, RunOptions, SimulateOptions, to_toml
-from aladdin_mpi.config.settings import Setting, build
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options import command_line
+from aladdin_mpi.options.algorithms import ALGORITHMS
+from aladdin_mpi.options.run import LENGTHS, RunOptions, SimulateOptions, to_toml
+from aladdin_mpi.options.settings import Setting, build
 from aladdin_mpi.process.files import write_whole
 
 LABEL = "baseline"
@@ -75,7 +75,7 @@ def measuring_run(request: Request, out: Path) -> Run:
     Its options go into a file in the comparison's folder.
     """
     options = request.options
-    shared = cli.read(options.run_options, request.shared, "", "")
+    shared = command_line.read(options.run_options, request.shared, "", "")
     # One worker has no others, and its run a length of its own.
     replaced = ("slowdown", *LENGTHS, "servers", "algorithm", "run_dir", "overwrite")
     kept = {path: s for path, s in shared.items() if path[0] not in replaced}
@@ -106,7 +106,7 @@ def write_options(run: Run) -> None:
 
 def _algorithm(options: RunOptions) -> str:
     """The first without server that runs on a single rank, or else the first with one."""
-    by_servers = sorted(registry.ALGORITHMS.values(), key=lambda a: a.server is not None)
+    by_servers = sorted(ALGORITHMS.values(), key=lambda a: a.has_servers)
     for algorithm in by_servers:
         try:
             ranks_of(algorithm.name, options, 1)

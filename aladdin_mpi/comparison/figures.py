@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.resume import SUMMARY
 from aladdin_mpi.process import plain_json, units
 from aladdin_mpi.run.recorder import read_metrics
 from aladdin_mpi.run.rounding import rounded
-from aladdin_mpi.run.run_folder import SUMMARY
 
 KEYS = (
     "test_accuracy",

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from aladdin_mpi.comparison.options import PROG, CompareOptions, Request
-from aladdin_mpi.config.settings import build, read_toml, to_toml
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.settings import build, read_toml, to_toml
 from aladdin_mpi.process.files import open_own, write_whole
 
 MANIFEST = "comparison.toml"

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aladdin_mpi.algorithms import registry
 from aladdin_mpi.comparison.options import (
     ALL,
     SET_HERE,
@@ -17,15 +16,15 @@ from aladdin_mpi.comparison.options import (
     read_run_words,
     set_here,
 )
-from aladdin_mpi.config import cli
-from aladdin_mpi.config import options as run_options
-from aladdin_mpi.config.agreement import differences
-from aladdin_mpi.config.options import CONFIG_NAME, RunOptions, SimulateOptions
-from aladdin_mpi.config.settings import Settings, build, did_you_mean
-from aladdin_mpi.config.unused import unused
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options import command_line
+from aladdin_mpi.options import run as run_options
+from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
+from aladdin_mpi.options.checks import check_ranks
+from aladdin_mpi.options.resume import SUMMARY, differences
+from aladdin_mpi.options.run import CONFIG_NAME, RunOptions, SimulateOptions, unused
+from aladdin_mpi.options.settings import Settings, build, did_you_mean
 from aladdin_mpi.run.checkpoint import CheckpointStore
-from aladdin_mpi.run.run_folder import SUMMARY
 
 LOG = "output.log"
 RUNS = "runs"
@@ -109,9 +108,9 @@ def entries(options: CompareOptions) -> list[Entry]:
     """
     names = options.algorithms or (() if options.variants else (ALL,))
     if ALL in names:
-        names = tuple(registry.ALGORITHMS)
+        names = tuple(ALGORITHMS)
     for name in names:
-        _check_name("--algorithms", name, [*registry.ALGORITHMS, ALL])
+        _check_name("--algorithms", name, [*ALGORITHMS, ALL])
     found = {name: Entry(name, name) for name in names}
     for text in options.variants:
         entry = _variant(text)
@@ -135,7 +134,7 @@ def _variant(text: str) -> Entry:
             "--variants: expected LABEL=ALGORITHM OPTIONS in quotes, the label of letters, digits "
             f"and . _ + -, got {text!r}; write for example 'pi1=aladdin --aladdin-pi 1'"
         )
-    _check_name(f"--variants {match[1]}", words[0], list(registry.ALGORITHMS))
+    _check_name(f"--variants {match[1]}", words[0], list(ALGORITHMS))
     return Entry(match[1], words[0], tuple(words[1:]))
 
 
@@ -181,7 +180,7 @@ def _run(request: Request, entry: Entry, seed: int, out: Path) -> Run:
         words += ["--workers", str(options.workers)]
     where = _variants(entry) if entry.words else ""
     try:
-        built = build(options.run_options, cli.read(options.run_options, words, "", ""))
+        built = build(options.run_options, command_line.read(options.run_options, words, "", ""))
         ranks = ranks_of(entry.algorithm, built, options.workers)
     except UserError as error:
         raise UserError(f"{where}{error}") from None
@@ -195,12 +194,12 @@ def ranks_of(name: str, options: RunOptions, workers: int) -> int:
     Raises:
         UserError: the algorithm, or an option, does not go with them.
     """
-    algorithm = registry.find(name)
-    servers = options.servers if algorithm.server else 0
-    registry.check_ranks(algorithm, workers + servers, options.servers)
+    algorithm = find_algorithm(name)
+    servers = options.servers if algorithm.has_servers else 0
+    check_ranks(algorithm, workers + servers, options.servers)
     run_options.check_workers(options, workers)
     if isinstance(options, SimulateOptions):
-        run_options.check_ranks(options, workers + servers)
+        run_options.check_cluster(options, workers + servers)
     return workers + servers
 
 
@@ -228,13 +227,13 @@ def stored_options(folder: Path, model: type[RunOptions]) -> RunOptions:
     Raises:
         UserError: they cannot be read.
     """
-    return build(model, cli.read(model, ["--config", str(folder / CONFIG_NAME)], "", ""))
+    return build(model, command_line.read(model, ["--config", str(folder / CONFIG_NAME)], "", ""))
 
 
 def comparable(options: RunOptions) -> dict[str, object]:
     """What two runs must have in common to be the same run."""
     facts = options.model_dump(mode="json", exclude=NOT_COMPARED)
     # A default that says the same as what older runs have stored in words.
-    if options.wire == "auto" and registry.find(options.algorithm).auto_wire == "fp32":
+    if options.wire == "auto" and find_algorithm(options.algorithm).auto_wire == "fp32":
         facts["wire"] = "fp32"
     return facts

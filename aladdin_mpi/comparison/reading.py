@@ -10,10 +10,9 @@ from typing import Any
 
 from aladdin_mpi.comparison.figures import RunFigures, read_figures
 from aladdin_mpi.comparison.plan import comparable, stored_options
-from aladdin_mpi.config.agreement import differences
-from aladdin_mpi.config.options import CONFIG_NAME, RunOptions, SimulateOptions, TrainOptions
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.run.run_folder import SUMMARY
+from aladdin_mpi.options.resume import SUMMARY, differences
+from aladdin_mpi.options.run import CONFIG_NAME, RunOptions, SimulateOptions, TrainOptions
 
 EQUAL = ("engine", "workers", "model", "dataset", "samples", "version")
 """Facts of the summary that a comparison expects to be the same everywhere."""

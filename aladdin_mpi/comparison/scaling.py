@@ -6,12 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from aladdin_mpi.comparison.figures import RunFigures
 from aladdin_mpi.errors import UserError
-
-if TYPE_CHECKING:
-    from aladdin_mpi.comparison.figures import RunFigures
 
 DESCRIPTION = "Print the throughput of finished runs against their size, as a table."
 HEADINGS = ["run", "workers", "servers", "samples/s", "speed-up", "efficiency, %", "waiting, %"]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.accelerator import CopyEvent, CopyStream, is_accelerator, pinned
 from aladdin_mpi.compression.models import ModelDecoder, ModelEncoder
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import add, sizes
 from aladdin_mpi.transport.request import Event
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class GradientCodec(ABC):

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import ceil, prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.compression.difference import (
@@ -32,9 +33,6 @@ from aladdin_mpi.compression.difference import (
 from aladdin_mpi.compression.select import select
 from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.transport.request import Event
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class _Parts(NamedTuple):

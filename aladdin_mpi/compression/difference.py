@@ -8,16 +8,12 @@ differences of values, so that the worker's copy equals the server's exactly.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from aladdin_mpi.compression.codec import DenseWire
 from aladdin_mpi.compression.models import ModelDecoder, ModelEncoder
 from aladdin_mpi.model.layout import Bucket
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def index_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from aladdin_mpi.compression.dgc import DeepGradientCompression
 from aladdin_mpi.compression.difference import index_dtype, index_values
 from aladdin_mpi.model.layout import Bucket
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def packed_length(codec: DeepGradientCompression, bucket: Bucket, samples: int) -> int:

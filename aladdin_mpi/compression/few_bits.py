@@ -13,9 +13,10 @@ there and back). As training comes to rest, so do the differences, and their ste
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.compression.models import ModelDecoder, ModelEncoder
@@ -31,9 +32,6 @@ from aladdin_mpi.compression.quantise import (
 from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.model.vectors import cut
 from aladdin_mpi.transport.request import Event
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class FewBitsCodec(GradientCodec):

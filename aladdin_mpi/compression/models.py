@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from aladdin_mpi.model.layout import Bucket
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class ModelEncoder(ABC):

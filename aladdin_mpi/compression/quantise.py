@@ -13,15 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.model import fused
 from aladdin_mpi.model.vectors import BLOCK, is_finite
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 WIDTH = 256
 """Values of a block."""

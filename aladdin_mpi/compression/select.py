@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from aladdin_mpi.accelerator import is_accelerator
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FEWEST = 0.8
 """Of the values wanted: with fewer the threshold is lowered, by this factor."""

@@ -8,9 +8,7 @@ from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.compression.few_bits import FewBitsCodec
 from aladdin_mpi.model.layout import Layout
 from aladdin_mpi.model.vectors import full
-
-FEW_BITS = {"int8": 8, "int4": 4}
-"""Those that round to so many bits, and send later what that has lost."""
+from aladdin_mpi.options.general import FEW_BITS
 
 
 def bits_of(name: str) -> tuple[int, ...]:

@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import log2
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.control.loss_scale import LossScale
 from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Request, numbers_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MOST_AHEAD = 32
 """Largest number of tickets that a worker asks for ahead."""

@@ -6,18 +6,16 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.errors import RefusedError, UserError
+from aladdin_mpi.errors import PeerFailedError, RefusedError, UserError, combined
 from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import PeerFailedError, Request
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from aladdin_mpi.transport.request import Request
 
 T = TypeVar("T")
 
@@ -118,22 +116,8 @@ def _summary(transport: Transport, problem: str | None) -> str:
     else:
         problems = gather(transport, problem)
     # By messages: the others' errors are to come behind that of rank 0, which says what is wrong.
-    found: str = _broadcast(transport, summarised(problems, transport.size))
+    found: str = _broadcast(transport, combined(problems, transport.size))
     return found
-
-
-def summarised(problems: list[str | None], size: int) -> str:
-    """What is wrong on which ranks, by the problem of each; empty if there is none."""
-    places: dict[str, list[int]] = {}
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            places.setdefault(problem, []).append(rank)
-    lines = []
-    for problem, ranks in places.items():
-        plain = len(ranks) == size or ranks == [0]
-        named = "" if plain else f"rank {', '.join(map(str, ranks))}: "
-        lines.append(named + problem)
-    return "\n".join(lines)
 
 
 def packed(value: Any) -> Tensor:

@@ -12,16 +12,12 @@ is cut. Where the others can go on without rank 0 the deputy excludes it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import ExcludedError, LostError
 from aladdin_mpi.transport.base import Transport
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SIGNS = 6
 """Signs of life that a rank sends within the time after which it would be excluded."""

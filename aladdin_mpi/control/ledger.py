@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from math import log10
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from aladdin_mpi.control.budget import Budget
 from aladdin_mpi.control.refusals import NBYTES, Reason, Refusal
@@ -12,9 +14,6 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.saved import Stateful, saved
 from aladdin_mpi.process import console
 from aladdin_mpi.transport.base import Transport
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MOST_IN_A_ROW = 20
 """A worker whose last steps, as many as this, were all refused ends the run."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 from math import isfinite
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.model.vectors import clear, is_finite, total
 from aladdin_mpi.transport.base import Transport
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Reason(IntEnum):

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from aladdin_mpi.config.fields import kebab
-from aladdin_mpi.config.general import SHUFFLE_BUFFER
 from aladdin_mpi.data import builtin_sets, imagefolder, recipes, synthetic
 from aladdin_mpi.data.imagefolder import Fault, Listing
 from aladdin_mpi.data.shard_index import find_shards, indexed
@@ -23,6 +21,8 @@ from aladdin_mpi.data.shards import ShardImages
 from aladdin_mpi.data.skipped import SkippedImages
 from aladdin_mpi.data.user_code import call_with_accepted, import_function
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.fields import kebab
+from aladdin_mpi.options.general import SHUFFLE_BUFFER
 
 NAMES = ("digits", *builtin_sets.VISION_SETS, "imagefolder", "shards", "synthetic")
 CACHE_CHOICES = ("auto", "on", "off")

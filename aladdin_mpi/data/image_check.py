@@ -8,13 +8,13 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.exchange import agree, broadcast, gather
 from aladdin_mpi.data import imagefolder
 from aladdin_mpi.data.imagefolder import Fault, Listing
 from aladdin_mpi.data.loader_processes import Start
 from aladdin_mpi.data.loading import load_in_order
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import console
 from aladdin_mpi.transport.base import Transport
 

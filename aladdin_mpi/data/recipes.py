@@ -7,11 +7,11 @@ from typing import get_args
 
 from torch import Tensor
 
-from aladdin_mpi.config.general import Augment
 from aladdin_mpi.data.augment import CIFAR10, LargeImages, SmallImages
 from aladdin_mpi.data.images import ImageArrays
 from aladdin_mpi.data.policies import CLASSES, Policy
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.general import Augment
 
 CHOICES = get_args(Augment)
 BY_IMAGE = frozenset({"imagenet", *CLASSES})

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from aladdin_mpi.config.general import SHUFFLE_BUFFER
 from aladdin_mpi.data.augment import LargeImages, SmallImages
 from aladdin_mpi.data.images import CorruptImageError, ImageFiles, Int64Array, decode
 from aladdin_mpi.data.randomness import SHUFFLING, sample_keys
 from aladdin_mpi.data.shard_index import Entries, packed, unpacked
 from aladdin_mpi.data.skipped import SkippedImages
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.general import SHUFFLE_BUFFER
 
 MOST_OPEN = 64
 """Shards that a process keeps open: as many as a shuffle buffer reaches over."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.compression.codec import DenseWire
 from aladdin_mpi.control.tags import Tag
@@ -13,9 +13,6 @@ from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import host_vector, lerp
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.sealed import intact, is_void
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class GossipInbox:

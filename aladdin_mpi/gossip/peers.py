@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from aladdin_mpi.compression.codec import DenseWire
 from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.roles.worker import Worker
-from aladdin_mpi.transport.request import PeerFailedError, Request
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from aladdin_mpi.transport.request import Request
 
 
 class _Copy:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.other_dtypes import OtherDtypes, convert_gradient
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 class BoundGradients:

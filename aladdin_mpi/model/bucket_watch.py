@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.bound_gradients import BoundGradients
 from aladdin_mpi.model.layout import Layout
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.utils.hooks import RemovableHandle
 
 OnBucket = Callable[[int], None]
 """Called with the number of a bucket when all of its gradients are there."""

@@ -8,14 +8,12 @@ kernel each, which halves a worker's launches in a step of aladdin-ahead (docs/g
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi import accelerator
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BLOCK = 1024
 """Values of an elementwise kernel's program."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.utils.hooks import RemovableHandle
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 _REDUCE = "__reduce_ex__"
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import ceil
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+from torch import Tensor
 
 from aladdin_mpi.model import vectors
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BYTES_PER_MB = 1_000_000
 BYTES_PER_VALUE = 4

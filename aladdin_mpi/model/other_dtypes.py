@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.visible_writes import raw_data
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 def common_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:

@@ -8,16 +8,14 @@ parameter of the model that it steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.replica import places
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 Projection = Callable[[str, "Tensor"], None]
 """Called with a parameter's name and its values, which it changes in place."""

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor, nn
 
 from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.errors import UserError
@@ -24,9 +24,6 @@ from aladdin_mpi.model.bucket_watch import BucketWatch, OnBucket
 from aladdin_mpi.model.layout import Layout
 from aladdin_mpi.model.other_dtypes import OtherDtypes, common_dtype
 from aladdin_mpi.model.vectors import sizes as sizes_alone
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 from aladdin_mpi.errors import UserError
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 def check_module(module: nn.Module, needs_values: bool) -> None:

@@ -11,14 +11,12 @@ library that sums preserves it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.model.layout import Bucket, Layout
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Unused = Sequence[slice]
 """Parts of a vector that belong to unused parameters, in order."""

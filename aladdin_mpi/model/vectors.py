@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from math import isfinite
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 BLOCK = 1 << 17
 """Values of a block, of which two fit into the cache of a core (512 KB each in fp32)."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from aladdin_mpi.model.unused import Unused
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Optimizer(ABC):

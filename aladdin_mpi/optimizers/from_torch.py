@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.replica import places
@@ -20,10 +22,6 @@ from aladdin_mpi.optimizers.parameter_states import states_of_parameters, states
 from aladdin_mpi.optimizers.part import OptimizerPart, Piece
 from aladdin_mpi.optimizers.probe import Granularity, granularity
 from aladdin_mpi.optimizers.script_access import ScriptAccess, States
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim.lr_scheduler import LRScheduler
 
 
 class TorchOptimizer(Optimizer):

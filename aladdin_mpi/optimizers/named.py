@@ -6,13 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from aladdin_mpi.errors import UserError
-
-if TYPE_CHECKING:  # options are read without it: importing it takes seconds
-    import torch
-    from torch import nn
 
 Make = Callable[..., "torch.optim.Optimizer"]
 WANT_MORE = ("LBFGS", "SparseAdam")
@@ -22,8 +21,6 @@ BETAS = {"beta1": 0, "beta2": 1}
 
 def known() -> dict[str, Make]:
     """Torch's optimizers by their names in small letters."""
-    import torch
-
     return {
         name.lower(): each
         for name, each in vars(torch.optim).items()
@@ -49,15 +46,6 @@ def find(name: str) -> Make:
             f"package.module:function, got {name!r}{hint}"
         )
     return makers[name]
-
-
-def default_decay(name: str) -> float:
-    """The weight decay that torch's ``name`` has by itself; 0 for one that is not torch's."""
-    maker = known().get(name)
-    if maker is None:
-        return 0.0
-    decay = inspect.signature(maker).parameters.get("weight_decay")
-    return 0.0 if decay is None else float(decay.default)
 
 
 def arguments(make: Make, settings: Mapping[str, float]) -> dict[str, Any]:

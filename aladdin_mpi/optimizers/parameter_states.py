@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.optimizers.inherited import Inherited
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from aladdin_mpi.optimizers.part import OptimizerPart
+from aladdin_mpi.optimizers.part import OptimizerPart
 
 Place = tuple[slice, int, "nn.Parameter"]
 """A parameter's place in the flat vector, its group, and the parameter."""

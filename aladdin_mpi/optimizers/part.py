@@ -6,15 +6,13 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from aladdin_mpi.model.unused import Unused
 from aladdin_mpi.optimizers.control import Hyperparameters, hyperparameters, portable
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,14 @@ It is tried out, on tensors of a few values: nobody has to keep a list of all op
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.optimizers.control import portable
 from aladdin_mpi.optimizers.part import same_kind
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 STEPS = 3
 LARGEST = 5

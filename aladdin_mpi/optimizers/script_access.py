@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.optimizers.control import numbers
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from torch.utils.hooks import RemovableHandle
 
 States = dict["nn.Parameter", dict[str, Any]]
 

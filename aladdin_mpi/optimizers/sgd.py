@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from math import sqrt
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.model import fused
 from aladdin_mpi.model.unused import Unused, used_parts
 from aladdin_mpi.model.vectors import blocks
 from aladdin_mpi.optimizers.base import Optimizer
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class MomentumSGD(Optimizer):

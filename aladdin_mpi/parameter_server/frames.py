@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 from math import isnan
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.transport.request import Request, numbers_of
 from aladdin_mpi.transport.sealed import intact
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MOST_NOTES = 8
 """The largest number of notes in a header, unless a server expects more."""

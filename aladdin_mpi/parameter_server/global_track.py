@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.model import fused
 from aladdin_mpi.model.layout import Bucket
@@ -28,9 +28,6 @@ from aladdin_mpi.model.saved import Stateful, saved
 from aladdin_mpi.model.vectors import BLOCK, blocks, clear, copy
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.worker import Worker
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MOST_PENDING = 4
 """Own steps that are kept apart until a model holds them; older ones are added up."""

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from aladdin_mpi.model.vectors import add_if_finite, cut, full
 from aladdin_mpi.parameter_server.intake import Arrival
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class GradientSum:

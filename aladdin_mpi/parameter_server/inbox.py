@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.tags import Tag
@@ -16,9 +17,6 @@ from aladdin_mpi.parameter_server.frames import Header, Kind, new_header
 from aladdin_mpi.transport.base import EVENT_POLL, Transport
 from aladdin_mpi.transport.request import Event, Request
 from aladdin_mpi.transport.sealed import is_void
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Model(NamedTuple):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.tags import Tag
@@ -15,9 +15,6 @@ from aladdin_mpi.model.vectors import add, cut, full, is_finite
 from aladdin_mpi.parameter_server.frames import Header, Kind, new_header
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Request
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TAKEN = 5
 """Bytes that move in memory for each that comes: copied in (2), and added (3)."""

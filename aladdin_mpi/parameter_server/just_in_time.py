@@ -12,7 +12,7 @@ from math import ceil
 
 from aladdin_mpi.model.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
 from aladdin_mpi.model.replica import PhantomReplica, Replica
-from aladdin_mpi.roles.settings import RunSettings
+from aladdin_mpi.options.general import GeneralOptions
 
 MOMENTS = 8
 """Buckets that each server has at least, where they are not tiny then."""
@@ -101,7 +101,7 @@ class Timing:
         self.steps, self.late = int(str(state["steps"])), float(str(state["late"]))
 
 
-def fine_layout(replica: Replica | PhantomReplica, workers: int, options: RunSettings) -> Layout:
+def fine_layout(replica: Replica | PhantomReplica, workers: int, options: GeneralOptions) -> Layout:
     """Buckets so small, and dealt so, that a server can tell how far a worker's backward pass is.
 
     They are dealt to the servers in turn, one by one: in a shard of several a server would have

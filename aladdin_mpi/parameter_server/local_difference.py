@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from math import nan
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.model.vectors import copy
@@ -11,9 +12,6 @@ from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.parameter_server.inbox import Model, ModelInbox
 from aladdin_mpi.parameter_server.server_link import ServerLink
 from aladdin_mpi.roles.worker import Worker
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class DifferenceInbox(ModelInbox):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.control.exchange import send_object, unpacked
 from aladdin_mpi.control.tags import Tag
@@ -19,9 +20,6 @@ from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Request
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def keeper_of(server: int, servers: int) -> int:

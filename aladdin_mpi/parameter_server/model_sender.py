@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.vectors import cut
 from aladdin_mpi.parameter_server.frames import Header, Kind
 from aladdin_mpi.parameter_server.intake import Arrival
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import Event, PeerFailedError, Request
+from aladdin_mpi.transport.request import Event, Request
 from aladdin_mpi.transport.wait_set import WaitSet
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Notes = tuple[float, ...]
 NotesThen = Notes | Callable[[], Notes]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.tags import Tag
@@ -16,9 +17,6 @@ from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Request
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Notes = tuple[float, ...]
 NotesFor = Notes | Callable[[int], Notes]

@@ -8,13 +8,14 @@ nobody.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.model.projection import Projections
 from aladdin_mpi.model.unused import Unused, UnusedMarks
@@ -25,11 +26,7 @@ from aladdin_mpi.parameter_server.model_sender import ModelSender, NotesThen
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.survivors import divisor, unscaled
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import PeerFailedError
 from aladdin_mpi.transport.sealed import is_void
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class ParameterServer:

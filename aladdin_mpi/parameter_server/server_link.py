@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.control.budget import Ticket
@@ -14,9 +16,6 @@ from aladdin_mpi.parameter_server.inbox import ModelInbox
 from aladdin_mpi.parameter_server.outbox import Outbox
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.worker import Worker
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class ServerLink:

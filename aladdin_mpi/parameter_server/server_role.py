@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.saved import saved
@@ -13,9 +14,6 @@ from aladdin_mpi.parameter_server.intake import Arrival
 from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.role import Role
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Server(Role):

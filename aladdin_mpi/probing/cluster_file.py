@@ -14,9 +14,9 @@ from typing import Any
 
 import tomli_w
 
-from aladdin_mpi.config.options import SimulateOptions
-from aladdin_mpi.config.settings import build, parse_part
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.run import SimulateOptions
+from aladdin_mpi.options.settings import build, parse_part
 from aladdin_mpi.process.files import write_new, write_whole
 
 KEY_WIDTH = 32

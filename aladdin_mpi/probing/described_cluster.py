@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aladdin_mpi.config.fields import shown
-from aladdin_mpi.config.options import SimulateOptions
+from aladdin_mpi.options.cluster import Cluster
+from aladdin_mpi.options.fields import shown
+from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.probing.cluster_file import Entry, Section
 from aladdin_mpi.probing.options import ProbeOptions
-from aladdin_mpi.transport.cluster import Cluster
 
 UNKNOWN = "not said; the default is"
 LINKS = "Gbit/s of the links of hosts, counted from 0, that have another rate."

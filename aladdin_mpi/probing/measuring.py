@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from functools import partial
 
 from aladdin_mpi.control.exchange import agree
-from aladdin_mpi.errors import LostError
+from aladdin_mpi.errors import LostError, WaitTimeoutError
 from aladdin_mpi.probing.cluster_file import check, check_free, rendered, write
 from aladdin_mpi.probing.describing import tell_written
 from aladdin_mpi.probing.measure import measure
@@ -17,7 +17,6 @@ from aladdin_mpi.probing.steps import Task, make_task, time_steps
 from aladdin_mpi.run.device import choose_device
 from aladdin_mpi.run.placement import tell_placement
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import WaitTimeoutError
 
 
 def measure_cluster(options: ProbeOptions, transport: Transport, cores: int) -> None:

@@ -20,6 +20,7 @@ from aladdin_mpi.errors import (
     ClosedError,
     ExcludedError,
     LostError,
+    PeerFailedError,
     RefusedError,
     SuspendedError,
     UserError,
@@ -225,8 +226,7 @@ def _and_then(otherwise: str = "") -> str:
 
 def _peer(error: BaseException) -> int | None:
     """The rank whose death is the error."""
-    base = sys.modules.get("aladdin_mpi.transport.base")
-    return error.rank if base is not None and isinstance(error, base.PeerFailedError) else None
+    return error.rank if isinstance(error, PeerFailedError) else None
 
 
 def _print_traceback(error: BaseException, rank: int, size: int) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from math import sqrt
-from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.vectors import clip_norm
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Clips = Literal["mean", "own", "parts"]
+from aladdin_mpi.options.algorithms import Clips
 
 
 class Clipping:

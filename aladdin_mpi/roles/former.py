@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.layout import Bucket, Layout
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 COUNTS = ("samples", "computed", "refused", "coalesced", "waiting", "bytes_sent")
 """What is counted for each worker."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from math import log2
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.compression.codec import DenseWire
 from aladdin_mpi.control.budget import Draws, Report, Ticket
@@ -24,9 +24,6 @@ from aladdin_mpi.model.vectors import add, full, scale
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Event, Request, numbers_of
 from aladdin_mpi.transport.sealed import is_void
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TICKET = 4
 """Numbers of a message that deals samples."""

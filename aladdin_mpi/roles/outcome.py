@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.accelerator import CopyStream, is_accelerator
 from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.control.refusals import Found, GradientCheck, found_in
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Event
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Outcome(NamedTuple):

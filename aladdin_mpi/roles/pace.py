@@ -6,8 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-FORWARD_SHARE = 1 / 3
-"""Share of a step's computing that is the forward pass, in modelled time."""
+from aladdin_mpi.options.general import FORWARD_SHARE
 
 Shape = Sequence[tuple[float, float]]
 """Of backward: shares of the gradient, last layer first, with the shares of backward's time after

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from torch import Tensor
 
 from aladdin_mpi.model.layout import Bucket
 from aladdin_mpi.model.saved import Saved, load_state, saved, state_of
@@ -12,9 +14,6 @@ from aladdin_mpi.model.vectors import add, copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.roles.former import Former
 from aladdin_mpi.roles.worker import Worker
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Role(ABC):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
+
+from torch import Tensor
 
 from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.model.bucket_watch import BucketWatch
@@ -12,9 +14,6 @@ from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.model.replica import PhantomReplica, Replica
 from aladdin_mpi.roles.pace import Pace
 from aladdin_mpi.transport.base import IdleUntil, Transport
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 OnBucket = Callable[[Bucket], None]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from math import isfinite, nan
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from aladdin_mpi.control.budget import Draws, Report, Ticket
 from aladdin_mpi.control.refusals import GradientCheck, Reason, Refusal, report
@@ -23,9 +24,6 @@ from aladdin_mpi.roles.reached import Reached
 from aladdin_mpi.roles.step import Compute, ModelledStep, OnBucket, RealStep
 from aladdin_mpi.roles.survivors import divisor, unscaled
 from aladdin_mpi.transport.base import IdleUntil, Transport
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def _unknown(lr: float) -> None:

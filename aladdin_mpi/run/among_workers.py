@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.errors import LostError
+from aladdin_mpi.errors import LostError, PeerFailedError
 from aladdin_mpi.roles.worker import Worker
-from aladdin_mpi.transport.request import PeerFailedError
 
 
 def allreduce(worker: Worker, value: float | Tensor) -> tuple[Tensor, int]:

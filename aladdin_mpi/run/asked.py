@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from aladdin_mpi.algorithms import registry
-from aladdin_mpi.config.options import OWN_DATA, RunOptions, SimulateOptions
-from aladdin_mpi.config.settings import Setting, Settings, build, overlay
 from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import find_algorithm
+from aladdin_mpi.options.run import OWN_DATA, RunOptions, SimulateOptions
+from aladdin_mpi.options.settings import Setting, Settings, build, overlay
 from aladdin_mpi.process import guard
 from aladdin_mpi.run.auto_resume import agree_on_resume
 from aladdin_mpi.run.own_words import check_effect
@@ -75,8 +75,8 @@ def for_one_process(settings: dict[str, Any]) -> dict[str, Any]:
     With one worker every algorithm is plain training, and ar-sgd needs no server for it.
     """
     name = settings.get("algorithm", RunOptions.model_fields["algorithm"].default)
-    algorithm = registry.find(name)
-    if algorithm.server is None and algorithm.least_workers == 1:
+    algorithm = find_algorithm(name)
+    if not algorithm.has_servers and algorithm.least_workers == 1:
         return settings
     if not settings.get("quiet", False):
         alone = f"one process trains alone, as ar-sgd does; start {name} with mpirun -np 3 or more"

@@ -13,8 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from aladdin_mpi.algorithms.registry import Algorithm
-from aladdin_mpi.config.options import RESUME_FIELDS, RunOptions, agreed
 from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.control.heartbeats import Heartbeats
@@ -22,6 +20,8 @@ from aladdin_mpi.data.skipped import SkippedImages, SkipRecord, SkipReports
 from aladdin_mpi.model.projection import Projection
 from aladdin_mpi.model.vectors import full
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.options.algorithms import Algorithm
+from aladdin_mpi.options.run import RESUME_FIELDS, RunOptions, agreed
 from aladdin_mpi.parameter_server.mirror import Kept, Mirror
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.process import console, guard

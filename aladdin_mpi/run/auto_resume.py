@@ -6,20 +6,20 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from aladdin_mpi.config.options import LENGTHS, OWN_DATA, RunOptions, agreed, differences
-from aladdin_mpi.config.resume import (
+from aladdin_mpi.control.exchange import agree, broadcast
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.resume import (
     AUTO,
     CONFIG_NAME,
     RESIZE_FIELDS,
     RESUME_FIELDS,
+    SUMMARY,
     resumed_options,
 )
-from aladdin_mpi.config.settings import Settings, build
-from aladdin_mpi.control.exchange import agree, broadcast
-from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.run import LENGTHS, OWN_DATA, RunOptions, agreed, differences
+from aladdin_mpi.options.settings import Settings, build
 from aladdin_mpi.process import console, plain_json
 from aladdin_mpi.run.checkpoint import CheckpointStore
-from aladdin_mpi.run.run_folder import SUMMARY
 from aladdin_mpi.transport.base import Transport
 
 Options = TypeVar("Options", bound=RunOptions)

@@ -7,8 +7,8 @@ from typing import TypeVar
 import torch
 
 from aladdin_mpi.accelerator import is_accelerator
-from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.exchange import broadcast, gather
+from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.transport.base import Transport
 
 GPU_BUCKET_MB = 16.0

@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms import registry
+from aladdin_mpi.algorithms.registry import implementation
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.compression.dgc import DeepGradientCompression
-from aladdin_mpi.compression.wires import FEW_BITS, make_codec
-from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.compression.wires import make_codec
 from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.from_torch import TorchOptimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
+from aladdin_mpi.options.checks import marks_unused, steps_unused
+from aladdin_mpi.options.general import FEW_BITS
+from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.clipping import Clipping
@@ -118,7 +121,7 @@ def make_server(
 
     ``lr`` is the learning rate as a function of samples.
     """
-    make = context.algorithm.server
+    make = implementation(context.algorithm).server
     if make is None:
         raise ValueError(f"{context.algorithm.name} has no servers")
     notes = len(optimizer.settings())
@@ -184,14 +187,14 @@ def make_worker(
         transport,
         node,
         LedDraws(transport, context.node[0]) if is_led else None,
-        registry.marks_unused(algorithm, options),
-        registry.steps_unused(algorithm, options),
+        marks_unused(algorithm, options),
+        steps_unused(algorithm, options),
         context.projections.apply,
         partial(scale_of, options.lr_scaling),
     )
     if is_led:
         return LedWorker(worker, optimizer, context.node[0])
-    return algorithm.worker(worker, optimizer, wire, options)
+    return implementation(algorithm).worker(worker, optimizer, wire, options)
 
 
 def _by_rank_0(lr: float) -> None:

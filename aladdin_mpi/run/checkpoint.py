@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from aladdin_mpi.config.agreement import differences
-from aladdin_mpi.config.resume import RESIZE_FIELDS
 from aladdin_mpi.errors import UserError, system_error
+from aladdin_mpi.options.resume import RESIZE_FIELDS, differences
 from aladdin_mpi.process import plain_json
 from aladdin_mpi.process.files import check_own_folder, remove_tree
 

@@ -8,13 +8,14 @@ from functools import cached_property
 
 from torch import nn
 
-from aladdin_mpi.algorithms.registry import Algorithm
-from aladdin_mpi.config.options import RunOptions, check_workers
+from aladdin_mpi.algorithms.registry import implementation
 from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.layout import Bucket, Layout, between_parameters, cut
 from aladdin_mpi.model.projection import Projection, Projections
 from aladdin_mpi.model.replica import PhantomReplica, Replica, shared_outline
+from aladdin_mpi.options.algorithms import Algorithm
+from aladdin_mpi.options.run import RunOptions, check_workers
 from aladdin_mpi.run.nodes import make_nodes
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.part import PartOfRanks
@@ -106,12 +107,12 @@ class Context:
 
     def holders(self, bucket: Bucket) -> range:
         """The ranks whose values of a bucket make up the global model's."""
-        return self.algorithm.holders(bucket, self.transport.size)
+        return self.algorithm.holders(bucket.server, self.transport.size)
 
 
 def server_count(options: RunOptions, algorithm: Algorithm) -> int:
     """How many of the ranks are servers."""
-    return options.servers if algorithm.server else 0
+    return options.servers if algorithm.has_servers else 0
 
 
 def make_context(
@@ -154,7 +155,7 @@ def make_context(
 def _check_projections(context: Context) -> None:
     if not context.projections:
         return
-    if context.algorithm.own_places is not None:
+    if implementation(context.algorithm).own_places is not None:
         raise UserError(
             f"run.project() requires whole parameters on each rank, and {context.algorithm.name} "
             "updates a part of each layer on each. Use ar-sgd."
@@ -178,9 +179,10 @@ def make_layout(
     workers: int,
 ) -> Layout:
     """How so many servers and workers cut the model."""
-    if algorithm.layout is not None:
+    own_layout = implementation(algorithm).layout
+    if own_layout is not None:
         options = options.model_copy(update={"servers": max(1, servers)})
-        return algorithm.layout(replica, workers, options)
+        return own_layout(replica, workers, options)
     return cut(
         replica.numel,
         servers,

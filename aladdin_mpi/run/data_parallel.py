@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from aladdin_mpi.accelerator import configure
-from aladdin_mpi.algorithms import registry
-from aladdin_mpi.algorithms.registry import Algorithm
-from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import SEALED
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.projection import Projection
 from aladdin_mpi.model.soundness import check_module
+from aladdin_mpi.options.algorithms import Algorithm
+from aladdin_mpi.options.checks import checked_algorithm
+from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import console, guard, heap
 from aladdin_mpi.run import among_workers
 from aladdin_mpi.run.asked import (
@@ -103,7 +103,7 @@ class DataParallel:
         transport: MPI over all ranks by default.
         evaluate: measures a module at rank 0, beside training; returns figures such
             as ``test_accuracy``.
-        settings: fields of :class:`aladdin_mpi.config.options.RunOptions`.
+        settings: fields of :class:`aladdin_mpi.options.run.RunOptions`.
 
     Raises:
         UserError: bad settings, too few ranks, ranks that disagree, a folder in use.
@@ -169,7 +169,7 @@ class DataParallel:
         else:
             self.options = agreed_options(transport, options, asked, module)
         self.algorithm = agree(transport, lambda: _checked(self.options, transport))
-        servers = self.options.servers if self.algorithm.server else 0
+        servers = self.options.servers if self.algorithm.has_servers else 0
         self.is_server = transport.rank < servers
         self.device = agree(
             transport, lambda: choose_device(self.options.device, transport, servers)
@@ -596,7 +596,7 @@ def _checked(options: RunOptions, transport: Transport) -> Algorithm:
             f"{options.spares} spare ranks; start it by mpirun --with-ft ulfm (Open MPI 5), or "
             "leave the option out"
         )
-    return registry.checked(options, transport.size - options.spares)
+    return checked_algorithm(options, transport.size - options.spares)
 
 
 def _plain(transport: Transport) -> Transport:

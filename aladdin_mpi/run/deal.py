@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.data.feeds import Feed, SampleFeed, Share, Source, feed_of
 from aladdin_mpi.data.loader_processes import Start
 from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.run.origin import Origin, samples_of
 

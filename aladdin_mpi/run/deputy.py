@@ -7,18 +7,16 @@ workers, so that the books go on when rank 0 is lost.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.control.budget import Report
 from aladdin_mpi.control.exchange import packed, unpacked
 from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.request import Request
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 EVERY = 8
 """Reports of workers between two copies, ..."""

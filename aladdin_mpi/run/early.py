@@ -11,13 +11,13 @@ from typing import TypeVar
 from aladdin_mpi.transport.mpi import world  # first: it starts MPI
 
 # isort: split
-from aladdin_mpi.algorithms import registry
-from aladdin_mpi.config.options import AUTO, RunOptions, check_workers
-from aladdin_mpi.config.settings import Settings
-from aladdin_mpi.control.exchange import summarised
-from aladdin_mpi.errors import RefusedError, UserError
+from aladdin_mpi.errors import RefusedError, UserError, combined
+from aladdin_mpi.options.algorithms import find_algorithm
+from aladdin_mpi.options.checks import check_ranks, checked_algorithm
+from aladdin_mpi.options.resume import SUMMARY
+from aladdin_mpi.options.run import AUTO, RunOptions, check_workers
+from aladdin_mpi.options.settings import Settings
 from aladdin_mpi.process import startup
-from aladdin_mpi.run.run_folder import SUMMARY
 
 T = TypeVar("T")
 Options = TypeVar("Options", bound=RunOptions)
@@ -40,14 +40,14 @@ def agree_early(attempt: Callable[[], T]) -> T:
     except UserError as error:
         problem = str(error)
     startup.expect(startup.RANKS_MEET, least=startup.MEETING_LEAST)
-    summary = summarised(world.everyones(problem), size)
+    summary = combined(world.everyones(problem), size)
     startup.expect(startup.LIBRARIES_LOAD)
     if summary:
         raise UserError(summary, agreed=True) if rank == 0 else RefusedError
     return result  # type: ignore[return-value]
 
 
-def check_ranks(settings: Settings) -> None:
+def check_ranks_of(settings: Settings) -> None:
     """Check that the ranks of this job suit the algorithm asked for.
 
     Before options are made of the settings, which may ask torch for an optimizer's defaults.
@@ -63,7 +63,7 @@ def check_ranks(settings: Settings) -> None:
     # Otherwise it is looked at later.
     if resume is None and str(servers).isdecimal() and str(spares).isdecimal():
         size = world.place()[1] - int(spares)
-        registry.check_ranks(registry.find(str(name)), size, int(servers))
+        check_ranks(find_algorithm(str(name)), size, int(servers))
 
 
 def checked(options: Options) -> Options:
@@ -75,6 +75,6 @@ def checked(options: Options) -> Options:
     size = world.place()[1] - options.spares
     if options.resume == AUTO and options.run_dir and (options.run_dir / SUMMARY).exists():
         return options  # nothing may be left to do, which any number of ranks can
-    algorithm = registry.checked(options, size)
-    check_workers(options, size - (options.servers if algorithm.server else 0))
+    algorithm = checked_algorithm(options, size)
+    check_workers(options, size - (options.servers if algorithm.has_servers else 0))
     return options

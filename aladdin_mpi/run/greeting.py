@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from aladdin_mpi.options.settings import Settings
 from aladdin_mpi.process import console
-
-if TYPE_CHECKING:
-    from aladdin_mpi.config.settings import Settings
 
 SILENT = ("-h", "--help", "--version", "--quiet")
 FILES = ("--config", "--resume")

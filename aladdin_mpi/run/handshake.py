@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 import aladdin_mpi
-from aladdin_mpi.config.options import RunOptions, agreed, differences
 from aladdin_mpi.control.exchange import agree, broadcast, gather
 from aladdin_mpi.errors import LostError, UserError
+from aladdin_mpi.options.run import RunOptions, agreed, differences
 from aladdin_mpi.transport.base import Transport
 
 

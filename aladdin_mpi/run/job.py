@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from aladdin_mpi.algorithms import registry
-from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.data.loader_processes import is_loader_process
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import find_algorithm
+from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import guard, startup, stop_signal
 from aladdin_mpi.run.device import choose_device
 from aladdin_mpi.run.script import SimulatedRank, simulated_rank
@@ -111,4 +111,4 @@ def _servers(settings: Mapping[str, Any], simulated: SimulatedRank | None) -> in
     typed = {} if simulated is None else {k[0]: v.value for k, v in simulated.typed.items()}
     asked = {**settings, **typed}
     name, servers = (asked.get(each, fields[each].default) for each in ("algorithm", "servers"))
-    return int(servers) if registry.find(str(name)).server else 0
+    return int(servers) if find_algorithm(str(name)).has_servers else 0

@@ -14,9 +14,8 @@ from typing import Any
 
 from aladdin_mpi.control.exchange import receive_object, send_object
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.errors import LostError
+from aladdin_mpi.errors import LostError, PeerFailedError
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import PeerFailedError
 
 
 @dataclass(frozen=True)

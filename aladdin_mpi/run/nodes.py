@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from aladdin_mpi.algorithms.host_first import host_groups
-from aladdin_mpi.algorithms.registry import Algorithm
-from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import Algorithm
+from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.transport.base import Transport
 
 

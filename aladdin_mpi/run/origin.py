@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aladdin_mpi.algorithms.registry import Algorithm
-from aladdin_mpi.config.options import RunOptions
-from aladdin_mpi.config.settings import LARGEST_WHOLE
 from aladdin_mpi.control.exchange import agree, broadcast
 from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import Algorithm
+from aladdin_mpi.options.run import RunOptions
+from aladdin_mpi.options.settings import LARGEST_WHOLE
 from aladdin_mpi.run.checkpoint import CheckpointStore
 from aladdin_mpi.transport.base import Transport
 
@@ -57,7 +57,7 @@ def find_origin(transport: Transport, options: RunOptions, algorithm: Algorithm)
     Raises:
         UserError, RefusedError: there is no checkpoint to go on from, or it cannot be read.
     """
-    servers = options.servers if algorithm.server else 0
+    servers = options.servers if algorithm.has_servers else 0
     if options.resume is None:
         workers = transport.size - options.spares - servers
         return Origin(workers, servers, begun=(servers, workers))
@@ -67,7 +67,8 @@ def find_origin(transport: Transport, options: RunOptions, algorithm: Algorithm)
     )
     names = ("ranks", "option", "past", "schedule_step", "begun")
     return _origin(
-        broadcast(transport, {name: manifest.get(name) for name in names}), bool(algorithm.server)
+        broadcast(transport, {name: manifest.get(name) for name in names}),
+        bool(algorithm.has_servers),
     )
 
 

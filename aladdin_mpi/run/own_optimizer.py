@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.data.user_code import import_function
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.optimizers import named
 from aladdin_mpi.optimizers.control import hyperparameters
 from aladdin_mpi.optimizers.part import same_kind
 from aladdin_mpi.optimizers.script_access import ScriptAccess
+from aladdin_mpi.options.run import RunOptions
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Asked = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Factory

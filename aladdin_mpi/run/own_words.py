@@ -6,10 +6,10 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from aladdin_mpi.config.fields import leaves
-from aladdin_mpi.config.options import RunOptions
-from aladdin_mpi.config.settings import as_argument
 from aladdin_mpi.errors import ClosedError, UserError
+from aladdin_mpi.options.fields import leaves
+from aladdin_mpi.options.run import RunOptions
+from aladdin_mpi.options.settings import as_argument
 
 NO_EFFECT = {
     "precision": "put forward and loss into torch.autocast",

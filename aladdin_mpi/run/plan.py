@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.run.origin import Origin, samples_of
 
 CHECKPOINT_SECONDS = 600.0

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aladdin_mpi.algorithms.registry import Algorithm
-from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.algorithms.registry import implementation
 from aladdin_mpi.control.exchange import broadcast, broadcast_tensor, packed, unpacked
 from aladdin_mpi.errors import LostError
 from aladdin_mpi.model.layout import Bucket, Layout
 from aladdin_mpi.model.replica import PhantomReplica, Replica
+from aladdin_mpi.options.algorithms import Algorithm
+from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import console
 from aladdin_mpi.roles.former import (
     COUNTS,
@@ -149,11 +150,10 @@ class Assembly:
 
     def _spread_own(self, state: dict[str, Any], worker: int, mean: dict[str, Any] | None) -> None:
         """A momentum that is dealt to the workers, in its places of one that is as long as all."""
-        if self._algorithm.own_places is None or state["optimizer"]["velocity"] is None:
+        own_places = implementation(self._algorithm).own_places
+        if own_places is None or state["optimizer"]["velocity"] is None:
             return
-        places = self._algorithm.own_places(
-            self._replica, self._origin.workers, worker, self._options
-        )
+        places = own_places(self._replica, self._origin.workers, worker, self._options)
         whole = torch.zeros_like(self._model) if mean is None else mean["optimizer"]["velocity"]
         if not whole.is_meta:
             whole[places] = state["optimizer"]["velocity"]

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aladdin_mpi.config.options import CONFIG_NAME, LENGTHS, RESIZE_FIELDS, RunOptions, to_toml
-from aladdin_mpi.config.settings import build, read_toml
 from aladdin_mpi.control.exchange import agree, broadcast
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.resume import SUMMARY
+from aladdin_mpi.options.run import CONFIG_NAME, LENGTHS, RESIZE_FIELDS, RunOptions, to_toml
+from aladdin_mpi.options.settings import build, read_toml
 from aladdin_mpi.process import guard, plain_json
 from aladdin_mpi.process.files import check_own_folder, write_whole
 from aladdin_mpi.run import run_lock
@@ -25,7 +26,6 @@ from aladdin_mpi.run.report import CURVES
 from aladdin_mpi.run.run_lock import RunLock
 from aladdin_mpi.transport.base import Transport
 
-SUMMARY = "summary.json"
 MODEL = "model.pt"
 WRITTEN = (CONFIG_NAME, METRICS, SUMMARY, MODEL, CURVES, CHECKPOINT)
 """What a run writes, and what its folder must therefore not hold."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import cos, pi, sqrt
 
-from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.options.run import RunOptions
 
 
 def scale_of(scaling: str, workers: int) -> float:

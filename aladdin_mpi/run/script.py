@@ -14,10 +14,10 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from aladdin_mpi.algorithms import registry
-from aladdin_mpi.config.options import SimulateOptions, check_ranks
-from aladdin_mpi.config.settings import Settings
 from aladdin_mpi.errors import SuspendedError, UserError
+from aladdin_mpi.options.algorithms import find_algorithm
+from aladdin_mpi.options.run import SimulateOptions, check_cluster
+from aladdin_mpi.options.settings import Settings
 from aladdin_mpi.process.guard import exit_called
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
@@ -74,10 +74,10 @@ def simulate_script(script: Path, arguments: Sequence[str], typed: Settings) -> 
             "simulate: expected a script whose run begins, with gradients that are calculated, got "
             "--compute timed or --resume; leave it out"
         )
-    algorithm = registry.find(options.algorithm)
-    servers = options.servers if algorithm.server else 0
+    algorithm = find_algorithm(options.algorithm)
+    servers = options.servers if algorithm.has_servers else 0
     size = options.workers + servers
-    check_ranks(options, size)
+    check_cluster(options, size)
     silence = options.worker_timeout or None
     cluster = VirtualCluster(size, options.cluster.placed(servers), options.seed, silence=silence)
 

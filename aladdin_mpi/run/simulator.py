@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from aladdin_mpi.algorithms import registry
-from aladdin_mpi.config.options import SimulateOptions, check_ranks
+from aladdin_mpi.options.algorithms import find_algorithm
+from aladdin_mpi.options.run import SimulateOptions, check_cluster
 from aladdin_mpi.run.checkpoint import resumed_moment
 from aladdin_mpi.run.trainer import train
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
@@ -18,10 +18,10 @@ def simulate(options: SimulateOptions) -> dict[str, Any]:
     Raises:
         UserError: an unknown algorithm, or a cluster that does not hold the ranks.
     """
-    algorithm = registry.find(options.algorithm)
-    servers = options.servers if algorithm.server else 0
+    algorithm = find_algorithm(options.algorithm)
+    servers = options.servers if algorithm.has_servers else 0
     size = options.workers + servers + options.spares
-    check_ranks(options, size)
+    check_cluster(options, size)
     start = 0.0 if options.resume is None else resumed_moment(Path(options.resume))
     silence = options.worker_timeout or None
     cluster = VirtualCluster(size, options.cluster.placed(servers), options.seed, start, silence)

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from aladdin_mpi.algorithms.registry import Algorithm
-from aladdin_mpi.allreduce.choose import OUTLAST_DEATHS
-from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.errors import LostError
+from aladdin_mpi.errors import LostError, PeerFailedError
+from aladdin_mpi.options.algorithms import OUTLAST_DEATHS, Algorithm
+from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.run.loop_progress import LoopProgress
 from aladdin_mpi.run.membership import begin, gather_anew, succeed
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.takeover import Left, Takeover, former_ranks, what_is_left
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.group import Group, RankLostError
-from aladdin_mpi.transport.request import PeerFailedError, Request
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from aladdin_mpi.transport.request import Request
 
 T = TypeVar("T")
 Assemble = Callable[[Transport, RunOptions, "Takeover | None"], Rank]
@@ -61,7 +58,7 @@ class Succession:
         self.options = options
         self._algorithm = algorithm
         self._seal = seal
-        servers = options.servers if algorithm.server else 0
+        servers = options.servers if algorithm.has_servers else 0
         self.members = begin(base.size, servers, options.spares)
         self._group: Group | None = None
         self.may_raise: Callable[[], bool] = lambda: True

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from aladdin_mpi.accelerator import is_accelerator
-from aladdin_mpi.algorithms import registry
-from aladdin_mpi.config.options import RunOptions
 from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.data import loading
 from aladdin_mpi.data.datasets import DatasetPair, load_dataset
@@ -21,6 +19,8 @@ from aladdin_mpi.data.imagefolder import Fault
 from aladdin_mpi.data.models import build_model
 from aladdin_mpi.data.staging import stage
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import find_algorithm
+from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.run.measurement import Measurement, Sums, reestimate_batch_norm
@@ -162,7 +162,7 @@ def _sizes_of(model: str, *dataset: Any) -> tuple[nn.Module, int]:
 def _sizes(options: RunOptions, ranks: int) -> tuple[nn.Module, int]:
     """A module with as many parameters as the model, and the length of an epoch."""
     if options.model.startswith(SIZE_PREFIX):
-        servers = options.servers if registry.find(options.algorithm).server else 0
+        servers = options.servers if find_algorithm(options.algorithm).has_servers else 0
         length = samples_of(options, None, ranks - servers)
         if length is None:
             raise UserError(

@@ -12,18 +12,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from aladdin_mpi.transport.request import Event, PeerFailedError, Request
+from aladdin_mpi.errors import PeerFailedError
+from aladdin_mpi.transport.request import Event, Request
 from aladdin_mpi.transport.wait_set import WaitSet
 
 EVENT_POLL = 0.0001
 """Seconds between two looks at an event."""
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 T = TypeVar("T")
 Handler = Callable[[int, "Tensor"], None]

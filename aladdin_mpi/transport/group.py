@@ -7,20 +7,18 @@ still on its way from the former one is never taken for its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.transport import collectives
 from aladdin_mpi.transport.base import Handler, Transport
 from aladdin_mpi.transport.collectives import Steps
 from aladdin_mpi.transport.group_collectives import FIRST_TAG, NUMBERS, Channel, Stepper
 from aladdin_mpi.transport.layer import Layer
 from aladdin_mpi.transport.part import PartOfRanks
-from aladdin_mpi.transport.request import Event, PeerFailedError, Request
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from aladdin_mpi.transport.request import Event, Request
 
 TAGS = 1 << 16
 """Tags of a group, the seals of messages among them."""

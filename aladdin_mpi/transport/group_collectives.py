@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.collectives import Part, Steps
 from aladdin_mpi.transport.request import Request
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FIRST_TAG = 40_000
 NUMBERS = 20_000

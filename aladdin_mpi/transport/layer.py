@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from aladdin_mpi.transport.base import Handler, IdleUntil, T, Transport
 from aladdin_mpi.transport.request import Event, Request
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Layer(Transport):

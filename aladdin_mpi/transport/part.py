@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.transport.base import Handler, Transport
 from aladdin_mpi.transport.layer import Layer
-from aladdin_mpi.transport.request import Event, PeerFailedError, Request
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from aladdin_mpi.transport.request import Event, Request
 
 
 class PartOfRanks(Layer):

@@ -3,33 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from torch import Tensor
 
 ANY_SOURCE = -1
 """Receive from whichever rank sends first with the given tag."""
-
-
-class TransportError(RuntimeError):
-    """Communication failed in a way that the program cannot mend."""
-
-
-class PeerFailedError(TransportError):
-    """The rank at the other end of an operation has died.
-
-    ``rank`` is the dead rank; the message names its host.
-    """
-
-    def __init__(self, rank: int, host: str) -> None:
-        super().__init__(f"rank {rank} (host {host}) has failed")
-        self.rank = rank
-
-
-class WaitTimeoutError(TransportError):
-    """A wait lasted longer than the transport's ``timeout``."""
 
 
 class Event(Protocol):

@@ -12,16 +12,14 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from aladdin_mpi.errors import TransportError
 from aladdin_mpi.transport.base import Handler, Transport
 from aladdin_mpi.transport.layer import Layer
-from aladdin_mpi.transport.request import ANY_SOURCE, Event, Request, TransportError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from aladdin_mpi.transport.request import ANY_SOURCE, Event, Request
 
 SEAL = 16384
 """Added to a tag for the seals of its messages."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from aladdin_mpi.algorithms.registry import ALGORITHMS
+from aladdin_mpi.options.algorithms import ALGORITHMS
 from benchmarks.gpu_check import rows
 from benchmarks.gpu_check.device import is_test_device
 from benchmarks.gpu_check.training import (

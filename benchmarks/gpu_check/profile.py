@@ -22,7 +22,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from aladdin_mpi import DataParallel, accelerator
-from aladdin_mpi.algorithms.registry import ALGORITHMS
+from aladdin_mpi.options.algorithms import ALGORITHMS
 from benchmarks.gpu_check import picture, rows, trace
 from benchmarks.gpu_check.device import is_test_device, report_folder
 from benchmarks.gpu_check.memory import GUIDE

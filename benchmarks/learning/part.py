@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from aladdin_mpi.algorithms.registry import find
+from aladdin_mpi.options.algorithms import find_algorithm
 from benchmarks.learning.stands import HOSTS, Published, Stand
 from benchmarks.spread import spread
 
@@ -104,7 +104,7 @@ class Part:
 def _placed(run: str) -> str:
     """An algorithm and its options, with the placement by which the other benchmarks run it."""
     algorithm = run.split()[0]
-    return f"{run} --placement {spread(HOSTS if find(algorithm).server else 0)}"
+    return f"{run} --placement {spread(HOSTS if find_algorithm(algorithm).has_servers else 0)}"
 
 
 def plainly(algorithms: Sequence[str]) -> dict[str, str]:

@@ -20,11 +20,12 @@ from mpi4py import MPI
 import torch
 from torch import Tensor
 
-from aladdin_mpi.algorithms.aladdin import AladdinOptions, AladdinServer
+from aladdin_mpi.algorithms.aladdin import AladdinServer
 from aladdin_mpi.compression.codec import DenseWire
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.model.layout import Layout, cut
 from aladdin_mpi.optimizers.sgd import MomentumSGD
+from aladdin_mpi.options.algorithms import AladdinOptions
 from aladdin_mpi.parameter_server.frames import Header, Kind, new_header
 from aladdin_mpi.parameter_server.inbox import ModelInbox
 from aladdin_mpi.parameter_server.intake import RECEIVES_AHEAD

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from aladdin_mpi.algorithms.registry import ALGORITHMS, find
-from aladdin_mpi.config.options import SimulateOptions, parse
+from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
+from aladdin_mpi.options.run import SimulateOptions, parse
 from benchmarks.cells import WORKLOADS as TENTHS
 from benchmarks.spread import spread
 
@@ -206,7 +206,9 @@ def curve(
     name = "bsp" if algorithm == HOST_FIRST else algorithm
     limit = ALL_TO_ALL_WORKERS if name == "multistep" else max(workers)
     numbers = tuple(n for n in sorted(set(workers)) if n <= limit)
-    return Curve(algorithm, workload, servers if find(name).server else 0, gbit, numbers)
+    return Curve(
+        algorithm, workload, servers if find_algorithm(name).has_servers else 0, gbit, numbers
+    )
 
 
 OVER_SERVERS = ("aladdin", "asp", HOST_FIRST)

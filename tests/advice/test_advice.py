@@ -12,9 +12,9 @@ from aladdin_mpi.advice.learning import Share
 from aladdin_mpi.advice.race import Entry
 from aladdin_mpi.advice.report import knee
 from aladdin_mpi.advice.timed_run import Link, Timed, rate_of
-from aladdin_mpi.algorithms.registry import ALGORITHMS
-from aladdin_mpi.config.options import SimulateOptions
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import ALGORITHMS
+from aladdin_mpi.options.run import SimulateOptions
 
 GBIT = 1e9 / 8
 FOUR = Ground([1.0] * 8, [2] * 4, [GBIT] * 4, 20.0, 0.1)
@@ -29,7 +29,7 @@ def test_every_algorithm_has_a_candidate_and_its_options_are_the_trainers() -> N
     for name in candidates.names((), 8):
         for each in (candidates.plain(name, FOUR), *candidates.variants(name, FOUR)):
             assert each.words[:2] == ["--algorithm", name]
-            assert (each.servers > 0) == (ALGORITHMS[name].server is not None)
+            assert (each.servers > 0) == (ALGORITHMS[name].has_servers)
             SimulateOptions.model_validate(
                 {
                     "cluster": {"hosts": 4, "placement": each.fields["cluster.placement"]},

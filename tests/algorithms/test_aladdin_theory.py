@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from aladdin_mpi import DataParallel
-from aladdin_mpi.algorithms.aladdin import AladdinOptions
+from aladdin_mpi.options.algorithms import AladdinOptions
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 from tests.quadratic import Quadratic, Setup, aladdin_options, network, noise_of, run
 

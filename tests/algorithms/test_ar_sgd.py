@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.options.cluster import Cluster
 from tests.quadratic import Quadratic
 from tests.roles import Job, any_network, run, single_process
 

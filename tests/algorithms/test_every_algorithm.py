@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from aladdin_mpi.algorithms import registry
-from aladdin_mpi.config.options import SimulateOptions, parse
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
+from aladdin_mpi.options.run import SimulateOptions, parse
 from aladdin_mpi.run.simulator import simulate
 from tests.commands import checkpoint_part, metrics, summary, train
 from tests.failing import Failure, Net
 
-NAMES = sorted(registry.ALGORITHMS)
-COMPRESSING = sorted(name for name in NAMES if registry.find(name).compresses)
+NAMES = sorted(ALGORITHMS)
+COMPRESSING = sorted(name for name in NAMES if find_algorithm(name).compresses)
 # One of each kind; tests/mpi has all of them over MPI.
 EVERYDAY = ("ar-sgd", "bsp")
 OVER_MPI = ["ad-psgd", "adsp", "ar-sgd", "bsp"]
@@ -64,7 +64,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(
 @pytest.mark.parametrize("name", NAMES)
 def test_every_number_of_workers(tmp_path: Path, name: str) -> None:
     """Odd ones too, from the fewest on; fewer are refused with the number needed."""
-    least = registry.find(name).least_workers
+    least = find_algorithm(name).least_workers
     plan = ["--compute", "timed", "--model", "size:0.02", "--samples", 300, "--batch-size", 8]
     plan += ["--algorithm", name, "--hosts", 3, "--slowdown", "0=4", "--jitter", 0.2, "--quiet"]
     for workers in [least, 3, 5, 8]:

@@ -11,17 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from aladdin_mpi import DataParallel
-from aladdin_mpi.algorithms import registry
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from tests.loop_lab import LR, Step, Trained, flat, loss_of, network, plain, train
 
 DGC = {"compression": "dgc", "dgc": {"ratio": 0.2, "warmup_epochs": 0}}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in sorted(registry.ALGORITHMS)},
+    **{name: (name, {}) for name in sorted(ALGORITHMS)},
     **{
-        f"{name} dgc": (name, DGC)
-        for name in sorted(registry.ALGORITHMS)
-        if registry.find(name).compresses
+        f"{name} dgc": (name, DGC) for name in sorted(ALGORITHMS) if find_algorithm(name).compresses
     },
 }
 CLIP = 0.01

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.algorithms.local_sgd import LocalSgdOptions
-from aladdin_mpi.config.options import SimulateOptions
 from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.options.algorithms import LocalSgdOptions, own
+from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.roles.role import Role
-from aladdin_mpi.roles.settings import own
 from aladdin_mpi.run.simulator import simulate
 from aladdin_mpi.transport.base import Transport
 from tests.quadratic import Quadratic, network

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from aladdin_mpi.algorithms.layer_cut import choose, cut_at_layers
 from aladdin_mpi.algorithms.multistep import MultistepWorker
-from aladdin_mpi.config.options import SimulateOptions
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.replica import DenseLayer, Replica, outline
+from aladdin_mpi.options.cluster import Cluster
+from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.run import simulator
-from aladdin_mpi.transport.cluster import Cluster
 from tests import loop_lab
 from tests.commands import EPOCH, checkpoint_part, simulate, summary
 from tests.multistep_lab import CLASSES, Job, Result, alone, run, small

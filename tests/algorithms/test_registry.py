@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aladdin_mpi.algorithms import VARIABLE, registry
+from aladdin_mpi.options.algorithms import ALGORITHMS, VARIABLE
 from tests.commands import simulate, summary, train
 from tests.launch import ROOT
 
@@ -46,7 +46,7 @@ def test_generic_code_asks_for_no_algorithm_by_name() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Compare)
         for side in ast.walk(node)
-        if isinstance(side, ast.Constant) and side.value in registry.ALGORITHMS
+        if isinstance(side, ast.Constant) and side.value in ALGORITHMS
     ]
     assert asked == []
 
@@ -55,4 +55,4 @@ def test_the_tables_have_every_algorithm() -> None:
     for page in ("README.md", "docs/algorithms.md"):
         rows = re.findall(r"(?m)^\| (`[^|]*)", (ROOT / page).read_text())
         named = {name for row in rows for name in re.findall(r"`([a-z-]+)`", row)}
-        assert set(registry.ALGORITHMS) <= named, page
+        assert set(ALGORITHMS) <= named, page

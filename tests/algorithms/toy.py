@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from aladdin_mpi.algorithms.registry import Algorithm, register
+from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.compression.codec import GradientCodec
 from aladdin_mpi.model.saved import saved
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.options.algorithms import Algorithm, OwnOptions, own
 from aladdin_mpi.parameter_server.server_link import GradientLink
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.settings import OwnOptions, own
 from aladdin_mpi.roles.worker import Worker
 
 
@@ -52,12 +52,7 @@ class ToyServer(Server):
 
 
 register(
-    Algorithm(
-        "toy",
-        lambda worker, optimizer, wire, run: ToyWorker(worker, optimizer, wire),
-        lambda server, optimizer, run: ToyServer(server, None, own(run, ToyOptions).divisor),
-        options=ToyOptions,
-        few_bits=True,
-        optimizers="by-value",
-    )
+    Algorithm("toy", ToyOptions, has_servers=True, few_bits=True, optimizers="by-value"),
+    worker=lambda worker, optimizer, wire, run: ToyWorker(worker, optimizer, wire),
+    server=lambda server, optimizer, run: ToyServer(server, None, own(run, ToyOptions).divisor),
 )

@@ -7,8 +7,8 @@ import torch
 
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport import volume
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualTransport
 from tests.allreduce_lab import rounds_alike, sums_are_right
 from tests.virtual_lab import lab, run

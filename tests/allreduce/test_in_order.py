@@ -11,12 +11,13 @@ from torch import Tensor
 
 from aladdin_mpi.allreduce import in_order
 from aladdin_mpi.allreduce.in_order import UNDER_WAY, InOrder, Queued
-from aladdin_mpi.config.options import SimulateOptions
+from aladdin_mpi.errors import PeerFailedError
+from aladdin_mpi.options.cluster import Cluster
+from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.run import simulator
 from aladdin_mpi.transport.base import EVENT_POLL, Transport
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.layer import Layer
-from aladdin_mpi.transport.request import Event, PeerFailedError, Request
+from aladdin_mpi.transport.request import Event, Request
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 from tests.algorithms.test_multistep import ACTIVATIONS, GRADIENTS, MOMENTUM, TINY, deep
 from tests.multistep_lab import Job, alone, run_rank

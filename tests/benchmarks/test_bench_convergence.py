@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from aladdin_mpi.algorithms import registry
 from aladdin_mpi.comparison import plan
 from aladdin_mpi.comparison.options import read_request
-from aladdin_mpi.config.options import SimulateOptions
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import find_algorithm
+from aladdin_mpi.options.run import SimulateOptions
 from benchmarks import convergence
 from benchmarks.learning import bars, evaluations, stands
 from benchmarks.learning import parts as convergence_parts
@@ -57,7 +57,7 @@ def test_neighbours_share_a_host_where_there_are_no_servers() -> None:
     args = settled()
     for part in convergence_parts.parts(args):
         for run in plan.plan(read_request(part.command(args, Path("out"))[3:]), Path("out")):
-            served = registry.find(run.entry.algorithm).server is not None
+            served = find_algorithm(run.entry.algorithm).has_servers
             options = run.options
             assert isinstance(options, SimulateOptions)
             assert options.cluster.placement == ("cyclic" if served else "block"), run.title

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aladdin_mpi.algorithms.registry import ALGORITHMS
+from aladdin_mpi.options.algorithms import ALGORITHMS
 from benchmarks import large
 from benchmarks.harness import run_main
 from benchmarks.scale import cases, plots

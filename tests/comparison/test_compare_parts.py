@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from aladdin_mpi.algorithms import registry
 from aladdin_mpi.comparison import baseline
 from aladdin_mpi.comparison.children import last_error
 from aladdin_mpi.comparison.figures import make_rows, read_figures, spread
 from aladdin_mpi.comparison.options import read_request
 from aladdin_mpi.comparison.plan import plan
-from aladdin_mpi.config.options import SimulateOptions, TrainOptions, to_toml
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import ALGORITHMS
+from aladdin_mpi.options.run import SimulateOptions, TrainOptions, to_toml
 from tests.commands import compare
 
 
@@ -29,16 +29,16 @@ def result(out: Path) -> dict[str, Any]:
 def test_servers_come_on_top_of_equal_workers(tmp_path: Path) -> None:
     words = ["--engine", "mpi", "--algorithms", "all", "--workers", "3", "--", "--servers", "2"]
     runs = plan(read_request(words), tmp_path)
-    assert [run.entry.algorithm for run in runs] == list(registry.ALGORITHMS)
+    assert [run.entry.algorithm for run in runs] == list(ALGORITHMS)
     for run in runs:
-        algorithm = registry.ALGORITHMS[run.entry.algorithm]
-        assert run.ranks == (5 if algorithm.server else 3)
+        algorithm = ALGORITHMS[run.entry.algorithm]
+        assert run.ranks == (5 if algorithm.has_servers else 3)
 
 
 def test_baseline_algorithm_runs_on_one_worker() -> None:
     name = baseline._algorithm(TrainOptions())
-    without = [each for each in registry.ALGORITHMS.values() if each.server is None]
-    assert (registry.ALGORITHMS[name].server is None) == bool(without)
+    without = [each for each in ALGORITHMS.values() if not each.has_servers]
+    assert (not ALGORITHMS[name].has_servers) == bool(without)
 
 
 # -- runs that are there already ----------------------------------------------------------------

@@ -16,10 +16,10 @@ from torch import Tensor
 from aladdin_mpi.compression.codec import DenseWire, GradientCodec
 from aladdin_mpi.compression.dgc import DeepGradientCompression
 from aladdin_mpi.compression.equal_length import add_packed, pack, packed_length
-from aladdin_mpi.compression.options import DgcOptions
 from aladdin_mpi.compression.select import select
 from aladdin_mpi.model.layout import Bucket, Layout, cut
 from aladdin_mpi.optimizers.sgd import MomentumSGD
+from aladdin_mpi.options.general import DgcOptions
 
 SHAPES = [(7,), (20, 30), (30,), (30, 4, 3, 3), (5, 5)]
 """Vectors of 7 and 30 values among matrices and kernels of 600, 1080 and 25."""

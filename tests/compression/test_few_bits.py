@@ -23,9 +23,10 @@ from aladdin_mpi.compression.quantise import (
     scales_of,
     steps_of,
 )
-from aladdin_mpi.compression.wires import FEW_BITS, make_codec
+from aladdin_mpi.compression.wires import make_codec
 from aladdin_mpi.model.layout import Bucket, Layout, cut
 from aladdin_mpi.model.vectors import BLOCK
+from aladdin_mpi.options.general import FEW_BITS
 from aladdin_mpi.transport.sealed import is_void, void
 
 CPU = torch.device("cpu")

@@ -10,24 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, ValidationError
 
-from aladdin_mpi.algorithms.aladdin import AladdinOptions
-from aladdin_mpi.config.cli import HELP_WIDTH, make_parser
-from aladdin_mpi.config.fields import extra, leaves, nested, submodel
-from aladdin_mpi.config.options import (
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import AladdinOptions, own
+from aladdin_mpi.options.command_line import HELP_WIDTH, make_parser
+from aladdin_mpi.options.fields import extra, leaves, nested, submodel
+from aladdin_mpi.options.run import (
     CheckpointInterval,
     RunOptions,
     SimulateOptions,
     TrainOptions,
     agreed,
-    check_ranks,
+    check_cluster,
     check_workers,
     differences,
     fingerprint,
     parse,
     to_toml,
 )
-from aladdin_mpi.errors import UserError
-from aladdin_mpi.roles.settings import own
 
 MODELS = [RunOptions, TrainOptions, SimulateOptions]
 
@@ -395,9 +394,9 @@ def test_slowdown_of_a_worker_that_is_not_there() -> None:
 def test_ranks_must_fit_the_hosts() -> None:
     options = simulated("--workers 8 --hosts 2 --ranks-per-host 4")
     assert options.cluster.placement == "block"
-    check_ranks(options, 8)
+    check_cluster(options, 8)
     with pytest.raises(UserError) as caught:
-        check_ranks(options, 9)
+        check_cluster(options, 9)
     assert "expected room for 9 ranks, got 2 hosts for 4 each" in str(caught.value)
     assert "--ranks-per-host 5 or --hosts 3" in str(caught.value)
     text = complaint("--ranks-per-host 4 --placement cyclic", SimulateOptions)
@@ -407,9 +406,9 @@ def test_ranks_must_fit_the_hosts() -> None:
 @pytest.mark.parametrize("option", ["--deaths 2=9.5,9=3", "--pauses 2:1:1 9:10:2.5"])
 def test_what_befalls_a_rank_that_is_not_there(option: str) -> None:
     options = simulated(option)
-    check_ranks(options, 10)
+    check_cluster(options, 10)
     with pytest.raises(UserError, match="expected ranks from 0 to 8, got rank 9"):
-        check_ranks(options, 9)
+        check_cluster(options, 9)
 
 
 def test_bad_pause_is_explained() -> None:

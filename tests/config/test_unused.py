@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from aladdin_mpi.algorithms.registry import ALGORITHMS, Algorithm
-from aladdin_mpi.config import cli
-from aladdin_mpi.config.options import TrainOptions, followed
-from aladdin_mpi.config.unused import unused, warnings
+from aladdin_mpi.algorithms.registry import implementation
+from aladdin_mpi.options import command_line
+from aladdin_mpi.options.algorithms import ALGORITHMS, Algorithm
+from aladdin_mpi.options.run import TrainOptions, followed, unused, warnings
 from tests.commands import simulate, train
 
 OWN = [each.options for each in ALGORITHMS.values() if each.options]
 
 
 def found(words: str) -> dict[str, str]:
-    given = cli.read(TrainOptions, words.split(), "", "")
+    given = command_line.read(TrainOptions, words.split(), "", "")
     return unused(followed(TrainOptions, given), given)
 
 
@@ -34,7 +34,8 @@ def names(make: Callable[..., Any]) -> set[str]:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda each: each.name)
 def test_the_group_is_what_the_algorithm_reads(algorithm: Algorithm) -> None:
-    makers = [make for make in (algorithm.worker, algorithm.server) if make]
+    code = implementation(algorithm)
+    makers = [make for make in (code.worker, code.server) if make]
     read = {make.__globals__.get(name) for make in makers for name in names(make)}
     assert {each for each in read if each in OWN} == {algorithm.options}
 
@@ -58,7 +59,7 @@ def test_those_of_others_are_named_with_a_remedy() -> None:
 def test_a_file_may_hold_all_options(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("algorithm = 'bsp'\n[aladdin]\npi = 2\n")
-    given = cli.read(TrainOptions, ["--config", str(file)], "", "")
+    given = command_line.read(TrainOptions, ["--config", str(file)], "", "")
     assert warnings(followed(TrainOptions, given), given) == []
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from aladdin_mpi.control.budget import Budget, Draws, Report, Ticket
-from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 
 ENOUGH = 1000.0

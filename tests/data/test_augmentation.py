@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from aladdin_mpi.config.options import TrainOptions, parse
 from aladdin_mpi.data import recipes
 from aladdin_mpi.data.augment import IMAGENET, LargeImages, SmallImages, to_image, to_tensor
 from aladdin_mpi.data.datasets import load_dataset
@@ -22,6 +21,7 @@ from aladdin_mpi.data.described_sets import describe_set
 from aladdin_mpi.data.images import ImageArrays
 from aladdin_mpi.data.policies import CLASSES, Policy
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.run import TrainOptions, parse
 from aladdin_mpi.run import trainer
 
 POLICIES = tuple(CLASSES)

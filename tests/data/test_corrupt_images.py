@@ -12,7 +12,6 @@ import pytest
 import torch
 from PIL import Image
 
-from aladdin_mpi.config.options import SimulateOptions, parse
 from aladdin_mpi.data import datasets, images, loading
 from aladdin_mpi.data.datasets import load_dataset
 from aladdin_mpi.data.imagefolder import Fault
@@ -20,6 +19,7 @@ from aladdin_mpi.data.images import ImageArrays, ImageFiles
 from aladdin_mpi.data.loading import BatchSource
 from aladdin_mpi.data.sampler import ShardedStream
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.run import SimulateOptions, parse
 from aladdin_mpi.run import trainer
 from aladdin_mpi.run.simulator import simulate
 from tests.commands import summary, train

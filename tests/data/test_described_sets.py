@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from aladdin_mpi.config.options import SimulateOptions, parse
 from aladdin_mpi.data.described_sets import KNOWN
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.run import SimulateOptions, parse
 from aladdin_mpi.run.simulator import simulate
 
 

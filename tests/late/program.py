@@ -20,10 +20,10 @@ from torch import nn
 from torch.utils.data import Subset
 
 from aladdin_mpi import DataParallel, accelerator, load_dataset
-from aladdin_mpi.algorithms.registry import ALGORITHMS
 from aladdin_mpi.allreduce import in_order, over_transport, ring
 from aladdin_mpi.compression.codec import DenseWire
 from aladdin_mpi.data import loading
+from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.parameter_server import inbox
 from aladdin_mpi.run import trainer
 from aladdin_mpi.run.measurement import Measurement, reestimate_batch_norm

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aladdin_mpi.algorithms.registry import ALGORITHMS
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import ALGORITHMS
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.launch import needs
 from tests.run.test_own_loop import run_script
@@ -70,7 +70,7 @@ def simulated(algorithm: str, folder: Path, **settings: Any) -> tuple[Tensor, li
             **settings,
         )
 
-    servers = 0 if ALGORITHMS[algorithm].server is None else 1
+    servers = 0 if not ALGORITHMS[algorithm].has_servers else 1
     VirtualCluster(servers + 2, Cluster(hosts=2), 0).run(main)
     for weight, _ in found.values():
         assert torch.equal(weight, found[0][0])

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.algorithms import registry
 from aladdin_mpi.allreduce import over_horovod
 from aladdin_mpi.control.exchange import broadcast, gather
+from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from aladdin_mpi.transport.mpi.engine import MpiTransport
 from tests.quadratic import Quadratic
 from tests.roles import Job, flat, flat_start, run_rank, single_process
@@ -21,8 +21,8 @@ NO_HOROVOD = over_horovod.obstacle(CPU, torch.float32)
 
 def job_for(transport: MpiTransport, algorithm: str, **values: Any) -> Job:
     """A job that fits the ranks that there are; skips where they are too few."""
-    kind = registry.find(algorithm)
-    servers = 0 if kind.server is None else 2 if transport.size >= 4 else 1
+    kind = find_algorithm(algorithm)
+    servers = 0 if not kind.has_servers else 2 if transport.size >= 4 else 1
     workers = transport.size - servers
     if workers < kind.least_workers:
         pytest.skip(f"{algorithm} needs {kind.least_workers} workers")
@@ -42,7 +42,9 @@ def train(job: Job, transport: MpiTransport) -> tuple[Tensor, list[bool]]:
         "sizes": [ticket.size for ticket in mine.tickets],
         "weights": [role.weight(bucket) for bucket in layout.buckets],
         "parts": [
-            role.part(b).tolist() if transport.rank in job.kind.holders(b, transport.size) else []
+            role.part(b).tolist()
+            if transport.rank in job.kind.holders(b.server, transport.size)
+            else []
             for b in layout.buckets
         ],
     }
@@ -55,7 +57,7 @@ def train(job: Job, transport: MpiTransport) -> tuple[Tensor, list[bool]]:
         for server in everyone[: job.served_by]:
             assert server["counts"]["applied"] + server["counts"]["dropped"] == computed
         for bucket in layout.buckets:
-            holders = job.kind.holders(bucket, transport.size)
+            holders = job.kind.holders(bucket.server, transport.size)
             weights = torch.tensor([everyone[r]["weights"][bucket.index] for r in holders])
             parts = torch.tensor([everyone[r]["parts"][bucket.index] for r in holders])
             model += (weights @ parts / weights.sum()).tolist()
@@ -66,11 +68,11 @@ def train(job: Job, transport: MpiTransport) -> tuple[Tensor, list[bool]]:
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("algorithm", sorted(registry.ALGORITHMS))
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 def test_converges_and_accounts_balance(transport: MpiTransport, algorithm: str, wire: str) -> None:
     if wire != "fp32" and transport.size != 3:
         pytest.skip("once is enough")
-    if wire == "int8" and not registry.find(algorithm).few_bits:
+    if wire == "int8" and not find_algorithm(algorithm).few_bits:
         pytest.skip("is refused")
     settings = {
         "wire": wire,

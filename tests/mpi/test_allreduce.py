@@ -11,11 +11,10 @@ from torch import distributed as dist
 from aladdin_mpi.allreduce import choose, over_horovod
 from aladdin_mpi.allreduce.base import AllReduce
 from aladdin_mpi.allreduce.over_torch import TorchAllReduce
-from aladdin_mpi.errors import UserError
+from aladdin_mpi.errors import UserError, WaitTimeoutError
 from aladdin_mpi.model.layout import cut
 from aladdin_mpi.model.unused import UnusedMarks, joined, shifted
 from aladdin_mpi.transport.mpi.engine import MpiTransport
-from aladdin_mpi.transport.request import WaitTimeoutError
 from aladdin_mpi.transport.volume import allreduce_bytes
 from tests.allreduce_lab import rounds_alike, sums_are_right
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from aladdin_mpi.errors import TransportError, WaitTimeoutError
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.mpi.engine import MpiTransport
-from aladdin_mpi.transport.request import TransportError, WaitTimeoutError
 from tests.conformance import CHECKS
 from tests.conformance_collectives import LARGE, full
 

@@ -21,7 +21,7 @@ def run(job: Job, transport: MpiTransport) -> RankResult:
     """Train; every rank's own model must be sound, and no gradient may be missing."""
     mine = run_rank(job, transport)
     for bucket in job.layout.buckets:
-        if transport.rank in job.kind.holders(bucket, transport.size) or mine.tickets:
+        if transport.rank in job.kind.holders(bucket.server, transport.size) or mine.tickets:
             assert mine.role.part(bucket).isfinite().all()
     counts = gather(transport, mine.role.counts())
     for server in counts[: job.served_by]:

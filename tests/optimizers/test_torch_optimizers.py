@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,14 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aladdin_mpi.algorithms.registry import ALGORITHMS, check_optimizer
-from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.algorithms.registry import check_optimizer
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.model.replica import Replica
 from aladdin_mpi.model.unused import within
 from aladdin_mpi.optimizers.from_torch import TorchOptimizer
-from aladdin_mpi.optimizers.named import arguments, default_decay, find, groups, known
+from aladdin_mpi.optimizers.named import arguments, find, groups, known
 from aladdin_mpi.optimizers.probe import Granularity, granularity
+from aladdin_mpi.options.algorithms import ALGORITHMS
+from aladdin_mpi.options.run import RunOptions
 
 Make = Callable[[Any], torch.optim.Optimizer]
 STEPS = 4
@@ -447,9 +449,14 @@ def test_torchs_optimizers_are_known_by_name() -> None:
         find("adamv")
 
 
-def test_their_own_decay_is_the_default() -> None:
-    assert (default_decay("adamw"), default_decay("adam")) == (0.01, 0.0)
-    assert default_decay("package.module:Lion") == 0.0
+def test_default_weight_decay_is_that_of_each_torch_optimizer() -> None:
+    signatures = {name: inspect.signature(make).parameters for name, make in known().items()}
+    torchs = {
+        name: p["weight_decay"].default for name, p in signatures.items() if "weight_decay" in p
+    }
+    defaults = {name: RunOptions(optimizer=name).weight_decay for name in known()}
+    assert defaults == {name: torchs.get(name, 0.0) for name in known()} | {"sgd": 1e-4}
+    assert RunOptions(optimizer="package.module:Lion").weight_decay == 0.0
 
 
 def test_options_are_turned_into_arguments() -> None:

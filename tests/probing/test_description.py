@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from aladdin_mpi.config.options import SimulateOptions
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.probing.cluster_file import check, rendered
 from aladdin_mpi.probing.described_cluster import sections, understood
 from aladdin_mpi.probing.description import EXAMPLES, described

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from aladdin_mpi.config.options import SimulateOptions
+from aladdin_mpi.options.cluster import Cluster
+from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.probing import measure as measuring
 from aladdin_mpi.probing.cluster_file import check, rendered
 from aladdin_mpi.probing.figures import figure
@@ -19,7 +20,6 @@ from aladdin_mpi.probing.measured_cluster import sections, stragglers, told
 from aladdin_mpi.probing.options import ProbeOptions
 from aladdin_mpi.probing.steps import StepTimes, make_task, simplified, time_steps
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.cluster import Cluster
 from tests.virtual_lab import lab, run
 
 SHAPE = [(0.2, 0.6), (0.7, 0.9)]

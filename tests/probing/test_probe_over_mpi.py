@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from aladdin_mpi.config.options import SimulateOptions
+from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.probing.cluster_file import check
 from benchmarks.lab import Lab
 from tests.launch import ROOT, needs, run_ranks, start_ranks

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.options.cluster import Cluster
 from tests.quadratic import Outcome, Setup, aladdin_options, network, run
 
 BUCKET = 16_500

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.run.bucket_size import GPU_BUCKET_MB, with_bucket_size
 
 

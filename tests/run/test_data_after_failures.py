@@ -10,10 +10,10 @@ import pytest
 from torch import nn
 
 from aladdin_mpi import DataParallel
-from aladdin_mpi.algorithms import registry
 from aladdin_mpi.data import sampler
+from aladdin_mpi.options.algorithms import find_algorithm
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
 LENGTH = 24
@@ -45,7 +45,7 @@ def play(
     **settings: Any,
 ) -> dict[str, Any]:
     """Train, and return the summary; ``lost`` are workers by the second in which they fail."""
-    servers = 1 if registry.find(algorithm).server else 0
+    servers = 1 if find_algorithm(algorithm).has_servers else 0
 
     def train(transport: Transport) -> dict[str, Any]:
         module = nn.Linear(1, 1)

@@ -15,19 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.algorithms import registry
 from aladdin_mpi.allreduce.surviving import SurvivingSums
-from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
+from aladdin_mpi.options.cluster import Cluster
+from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.role import Role
-from aladdin_mpi.transport.cluster import Cluster
 from tests.quadratic import Quadratic
 from tests.roles import Job, any_network, flat_start, run
 
 SCHEDULES = int(os.environ.get("ALADDIN_MPI_SCHEDULES", "20"))
 SURVIVORS = [
     name
-    for name, algorithm in registry.ALGORITHMS.items()
+    for name, algorithm in ALGORITHMS.items()
     if not algorithm.needs_all(RunOptions(algorithm=name))
 ]
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -43,12 +43,12 @@ def schedule(variant: str, seed: int) -> Job:
     """A run with delays and pauses, in which all workers but one may die, or be left out."""
     r = random.Random(f"{variant} {seed}")
     algorithm, settings = VARIANTS[variant]
-    kind = registry.find(algorithm)
+    kind = find_algorithm(algorithm)
     workers, servers = r.randint(2, 6), r.randint(1, 2)
-    ranks = workers + (servers if kind.server else 0)
+    ranks = workers + (servers if kind.has_servers else 0)
     # Rank 0 keeps the budget: its death ends the job, whatever it does besides.
     mortal = list(range(ranks - workers, ranks))
-    mortal = [rank for rank in mortal if rank] if kind.server is None else mortal
+    mortal = [rank for rank in mortal if rank] if not kind.has_servers else mortal
     dying = r.sample(mortal, r.randint(1, max(1, min(len(mortal), workers - 1))))
     steps = r.choice([3, 12, 30])
     network = any_network(seed, ranks).model_dump()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from aladdin_mpi.config.options import SimulateOptions, parse
+from aladdin_mpi.options.run import SimulateOptions, parse
 from aladdin_mpi.run.simulator import simulate
 from tests.commands import refusal, summary
 from tests.launch import ROOT, Completed, needs, run_ranks

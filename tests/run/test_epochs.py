@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from aladdin_mpi.algorithms.registry import ALGORITHMS
+from aladdin_mpi.options.algorithms import ALGORITHMS
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
 SCHEDULES = int(os.environ.get("ALADDIN_MPI_SCHEDULES", "2"))
@@ -45,7 +45,7 @@ def test_workers_meet_at_the_end_of_every_epoch(tmp_path: Path, algorithm: str, 
     workers, length, batch = r.choice([2, 3, 5]), r.choice([8, 20, 45]), r.choice([1, 3, 8])
     samples = r.randrange(length // 2, 4 * length)
     slowdown, every = r.choice([1.0, 5.0]), r.choice([max(1, samples // 3), 10 * samples])
-    servers = 0 if ALGORITHMS[algorithm].server is None else 1
+    servers = 0 if not ALGORITHMS[algorithm].has_servers else 1
     ends: Counter[int] = Counter()
     drawn: Counter[int] = Counter()
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.algorithms import registry
 from aladdin_mpi.algorithms.ashl_top_k import TopK
 from aladdin_mpi.algorithms.easgd import EasgdServer, EasgdWorker
 from aladdin_mpi.compression.few_bits import FewBitsCodec, FewBitsDecoder, FewBitsEncoder
 from aladdin_mpi.compression.quantise import message_length
-from aladdin_mpi.compression.wires import FEW_BITS, make_codec
+from aladdin_mpi.compression.wires import make_codec
 from aladdin_mpi.model.layout import cut
+from aladdin_mpi.options.algorithms import ALGORITHMS
+from aladdin_mpi.options.general import FEW_BITS
 from aladdin_mpi.parameter_server.intake import TAKEN
 from aladdin_mpi.parameter_server.model_sender import SENT
 from aladdin_mpi.transport.base import Transport
@@ -26,7 +27,7 @@ from tests.quadratic import Quadratic, network
 from tests.roles import Job, Outcome, any_network, run
 from tests.run.test_refused_gradients import check_unharmed, spoilt
 
-ALGORITHMS = sorted(name for name, kind in registry.ALGORITHMS.items() if kind.few_bits)
+QUANTISING = sorted(name for name, kind in ALGORITHMS.items() if kind.few_bits)
 SHARES = {"int8": 0.4, "int4": 0.3}
 """Of the bytes in fp32, those of headers and of the first models included."""
 CPU = torch.device("cpu")
@@ -64,14 +65,14 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def test_they_are_those_with_servers() -> None:
-    assert sorted(n for n, kind in registry.ALGORITHMS.items() if kind.server) == ALGORITHMS
+    assert sorted(n for n, kind in ALGORITHMS.items() if kind.has_servers) == QUANTISING
 
 
 @pytest.mark.parametrize(
     "algorithm",
     [
         pytest.param(name, marks=[] if name in ("asp", "aladdin-ahead") else pytest.mark.long)
-        for name in ALGORITHMS
+        for name in QUANTISING
     ],
 )
 def test_the_minimum_is_found_as_in_fp32_with_fewer_bytes(algorithm: str) -> None:
@@ -97,7 +98,7 @@ def test_every_message_but_the_first_models_is_shorter(wire: str) -> None:
 
 
 @wires
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", QUANTISING)
 def test_every_workers_copy_is_its_servers_shadow(algorithm: str, wire: str) -> None:
     outcome = run(job_of(algorithm, wire, samples=400, cluster=any_network(1, 6)))
     compared = 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from aladdin_mpi.errors import LostError
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.run.membership import Gathered, Membership, begin, gather_anew, succeed
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
 SERVERS, SPARES, SIZE = 2, 2, 8

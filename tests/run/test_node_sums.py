@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aladdin_mpi.algorithms.registry import ALGORITHMS
+from aladdin_mpi.options.algorithms import ALGORITHMS
 from tests.commands import EPOCH, checkpoint_part, metrics, simulate, summary, train, training
 from tests.launch import needs
 

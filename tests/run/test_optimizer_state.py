@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aladdin_mpi.algorithms.registry import ALGORITHMS
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import ALGORITHMS
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
 STEPS, MORE = 3, 2
@@ -88,7 +88,7 @@ def simulated(script: Script, make: Make, folder: Path, algorithm: str) -> None:
         )
         script(run, model, optimizer)
 
-    servers = 0 if ALGORITHMS[algorithm].server is None else 1
+    servers = 0 if not ALGORITHMS[algorithm].has_servers else 1
     VirtualCluster(servers + 1, Cluster(hosts=2), 0).run(main)
 
 

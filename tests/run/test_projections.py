@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from aladdin_mpi.algorithms.registry import ALGORITHMS
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import ALGORITHMS
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
 BOUND = 0.05
@@ -53,7 +53,7 @@ def train(
     **settings: Any,
 ) -> tuple[Tensor, list[list[Tensor]], list[float]]:
     """Train in virtual time: the flat model, every worker's batches, what evaluations measured."""
-    servers = 0 if ALGORITHMS[algorithm].server is None else settings.get("servers", 1)
+    servers = 0 if not ALGORITHMS[algorithm].has_servers else settings.get("servers", 1)
     batches: list[list[Tensor]] = [[] for _ in range(workers)]
     models: list[Tensor] = []
     measured: list[float] = []

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from aladdin_mpi.algorithms.registry import ALGORITHMS
+from aladdin_mpi.options.algorithms import ALGORITHMS
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.launch import needs
 from tests.run.rates_by_hand import (
@@ -52,7 +52,7 @@ def simulated(
 ) -> Any:
     found = {}
     workers = 2 if ALGORITHMS[algorithm].lockstep else 1
-    servers = 0 if ALGORITHMS[algorithm].server is None else 1
+    servers = 0 if not ALGORITHMS[algorithm].has_servers else 1
 
     def main(transport: Transport) -> None:
         found[transport.rank] = make(
@@ -97,7 +97,7 @@ from aladdin_mpi.algorithms.registry import ALGORITHMS
 from tests.run.rates_by_hand import train
 
 for algorithm, wait_free in CASES:
-    workers = 2 if ALGORITHMS[algorithm].server is None else 1
+    workers = 2 if not ALGORITHMS[algorithm].has_servers else 1
     name = f"{algorithm}-{wait_free}"
     found = train(workers, algorithm=algorithm, wait_free=wait_free, run_dir=name)
     rank = os.environ["OMPI_COMM_WORLD_RANK"]

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.algorithms import registry
+from aladdin_mpi.options.algorithms import ALGORITHMS
 from tests.quadratic import Quadratic
 from tests.roles import Job, Outcome, any_network, run
 
-NAMES = sorted(registry.ALGORITHMS)
+NAMES = sorted(ALGORITHMS)
 STEPS = (1, 2, 6)
 """Of the worker whose gradients are spoilt."""
 PLACE = 40

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from aladdin_mpi.config.options import SimulateOptions, parse
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.run import SimulateOptions, parse
 from aladdin_mpi.run.simulator import simulate
 from tests.commands import checkpoint_part, metrics, refusal, train
 from tests.failing import Net

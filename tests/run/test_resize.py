@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.algorithms import registry
-from aladdin_mpi.config.options import SimulateOptions, parse
 from aladdin_mpi.data.sampler import ShardedStream
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
+from aladdin_mpi.options.run import SimulateOptions, parse
 from aladdin_mpi.roles.former import mean_state
 from aladdin_mpi.run import resumption
 from aladdin_mpi.run.resumption import Resumption
@@ -28,7 +28,7 @@ LENGTHS = (240, 430, 640)
 """In samples, at each number of workers: 4, 3 and 5."""
 DGC = ["--compression", "dgc", "--dgc-ratio", 0.05, "--dgc-warmup-epochs", 0]
 VARIANTS: dict[str, list[object]] = {
-    **{name: ["--algorithm", name] for name in sorted(registry.ALGORITHMS)},
+    **{name: ["--algorithm", name] for name in sorted(ALGORITHMS)},
     "aladdin adamw": ["--algorithm", "aladdin", "--optimizer", "adamw"],
     "aladdin lazy": ["--algorithm", "aladdin", "--aladdin-pi", 3, "--aladdin-momentum", "split"],
     "asp dgc": ["--algorithm", "asp", *DGC],
@@ -91,7 +91,7 @@ def parts_of(run_dir: Path) -> list[dict[str, Any]]:
 def global_model(name: str, parts: list[dict[str, Any]]) -> Tensor:
     """Of a checkpoint, from its files alone."""
     workers = [part for part in parts if "parameters" in part]
-    holder = registry.find(name).holder
+    holder = find_algorithm(name).holder
     if holder == "servers":
         values = [part["server"]["values"] for part in parts if "server" in part]
         whole = {index: each for one in values for index, each in one.items()}

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.options.cluster import Cluster
+from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.run import run_folder
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aladdin_mpi.config.options import RunOptions
+from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.run.schedule import LearningRate
 
 EPOCH, WORKERS = 1000, 4

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
 STEPS, RHO = 4, 0.5

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from aladdin_mpi import DataParallel
-from aladdin_mpi.algorithms import registry
 from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.roles.role import Role
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.quadratic import NO_DELAY, network
 from tests.roles import Job, flat, run
@@ -72,7 +72,7 @@ class Line(nn.Module):
 
 def job(algorithm: str, lost: dict[int, float], steps: int = 14, **settings: Any) -> Job:
     """A run on :class:`Line` of five equally fast workers."""
-    first = 1 if registry.find(algorithm).server else 0
+    first = 1 if find_algorithm(algorithm).has_servers else 0
     deaths = {first + worker: second for worker, second in lost.items()}
     return Job(
         algorithm,
@@ -91,7 +91,7 @@ def job(algorithm: str, lost: dict[int, float], steps: int = 14, **settings: Any
 def test_table_has_every_algorithm() -> None:
     synchronous = [algorithm for algorithm, _ in SYNCHRONOUS.values()]
     listed = {*synchronous, *AT_SERVERS, *ELASTIC, *PUSH_SUM, *PEERS, *NEW_GROUP}
-    assert listed == set(registry.ALGORITHMS)
+    assert listed == set(ALGORITHMS)
 
 
 # -- synchronous algorithms ---------------------------------------------------------------
@@ -283,7 +283,7 @@ IN_NEW_GROUP = [
 @pytest.mark.parametrize("algorithm", IN_NEW_GROUP)
 def test_steps_of_the_next_group(algorithm: str, tmp_path: Path) -> None:
     """All slopes are 1, so that each round of all workers moves each model by the rate."""
-    servers = 1 if registry.find(algorithm).server else 0
+    servers = 1 if find_algorithm(algorithm).has_servers else 0
     lost = LOST["two lost" if algorithm == "multistep" else "one lost"]
     deaths = {servers + worker: second for worker, second in lost.items()}
     models: dict[tuple[int, int], list[float]] = defaultdict(list)

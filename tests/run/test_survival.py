@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from aladdin_mpi.algorithms import registry
+from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from tests.commands import EPOCH, metrics, rises, summary, train, training
 from tests.launch import Completed, Job, JobError, needs
 
@@ -192,7 +192,7 @@ def test_spares_leave_with_the_others(tmp_path: Path) -> None:
 
 
 KILLS = int(os.environ.get("ALADDIN_MPI_KILLS", "30"))
-ALGORITHMS = sorted(registry.ALGORITHMS)
+NAMES = sorted(ALGORITHMS)
 
 
 @pytest.mark.long
@@ -200,8 +200,8 @@ ALGORITHMS = sorted(registry.ALGORITHMS)
 def test_kills_at_random_moments(tmp_path: Path, seed: int) -> None:
     """Of any rank, from the start on: the job ends well, or says how to go on, in its time."""
     r = random.Random(seed)
-    name = r.choice(ALGORITHMS)
-    servers = r.choice([1, 2]) if registry.find(name).server else 0
+    name = r.choice(NAMES)
+    servers = r.choice([1, 2]) if find_algorithm(name).has_servers else 0
     spares = r.choice([0, 0, 1])
     ranks = servers + r.choice([2, 3]) + spares
     plan = ["--algorithm", name, "--epochs", 12, "--log-every", 320, "--timeout", 30]

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from aladdin_mpi.algorithms.registry import ALGORITHMS
-from aladdin_mpi.config.options import SimulateOptions, followed
-from aladdin_mpi.config.settings import Setting, Settings
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.algorithms import ALGORITHMS
+from aladdin_mpi.options.run import SimulateOptions, followed
+from aladdin_mpi.options.settings import Setting, Settings
 from aladdin_mpi.process import stop_signal
 from aladdin_mpi.run.auto_resume import decide
 from aladdin_mpi.run.run_folder import prepare

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from aladdin_mpi import DataParallel
-from aladdin_mpi.algorithms import registry
-from aladdin_mpi.errors import LostError, RefusedError
+from aladdin_mpi.errors import LostError, PeerFailedError, RefusedError
+from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.cluster import Cluster
-from aladdin_mpi.transport.request import PeerFailedError
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
 SCHEDULES = int(os.environ.get("ALADDIN_MPI_SCHEDULES", "20"))
@@ -79,9 +78,9 @@ class Outcome:
 
 def schedule(algorithm: str, seed: int) -> Schedule:
     r = random.Random(f"{algorithm} {seed}")
-    kind = registry.find(algorithm)
+    kind = find_algorithm(algorithm)
     workers = r.randint(2, 5)
-    servers = r.randint(1, min(3, workers)) if kind.server else 0
+    servers = r.randint(1, min(3, workers)) if kind.has_servers else 0
     spares = r.choice([0, 0, 1, 2])
     size, steps = workers + servers + spares, r.choice([4, 12])
     ranks = range(size)
@@ -201,7 +200,7 @@ def test_sums_of_compressed_gradients(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(SCHEDULES))
-@pytest.mark.parametrize("algorithm", registry.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_those_who_are_left_go_on(algorithm: str, seed: int, tmp_path: Path) -> None:
     plan = schedule(algorithm, seed)
     check(plan, play(plan, tmp_path / "run"))

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from aladdin_mpi.algorithms.registry import ALGORITHMS
+from aladdin_mpi.options.algorithms import ALGORITHMS
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
 SAMPLES = 36
@@ -85,7 +85,7 @@ def train(
     folder: Path, algorithm: str, workers: int, optimizer: str | None, **settings: Any
 ) -> tuple[Tensor, list[list[Tensor]]]:
     """Train in virtual time; returns the flat model and the batches of every worker."""
-    servers = 0 if ALGORITHMS[algorithm].server is None else settings.get("servers", 1)
+    servers = 0 if not ALGORITHMS[algorithm].has_servers else settings.get("servers", 1)
     batches: list[list[Tensor]] = [[] for _ in range(workers)]
     models: list[Tensor] = []
 

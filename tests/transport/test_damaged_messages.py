@@ -12,15 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.algorithms import registry
 from aladdin_mpi.compression.codec import DenseWire
-from aladdin_mpi.config.options import SimulateOptions, parse
 from aladdin_mpi.control.refusals import Reason
-from aladdin_mpi.errors import UserError
+from aladdin_mpi.errors import TransportError, UserError
+from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
+from aladdin_mpi.options.run import SimulateOptions, parse
 from aladdin_mpi.run.simulator import simulate
 from aladdin_mpi.run.trainer import train
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import TransportError
 from aladdin_mpi.transport.sealed import SealedTransport, is_void, void
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.conformance import CHECKS
@@ -30,9 +29,9 @@ from tests.roles import Job, any_network, run
 from tests.run.test_refused_gradients import check_unharmed
 from tests.virtual_lab import run as run_ranks
 
-NAMES = sorted(registry.ALGORITHMS)
+NAMES = sorted(ALGORITHMS)
 VARIANTS: dict[str, dict[str, Any]] = {
-    **{name: {} for name in NAMES if not registry.find(name).collective},
+    **{name: {} for name in NAMES if not find_algorithm(name).collective},
     "bsp host first": {"bsp": {"host_first": True}},
     "ashl bf16": {"wire": "bf16"},
     "gosgd": {"gosgd": {"p": 0.5}},

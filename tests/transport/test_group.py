@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from aladdin_mpi.errors import PeerFailedError
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.group import Group, RankLostError
-from aladdin_mpi.transport.request import PeerFailedError
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
 SIZE = 5

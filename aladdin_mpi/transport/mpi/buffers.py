@@ -8,7 +8,7 @@ from mpi4py import MPI  # before torch: Cray MPICH breaks the other way round
 import torch
 from torch import Tensor
 
-from aladdin_mpi.transport.request import TransportError
+from aladdin_mpi.errors import TransportError
 
 
 def check_buffer(buffer: Tensor) -> None:

@@ -20,7 +20,7 @@ from aladdin_mpi.transport.mpi.ulfm import SURVIVES  # and this one how it ends
 from mpi4py import MPI
 
 # isort: split
-from aladdin_mpi.transport.request import PeerFailedError
+from aladdin_mpi.errors import PeerFailedError
 
 openmpi.settle()
 

@@ -22,7 +22,13 @@ from mpi4py import MPI  # before torch: Cray MPICH breaks the other way round
 import torch
 from torch import Tensor
 
-from aladdin_mpi.errors import RefusedError, UserError
+from aladdin_mpi.errors import (
+    PeerFailedError,
+    RefusedError,
+    TransportError,
+    UserError,
+    WaitTimeoutError,
+)
 from aladdin_mpi.transport.base import Handler, Traffic, Transport
 from aladdin_mpi.transport.mpi.buffers import check_buffer, in_bytes
 from aladdin_mpi.transport.mpi.failures import Failures
@@ -32,14 +38,7 @@ from aladdin_mpi.transport.mpi.pending import MpiRequest
 from aladdin_mpi.transport.mpi.polling import Polling
 from aladdin_mpi.transport.mpi.requests import Requests
 from aladdin_mpi.transport.mpi.signals import Signals
-from aladdin_mpi.transport.request import (
-    ANY_SOURCE,
-    Event,
-    PeerFailedError,
-    Request,
-    TransportError,
-    WaitTimeoutError,
-)
+from aladdin_mpi.transport.request import ANY_SOURCE, Event, Request
 from aladdin_mpi.transport.volume import (
     allgather_bytes,
     allreduce_bytes,

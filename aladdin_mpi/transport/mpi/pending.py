@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING
 
 from mpi4py import MPI
+from torch import Tensor
 
 from aladdin_mpi.transport.request import ANY_SOURCE, Request
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SMALL = 1 << 16
 """Bytes of a message that comes within a look or two, which may then be rare."""

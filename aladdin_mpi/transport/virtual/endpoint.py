@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from greenlet import greenlet
+from torch import Tensor
 
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.base import Handler, NumbersHandler, Traffic
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.collectives import HostByHost, Part, Steps
 from aladdin_mpi.transport.request import ANY_SOURCE, Event, Request
 from aladdin_mpi.transport.virtual.clock import LATE, Clock
@@ -27,9 +28,6 @@ from aladdin_mpi.transport.virtual.matching import (
 from aladdin_mpi.transport.virtual.message import Message, Operation
 from aladdin_mpi.transport.virtual.network import Network
 from aladdin_mpi.transport.virtual.tcp_network import TcpNetwork
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 EAGER = 64 * 1024
 """Messages up to so many bytes are copied at once and their send is done; a longer one

@@ -11,32 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from aladdin_mpi.errors import UserError
+from aladdin_mpi.errors import PeerFailedError, TransportError, UserError
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.process.heap import collected_seldom
 from aladdin_mpi.transport import collectives
 from aladdin_mpi.transport.base import Handler, IdleUntil, NumbersHandler, Transport
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.collectives import Channel, Steps
-from aladdin_mpi.transport.request import (
-    ANY_SOURCE,
-    Event,
-    PeerFailedError,
-    Request,
-    TransportError,
-)
+from aladdin_mpi.transport.request import ANY_SOURCE, Event, Request
 from aladdin_mpi.transport.virtual.clock import EARLY, Clock
 from aladdin_mpi.transport.virtual.endpoint import Endpoint, Fabric
 from aladdin_mpi.transport.virtual.message import Operation
 from aladdin_mpi.transport.virtual.visits import Visits
 from aladdin_mpi.transport.virtual.wait import VirtualWaitSet
 from aladdin_mpi.transport.wait_set import WaitSet
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 T = TypeVar("T")
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
+from aladdin_mpi.errors import TransportError
+from aladdin_mpi.options.cluster import Pauses
 from aladdin_mpi.transport.base import Traffic
-from aladdin_mpi.transport.cluster import Pauses
-from aladdin_mpi.transport.request import Request, TransportError
+from aladdin_mpi.transport.request import Request
 from aladdin_mpi.transport.virtual.clock import LATE, Clock
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from aladdin_mpi.transport.request import ANY_SOURCE, TransportError
+from aladdin_mpi.errors import TransportError
+from aladdin_mpi.transport.request import ANY_SOURCE
 from aladdin_mpi.transport.virtual.message import Message, Operation, Payload
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Mailbox:

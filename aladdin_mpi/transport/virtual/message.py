@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
+
+from torch import Tensor
 
 from aladdin_mpi.transport.request import ANY_SOURCE, Request
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Payload: TypeAlias = "Tensor | tuple[float, ...] | None"
 """What a message holds: values, numbers that are handed over as they are, or a size alone."""

@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.virtual.clock import Clock
 from aladdin_mpi.transport.virtual.message import Message
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterator
 
-from aladdin_mpi.transport.request import PeerFailedError, Request
+from aladdin_mpi.errors import PeerFailedError
+from aladdin_mpi.transport.request import Request
 from aladdin_mpi.transport.virtual.endpoint import Endpoint
 from aladdin_mpi.transport.virtual.message import Operation
 from aladdin_mpi.transport.wait_set import WaitSet

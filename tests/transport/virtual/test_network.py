@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from pydantic import ValidationError
 
-from aladdin_mpi.transport.cluster import Cluster, Pauses
+from aladdin_mpi.options.cluster import Cluster, Pauses
 from aladdin_mpi.transport.virtual.clock import Clock
 from aladdin_mpi.transport.virtual.message import PIECES, QUANTUM, Message
 from aladdin_mpi.transport.virtual.network import EXPRESS, Network

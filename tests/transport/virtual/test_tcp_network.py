@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.virtual.clock import Clock
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from aladdin_mpi.transport.virtual.message import QUANTUM, Message

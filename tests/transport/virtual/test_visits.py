@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.cluster import Cluster
 from aladdin_mpi.transport.request import Request
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 

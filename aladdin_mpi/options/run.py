@@ -1,4 +1,4 @@
-"""The options of each command, put together from the run's own and the algorithms'."""
+"""The options of each command, composed of the run's own and the algorithms'."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, create_model, model_validator
 
-from aladdin_mpi.algorithms.registry import ALGORITHMS
-from aladdin_mpi.config import cli
-from aladdin_mpi.config.agreement import agreed, differences, fingerprint
-from aladdin_mpi.config.fields import nested, option
-from aladdin_mpi.config.general import LENGTHS, OWN_DATA, GeneralOptions
-from aladdin_mpi.config.intervals import CheckpointInterval
-from aladdin_mpi.config.resume import (
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.options import command_line
+from aladdin_mpi.options.algorithms import ALGORITHMS, load_plugins
+from aladdin_mpi.options.cluster import Cluster
+from aladdin_mpi.options.fields import nested, option, submodel
+from aladdin_mpi.options.general import LENGTHS, OWN_DATA, CheckpointInterval, GeneralOptions
+from aladdin_mpi.options.resume import (
     AUTO,
     CONFIG_NAME,
     RESIZE_FIELDS,
     RESUME_FIELDS,
+    agreed,
+    differences,
+    fingerprint,
     resumed_options,
 )
-from aladdin_mpi.config.settings import Settings, build, to_toml
-from aladdin_mpi.errors import UserError
-from aladdin_mpi.transport.cluster import Cluster
+from aladdin_mpi.options.settings import Settings, build, to_toml
 
 __all__ = [
     "AUTO",
@@ -37,7 +38,7 @@ __all__ = [
     "SimulateOptions",
     "TrainOptions",
     "agreed",
-    "check_ranks",
+    "check_cluster",
     "check_workers",
     "completed",
     "differences",
@@ -48,6 +49,7 @@ __all__ = [
     "to_toml",
 ]
 
+load_plugins()
 if TYPE_CHECKING:
     RunOptions = GeneralOptions
 else:
@@ -150,7 +152,7 @@ def parse(model: type[Options], argv: Sequence[str] | None, prog: str, descripti
     Raises:
         UserError: an option or a key of a TOML file is unknown or its value bad.
     """
-    return followed(model, cli.read(model, argv, prog, description))
+    return followed(model, command_line.read(model, argv, prog, description))
 
 
 def followed(model: type[Options], given: Settings) -> Options:
@@ -190,7 +192,7 @@ def check_workers(options: RunOptions, workers: int) -> None:
             )
 
 
-def check_ranks(options: SimulateOptions, ranks: int) -> None:
+def check_cluster(options: SimulateOptions, ranks: int) -> None:
     """Check that ``ranks``, workers and servers together, suit the simulated cluster.
 
     Raises:
@@ -211,3 +213,40 @@ def check_ranks(options: SimulateOptions, ranks: int) -> None:
                     f"{flag}: expected ranks from 0 to {ranks - 1}, got rank {rank}; "
                     "name another or simulate more workers"
                 )
+
+
+DGC = "dgc"
+GROUPS = {name for name, info in RunOptions.model_fields.items() if submodel(info)}
+"""The fields of RunOptions that are options of one algorithm, or of a compression."""
+
+
+def unused(options: RunOptions, given: Settings) -> dict[str, str]:
+    """The options on the command line that have no effect on this run, and what to do with each.
+
+    No errors, because runs of several algorithms may share a command line, as in a job array.
+    What stands in a file is left alone: that of a run holds all options.
+
+    Args:
+        options: of the run.
+        given: the user's settings.
+    """
+    # One that does not exist is refused later, on all ranks at once.
+    used = {each.group for name, each in ALGORITHMS.items() if name == options.algorithm}
+    if options.compression == DGC:
+        used.add(DGC)
+    return {
+        setting.origin: _remedy(path[0], options)
+        for path, setting in given.items()
+        if path[0] in GROUPS - used and setting.origin.startswith("--")
+    }
+
+
+def warnings(options: RunOptions, given: Settings) -> list[str]:
+    """A line on each of them."""
+    return [f"{flag}: has no effect {remedy}" for flag, remedy in unused(options, given).items()]
+
+
+def _remedy(group: str, options: RunOptions) -> str:
+    if group == DGC:
+        return f"without --compression {DGC}; add that, or leave it out"
+    return f"with --algorithm {options.algorithm}; leave it out"

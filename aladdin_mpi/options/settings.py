@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import tomli_w
 from pydantic import BaseModel, ValidationError, create_model
 
-from aladdin_mpi.config.fields import (
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.fields import (
     FieldPath,
     Leaf,
     dotted,
@@ -24,7 +25,6 @@ from aladdin_mpi.config.fields import (
     shown,
     submodel,
 )
-from aladdin_mpi.errors import UserError
 
 if sys.version_info >= (3, 11):
     import tomllib

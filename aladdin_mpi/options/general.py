@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -12,15 +15,121 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     field_validator,
     model_validator,
 )
 
-from aladdin_mpi.compression.options import DgcOptions
-from aladdin_mpi.config.fields import nested, option, shown
-from aladdin_mpi.config.intervals import Interval
-from aladdin_mpi.config.resume import AUTO
-from aladdin_mpi.roles.pace import FORWARD_SHARE
+from aladdin_mpi.options.fields import nested, option, shown
+from aladdin_mpi.options.resume import AUTO
+
+_INTERVAL = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(samples?|epochs?|min|s)?")
+
+NEVER = "never"
+
+
+@dataclass(frozen=True)
+class CheckpointInterval:
+    """How much passes between two checkpoints, in one of the units; in none: there are none."""
+
+    samples: int | None = None
+    epochs: float | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def parse(cls, given: object) -> CheckpointInterval:
+        """Read ``50000``, ``50000samples``, ``0.5epochs``, ``10min``, ``90s`` or ``never``.
+
+        Raises:
+            ValueError: the text has another form, or the amount is not above 0.
+        """
+        if isinstance(given, cls):
+            return given
+        if given == NEVER:
+            return cls()
+        found = _INTERVAL.fullmatch(str(given).replace(" ", ""))
+        amount, unit = (float(found[1]), found[2] or "samples") if found else (0.0, "")
+        if 0 < amount < math.inf:
+            if unit.startswith("epoch"):
+                return cls(epochs=amount)
+            if unit in ("min", "s"):
+                return cls(seconds=amount * (60 if unit == "min" else 1))
+            if amount.is_integer():
+                return cls(samples=int(amount))
+        raise ValueError(
+            f"expected N, Nsamples, Nepochs, Nmin or Ns with N above 0 and samples whole, or "
+            f"never, "
+            f"got {str(given)!r}; write for example 50000, 0.5epochs or 10min"
+        )
+
+    def __str__(self) -> str:
+        """Return the text that :meth:`parse` reads."""
+        if self.samples is not None:
+            return f"{self.samples}samples"
+        if self.epochs is not None:
+            return f"{self.epochs!r}epochs"
+        return NEVER if self.seconds is None else f"{self.seconds!r}s"
+
+
+def _parse_interval(given: object) -> CheckpointInterval | None:
+    return None if given is None else CheckpointInterval.parse(given)
+
+
+Interval = Annotated[
+    CheckpointInterval | None,
+    BeforeValidator(_parse_interval),
+    PlainSerializer(lambda interval: None if interval is None else str(interval)),
+]
+"""An optional interval as a field: read from text, written as text."""
+
+
+class DgcOptions(BaseModel):
+    """For --compression dgc (Lin et al., ICLR 2018)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    ratio: float = Field(
+        0.001,
+        gt=0,
+        le=1,
+        description="share of the values of each matrix or kernel that a gradient sends; biases "
+        "and other vectors are sent whole; 1: everything is sent, as without compression",
+        json_schema_extra={"unit": "SHARE"},
+    )
+    warmup_epochs: int = Field(
+        4,
+        ge=0,
+        description="epochs in which the share falls to --dgc-ratio, by one factor each epoch: "
+        "25, 6.3, 1.6 and 0.4 percent on the way to 0.1",
+        json_schema_extra={"unit": "EPOCHS"},
+    )
+    clip: float | None = Field(
+        None,
+        gt=0,
+        description="largest L2 norm of the sum of all workers' gradients; with n workers each "
+        "clips its own to 1/sqrt(n) of it, every bucket to its share",
+        json_schema_extra={"unit": "NORM", "default_text": "gradients are not clipped"},
+    )
+    sample: float = Field(
+        0.01,
+        gt=0,
+        le=1,
+        description="share of the values from which the threshold is estimated",
+        json_schema_extra={"unit": "SHARE"},
+    )
+
+    def ratio_at(self, samples: int, epoch: int) -> float:
+        """The share of values that is sent.
+
+        It falls exponentially, by one step an epoch, as in section 3.3 of the paper.
+
+        Args:
+            samples: drawn by all workers so far.
+            epoch: samples of one epoch.
+        """
+        passed = min(samples // max(1, epoch), self.warmup_epochs)
+        return self.ratio ** ((passed + 1) / (self.warmup_epochs + 1))
+
 
 OWN_DATA = "own"
 """The data set of a training loop of one's own."""
@@ -31,8 +140,15 @@ DEFAULT_EPOCHS = 30.0
 SHUFFLE_BUFFER = 4096
 """Samples."""
 
+FORWARD_SHARE = 1 / 3
+"""Of a step's time: the forward pass, the rest is backward."""
+FEW_BITS = {"int8": 8, "int4": 4}
+"""The wires that round to so many bits, and send later what that has lost."""
+
 SGD_RATE, OTHER_RATE = 0.01, 0.001
 SGD_DECAY = 1e-4
+OWN_DECAY = {"adamw": 0.01, "muon": 0.1}
+"""The weight decay that torch's optimizers have by default, if it is not 0."""
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Wire = Literal["auto", "fp32", "bf16", "int8", "int4"]
@@ -513,9 +629,7 @@ class GeneralOptions(BaseModel):
         """Of an optimizer other than SGD."""
         if not isinstance(values, dict) or (name := values.get("optimizer", "sgd")) == "sgd":
             return values
-        from aladdin_mpi.optimizers.named import default_decay  # imports torch; --help does without
-
-        decay = default_decay(str(name))
+        decay = OWN_DECAY.get(str(name), 0.0)
         return {"lr": OTHER_RATE, "weight_decay": decay, "lr_scaling": "none", **values}
 
     @property

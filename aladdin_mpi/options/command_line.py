@@ -15,8 +15,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from aladdin_mpi.config.fields import Leaf, extra, kebab, leaves, submodel
-from aladdin_mpi.config.settings import (
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.fields import Leaf, extra, kebab, leaves, submodel
+from aladdin_mpi.options.settings import (
     Setting,
     Settings,
     did_you_mean,
@@ -24,7 +25,6 @@ from aladdin_mpi.config.settings import (
     read_part,
     read_toml,
 )
-from aladdin_mpi.errors import UserError
 
 Argv = Sequence[str] | None
 

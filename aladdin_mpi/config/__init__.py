@@ -1,1 +1,0 @@
-"""Options: declared, read, checked, resumed, agreed on."""
