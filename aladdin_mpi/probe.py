@@ -33,7 +33,7 @@ def _main(argv: Sequence[str] | None) -> int:
     if not describes:
         return _measure(options)
     if rank == 0:
-        from aladdin_mpi.probing.describing import describe
+        from aladdin_mpi.probing.described_cluster import describe
 
         describe(options)
     return 0
@@ -52,9 +52,9 @@ def _measure(given: ProbeOptions | UserError) -> int:
 
     options = agree_early(asked)
 
-    from aladdin_mpi.probing.measuring import measure_cluster
+    from aladdin_mpi.probing.measured_cluster import measure_cluster
     from aladdin_mpi.transport.mpi.engine import MpiTransport
-    from aladdin_mpi.transport.mpi.pace import cores_of_host
+    from aladdin_mpi.transport.mpi.progress import cores_of_host
 
     transport = MpiTransport(timeout=PATIENCE + seconds)
     measure_cluster(options, transport, cores_of_host())

@@ -40,8 +40,8 @@ def _main(argv: Sequence[str] | None) -> int:
     options = build(SimulateOptions, settings)
 
     from aladdin_mpi.options.run import warnings
-    from aladdin_mpi.run.auto_resume import decide, follow
-    from aladdin_mpi.run.simulator import simulate
+    from aladdin_mpi.run.resumption import decide, follow
+    from aladdin_mpi.run.trainer import simulate
 
     decided = follow(decide(SimulateOptions, given, options), SimulateOptions, given, options)
     if decided is not None:

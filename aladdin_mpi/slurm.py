@@ -3,23 +3,75 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from aladdin_mpi.comparison import batch_scripts
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.process.files import write_whole
 
 FOLDER = Path("slurm")
 """Where the scripts look for each other, unless ALADDIN_SLURM names another folder."""
+
+
+SOURCE = Path(__file__).parent / "slurm_scripts"
+"""A link to ``slurm/`` in a checkout, a folder of its own where the package is installed."""
+
+
+def scripts() -> dict[str, bytes]:
+    """The content of every script, by its path inside the folder, such as ``sites/lumi.sh``."""
+    files = sorted(path for path in SOURCE.rglob("*.s[bh]*") if path.is_file())
+    return {path.relative_to(SOURCE).as_posix(): path.read_bytes() for path in files}
+
+
+def write_scripts(folder: Path, replace: bool = False) -> list[Path]:
+    """Write the scripts into ``folder``, which is made if need be.
+
+    Args:
+        folder: where to; files of other names in it are left alone.
+        replace: also write over files that are there and differ.
+
+    Returns:
+        The files that were written; those that were there already and are the same are not.
+
+    Raises:
+        UserError: without ``replace``, a file is there and differs, and nothing was written; or
+            the folder cannot be written.
+    """
+    try:
+        missing = {
+            folder / name: content
+            for name, content in scripts().items()
+            if not _holds(folder / name, content)
+        }
+        changed = [path for path in missing if os.path.lexists(path)]
+        if changed and not replace:
+            raise UserError(
+                f"{folder}: expected no other files of the same names, got "
+                f"{', '.join(map(str, changed))}; give another folder, or add --force to "
+                "replace them"
+            )
+        for path, content in missing.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, content)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: cannot write {error.filename}: {error.strerror}; give another folder"
+        ) from error
+    return list(missing)
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    return path.is_file() and path.read_bytes() == content
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     asked = _parser().parse_args(argv)
     try:
-        written = batch_scripts.write(asked.folder, replace=asked.force)
+        written = write_scripts(asked.folder, replace=asked.force)
     except UserError as error:
         print(f"aladdin_mpi: error: {error}", file=sys.stderr)
         return 2

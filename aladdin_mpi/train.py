@@ -49,7 +49,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
     # isort: split
     from aladdin_mpi.options.run import warnings
-    from aladdin_mpi.run.auto_resume import agree_on_resume
+    from aladdin_mpi.run.resumption import agree_on_resume
     from aladdin_mpi.run.trainer import train
 
     transport = MpiTransport(timeout=options.timeout)

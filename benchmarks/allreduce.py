@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from aladdin_mpi.allreduce import over_horovod
+from aladdin_mpi.allreduce import horovod
 from benchmarks import harness
 from benchmarks.bounds import positive, whole
 from benchmarks.lab import Lab
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = harness.make_parser("allreduce", "What it costs to sum gradients over all ranks.")
     add = parser.add_argument
-    present = [b for b in BACKENDS if b != "horovod" or over_horovod.library() is not None]
+    present = [b for b in BACKENDS if b != "horovod" or horovod.library() is not None]
     add("--ranks", type=whole(2), nargs="+", default=[2], help="numbers of ranks")
     add("--backend", nargs="+", choices=BACKENDS, default=present, help="what is measured")
     add("--megabytes", type=positive, nargs="+", default=[0.04, 4.0, 94.0], help="a gradient")

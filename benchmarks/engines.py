@@ -84,7 +84,7 @@ class VirtualEngine(Engine):
     name = "virtual"
 
     def _train(self, cell: Cell, run_dir: Path) -> Mapping[str, Any]:
-        from aladdin_mpi.run.simulator import simulate
+        from aladdin_mpi.run.trainer import simulate
 
         words = [*cell.options(run_dir), *cluster_options(cell)]
         given = read(SimulateOptions, words, "aladdin_mpi.simulate", "")

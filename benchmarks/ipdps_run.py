@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from aladdin_mpi.options.run import SimulateOptions
-from aladdin_mpi.run.simulator import simulate
+from aladdin_mpi.run.trainer import simulate
 from benchmarks.ipdps_paper import JITTER, NETWORKS, SERVED
 from benchmarks.spread import spread
 

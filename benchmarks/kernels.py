@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aladdin_mpi.compression.quantise import (
+from aladdin_mpi.codec.quantise import (
     WIDTH,
     Scratch,
     add_dequantised,
@@ -27,8 +27,8 @@ from aladdin_mpi.compression.quantise import (
     quantise,
     steps_of,
 )
-from aladdin_mpi.model.layout import BYTES_PER_MB, BYTES_PER_VALUE
-from aladdin_mpi.model.vectors import add_if_finite, is_finite
+from aladdin_mpi.flat.layout import BYTES_PER_MB, BYTES_PER_VALUE
+from aladdin_mpi.flat.vectors import add_if_finite, is_finite
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.process.heap import keep_freed
 from benchmarks import harness, quick
@@ -38,7 +38,7 @@ from benchmarks.machine import machine
 Way = Callable[[], object]
 NOTES = """\
 Medians of single calls that take turns, on one thread. Look: whether all values are finite, by
-`aladdin_mpi.model.vectors.is_finite`, beside the sum of the values. Look and add: a gradient that
+`aladdin_mpi.flat.vectors.is_finite`, beside the sum of the values. Look and add: a gradient that
 has arrived, by `add_if_finite`, beside looking at it and adding it then. Momentum: a gradient
 turned into a step by `MomentumSGD.correct`, beside the same operations on whole vectors; Update: a
 whole step by `MomentumSGD.step`, likewise. Quantise: a gradient and what was left of those before

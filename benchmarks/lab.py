@@ -32,7 +32,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.transport.mpi.pace import CORES
+from aladdin_mpi.transport.mpi.progress import CORES
 from benchmarks import netns
 
 # No other network can collide with it: a lab's addresses exist in its own namespaces only.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aladdin_mpi.comparison.machine import Machine, describe_machine, machine
+from aladdin_mpi.comparison.folder import Machine, describe_machine, machine
 
 __all__ = ["Machine", "describe_machine", "machine"]
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from aladdin_mpi.allreduce import over_horovod
+from aladdin_mpi.allreduce import horovod
 from benchmarks import harness, quick
 from benchmarks.bounds import positive, whole
 from benchmarks.machine import machine
@@ -82,7 +82,7 @@ def measure(args: argparse.Namespace, ranks: int) -> list[Record]:
 
 
 def _present(name: str) -> bool:
-    return name not in NEEDS_HOROVOD or over_horovod.library() is not None
+    return name not in NEEDS_HOROVOD or horovod.library() is not None
 
 
 def rows(records: Sequence[Record], ranks: int) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@
     python -m benchmarks.sharing --quick
 
 Eight ranks on four hosts send to four of them all at once, and the moment is noted at which each
-message has come. `--sharing tcp` in virtual time (`transport/virtual/tcp_network.py`) was set by
+message has come. `--sharing tcp` in virtual time (`transport/virtual/network.py`) was set by
 these traces, before training was compared (`benchmarks.agreement`). Needs the network lab, and
 root.
 """

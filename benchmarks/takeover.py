@@ -21,7 +21,7 @@ import torch
 
 from aladdin_mpi.options.algorithms import find_algorithm
 from aladdin_mpi.options.run import SimulateOptions, parse
-from aladdin_mpi.run.simulator import simulate
+from aladdin_mpi.run.trainer import simulate
 from benchmarks import harness
 from benchmarks.bounds import whole
 from benchmarks.machine import machine

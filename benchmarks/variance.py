@@ -21,7 +21,7 @@ from typing import Any
 from aladdin_mpi.comparison.plots import style
 from aladdin_mpi.options.run import SimulateOptions, parse
 from aladdin_mpi.run.recorder import read_metrics
-from aladdin_mpi.run.simulator import simulate
+from aladdin_mpi.run.trainer import simulate
 from benchmarks import harness, quick
 from benchmarks.bounds import whole
 from benchmarks.harness import Findings

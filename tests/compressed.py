@@ -14,24 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aladdin_mpi.compression.codec import DenseWire, GradientCodec
-from aladdin_mpi.compression.dgc import DeepGradientCompression
-from aladdin_mpi.compression.wires import make_codec
+from aladdin_mpi.codec.base import DenseWire, GradientCodec
+from aladdin_mpi.codec.dgc import DeepGradientCompression
+from aladdin_mpi.codec.quantised import make_codec
 from aladdin_mpi.control.budget import Budget, Ticket
 from aladdin_mpi.data.builtin_sets import read_digits
-from aladdin_mpi.model.layout import Layout, cut
-from aladdin_mpi.model.replica import PhantomReplica, Replica, outline
+from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.flat.layout import Layout, cut
+from aladdin_mpi.flat.replica import PhantomReplica, Replica, outline
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.algorithms import find_algorithm
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.parameter_server.server_role import Server
-from aladdin_mpi.roles.pace import Pace
-from aladdin_mpi.roles.role import Role
 from aladdin_mpi.run.building import Computing, make_server, make_worker, momentum_sgd
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
+from aladdin_mpi.worker.role import Role
+from aladdin_mpi.worker.step import Pace
 from tests.quadratic import NO_DELAY, STAGGER
 
 TRAINING = 1500

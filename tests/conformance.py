@@ -11,8 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import ANY_SOURCE
+from aladdin_mpi.transport.base import ANY_SOURCE, Transport
 from tests.conformance_collectives import COLLECTIVE_CHECKS, LARGE, full
 
 CHECKS: dict[str, Callable[[Transport], None]] = {}

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import Request
+from aladdin_mpi.transport.base import Request, Transport
 
 LARGE = 300_000
 """Items of a message that no MPI sends eagerly."""

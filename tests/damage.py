@@ -9,10 +9,9 @@ from torch import Tensor
 
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import SEALED
-from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.layer import Layer
-from aladdin_mpi.transport.request import Event, Request
-from aladdin_mpi.transport.sealed import SealedTransport
+from aladdin_mpi.transport.base import Event, Request, Transport
+from aladdin_mpi.transport.checksums import SealedTransport
+from aladdin_mpi.transport.wrapper import Layer
 
 Choice = Callable[[int, Tensor], bool]
 """Whether to damage a message, by its number among the rank's headers, or its others."""

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aladdin_mpi.transport.base import Handler, IdleUntil, Transport
-from aladdin_mpi.transport.request import Event, Request
+from aladdin_mpi.transport.base import Event, Handler, IdleUntil, Request, Transport
 from aladdin_mpi.transport.virtual.endpoint import Endpoint
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 from tests.roles import Job, Outcome, any_network, flat_start, noise_of_samples, run_rank

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from aladdin_mpi.algorithms.multistep import MultistepWorker
-from aladdin_mpi.compression.codec import DenseWire
+from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.control.budget import Budget, Ticket
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.model.replica import Replica
+from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.options.algorithms import find_algorithm
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.roles.pace import Pace
 from aladdin_mpi.run.building import Computing, make_worker, momentum_sgd
 from aladdin_mpi.run.context import Context, make_layout
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
+from aladdin_mpi.worker.step import Pace
 from tests.quadratic import NO_DELAY, STAGGER
 
 CLASSES = 3

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from aladdin_mpi.algorithms.aladdin import AladdinServer, AladdinWorker
-from aladdin_mpi.compression.codec import DenseWire, GradientCodec
+from aladdin_mpi.codec.base import DenseWire, GradientCodec
 from aladdin_mpi.control.budget import Budget, Report, Ticket
-from aladdin_mpi.model.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
-from aladdin_mpi.model.replica import Replica
+from aladdin_mpi.exchange.receiver import Arrival
+from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.flat.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
+from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.algorithms import AladdinOptions, find_algorithm
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.parameter_server.intake import Arrival
-from aladdin_mpi.parameter_server.server import ParameterServer
-from aladdin_mpi.roles.pace import Pace
 from aladdin_mpi.run.building import Computing, make_server, make_worker, momentum_sgd
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.transport.base import Traffic
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
+from aladdin_mpi.worker.step import Pace
 
 
 def aladdin_options(**values: Any) -> AladdinOptions:

@@ -15,23 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from aladdin_mpi.algorithms.registry import implementation
-from aladdin_mpi.compression.wires import make_codec
-from aladdin_mpi.control.barrier import barrier
+from aladdin_mpi.codec.quantised import make_codec
 from aladdin_mpi.control.budget import Budget, Report, Ticket
+from aladdin_mpi.control.exchange import barrier
 from aladdin_mpi.control.refusals import NBYTES, Refusal
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.model.layout import BYTES_PER_MB, BYTES_PER_VALUE, Bucket, Layout, cut
-from aladdin_mpi.model.replica import Replica
+from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.flat.layout import BYTES_PER_MB, BYTES_PER_VALUE, Bucket, Layout, cut
+from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.options.algorithms import Algorithm, find_algorithm
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.parameter_server.server_role import Server
-from aladdin_mpi.roles.pace import Pace
-from aladdin_mpi.roles.role import Role
 from aladdin_mpi.run.building import Computing, make_server, make_worker, momentum_sgd
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
+from aladdin_mpi.worker.role import Role
+from aladdin_mpi.worker.step import Pace
 from tests.quadratic import NO_DELAY, STAGGER, Quadratic, noise_of
 
 Probe = Callable[[Transport, Role, Ticket], None]

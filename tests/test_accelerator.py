@@ -12,7 +12,7 @@ import torch
 from aladdin_mpi import accelerator
 from aladdin_mpi.allreduce.choose import _are_apart
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.run.device import choose_device
+from aladdin_mpi.run.job import choose_device
 from tests.launch import ROOT
 
 

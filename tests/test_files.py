@@ -15,7 +15,7 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.resume import SUMMARY
 from aladdin_mpi.process import files
 from aladdin_mpi.process.files import append, write_new, write_whole, written_whole
-from aladdin_mpi.run import run_lock
+from aladdin_mpi.run import run_folder
 from aladdin_mpi.run.checkpoint import CheckpointStore
 from aladdin_mpi.run.recorder import METRICS, Metrics
 from aladdin_mpi.run.run_folder import MODEL
@@ -85,9 +85,9 @@ def test_nothing_is_added_through_a_link(tmp_path: Path, foreign: Path) -> None:
 
 
 def test_a_lock_that_is_a_link_is_refused(tmp_path: Path, foreign: Path) -> None:
-    (tmp_path / run_lock.NAME).symlink_to(foreign)
+    (tmp_path / run_folder.NAME).symlink_to(foreign)
     with pytest.raises(UserError, match="got a symbolic link"):
-        run_lock.take(tmp_path)
+        run_folder.take(tmp_path)
     out = tmp_path / "out"
     out.mkdir()
     (out / comparison_folder.LOCK).symlink_to(foreign)

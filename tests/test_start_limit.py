@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aladdin_mpi.process import startup, watcher
+from aladdin_mpi.process import startup
 from tests.commands import refusal
 from tests.launch import ROOT, Completed, needs, run_ranks
 
@@ -106,7 +106,7 @@ def test_one_rank_of_a_host_speaks_for_all() -> None:
     code = "startup.expect('for a test', 0.5); startup.expect('for another'); time.sleep(60)"
     ranks = [rank(number, code) for number in (0, 1)]
     ends = [each.communicate(timeout=30) for each in ranks]
-    assert [each.returncode for each in ranks] == [watcher.ENDS] * 2
+    assert [each.returncode for each in ranks] == [startup.ENDS] * 2
     said = "".join(err for _, err in ends)
     assert said.count("\n") == 1
     assert "has waited 0.5 s for another: a rank has died" in said
@@ -126,7 +126,7 @@ def test_a_rank_that_computes_is_not_held_up() -> None:
     """Loading libraries takes its time where the cores are busy; standing still is noticed."""
     process = rank(0, COMPUTES)
     out, err = process.communicate(timeout=30)
-    assert "computed" in out and process.returncode == watcher.ENDS
+    assert "computed" in out and process.returncode == startup.ENDS
     assert "has waited 1 s for its own libraries" in err
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from aladdin_mpi import DataParallel
-from aladdin_mpi.algorithms.aladdin import AladdinOptions
+from aladdin_mpi.options.algorithms import AladdinOptions
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualTransport
 from tests.launch import ROOT

@@ -16,7 +16,7 @@ import os, sys
 from beside import VALUE
 print(__name__, __file__, sys.argv[1:], os.environ.get("GIVEN"), VALUE, os.getcwd())
 print(*(name in sys.modules for name in ("torch", "mpi4py", "aladdin_mpi.train")))
-assert "aladdin_mpi.transport.mpi.ulfm" not in sys.modules  # reads the environment
+assert "aladdin_mpi.transport.mpi.library" not in sys.modules  # reads the environment
 import pickle
 class Here: pass
 assert isinstance(pickle.loads(pickle.dumps(Here())), Here)

@@ -9,7 +9,7 @@ import torch
 
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
-from aladdin_mpi.transport.virtual.message import QUANTUM
+from aladdin_mpi.transport.virtual.messages import QUANTUM
 
 LATENCY, OVERHEAD = 100e-6, 10e-6
 PIECE = QUANTUM / 1e9

@@ -29,8 +29,8 @@ IMPORTED = (
     "matplotlib.pyplot",
     "aladdin_mpi.options.command_line",
     "aladdin_mpi.run.trainer",
-    "aladdin_mpi.run.simulator",
-    "aladdin_mpi.run.auto_resume",
+    "aladdin_mpi.run.trainer",
+    "aladdin_mpi.run.resumption",
 )
 """What is slow to import, of this project too; neither MPI nor a command."""
 LONGEST_SILENCE = 5.0

@@ -6,15 +6,49 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from aladdin_mpi.advice import bottleneck, candidates, giving, learning
+from aladdin_mpi.advice import bottleneck, candidates, learning
 from aladdin_mpi.advice.candidates import Candidate, Ground
-from aladdin_mpi.advice.learning import Share
-from aladdin_mpi.advice.options import Request
-from aladdin_mpi.advice.pilot import Pilot
+from aladdin_mpi.advice.learning import Pilot, Share
+from aladdin_mpi.advice.options import AdviseOptions, Change, Request, grown
 from aladdin_mpi.advice.race import SHORT, Entry, Race
-from aladdin_mpi.advice.report import Advice, Scaling
-from aladdin_mpi.advice.what_if import Change, grown
+from aladdin_mpi.advice.report import Advice, Scaling, as_data, draw, in_words
+from aladdin_mpi.comparison.figures import markdown, plain
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.process import console, extras, files
+from aladdin_mpi.process.files import write_whole
+
+TEXT, DATA, PICTURE = "advice.md", "advice.json", "advice.png"
+SHOWN = 12
+"""Rows of the table on a terminal."""
+
+
+def check_free(options: AdviseOptions) -> None:
+    """Raise UserError if there is advice in the folder already."""
+    if options.out is None or options.overwrite:
+        return
+    there = [name for name in (TEXT, DATA, PICTURE) if (options.out / name).exists()]
+    if there:
+        raise UserError(
+            f"--out {options.out}: expected a folder without advice, got one with {there[0]}; name "
+            "another, or add --overwrite"
+        )
+
+
+def give(advice: Advice) -> None:
+    """Print it, and write it where that is asked for."""
+    print(in_words(advice, plain, SHOWN))
+    out = advice.request.options.out
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(out / TEXT, f"# Advice\n\n{in_words(advice, markdown, len(advice.entries))}\n")
+    write_whole(out / DATA, files.written(as_data(advice), indent=2) + "\n")
+    if extras.missing("matplotlib"):
+        console.say(f"no picture: {extras.command(['matplotlib'])} for it", sys.stderr)
+    else:
+        draw(advice, out / PICTURE)
+    print(f"\nwritten to {out}")
+
 
 RELIEVED = "relieved"
 SCALED = 3
@@ -27,7 +61,7 @@ def advise(request: Request) -> Advice:
     Raises:
         UserError: the model or the data are unknown, the folder is in use, or nothing could be run.
     """
-    giving.check_free(request.options)
+    check_free(request.options)
     megabytes = _megabytes(request)
     on = candidates.ground(request.simulated({"compute": "timed"}), megabytes)
     names = candidates.names(request.options.algorithms, on.workers)
@@ -45,7 +79,7 @@ def advise(request: Request) -> Advice:
     scaling = _scaling(request, race, entries, on) if request.options.out is not None else {}
     advice = Advice(request, on, entries, race.score, *tried, scaling, race.part)
     tell("", 0, 0)
-    giving.give(advice)
+    give(advice)
     return advice
 
 
@@ -54,7 +88,7 @@ def _megabytes(request: Request) -> float:
     # Here, since torch takes a second that a mistake in the options should not.
     import torch
 
-    from aladdin_mpi.data.described_sets import describe_set
+    from aladdin_mpi.data.datasets import describe_set
     from aladdin_mpi.data.models import build_model
     from aladdin_mpi.run.trainer import SIZE_PREFIX, module_of_size
 

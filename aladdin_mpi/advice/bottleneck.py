@@ -10,7 +10,7 @@ from aladdin_mpi.advice.candidates import Candidate, Ground
 from aladdin_mpi.advice.race import FULL, NOTED
 from aladdin_mpi.advice.timed_run import Link, Timed
 from aladdin_mpi.options.algorithms import ALGORITHMS
-from aladdin_mpi.process.units import percent
+from aladdin_mpi.process.console import percent
 
 REACHED = 0.97
 """Share of the ideal from which nothing holds a run up."""

@@ -13,20 +13,21 @@ from statistics import fmean
 from aladdin_mpi.advice import timed_run
 from aladdin_mpi.advice.candidates import (
     EARLY,
+    MANY,
     REFERENCE,
     Candidate,
     Ground,
+    Smaller,
     bound,
     ground,
     plain,
+    smaller,
     turn,
     variants,
 )
 from aladdin_mpi.advice.learning import Share
 from aladdin_mpi.advice.options import Request
-from aladdin_mpi.advice.pool import Processes, workers_of
-from aladdin_mpi.advice.smaller import MANY, Smaller, smaller
-from aladdin_mpi.advice.timed_run import Timed
+from aladdin_mpi.advice.timed_run import Processes, Timed, workers_of
 from aladdin_mpi.options.run import SimulateOptions
 
 SHORT, LONG = 10, 30

@@ -5,16 +5,148 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from aladdin_mpi.advice import command_lines
 from aladdin_mpi.advice.bottleneck import Bottleneck
-from aladdin_mpi.advice.candidates import REFERENCE, Ground
+from aladdin_mpi.advice.candidates import REFERENCE, Candidate, Ground
 from aladdin_mpi.advice.learning import Share
-from aladdin_mpi.advice.options import Request
+from aladdin_mpi.advice.options import AdviseOptions, Change, Request
 from aladdin_mpi.advice.race import Entry
-from aladdin_mpi.advice.what_if import Change
-from aladdin_mpi.process.units import number, percent, throughput
+from aladdin_mpi.comparison.plots import COLOURS, DPI, MARKERS
+from aladdin_mpi.process.console import number, percent, throughput
+from aladdin_mpi.process.files import written_whole
+
+UNKNOWN = "/path/to"
+STEPS = 100
+"""Length of a timed run of a model that is known by its size alone."""
+
+
+def mpirun(candidate: Candidate, on: Ground, options: AdviseOptions) -> str:
+    """For Open MPI, in an allocation of the cluster's hosts.
+
+    Ranks are mapped to the hosts in turn, so that each has its share of workers, and there may be
+    more of them than slots, as servers come on top. Servers are the first ranks; unless they are
+    spread over the hosts, ranks are numbered host by host.
+    """
+    numbering = [] if candidate.spread else ["--rank-by", "slot"]
+    ranks = candidate.servers + on.workers
+    return shlex.join(
+        [
+            *("mpirun", "--map-by", "node:OVERSUBSCRIBE", *numbering, "-np", str(ranks)),
+            *("python", "-m", "aladdin_mpi.train"),
+            *_words(candidate, on, options),
+        ]
+    )
+
+
+def sbatch(candidate: Candidate, on: Ground, options: AdviseOptions) -> str:
+    """For Slurm, with the package's batch script; empty where hosts have different workers."""
+    counts = set(on.on_host)
+    if len(counts) > 1:
+        return ""
+    setting = "SPREAD_SERVERS=yes " if candidate.spread else ""
+    each = counts.pop()
+    resources = [f"--nodes={on.hosts}", f"--gpus-per-node={each}", f"--ntasks-per-node={each}"]
+    words = ["sbatch", *resources, "slurm/train.sbatch", *_words(candidate, on, options)]
+    return setting + shlex.join(words)
+
+
+def remarks(options: AdviseOptions) -> list[str]:
+    """What to know before pasting a command line, in sentences."""
+    found = []
+    if _is_size(options):
+        found.append(
+            f"{options.model} has no gradients, so these runs only time the messages of {STEPS} "
+            "steps; name your --model and --dataset to train."
+        )
+    elif any(word.startswith(UNKNOWN) for word in _data(options)):
+        found.append(
+            f"Replace {UNKNOWN}/{options.dataset} with the folder that holds train/CLASS and "
+            "val/CLASS."
+        )
+    return found
+
+
+def _words(candidate: Candidate, on: Ground, options: AdviseOptions) -> list[str]:
+    batch = ["--batch-size", str(options.batch_size)]
+    if _is_size(options):
+        timed = ["--compute", "timed", "--compute-time", f"{on.step:g}", "--steps", str(STEPS)]
+        return [*candidate.words, "--model", options.model, *batch, *timed]
+    rate = [] if options.lr is None else ["--lr", f"{options.lr:g}"]
+    return [*candidate.words, "--model", options.model, *_data(options), *batch, *rate]
+
+
+def _is_size(options: AdviseOptions) -> bool:
+    # Imported here because it takes a second to import torch.
+    from aladdin_mpi.run.trainer import SIZE_PREFIX
+
+    return options.model.startswith(SIZE_PREFIX)
+
+
+def _data(options: AdviseOptions) -> list[str]:
+    """The data set as training takes it: ``imagenet`` is known by its sizes alone."""
+    from aladdin_mpi.data.builtin_sets import VISION_SETS
+
+    folder = [] if options.data_dir is None else ["--data-dir", str(options.data_dir)]
+    if options.dataset == "imagenet":
+        return ["--dataset", "imagefolder", *(folder or ["--data-dir", f"{UNKNOWN}/imagenet"])]
+    download = ["--download"] if options.dataset in VISION_SETS else []
+    return ["--dataset", options.dataset, *folder, *download]
+
+
+MOST = 14
+"""Bars."""
+
+
+def draw(advice: Advice, path: Path) -> None:
+    """Write the picture to a PNG file."""
+    from matplotlib.figure import Figure
+
+    known = [entry for entry in advice.entries if entry.timed is not None][:MOST]
+    panels = 2 if advice.scaling else 1
+    figure = Figure(figsize=(6.5 * panels, 0.34 * len(known) + 1.4), layout="constrained")
+    axis = figure.add_subplot(1, panels, 1)
+    places = range(len(known))
+    speeds = [advice.speed_up(entry.rate) for entry in known]
+    errors = [
+        [speed - advice.speed_up(e.between[0]) for speed, e in zip(speeds, known, strict=True)],
+        [advice.speed_up(e.between[1]) - speed for speed, e in zip(speeds, known, strict=True)],
+    ]
+    axis.barh(places, speeds, xerr=errors, color=COLOURS[0], ecolor="grey", label="speed-up")
+    if advice.weighs:
+        counts = [advice.speed_up(advice.score(entry)) for entry in known]
+        axis.plot(counts, places, "D", color=COLOURS[1], label="by what a sample teaches")
+    axis.axvline(advice.ground.ideal, color="grey", linewidth=0.8, linestyle="--", label="ideal")
+    axis.set_yticks(places, [entry.candidate.describe() for entry in known])
+    axis.invert_yaxis()
+    axis.set_xlabel(f"times one worker, {advice.ground.workers} workers")
+    axis.legend(fontsize="small")
+    if advice.scaling:
+        _draw_scaling(advice, figure.add_subplot(1, panels, 2))
+    with written_whole(path) as temporary:
+        figure.savefig(temporary, dpi=DPI)
+
+
+def _draw_scaling(advice: Advice, axis: object) -> None:
+    from matplotlib.axes import Axes
+
+    assert isinstance(axis, Axes)
+    for turn, (name, points) in enumerate(advice.scaling.items()):
+        workers = [n for n, *_ in points]
+        colour = COLOURS[turn % len(COLOURS)]
+        axis.plot(
+            workers, [s for _, s, _ in points], marker=MARKERS[turn], color=colour, label=name
+        )
+        if (end := knee(points)) is not None:
+            axis.axvline(end, color=colour, linewidth=0.6, linestyle=":")
+    first = next(iter(advice.scaling.values()))
+    axis.plot([n for n, *_ in first], [i for *_, i in first], "--", color="grey", label="ideal")
+    axis.set_xlabel("workers")
+    axis.set_ylabel("times one worker")
+    axis.legend(fontsize="small")
+    axis.grid(alpha=0.3)
+
 
 GAIN = 1.05
 """From which a change is said to bring something."""
@@ -229,12 +361,12 @@ def _knees(advice: Advice) -> str:
 def _commands(advice: Advice, indent: str) -> str:
     found, on, options = advice.best.candidate, advice.ground, advice.request.options
     place = "" if on.hosts == 1 else ", in an allocation of the hosts or with --hostfile FILE"
-    lines = [f"Run it with Open MPI{place}:", "", indent + command_lines.mpirun(found, on, options)]
-    if batch := command_lines.sbatch(found, on, options):
+    lines = [f"Run it with Open MPI{place}:", "", indent + mpirun(found, on, options)]
+    if batch := sbatch(found, on, options):
         lines += ["", "or on Slurm (`python -m aladdin_mpi.slurm init` writes slurm/):"]
         lines += ["", indent + batch]
-    if remarks := command_lines.remarks(options):
-        lines += ["", *remarks]
+    if notes := remarks(options):
+        lines += ["", *notes]
     return "\n".join(lines)
 
 
@@ -254,8 +386,8 @@ def as_data(advice: Advice) -> dict[str, Any]:
         "target": options.target,
         "ideal_speed_up": on.ideal,
         "recommended": best.key,
-        "mpirun": shlex.split(command_lines.mpirun(best, on, options)),
-        "sbatch": command_lines.sbatch(best, on, options) or None,
+        "mpirun": shlex.split(mpirun(best, on, options)),
+        "sbatch": sbatch(best, on, options) or None,
         "bottleneck": {
             "kind": advice.bottleneck.kind,
             "text": advice.bottleneck.text,

@@ -2,18 +2,92 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import linear_regression
+from threading import RLock
 from typing import Any
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import find_algorithm
-from aladdin_mpi.process import plain_json
+from aladdin_mpi.process import files
+
+
+class Processes:
+    """A queue of calls in front of so many processes.
+
+    The executor itself is given no more calls than it has processes: those that are cancelled
+    while it holds them raise an error in its own thread when the processes are ended.
+    """
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(count, context, initializer=_begin)
+        self._free = count
+        self._queue: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._lock = RLock()
+        self._is_closed = False
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Have ``function(*arguments)`` called in one of them; see :class:`Future`."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._queue.append((future, partial(function, *arguments)))
+            self._start()
+        return future
+
+    def _start(self) -> None:
+        while self._free and self._queue and not self._is_closed:
+            future, call = self._queue.popleft()
+            if future.set_running_or_notify_cancel():
+                self._free -= 1
+                self._pool.submit(call).add_done_callback(partial(self._end, future))
+
+    def _end(self, future: Future[Any], done: Future[Any]) -> None:
+        with self._lock:
+            self._free += 1
+            if self._is_closed:
+                return
+            if (error := done.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(done.result())
+            self._start()
+
+    def close(self) -> None:
+        """End them, whatever they do."""
+        with self._lock:
+            self._is_closed = True
+        processes = list((self._pool._processes or {}).values())
+        self._pool.shutdown(wait=False)
+        for process in processes:
+            process.terminate()
+
+
+@contextmanager
+def workers_of(count: int) -> Iterator[Processes]:
+    """So many processes, which are ended with the block whatever they do."""
+    pool = Processes(count)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def _begin() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
 
 SETTLED = 0.4
 """Share of a run's samples after which it is taken to be settled, at the latest by its middle."""
@@ -87,7 +161,7 @@ def _carried_out(options: dict[str, Any]) -> Timed:
 
         summary = cluster.run(main)[0] or {}
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rate = rate_of([plain_json.read(line) for line in lines], summary)
+    rate = rate_of([files.read(line) for line in lines], summary)
     links = _links(carried, asked, summary)
     steps = summary["samples"] / (asked.workers * asked.batch_size)
     most = max((max(each) for way, each in carried.items() if way != "local"), default=0)

@@ -23,20 +23,20 @@ from torch import Tensor
 
 from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.algorithms.registry import register
-from aladdin_mpi.compression.codec import DenseWire, GradientCodec
-from aladdin_mpi.control.barrier import barrier
+from aladdin_mpi.codec.base import DenseWire, GradientCodec
+from aladdin_mpi.control.exchange import barrier
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import PeerFailedError
-from aladdin_mpi.gossip.peers import ModelOutbox
-from aladdin_mpi.model.layout import Bucket
-from aladdin_mpi.model.vectors import add, copy, host_vector
+from aladdin_mpi.exchange.gossip import ModelOutbox
+from aladdin_mpi.flat.layout import Bucket
+from aladdin_mpi.flat.vectors import add, copy, host_vector
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import AD_PSGD, AdPsgdOptions, own
-from aladdin_mpi.roles.former import Former
-from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.worker import Worker
-from aladdin_mpi.transport.request import Request
-from aladdin_mpi.transport.sealed import is_void, void
+from aladdin_mpi.transport.base import Request
+from aladdin_mpi.transport.checksums import is_void, void
+from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.role import TrainingWorker
+from aladdin_mpi.worker.worker import Worker
 
 
 def passive_workers(n: int) -> list[int]:

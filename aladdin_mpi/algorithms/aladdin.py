@@ -14,24 +14,23 @@ from typing import Any
 from torch import Tensor
 
 from aladdin_mpi.algorithms.registry import register
-from aladdin_mpi.compression.codec import GradientCodec
+from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.model.layout import Bucket
-from aladdin_mpi.model.saved import saved
-from aladdin_mpi.model.vectors import add, clear, copy
+from aladdin_mpi.exchange.inbox import Model, ModelInbox
+from aladdin_mpi.exchange.receiver import Arrival
+from aladdin_mpi.exchange.server import GradientSum, ParameterServer
+from aladdin_mpi.exchange.server_link import ServerLink
+from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.flat.layout import Bucket
+from aladdin_mpi.flat.state import saved
+from aladdin_mpi.flat.vectors import add, clear, copy
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.algorithms import ALADDIN, AladdinOptions, own
 from aladdin_mpi.options.general import GeneralOptions
-from aladdin_mpi.parameter_server.gradient_sum import GradientSum
-from aladdin_mpi.parameter_server.inbox import Model, ModelInbox
-from aladdin_mpi.parameter_server.intake import Arrival
-from aladdin_mpi.parameter_server.server import ParameterServer
-from aladdin_mpi.parameter_server.server_link import ServerLink
-from aladdin_mpi.parameter_server.server_role import Server
-from aladdin_mpi.roles.former import Former
-from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.worker import Worker
+from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.role import TrainingWorker
+from aladdin_mpi.worker.worker import Worker
 
 
 class AladdinWorker(TrainingWorker):

@@ -2,8 +2,8 @@
 
 As in ALADDIN (Ko et al., CIKM 2021) a worker never waits and no gradient is lost. What is
 new: the worker computes each gradient where it expects the global model to be when that
-gradient is added (:mod:`~aladdin_mpi.parameter_server.global_track`), and models are sent to
-arrive just before they are read (:mod:`~aladdin_mpi.parameter_server.just_in_time`).
+gradient is added (:mod:`~aladdin_mpi.exchange.global_model`), and models are sent to
+arrive just before they are read (:mod:`~aladdin_mpi.exchange.model_requests`).
 ``docs/aladdin.md`` derives both. Run for each bucket as for a model of its own.
 """
 
@@ -17,24 +17,23 @@ from typing import Any
 from torch import Tensor
 
 from aladdin_mpi.algorithms.registry import register
-from aladdin_mpi.compression.codec import GradientCodec
-from aladdin_mpi.compression.wires import bits_of
-from aladdin_mpi.model.layout import Bucket
-from aladdin_mpi.model.saved import saved
+from aladdin_mpi.codec.base import GradientCodec
+from aladdin_mpi.codec.quantised import bits_of
+from aladdin_mpi.exchange.global_model import GlobalTrack
+from aladdin_mpi.exchange.inbox import Model, ModelInbox
+from aladdin_mpi.exchange.model_requests import Level, Room, Timing, due_bucket, fine_layout
+from aladdin_mpi.exchange.model_sender import Notes
+from aladdin_mpi.exchange.receiver import Arrival
+from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.exchange.server_link import ServerLink
+from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.flat.layout import Bucket
+from aladdin_mpi.flat.state import saved
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import ALADDIN_AHEAD, AladdinAheadOptions, own
-from aladdin_mpi.parameter_server.global_track import GlobalTrack
-from aladdin_mpi.parameter_server.inbox import Model, ModelInbox
-from aladdin_mpi.parameter_server.intake import Arrival
-from aladdin_mpi.parameter_server.just_in_time import Timing, due_bucket, fine_layout
-from aladdin_mpi.parameter_server.model_sender import Notes
-from aladdin_mpi.parameter_server.room import Level, Room
-from aladdin_mpi.parameter_server.server import ParameterServer
-from aladdin_mpi.parameter_server.server_link import ServerLink
-from aladdin_mpi.parameter_server.server_role import Server
-from aladdin_mpi.roles.former import Former
-from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.worker import Worker
+from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.role import TrainingWorker
+from aladdin_mpi.worker.worker import Worker
 
 RARER = (2, 4, 8)
 """Values of pi where there is no room for a model after each gradient."""

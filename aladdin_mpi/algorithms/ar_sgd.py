@@ -14,17 +14,17 @@ from aladdin_mpi.allreduce import choose
 from aladdin_mpi.allreduce.base import AllReduce, Pending
 from aladdin_mpi.allreduce.compressed import CompressedAllReduce
 from aladdin_mpi.allreduce.surviving import SurvivingSums
-from aladdin_mpi.compression.codec import GradientCodec
-from aladdin_mpi.compression.dgc import DeepGradientCompression
-from aladdin_mpi.model.layout import Bucket
-from aladdin_mpi.model.saved import saved
-from aladdin_mpi.model.unused import joined, shifted, within
-from aladdin_mpi.model.vectors import add, clip_norm, copy, scale
+from aladdin_mpi.codec.base import GradientCodec
+from aladdin_mpi.codec.dgc import DeepGradientCompression
+from aladdin_mpi.flat.layout import Bucket
+from aladdin_mpi.flat.state import saved
+from aladdin_mpi.flat.unused import joined, shifted, within
+from aladdin_mpi.flat.vectors import add, clip_norm, copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import AR_SGD, OUTLAST_DEATHS, ArSgdOptions, own
-from aladdin_mpi.roles.former import Former
-from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.worker import Worker
+from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.role import TrainingWorker
+from aladdin_mpi.worker.worker import Worker
 
 
 class ArSgdWorker(TrainingWorker):

@@ -16,28 +16,223 @@ servers treat it alike.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from enum import IntEnum
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from aladdin_mpi.algorithms.ashl_plan import Share, Stage, Times, make_plan
-from aladdin_mpi.algorithms.ashl_top_k import SAMPLE, TopK
-from aladdin_mpi.algorithms.global_loss import GlobalLoss
+import torch
+from torch import Tensor
+
 from aladdin_mpi.algorithms.registry import register
-from aladdin_mpi.compression.codec import GradientCodec
-from aladdin_mpi.compression.select import select
-from aladdin_mpi.model.layout import Bucket
-from aladdin_mpi.model.saved import saved
+from aladdin_mpi.codec.base import GradientCodec
+from aladdin_mpi.codec.dgc import DeepGradientCompression, select
+from aladdin_mpi.codec.quantised import FewBitsCodec
+from aladdin_mpi.control.losses import GlobalLoss
+from aladdin_mpi.exchange.receiver import Arrival
+from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.exchange.server_link import LocalDifference
+from aladdin_mpi.exchange.server_role import Server, StalenessBound
+from aladdin_mpi.flat.layout import Bucket, Layout
+from aladdin_mpi.flat.state import saved
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import ASHL, AshlOptions, own
-from aladdin_mpi.parameter_server.intake import Arrival
-from aladdin_mpi.parameter_server.local_difference import LocalDifference
-from aladdin_mpi.parameter_server.server import ParameterServer
-from aladdin_mpi.parameter_server.server_role import Server
-from aladdin_mpi.parameter_server.staleness import StalenessBound
-from aladdin_mpi.roles.former import Former
-from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.worker import Worker
+from aladdin_mpi.transport.base import Event
+from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.role import TrainingWorker
+from aladdin_mpi.worker.worker import Worker
+
+SHORTEST = 1e-9
+"""Seconds: a shorter step cannot be measured."""
+
+
+class Times(NamedTuple):
+    """What a worker has measured: a local step, a push of all values, a pull, choosing values."""
+
+    step: float
+    push: float
+    pull: float
+    compress: float
+
+
+class Stage(NamedTuple):
+    """A worker's part in a stage: its share D_i, its local steps H_i, its rate R_i."""
+
+    share: float
+    steps: int
+    rate: float
+
+
+class Share(NamedTuple):
+    """A worker's part of the plan."""
+
+    coarse: Stage
+    fine: Stage
+
+
+def local_steps(times: Sequence[Times], preset: int, rate: float = 1.0) -> list[int]:
+    """Algorithm 1: ``H_i``, so that all need as long as the slowest needs for ``preset`` steps.
+
+    ``T_upd,i = T_iter,i H_preset + T_comm,i``, ``T_max = max T_upd,i``,
+    ``H_i = round((T_max - T_comm,i) / T_iter,i)``, which is never below H_preset.
+
+    Args:
+        times: of every worker.
+        preset: H_preset.
+        rate: share of the values that is pushed, r_preset; below 1 they have to be chosen.
+    """
+    talk = [
+        rate * worker.push + worker.pull + (worker.compress if rate < 1 else 0.0)
+        for worker in times
+    ]
+    step = [max(worker.step, SHORTEST) for worker in times]
+    longest = max(s * preset + t for s, t in zip(step, talk, strict=True))
+    return [round((longest - t) / s) for s, t in zip(step, talk, strict=True)]
+
+
+def shares(steps: Sequence[int]) -> list[float]:
+    """``D_i = H_i / sum H``, the share of all data that a worker computes on."""
+    total = sum(steps)
+    return [own / total for own in steps]
+
+
+def rates(times: Sequence[Times], steps: Sequence[int], preset: float) -> list[float]:
+    """Algorithm 2: ``R_i``, so that who has time left pushes more than ``preset`` of the values.
+
+    ``T_upd,i = T_iter,i H_i + T_compress,i + r_preset T_push,i + T_pull,i``,
+    ``T_max = max T_upd,i``,
+    ``R_i = min(1, (T_max - (T_iter,i H_i + T_compress,i + T_pull,i)) / T_push,i)``.
+
+    With a preset of 1 nothing is chosen: all are 1. A push that takes no time is whole.
+    """
+    if preset == 1:
+        return [1.0] * len(times)
+    rest = [
+        worker.step * own + worker.compress + worker.pull
+        for worker, own in zip(times, steps, strict=True)
+    ]
+    longest = max(r + preset * worker.push for worker, r in zip(times, rest, strict=True))
+    return [
+        max(preset, min(1.0, (longest - r) / worker.push)) if worker.push > 0 else 1.0
+        for worker, r in zip(times, rest, strict=True)
+    ]
+
+
+def _stage(times: Sequence[Times], preset: int, rate: float) -> list[Stage]:
+    steps = local_steps(times, preset, rate)
+    rows = zip(shares(steps), steps, rates(times, steps, rate), strict=True)
+    return [Stage(*row) for row in rows]
+
+
+def make_plan(
+    times: Sequence[Times],
+    coarse_steps: int,
+    fine_steps: int,
+    coarse_rate: float,
+    fine_rate: float,
+) -> list[Share]:
+    """Everyone's part, from the presets of both stages."""
+    coarse = _stage(times, coarse_steps, coarse_rate)
+    fine = _stage(times, fine_steps, fine_rate)
+    return [Share(*parts) for parts in zip(coarse, fine, strict=True)]
+
+
+SAMPLE = 0.01
+"""Share of the values from which the smallest of the largest is estimated."""
+
+
+class TopK(DeepGradientCompression):
+    """``TopK(x - base, rate)``: of every bucket the largest values, at the present ``rate``.
+
+    With a wire of few bits all values go in few bits where that is not longer than those
+    chosen, which go in fp32 as their positions do. A message of those is given entries that
+    add nothing where its length would say few bits.
+    """
+
+    def __init__(self, wire: GradientCodec, layout: Layout) -> None:
+        everything = [(1, layout.numel)]
+        super().__init__(wire.plain, layout, everything, lambda samples: self.rate, sample=SAMPLE)
+        self.rate = 1.0
+        self.few_bits = wire if isinstance(wire, FewBitsCodec) else None
+
+    def discard(self) -> None:
+        """Forget what was not chosen."""
+        if self.left is not None:
+            self.left.zero_()
+
+    # -- sizes and memory ------------------------------------------------------
+    def longest(self, bucket: Bucket, samples: int) -> int:
+        """See :meth:`DeepGradientCompression.longest`."""
+        return self._unlike_few_bits(bucket, super().longest(bucket, samples))
+
+    def _unlike_few_bits(self, bucket: Bucket, length: int) -> int:
+        while self.few_bits is not None and self.few_bits.reads(bucket, length):
+            length += 2
+        return length
+
+    def _is_few_bits(self, bucket: Bucket, message: Tensor) -> bool:
+        return self.few_bits is not None and self.few_bits.reads(bucket, message.numel())
+
+    def buffer_for(self, vector: Tensor) -> Tensor:
+        """See :meth:`GradientCodec.buffer_for`."""
+        return (self.few_bits or self.plain).buffer_for(vector)
+
+    def numbers(self, bucket: Bucket, message: Tensor) -> Tensor:
+        """See :meth:`GradientCodec.numbers`."""
+        if self.few_bits is not None and self._is_few_bits(bucket, message):
+            return self.few_bits.numbers(bucket, message)
+        return super().numbers(bucket, message)
+
+    def besides(self, bucket: Bucket, nbytes: int) -> int:
+        """See :meth:`GradientCodec.besides`."""
+        few_bits = self.few_bits
+        if few_bits is not None and few_bits.reads(bucket, nbytes // self.dtype.itemsize):
+            return few_bits.besides(bucket, nbytes)
+        return super().besides(bucket, nbytes)
+
+    # -- sending and receiving -------------------------------------------------
+    def compress(
+        self, bucket: Bucket, values: Tensor, samples: int, room: Tensor
+    ) -> tuple[Tensor, Event | None]:
+        """See :meth:`GradientCodec.compress`."""
+        few_bits = self.few_bits
+        if few_bits is None or few_bits.length(bucket) > self.longest(bucket, samples):
+            return super().compress(bucket, values, samples, room)
+        if self.left is None:
+            return few_bits.compress(bucket, values, samples, room)
+        left = self.left[bucket.part].add_(values)
+        sent = few_bits.compress(bucket, left, samples, room)
+        left.zero_()
+        return sent
+
+    def _take_largest(self, bucket: Bucket, left: Tensor, samples: int) -> Tensor:
+        message = super()._take_largest(bucket, left, samples)
+        length = self._unlike_few_bits(bucket, message.numel())
+        if length > message.numel():
+            positions, values = message.chunk(2)
+            nothing = message.new_zeros((length - message.numel()) // 2)
+            message = torch.cat((positions, nothing, values, nothing))
+        return message
+
+    def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
+        """See :meth:`GradientCodec.add`."""
+        if self.few_bits is not None and self._is_few_bits(bucket, message):
+            self.few_bits.add(bucket, message, target, alpha)
+        else:
+            super().add(bucket, message, target, alpha)
+
+    # -- checkpoints -----------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """What was not chosen, and what rounding has lost."""
+        few_bits = self.few_bits.state_dict() if self.few_bits is not None else None
+        return {**super().state_dict(), "few_bits": few_bits}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        super().load_state_dict(state)
+        if self.few_bits is not None:
+            self.few_bits.load_state_dict(state["few_bits"])
+
 
 _log = logging.getLogger(__name__)
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from aladdin_mpi.algorithms.registry import register
-from aladdin_mpi.compression.codec import GradientCodec
-from aladdin_mpi.model.saved import saved
+from aladdin_mpi.codec.base import GradientCodec
+from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.exchange.server_link import GradientLink
+from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.flat.state import saved
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import ASP, AspOptions, own
-from aladdin_mpi.parameter_server.server import ParameterServer
-from aladdin_mpi.parameter_server.server_link import GradientLink
-from aladdin_mpi.parameter_server.server_role import Server
-from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.worker import Worker
+from aladdin_mpi.worker.role import TrainingWorker
+from aladdin_mpi.worker.worker import Worker
 
 
 class AspWorker(TrainingWorker):

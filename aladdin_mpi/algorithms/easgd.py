@@ -10,24 +10,23 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms.registry import register
-from aladdin_mpi.compression.codec import DenseWire, GradientCodec
-from aladdin_mpi.compression.models import ModelEncoder
+from aladdin_mpi.codec.base import DenseWire, GradientCodec, ModelEncoder
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.model.layout import Bucket
-from aladdin_mpi.model.saved import saved
-from aladdin_mpi.model.vectors import add, copy, lerp, scale
+from aladdin_mpi.exchange.inbox import ModelInbox
+from aladdin_mpi.exchange.receiver import Arrival
+from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.exchange.server_link import ServerLink
+from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.flat.layout import Bucket
+from aladdin_mpi.flat.state import saved
+from aladdin_mpi.flat.vectors import add, copy, lerp, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.algorithms import EAMSGD, EASGD, EasgdOptions, own
-from aladdin_mpi.parameter_server.inbox import ModelInbox
-from aladdin_mpi.parameter_server.intake import Arrival
-from aladdin_mpi.parameter_server.server import ParameterServer
-from aladdin_mpi.parameter_server.server_link import ServerLink
-from aladdin_mpi.parameter_server.server_role import Server
-from aladdin_mpi.roles.former import Former
-from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.worker import Worker
-from aladdin_mpi.transport.request import Event
+from aladdin_mpi.transport.base import Event
+from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.role import TrainingWorker
+from aladdin_mpi.worker.worker import Worker
 
 WHOLE_BYTES = 8
 """Of a message that says that a difference was lost."""

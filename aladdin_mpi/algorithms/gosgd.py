@@ -12,16 +12,15 @@ import random
 import torch
 
 from aladdin_mpi.algorithms.registry import register
-from aladdin_mpi.compression.codec import GradientCodec
+from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.gossip.gossip_inbox import GossipInbox
-from aladdin_mpi.gossip.peers import ModelOutbox
-from aladdin_mpi.model.layout import Bucket
-from aladdin_mpi.model.saved import saved
+from aladdin_mpi.exchange.gossip import GossipInbox, ModelOutbox
+from aladdin_mpi.flat.layout import Bucket
+from aladdin_mpi.flat.state import saved
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import GOSGD, GoSgdOptions, own
-from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.worker import Worker
+from aladdin_mpi.worker.role import TrainingWorker
+from aladdin_mpi.worker.worker import Worker
 
 LEAST_ALPHA = 2.0**-1000
 """Below it a worker keeps what it has: halved often enough a weight would become 0."""

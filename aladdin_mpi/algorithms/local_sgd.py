@@ -17,12 +17,12 @@ from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.allreduce.base import AllReduce
 from aladdin_mpi.allreduce.surviving import Sums, SurvivingSums
-from aladdin_mpi.compression.codec import GradientCodec
-from aladdin_mpi.model.vectors import add, copy
+from aladdin_mpi.codec.base import GradientCodec
+from aladdin_mpi.flat.vectors import add, copy
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import LOCAL_SGD, OUTLAST_DEATHS, LocalSgdOptions, own
-from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.worker import Worker
+from aladdin_mpi.worker.role import TrainingWorker
+from aladdin_mpi.worker.worker import Worker
 
 
 class LocalSgdWorker(TrainingWorker):

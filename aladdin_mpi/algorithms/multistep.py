@@ -16,24 +16,28 @@ from typing import Any
 
 import torch
 
-from aladdin_mpi.algorithms.dense_pieces import DenseBias, DenseWeight
-from aladdin_mpi.algorithms.layer_cut import choose, cut_at_layers, describe
-from aladdin_mpi.algorithms.layer_hooks import LayerHooks
-from aladdin_mpi.algorithms.layer_pieces import GradientPiece, Ground, Piece
+from aladdin_mpi.algorithms.multistep_hooks import LayerHooks, choose, cut_at_layers, describe
+from aladdin_mpi.algorithms.multistep_layers import (
+    DenseBias,
+    DenseWeight,
+    GradientPiece,
+    Ground,
+    Piece,
+)
 from aladdin_mpi.algorithms.registry import register
-from aladdin_mpi.allreduce.in_order import InOrder
-from aladdin_mpi.compression.codec import DenseWire, GradientCodec
+from aladdin_mpi.allreduce.compressed import InOrder
+from aladdin_mpi.codec.base import DenseWire, GradientCodec
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.model.layout import Bucket, Layout
-from aladdin_mpi.model.replica import DenseLayer, PhantomReplica, Replica
+from aladdin_mpi.flat.layout import Bucket, Layout
+from aladdin_mpi.flat.replica import DenseLayer, PhantomReplica, Replica
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.algorithms import MULTISTEP, MultistepOptions, own, whole_gradient_options
 from aladdin_mpi.options.general import GeneralOptions
 from aladdin_mpi.process import console
-from aladdin_mpi.roles.former import Former
-from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.worker import Worker
+from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.role import TrainingWorker
+from aladdin_mpi.worker.worker import Worker
 
 FITS, UNFIT, UNKNOWN = 1, 0, 2
 """What a rank says of a dense layer after the first step."""

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from aladdin_mpi.compression.codec import GradientCodec
+from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.model.layout import Layout
-from aladdin_mpi.model.replica import PhantomReplica, Replica
+from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.flat.layout import Layout
+from aladdin_mpi.flat.replica import PhantomReplica, Replica
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.algorithms import ALGORITHMS, Algorithm, declare
 from aladdin_mpi.options.checks import place_of_momentum
 from aladdin_mpi.options.general import GeneralOptions
-from aladdin_mpi.parameter_server.server import ParameterServer
-from aladdin_mpi.parameter_server.server_role import Server
-from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.worker import Worker
+from aladdin_mpi.worker.role import TrainingWorker
+from aladdin_mpi.worker.worker import Worker
 
 MakeWorker = Callable[[Worker, Optimizer, GradientCodec, GeneralOptions], TrainingWorker]
 MakeServer = Callable[[ParameterServer, Optimizer, GeneralOptions], Server]

@@ -28,21 +28,21 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms.registry import register
-from aladdin_mpi.compression.codec import GradientCodec
+from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import PeerFailedError
-from aladdin_mpi.gossip.peers import ModelOutbox
-from aladdin_mpi.model.layout import Bucket
-from aladdin_mpi.model.saved import saved
-from aladdin_mpi.model.vectors import copy, lerp, scale
+from aladdin_mpi.exchange.gossip import ModelOutbox
+from aladdin_mpi.flat.layout import Bucket
+from aladdin_mpi.flat.state import saved
+from aladdin_mpi.flat.vectors import copy, lerp, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import OSGP, SGP, OsgpOptions, SgpOptions, own
 from aladdin_mpi.options.general import GeneralOptions
-from aladdin_mpi.roles.former import Former
-from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.worker import Worker
-from aladdin_mpi.transport.request import Event, Request
-from aladdin_mpi.transport.sealed import intact, is_void
+from aladdin_mpi.transport.base import Event, Request
+from aladdin_mpi.transport.checksums import intact, is_void
+from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.role import TrainingWorker
+from aladdin_mpi.worker.worker import Worker
 
 P = 1 / 2
 """What a worker keeps, and sends to its only out-peer."""

@@ -2,18 +2,147 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from torch import Tensor
 
 from aladdin_mpi.allreduce.base import AllReduce, Pending
-from aladdin_mpi.allreduce.in_order import InOrder, Queued
-from aladdin_mpi.compression.dgc import DeepGradientCompression
-from aladdin_mpi.compression.equal_length import add_packed, pack, packed_length
-from aladdin_mpi.model.layout import Bucket, Layout
-from aladdin_mpi.model.vectors import clear
-from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import Request
+from aladdin_mpi.codec.dgc import DeepGradientCompression
+from aladdin_mpi.codec.difference import index_dtype, index_values
+from aladdin_mpi.flat.layout import Bucket, Layout
+from aladdin_mpi.flat.vectors import clear
+from aladdin_mpi.transport.base import EVENT_POLL, Event, Request, Transport
+
+
+def packed_length(codec: DeepGradientCompression, bucket: Bucket, samples: int) -> int:
+    """Length of every rank's part, in values of the wire's dtype.
+
+    It depends on the bucket and on the share of values that is sent at ``samples``:
+    give the same on all ranks.
+    """
+    head = _head(codec)
+    return head + -(-codec.longest(bucket, samples) // head) * head
+
+
+def pack(codec: DeepGradientCompression, message: Tensor, part: Tensor) -> None:
+    """Put ``message`` into ``part``, which has the packed length, with its length in front.
+
+    Wait first for the event that came with the message.
+    """
+    if message.is_meta or codec.plain.device.type == "meta":
+        return
+    head = _head(codec)
+    part[:head].view(index_dtype(codec.dtype)).fill_(message.numel())
+    part[head : head + message.numel()] = message
+
+
+def add_packed(
+    codec: DeepGradientCompression,
+    bucket: Bucket,
+    gathered: Tensor,
+    parts: int,
+    target: Tensor,
+    alpha: float = 1.0,
+) -> None:
+    """``target <- target + alpha * sum of the gradients`` in ``gathered``, in rank order.
+
+    Args:
+        codec: any rank's.
+        bucket: whose gradients they are.
+        gathered: ``parts`` packed messages, one after the other.
+        parts: their number.
+        target: of the bucket's length.
+        alpha: of the sum.
+    """
+    if target.is_meta:
+        return
+    head = _head(codec)
+    there, _ = codec.plain.fetch(gathered)
+    for here, part in zip(gathered.view(parts, -1), there.view(parts, -1), strict=True):
+        length = int(here[:head].view(index_dtype(codec.dtype)))
+        codec.add(bucket, part[head : head + length], target, alpha)
+
+
+def _head(codec: DeepGradientCompression) -> int:
+    """Values of the wire's dtype that are as long as a position, as the length in front is."""
+    return index_values(codec.dtype)
+
+
+UNDER_WAY = 2
+"""Collectives under way at a time. With one the links idle from its end on one rank to the start
+of the next on another; with more the first ones end later (docs/algorithms.md)."""
+
+
+class InOrder:
+    """A queue of collectives: first in, first out.
+
+    One whose buffer is still being filled holds up those behind. All ranks have to put the same
+    ones in the same order, and may start no others meanwhile.
+
+    Args:
+        most: collectives under way at a time; None: as many as there are.
+    """
+
+    def __init__(self, transport: Transport, most: int | None = UNDER_WAY) -> None:
+        self._transport = transport
+        self._most = most
+        self._held: deque[Queued] = deque()
+        self._under_way: list[Request] = []
+
+    def put(self, start: Callable[[], Request], after: Event | None) -> Queued:
+        """Call ``start`` when its turn has come and ``after`` has happened, if there is one."""
+        queued = Queued(start, after)
+        with self._transport.atomic():
+            self._held.append(queued)
+            self._launch()
+        if after is not None and queued.request is None:
+            self._transport.when_happened(after, self._launch)
+        return queued
+
+    def _launch(self) -> None:
+        """Start as many as may be. Also called, by any thread, when one has ended."""
+        # Whoever starts one: the next must not overtake it.
+        with self._transport.atomic():
+            self._under_way = [request for request in self._under_way if not request.done]
+            while not self._are_most(self._under_way) and self._held and self._held[0].is_ready:
+                queued = self._held.popleft()
+                queued.request = queued.start()
+                if self._most is not None and not queued.request.done:
+                    self._under_way.append(queued.request)
+                    self._transport.when_done(queued.request, self._launch)
+
+    def _are_most(self, under_way: list[Request]) -> bool:
+        """Whether these are as many as may be."""
+        return self._most is not None and len(under_way) >= self._most
+
+    def wait(self, queued: Queued) -> None:
+        """Wait until it has ended."""
+        self._launch()
+        while queued.request is None:
+            # Not started: it is behind others, or behind a copy from the GPU.
+            if self._are_most(
+                under_way := self._under_way
+            ):  # which a handler may replace meanwhile
+                self._transport.wait_any(under_way)
+            else:
+                self._transport.sleep(EVENT_POLL)
+            self._launch()
+        self._transport.wait(queued.request)
+
+
+class Queued:
+    """A collective that has been put into the queue."""
+
+    def __init__(self, start: Callable[[], Request], after: Event | None) -> None:
+        self.start = start
+        self.request: Request | None = None
+        self._after = after
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its buffer is filled."""
+        return self._after is None or self._after.query()
 
 
 class CompressedAllReduce(AllReduce):

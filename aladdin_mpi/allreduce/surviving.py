@@ -21,14 +21,13 @@ from torch import Tensor
 
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.allreduce.base import AllReduce, Pending
-from aladdin_mpi.allreduce.over_transport import DirectAllReduce
-from aladdin_mpi.allreduce.ring import RingAllReduce
+from aladdin_mpi.allreduce.messages import DirectAllReduce, RingAllReduce
 from aladdin_mpi.control.tags import COORDINATOR, Tag, of_generation
 from aladdin_mpi.errors import PeerFailedError
-from aladdin_mpi.model.layout import Bucket, Layout
-from aladdin_mpi.model.vectors import copy
+from aladdin_mpi.flat.layout import Bucket, Layout
+from aladdin_mpi.flat.vectors import copy
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.part import PartOfRanks
+from aladdin_mpi.transport.group import PartOfRanks
 
 GONE = -1
 """In place of a rank's number of steps: it takes no part any more."""

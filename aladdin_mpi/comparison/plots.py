@@ -3,16 +3,299 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from aladdin_mpi.comparison import curves
-from aladdin_mpi.comparison.bars import throughput
-from aladdin_mpi.comparison.curves import Curve, Style, mean_curve
-from aladdin_mpi.comparison.figures import Evaluation, Row, RunFigures
+import numpy as np
+import numpy.typing as npt
+
+from aladdin_mpi.comparison.figures import Evaluation, Row, RunFigures, four_digits
 from aladdin_mpi.process import extras
 from aladdin_mpi.process.files import written_whole
+
+CurvePath = npt.NDArray[np.float64]
+"""A curve as it is seen, of shape (points, 2), in points of 1/72 inch."""
+
+NEAR = 2.0
+"""Points between two curves that touch, about a line's width."""
+SHARE = 0.5
+"""Of its length, that a curve has to have in common with another to be taken for the same."""
+SAMPLES = 400
+"""Places of a curve that are looked at."""
+DASH = 8.0
+WIDTH = 1.6
+WIDTHS = (2.6, 1.4)
+"""Of a curve alone, and of those that coincide, in turn; in points, like the dash."""
+THIN = 0.7
+MARKER = 6.0
+LARGER = 5.0
+"""The size of a marker, and how much larger each further one is at the same point."""
+MOST_MARKERS = 15
+
+
+@dataclass(frozen=True)
+class Part:
+    """A curve's part in drawing those it coincides with: it is number ``place`` of ``count``."""
+
+    place: int = 0
+    count: int = 1
+
+    @property
+    def width(self) -> float:
+        """Of its line."""
+        return WIDTH if self.count == 1 else WIDTHS[self.place % len(WIDTHS)]
+
+    def line(self, style: str, dash: float = DASH) -> dict[str, Any]:
+        """How its line is drawn; alone, in ``style``."""
+        # The wide ones lie below.
+        look: dict[str, Any] = {"lw": self.width, "zorder": 2 + 0.1 * (self.place % len(WIDTHS))}
+        if self.count == 1:
+            return {**look, "ls": style}
+        on, off = dash, dash * (self.count - 1)
+        start = dash * (self.count - self.place)
+        # matplotlib counts the lengths of dashes in widths of their line.
+        lengths = [length / self.width for length in (start, on, off)]
+        return {**look, "ls": (lengths[0], tuple(lengths[1:])), "dash_capstyle": "butt"}
+
+    def markers(self, points: int) -> dict[str, Any]:
+        """Which of its points are marked, and how large."""
+        every = max(1, points // MOST_MARKERS)
+        marked = -(-points // every)
+        turns = min(self.count, marked)
+        layer = self.place // turns
+        return {
+            "markevery": slice(every * (self.place % turns), None, every * turns),
+            "ms": MARKER + LARGER * layer,
+            "zorder": 3 - 0.01 * layer,
+        }
+
+
+def parts(paths: Sequence[CurvePath]) -> list[Part]:
+    """Of each curve its part among those that all coincide with each other."""
+    seen = [_along(path) for path in paths]
+    groups: list[list[int]] = []
+    for number, path in enumerate(seen):
+        for group in groups:
+            if all(_coincide(path, seen[other]) for other in group):
+                group.append(number)
+                break
+        else:
+            groups.append([number])
+    found = {n: Part(place, len(group)) for group in groups for place, n in enumerate(group)}
+    return [found[number] for number in range(len(seen))]
+
+
+def _along(path: CurvePath) -> CurvePath:
+    """Places at equal distances along a curve."""
+    path = path[np.isfinite(path).all(axis=1)]
+    lengths = np.hypot(*np.diff(path, axis=0).T)
+    way = np.concatenate([[0.0], np.cumsum(lengths)])
+    places = np.linspace(0.0, way[-1], SAMPLES)
+    return np.stack([np.interp(places, way, path[:, axis]) for axis in (0, 1)], axis=1)
+
+
+def _coincide(one: CurvePath, other: CurvePath) -> bool:
+    distances = np.hypot(*(one[:, None] - other[None]).transpose(2, 0, 1))
+    return all((distances.min(axis=axis) <= NEAR).mean() >= SHARE for axis in (0, 1))
+
+
+HALF = 0.35
+"""Of a bar's height, where bars are 1 apart."""
+SMALL = 8
+
+
+def throughput(rows: Sequence[Row], colours: Mapping[str, str], ideals: Mapping[str, float]) -> Any:
+    """The highest on top, with the standard deviation over the runs; None without any figure.
+
+    Args:
+        rows: in any order.
+        colours: by label.
+        ideals: by label the sum of the workers' own speeds, in samples/s.
+    """
+    known = [row for row in rows if row.figures["samples_per_second"] is not None]
+    if not known:
+        return None
+    ranked = sorted(known, key=lambda row: row.mean("samples_per_second") or 0.0)
+    figure = empty_figure(8.5, 1.5 + 0.34 * len(ranked))
+    axis = figure.add_subplot()
+    ends = [_bar(axis, place, row, colours[row.label]) for place, row in enumerate(ranked)]
+    marks = {place: ideals[row.label] for place, row in enumerate(ranked) if row.label in ideals}
+    for place, ideal in marks.items():
+        axis.vlines(ideal, place - 0.5, place + 0.5, color=GREY, lw=1.4, ls=(0, (4, 2)))
+    _label(axis, ranked, bool(marks))
+    axis.set_xlim(0, 1.04 * max([*ends, *marks.values(), 1e-9]))
+    axis.xaxis.set_major_formatter("{x:,.10g}")
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_axisbelow(True)
+    return figure
+
+
+def _bar(axis: Any, place: int, row: Row, colour: str) -> float:
+    """Returns where it ends, its error bar with it."""
+    found = row.figures["samples_per_second"]
+    assert found is not None
+    axis.barh(place, found.mean, color=colour, height=2 * HALF)
+    if not found.std:
+        return found.mean
+    # Grey on white, which is seen on a bar of any colour.
+    for width, line in ((3.4, "white"), (1.4, GREY)):
+        axis.errorbar(
+            found.mean, place, xerr=found.std, color=line, lw=width, capsize=4, capthick=width
+        )
+    return found.mean + found.std
+
+
+def _label(axis: Any, ranked: Sequence[Row], has_ideal: bool) -> None:
+    """Names to the left, figures to the right, where neither bars nor lines run through them."""
+    axis.set_yticks(range(len(ranked)), [row.label for row in ranked])
+    axis.set_ylim(-0.6, len(ranked) - 0.4)
+    beside = {"transform": axis.get_yaxis_transform(), "va": "center", "fontsize": SMALL}
+    for place, row in enumerate(ranked):
+        mean, speed_up = row.mean("samples_per_second") or 0.0, row.mean("speed_up")
+        text = f"{mean:,.{four_digits(mean)}f}"
+        text += "" if speed_up is None else f"  ({speed_up:.2f} x one worker)"
+        axis.text(1.01, place, text, **beside)
+    what = "throughput of all workers, samples/s"
+    axis.set_xlabel(f"{what} (dashed: sum of the workers' own speeds)" if has_ideal else what)
+
+
+Style = dict[str, Any]
+"""``color``, ``linestyle`` and ``marker``."""
+Line = tuple[Sequence[float], Sequence[float]]
+HANDLE = 3.4
+"""The length of a line in the legend, in sizes of its letters."""
+POINTS_PER_INCH = 72.0
+GREY = "0.35"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What is drawn for a label."""
+
+    label: str
+    look: Style
+    xs: Sequence[float]
+    ys: Sequence[float]
+    singles: Sequence[Line] = ()
+    """The runs of which this is the mean."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What the axes are."""
+
+    x: str
+    y: str
+    x_is_log: bool = False
+    y_is_log: bool = False
+    mark: float | None = None
+    """A value to draw a line at: the target."""
+
+
+def mean_curve(label: str, look: Style, lines: Sequence[Line]) -> Curve:
+    """One run as it is; of several the mean, where all of them are."""
+    if len(lines) == 1:
+        return Curve(label, look, *lines[0])
+    first, last = max(xs[0] for xs, _ in lines), min(xs[-1] for xs, _ in lines)
+    inside = {value for xs, _ in lines for value in xs if first < value < last}
+    grid = sorted(inside | {first, last})
+    mean = np.mean([np.interp(grid, xs, ys) for xs, ys in lines], axis=0)
+    return Curve(label, look, grid, mean.tolist(), lines)
+
+
+def empty_figure(width: float, height: float) -> Any:
+    """A figure of this size, in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), constrained_layout=True)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def figure(curves: Sequence[Curve], axes: Axes) -> Any:
+    """The curves, and a legend beside them in their order.
+
+    On a logarithmic axis those that are 0 throughout have no curve, and the legend says so.
+    """
+    drawn = empty_figure(9.5, max(4.6, 1.2 + 0.24 * len(curves)))
+    axis = drawn.add_subplot()
+    _scale(axis, axes)
+    shown = [curve for curve in curves if any(curve.ys) or not axes.y_is_log]
+    found = _parts(axis, shown)
+    legend = {c.label: _draw(axis, c, part) for c, part in zip(shown, found, strict=True)}
+    legend |= {f"{curve.label}: 0": _no_line() for curve in curves if curve not in shown}
+    if axes.mark is not None:
+        dashed = {"color": GREY, "lw": 1, "ls": (0, (6, 4)), "zorder": 1.5}
+        legend[f"target {axes.mark:g}"] = axis.axhline(axes.mark, **dashed)
+    if any(part.count > 1 for part in found):
+        legend["dashes in turn:\nthey coincide"] = _no_line()
+    place = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5)}
+    axis.legend([*legend.values()], [*legend], frameon=False, handlelength=HANDLE, **place)
+    return drawn
+
+
+def _scale(axis: Any, axes: Axes) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_xlabel(axes.x)
+    axis.set_ylabel(axes.y)
+    axis.grid(alpha=0.3)
+    if axes.y_is_log:
+        axis.set_yscale("log", nonpositive="mask")
+    if axes.x_is_log:
+        axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.xaxis.set_major_formatter("{x:,.10g}")
+
+
+def _parts(axis: Any, curves: Sequence[Curve]) -> list[Part]:
+    """How the curves share the way where they coincide, as far as can be seen on these axes."""
+    for curve in curves:
+        for xs, ys in [*curve.singles, (curve.xs, curve.ys)]:
+            thin = {"lw": 0.7, "alpha": 0.35 if curve.singles else 0.0}
+            axis.plot(xs, ys, color=curve.look["color"], **thin)
+    axis.get_xlim()  # brings the transform up to date with what has been drawn
+    scale = POINTS_PER_INCH / axis.figure.dpi
+    with np.errstate(divide="ignore", invalid="ignore"):
+        places = [np.column_stack([curve.xs, curve.ys]).astype(float) for curve in curves]
+        return parts([scale * axis.transData.transform(place) for place in places])
+
+
+def _draw(axis: Any, curve: Curve, part: Part) -> Any:
+    """The line, then its markers on top of all lines; returns what the legend shows."""
+    from matplotlib.lines import Line2D
+
+    colour = {"color": curve.look["color"]}
+    style = curve.look["linestyle"]
+    marker = {"marker": curve.look["marker"], "mec": "white", "mew": 0.5, **colour}
+    thin = {"lw": THIN, "zorder": 1.9, **colour}
+    if part.count > 1:
+        axis.plot(curve.xs, curve.ys, **thin)
+    axis.plot(curve.xs, curve.ys, **colour, **part.line(style))
+    axis.plot(curve.xs, curve.ys, ls="none", **marker, **part.markers(len(curve.xs)))
+    whole = HANDLE * _letters()
+    dashes = Line2D([], [], ms=MARKER, **marker, **part.line(style, min(DASH, whole / part.count)))
+    return dashes if part.count == 1 else (Line2D([], [], **thin), dashes)
+
+
+def _no_line() -> Any:
+    """For words in the legend."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], ls="none")
+
+
+def _letters() -> float:
+    """The size of the legend's letters, in points."""
+    from matplotlib import rcParams
+    from matplotlib.font_manager import FontProperties
+
+    return float(FontProperties(size=rcParams["legend.fontsize"]).get_size_in_points())
+
 
 ACCURACY_TIME = "accuracy-time.png"
 ACCURACY_SAMPLES = "accuracy-samples.png"
@@ -107,8 +390,8 @@ def _accuracy(
         return None
     longest = [curve.xs[-1] for curve in found]
     is_log = x is _seconds and max(longest) > LOG_RATIO * max(min(longest), 1e-9)
-    axes = curves.Axes(x_label, "test accuracy", x_is_log=is_log, mark=target)
-    return curves.figure(found, axes)
+    axes = Axes(x_label, "test accuracy", x_is_log=is_log, mark=target)
+    return figure(found, axes)
 
 
 def _variance(runs: Sequence[RunFigures], looks: Mapping[str, Style]) -> Any:
@@ -116,7 +399,7 @@ def _variance(runs: Sequence[RunFigures], looks: Mapping[str, Style]) -> Any:
     if not any(any(curve.ys) for curve in found):
         return None
     label = "variance among the workers' models, relative"
-    return curves.figure(found, curves.Axes("samples", label, y_is_log=True))
+    return figure(found, Axes("samples", label, y_is_log=True))
 
 
 def _curves(

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import aladdin_mpi
-from aladdin_mpi.comparison import plots, table
+from aladdin_mpi.comparison import figures, plots
 from aladdin_mpi.comparison.baseline import Baseline
 from aladdin_mpi.comparison.figures import KEYS, Row, RunFigures, make_rows
-from aladdin_mpi.comparison.machine import Machine
-from aladdin_mpi.process import plain_json
+from aladdin_mpi.comparison.folder import Machine
+from aladdin_mpi.process import files
 from aladdin_mpi.process.files import write_whole
-from aladdin_mpi.run.rounding import rounded
+from aladdin_mpi.run.recorder import rounded
 
 REPORT = "report.md"
 TABLE = "table.csv"
@@ -61,8 +61,8 @@ class Findings:
 
 def write(findings: Findings, out: Path, facts: Machine) -> None:
     """Write all files of the report."""
-    write_whole(out / TABLE, table.as_csv(findings.rows))
-    text = plain_json.written(as_json(findings, facts), indent=2)
+    write_whole(out / TABLE, figures.as_csv(findings.rows))
+    text = files.written(as_json(findings, facts), indent=2)
     write_whole(out / RESULT, text + "\n")
     pictures = plots.draw(
         findings.runs, findings.rows, out, findings.title, findings.target, findings.ideals
@@ -151,10 +151,10 @@ def _ideal(ideals: Mapping[str, float]) -> str:
 
 
 def _markdown(findings: Findings, facts: Machine, pictures: Sequence[str]) -> str:
-    cells = table.cells(findings.rows, findings.target, "±")
+    cells = figures.cells(findings.rows, findings.target, "±")
     lines = [*findings.notes, *definitions(findings), *plots.not_drawn()]
     notes = "\n".join(f"- {line}" for line in lines)
-    parts = [f"# Comparison: {findings.title}", table.markdown(cells), notes]
+    parts = [f"# Comparison: {findings.title}", figures.markdown(cells), notes]
     if findings.failures:
         parts += ["## Failed runs", "\n".join(f"- {line}" for line in findings.failures)]
     parts += [f"![{Path(name).stem}]({name})" for name in pictures]

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aladdin_mpi.control.loss_scale import LossScale
+from aladdin_mpi.control.refusals import LossScale
 from aladdin_mpi.control.tags import COORDINATOR, Tag
-from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import Request, numbers_of
+from aladdin_mpi.transport.base import Request, Transport, numbers_of
 
 MOST_AHEAD = 32
 """Largest number of tickets that a worker asks for ahead."""

@@ -14,8 +14,7 @@ from torch import Tensor
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import PeerFailedError, RefusedError, UserError, combined
 from aladdin_mpi.process.guard import no_exit
-from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import Request
+from aladdin_mpi.transport.base import Request, Transport
 
 T = TypeVar("T")
 
@@ -195,3 +194,29 @@ def _receive(transport: Transport, source: int) -> Any:
     room = torch.frombuffer(text, dtype=torch.uint8)
     transport.wait(transport.irecv(room, source, Tag.SETUP))
     return json.loads(text)
+
+
+def barrier(transport: Transport) -> None:
+    """Wait until every rank that lives has come here.
+
+    Raises:
+        PeerFailedError: rank 0 has failed.
+    """
+    if not transport.survives:
+        transport.wait(transport.ibarrier())
+    elif transport.rank:
+        transport.isend(_nothing(), 0, Tag.BARRIER)
+        transport.wait(transport.irecv(_nothing(), 0, Tag.BARRIER))
+    else:
+        _wait_for_all(transport)
+
+
+def _wait_for_all(transport: Transport) -> None:
+    others = transport.living[1:]
+    transport.wait_ended([transport.irecv(_nothing(), rank, Tag.BARRIER) for rank in others])
+    for rank in others:
+        transport.isend(_nothing(), rank, Tag.BARRIER)
+
+
+def _nothing() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)

@@ -11,7 +11,7 @@ from aladdin_mpi.control.budget import Budget
 from aladdin_mpi.control.refusals import NBYTES, Reason, Refusal
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.model.saved import Stateful, saved
+from aladdin_mpi.flat.state import Stateful, saved
 from aladdin_mpi.process import console
 from aladdin_mpi.transport.base import Transport
 

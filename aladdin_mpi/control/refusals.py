@@ -11,8 +11,49 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.control.tags import COORDINATOR, Tag
-from aladdin_mpi.model.vectors import clear, is_finite, total
+from aladdin_mpi.flat.state import Stateful, saved
+from aladdin_mpi.flat.vectors import clear, is_finite, total
 from aladdin_mpi.transport.base import Transport
+
+FIRST, LARGEST = 16, 24
+"""Powers of two."""
+PATIENCE = 2000
+"""Steps of all workers without an overflow after which it is doubled."""
+
+
+class LossScale(Stateful):
+    """Kept by rank 0: the scale is 2 to the power of ``exponent``."""
+
+    SAVED = saved("exponent", "sound", "since")
+
+    def __init__(self) -> None:
+        self.exponent = FIRST
+        self.sound = 0
+        """Steps since it was changed."""
+        self.since = 0
+        """The first sample that was granted when it had been halved."""
+
+    def count(self) -> None:
+        """A worker has reported a step."""
+        self.sound += 1
+        if self.sound >= PATIENCE:
+            self.exponent = min(self.exponent + 1, LARGEST)
+            self.sound = 0
+
+    def overflowed(self, sample: int, drawn: int) -> bool:
+        """A gradient has overflowed; whether the scale is halved for that.
+
+        It is not where the step had the scale before the last halving.
+
+        Args:
+            sample: of the run, that the step began at.
+            drawn: samples granted so far.
+        """
+        if sample < self.since or not self.exponent:
+            return False
+        self.exponent -= 1
+        self.sound, self.since = 0, drawn
+        return True
 
 
 class Reason(IntEnum):

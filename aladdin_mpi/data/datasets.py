@@ -5,24 +5,90 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from aladdin_mpi.data import builtin_sets, imagefolder, recipes, synthetic
+from aladdin_mpi.data import builtin_sets, imagefolder
+from aladdin_mpi.data.augment import CIFAR10, CLASSES, LargeImages, Policy, SmallImages
+from aladdin_mpi.data.builtin_sets import parse_synthetic
 from aladdin_mpi.data.imagefolder import Fault, Listing
-from aladdin_mpi.data.shard_index import find_shards, indexed
-from aladdin_mpi.data.shards import ShardImages
-from aladdin_mpi.data.skipped import SkippedImages
+from aladdin_mpi.data.images import ImageArrays, SkippedImages
+from aladdin_mpi.data.shards import ShardImages, find_shards, indexed
 from aladdin_mpi.data.user_code import call_with_accepted, import_function
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.fields import kebab
-from aladdin_mpi.options.general import SHUFFLE_BUFFER
+from aladdin_mpi.options.general import SHUFFLE_BUFFER, Augment
+
+CHOICES = get_args(Augment)
+BY_IMAGE = frozenset({"imagenet", *CLASSES})
+"""Those that work on decoded images one by one: grey or RGB, of pixels up to 255."""
+
+
+def for_folder(
+    size: tuple[int, int] | None, image_size: int | None, augment: str
+) -> SmallImages | LargeImages:
+    """Return CIFAR's recipe for small images of one ``size``, otherwise ImageNet's.
+
+    Args:
+        size: (width, height) in pixels; None: they differ, or are large.
+        image_size: side in pixels to scale to, if any.
+        augment: one of :data:`CHOICES`.
+    """
+    if size is None:
+        return _large(image_size or 224, augment)
+    recipe = SmallImages(CIFAR10, pad=size[1] // 8, flip=True, image_size=image_size)
+    return _small(recipe, size[1], augment)
+
+
+def with_augmentation(arrays: ImageArrays, augment: str) -> ImageArrays:
+    """Return ``arrays``, which have their own recipe, with that for ``augment``.
+
+    Raises:
+        UserError: it does not take images of so many channels.
+    """
+    if augment == "auto":
+        return arrays
+    images, recipe = arrays.images, arrays.recipe
+    assert isinstance(recipe, SmallImages)
+    channels, height = images.shape[1:3]
+    if augment in BY_IMAGE:
+        if channels not in (1, 3):
+            raise UserError(
+                f"--augment {augment}: expected images of 1 or 3 channels, got {channels}; give "
+                "auto, none or crop-flip"
+            )
+        maximum = recipe.normalisation.maximum
+        if maximum != 255 and isinstance(images, Tensor):
+            images = (images * (255 / maximum)).round().to(images.dtype)
+            recipe = replace(recipe, normalisation=replace(recipe.normalisation, maximum=255.0))
+    return ImageArrays(images, arrays.targets, _small(recipe, height, augment))
+
+
+def _small(recipe: SmallImages, height: int, augment: str) -> SmallImages | LargeImages:
+    if augment == "none":
+        return replace(recipe, pad=0, flip=False)
+    if augment == "crop-flip":
+        return replace(recipe, pad=max(1, height // 8), flip=True)
+    if augment == "imagenet":
+        return LargeImages(recipe.normalisation, recipe.image_size or height)
+    policy = Policy(augment, "CIFAR10") if augment in CLASSES else None
+    return replace(recipe, policy=policy)
+
+
+def _large(image_size: int, augment: str) -> LargeImages:
+    if augment == "none":
+        return LargeImages(image_size=image_size, crop="none")
+    if augment == "crop-flip":
+        return LargeImages(image_size=image_size, crop="shift")
+    policy = Policy(augment, "IMAGENET") if augment in CLASSES else None
+    return LargeImages(image_size=image_size, policy=policy)
+
 
 NAMES = ("digits", *builtin_sets.VISION_SETS, "imagefolder", "shards", "synthetic")
 CACHE_CHOICES = ("auto", "on", "off")
@@ -111,7 +177,7 @@ def load_dataset(
         )
     for flag, value, choices in (
         ("--cache", cache, CACHE_CHOICES),
-        ("--augment", augment, recipes.CHOICES),
+        ("--augment", augment, CHOICES),
         ("--corrupt-images", corrupt_images, CORRUPT_CHOICES),
     ):
         if value not in choices:
@@ -141,8 +207,8 @@ def _load(name: str, data_dir: Path | None, download: bool, look: Look) -> Datas
     if name == "digits":
         return _built_in(name, builtin_sets.load_digits_set(look.image_size), 10, look)
     if name.split(":")[0] == "synthetic":
-        splits = synthetic.load_synthetic(name, look.image_size)
-        return _built_in(name, splits, synthetic.parse_synthetic(name)[1], look)
+        splits = builtin_sets.load_synthetic(name, look.image_size)
+        return _built_in(name, splits, builtin_sets.parse_synthetic(name)[1], look)
     if name in builtin_sets.VISION_SETS:
         splits = builtin_sets.load_vision_set(name, data_dir, download, look.image_size)
         return _built_in(name, splits, builtin_sets.VISION_SETS[name].num_classes, look)
@@ -186,7 +252,7 @@ def _load_imagefolder(
 ) -> DatasetPair:
     listings, classes = imagefolder.list_splits(data_dir)
     size = imagefolder.common_small_size(listings, skip)
-    recipe = recipes.for_folder(size, look.image_size, look.augment)
+    recipe = for_folder(size, look.image_size, look.augment)
     skipped = SkippedImages() if skip else None
     if skipped is not None:
         listings = [
@@ -200,7 +266,7 @@ def _load_imagefolder(
 @lru_cache(maxsize=4)
 def _load_shards(data_dir: Path | None, look: Look, skip: bool, shuffle_buffer: int) -> DatasetPair:
     skipped = SkippedImages() if skip else None
-    recipe = recipes.for_folder(None, look.image_size, look.augment)
+    recipe = for_folder(None, look.image_size, look.augment)
     splits = tuple(
         ShardImages(shards, indexed(shards), recipe, skipped, shuffle_buffer)
         for shards in find_shards(data_dir)
@@ -233,7 +299,7 @@ def _mended(
 
 
 def _built_in(name: str, splits: builtin_sets.Splits, num_classes: int, look: Look) -> DatasetPair:
-    augmented = tuple(recipes.with_augmentation(each, look.augment) for each in splits)
+    augmented = tuple(with_augmentation(each, look.augment) for each in splits)
     return _pair(name, augmented, num_classes)
 
 
@@ -299,3 +365,57 @@ def _count_classes(name: str, dataset: Any) -> int:
         f"--dataset {name}: cannot tell the number of classes: the training set has neither "
         "classes nor targets; return a DatasetPair, which states it"
     )
+
+
+@dataclass(frozen=True)
+class Description:
+    """Of a training set of images.
+
+    Args:
+        samples: in an epoch.
+        classes: outputs of a model.
+        channels: of an image.
+        size: its height in pixels.
+    """
+
+    samples: int
+    classes: int
+    channels: int
+    size: int
+
+
+KNOWN = {
+    "mnist": Description(60_000, 10, 1, 28),
+    "fashion-mnist": Description(60_000, 10, 1, 28),
+    "cifar10": Description(50_000, 10, 3, 32),
+    "cifar100": Description(50_000, 100, 3, 32),
+    "imagenet": Description(1_281_167, 1000, 3, 224),
+}
+
+
+def describe_set(
+    name: str,
+    data_dir: Path | None,
+    download: bool,
+    image_size: int | None = None,
+    corrupt_images: str = "stop",
+) -> Description:
+    """The sizes of the data set ``name``, which is read only if they are not known.
+
+    Raises:
+        UserError: as :func:`~aladdin_mpi.data.datasets.load_dataset`.
+    """
+    found = _known(name)
+    if found is None:
+        data = load_dataset(
+            name, data_dir, download, image_size, "off", corrupt_images=corrupt_images
+        )
+        return Description(len(data.train), data.num_classes, data.in_channels, data.image_size)
+    return found if image_size is None else replace(found, size=image_size)
+
+
+def _known(name: str) -> Description | None:
+    if name.split(":")[0] == "synthetic":
+        shape, classes, count = parse_synthetic(name)
+        return Description(count, classes, shape[0], shape[1])
+    return KNOWN.get(name)

@@ -26,10 +26,13 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from aladdin_mpi.data.datasets import DatasetPair, MapDataset
-from aladdin_mpi.data.images import ImageArrays
-from aladdin_mpi.data.loader_arguments import (
+from aladdin_mpi.data.images import ImageArrays, SkippedImages, skips_of
+from aladdin_mpi.data.loader_order import (
+    SamplerOrder,
     arguments_of,
     check_arguments,
+    every,
+    generator_facts,
     iterates_itself,
     processes_of,
     shuffles,
@@ -45,10 +48,7 @@ from aladdin_mpi.data.loading import (
 )
 from aladdin_mpi.data.loading import describe as describe_pairs
 from aladdin_mpi.data.sampler import Int64Array, Period, ShardedStream, permutation
-from aladdin_mpi.data.sampler_order import SamplerOrder, generator_facts
 from aladdin_mpi.data.shards import ShardImages
-from aladdin_mpi.data.skipped import SkippedImages, skips_of
-from aladdin_mpi.data.stream_order import every
 from aladdin_mpi.errors import UserError
 
 BEGINS_ANEW = "data that can only be read in order begin anew, not where the run had come to"

@@ -14,12 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from aladdin_mpi.data.datasets import MapDataset, known_classes
-from aladdin_mpi.data.images import ImageArrays, ImageFiles
-from aladdin_mpi.data.load_ahead import How, LoadAhead
-from aladdin_mpi.data.loader_processes import ProcessArguments, Start
-from aladdin_mpi.data.randomness import AUGMENTATION, sample_keys
-from aladdin_mpi.data.sampler import Int64Array, ShardedStream
-from aladdin_mpi.data.skipped import Skip, SkippedImages, skips_of
+from aladdin_mpi.data.images import ImageArrays, ImageFiles, Skip, SkippedImages, skips_of
+from aladdin_mpi.data.loader_processes import How, LoadAhead, ProcessArguments, Start
+from aladdin_mpi.data.sampler import AUGMENTATION, Int64Array, ShardedStream, sample_keys
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process.guard import no_exit
 

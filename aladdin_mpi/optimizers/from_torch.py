@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -11,23 +12,135 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.model.replica import places
-from aladdin_mpi.model.unused import Unused, used_parts
-from aladdin_mpi.model.vectors import blocks
-from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.optimizers.control import hyperparameters, numbers, numeric_names, write_numbers
-from aladdin_mpi.optimizers.inherited import Inherited
-from aladdin_mpi.optimizers.initial import Segment, alike, initial_state
-from aladdin_mpi.optimizers.parameter_states import states_of_parameters, states_of_rows
-from aladdin_mpi.optimizers.part import OptimizerPart, Piece
-from aladdin_mpi.optimizers.probe import Granularity, granularity
-from aladdin_mpi.optimizers.script_access import ScriptAccess, States
+from aladdin_mpi.flat.replica import places
+from aladdin_mpi.flat.unused import Unused, used_parts
+from aladdin_mpi.flat.vectors import blocks
+from aladdin_mpi.optimizers.base import Inherited, Optimizer
+from aladdin_mpi.optimizers.part import (
+    OptimizerPart,
+    Piece,
+    same_kind,
+    states_of_parameters,
+    states_of_rows,
+)
+from aladdin_mpi.optimizers.script_access import (
+    ScriptAccess,
+    Segment,
+    States,
+    alike,
+    hyperparameters,
+    initial_state,
+    numbers,
+    numeric_names,
+    portable,
+    write_numbers,
+)
+
+STEPS = 3
+LARGEST = 5
+"""Values along a dimension of what is tried."""
+RATE = 0.01
+TOLERANCE = 1e-4
+"""Of a step, relative: kernels for other shapes may round otherwise."""
+
+
+class Granularity(IntEnum):
+    """What a step of one value depends on besides itself."""
+
+    VALUE = 0
+    PARAMETER = 1
+    MODEL = 2
+
+
+def granularity(given: torch.optim.Optimizer) -> Granularity:
+    """That of an optimizer, by trying it with the settings and dimensions of its own groups.
+
+    Raises:
+        UserError: its step() fails, as that of one that wants a closure.
+    """
+    shapes = _shapes(given)
+    if not shapes:
+        return Granularity.VALUE
+    starts = [_values(shape, seed) for seed, (_, shape) in enumerate(shapes)]
+    try:
+        together = _steps(given, shapes, starts)
+        alone = [
+            _steps(given, [each], [start])[0] for each, start in zip(shapes, starts, strict=True)
+        ]
+    except Exception as error:
+        raise UserError(
+            f"optimizer: expected one whose step() needs no more than gradients, got "
+            f"{type(given).__name__}, which failed: {type(error).__name__}: {error}"
+        ) from error
+    if not _alike(together, alone, starts):
+        return Granularity.MODEL
+    try:
+        cut = [
+            _steps_in_pieces(given, each, start) for each, start in zip(shapes, starts, strict=True)
+        ]
+    except Exception:  # as of one that takes matrices only
+        return Granularity.PARAMETER
+    return Granularity.VALUE if _alike(alone, cut, starts) else Granularity.PARAMETER
+
+
+def _shapes(given: torch.optim.Optimizer) -> list[tuple[int, tuple[int, ...]]]:
+    """A few small shapes, each with a group, of as many dimensions as those of the parameters."""
+    found: set[tuple[int, tuple[int, ...]]] = set()
+    for number, group in enumerate(given.param_groups):
+        for parameter in filter(torch.Tensor.numel, group["params"]):
+            found.add((number, tuple(min(size, LARGEST) for size in parameter.shape)))
+    return sorted(found)
+
+
+def _values(shape: tuple[int, ...], seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator)
+
+
+def _steps(
+    given: torch.optim.Optimizer,
+    shapes: list[tuple[int, tuple[int, ...]]],
+    starts: list[Tensor],
+) -> list[Tensor]:
+    """Where some steps lead, all tensors in one optimizer."""
+    leaves = [torch.nn.Parameter(start.clone()) for start in starts]
+    groups: dict[int, dict[str, Any]] = {}
+    for leaf, (number, _) in zip(leaves, shapes, strict=True):
+        fresh = {**portable(given.param_groups[number]), "lr": RATE, "params": []}
+        groups.setdefault(number, fresh)["params"].append(leaf)
+    optimizer = same_kind(given, list(groups.values()))
+    for step in range(STEPS):
+        for leaf in leaves:
+            # A gradient of its own for every step, whichever the tensors beside it.
+            leaf.grad = torch.sin(leaf.detach() * (step + 2)) + 0.1
+        optimizer.step()
+    return [leaf.detach() for leaf in leaves]
+
+
+def _steps_in_pieces(
+    given: torch.optim.Optimizer, shape: tuple[int, tuple[int, ...]], start: Tensor
+) -> Tensor:
+    """The same for one tensor that is cut into two rows of values."""
+    flat = start.flatten()
+    cut = max(1, flat.numel() // 3)
+    pieces = [piece for piece in (flat[:cut], flat[cut:]) if piece.numel()]
+    ends = [_steps(given, [(shape[0], (len(piece),))], [piece])[0] for piece in pieces]
+    return torch.cat(ends).view(start.shape)
+
+
+def _alike(one: list[Tensor], other: list[Tensor], starts: list[Tensor]) -> bool:
+    """Whether steps are the same, up to rounding."""
+    for a, b, start in zip(one, other, starts, strict=True):
+        largest = (a - start).abs().max()
+        if not (a - b).abs().max() <= TOLERANCE * largest + 1e-12:
+            return False
+    return True
 
 
 class TorchOptimizer(Optimizer):
     """Steps of an optimizer that a user has made for a module's parameters.
 
-    One that treats every value alike, which is tried out (:mod:`aladdin_mpi.optimizers.probe`),
+    One that treats every value alike, which is tried out,
     gets a part as one row of values for each of its groups, wherever the parameters' boundaries
     are; another gets the whole vector, as parameters in their shapes. ``given`` itself makes no
     steps: it stays where its groups' hyperparameters are read, at every step.

@@ -7,9 +7,9 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from aladdin_mpi.model import fused
-from aladdin_mpi.model.unused import Unused, used_parts
-from aladdin_mpi.model.vectors import blocks
+from aladdin_mpi.flat import fused
+from aladdin_mpi.flat.unused import Unused, used_parts
+from aladdin_mpi.flat.vectors import blocks
 from aladdin_mpi.optimizers.base import Optimizer
 
 

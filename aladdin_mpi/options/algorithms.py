@@ -69,7 +69,7 @@ class Algorithm:
         needs_all: whether, with these options, it cannot go on without every worker.
         collective: its gradients or models travel in collectives, which have no checksums.
         optimizers: those that it can do with.
-        clips: see :class:`aladdin_mpi.roles.worker.Worker`.
+        clips: see :class:`aladdin_mpi.worker.worker.Worker`.
         server_steps: the servers' optimizers step along gradients, unless these are compressed;
             where an option ``momentum`` of the algorithm says so, that counts.
         steps_unused: parameters that a batch does not use are stepped with a gradient of zero.

@@ -27,7 +27,7 @@ def steps_unused(algorithm: Algorithm, options: GeneralOptions) -> bool:
     """Return whether parameters that no worker's batch uses are stepped with a gradient of zero.
 
     Quantised gradients have no sign of zero, which would mark these parameters for other ranks
-    (:mod:`aladdin_mpi.model.unused`).
+    (:mod:`aladdin_mpi.flat.unused`).
     """
     is_quantised = algorithm.wire(options) in FEW_BITS
     return algorithm.steps_unused or (is_quantised and _servers_step(algorithm, options))

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.fields import shown
 from aladdin_mpi.options.run import SimulateOptions
-from aladdin_mpi.probing.cluster_file import Entry, Section
+from aladdin_mpi.probing import cluster_file
+from aladdin_mpi.probing.cluster_file import Entry, Section, check, check_free, rendered, write
 from aladdin_mpi.probing.options import ProbeOptions
 
 UNKNOWN = "not said; the default is"
@@ -123,3 +124,29 @@ def left_out(options: ProbeOptions) -> list[str]:
 
 def _s(count: int) -> str:
     return "s" * (count != 1)
+
+
+def describe(options: ProbeOptions) -> None:
+    """Write the file of a described cluster, and print what was understood.
+
+    Raises:
+        UserError: the file is there already, or cannot be written.
+    """
+    check_free(options.out, options.overwrite)
+    source = "Described" + (f': "{options.describe}"' if options.describe else " by options") + "."
+    text = rendered(source, sections(options))
+    check(text, str(options.out))
+    print("understood:")
+    for line in understood(options):
+        print(f"    {line}")
+    unsaid = left_out(options)
+    if unsaid:
+        print(f"not said, so left to the defaults: {', '.join(unsaid)}")
+    tell_written(write(options.out, text, options.overwrite), options)
+
+
+def tell_written(path: object, options: ProbeOptions) -> None:
+    """Say where the file is, and how to go on."""
+    if path != options.out:
+        print(f"{options.out} has come from elsewhere meanwhile, and is left as it is")
+    print(f"wrote {path}; to use it: {cluster_file.command(str(path))}")

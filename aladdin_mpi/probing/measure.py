@@ -11,14 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from aladdin_mpi.control.barrier import barrier
-from aladdin_mpi.control.exchange import broadcast, gather
-from aladdin_mpi.probing.figures import Figure, figure
-from aladdin_mpi.probing.links import Network, measure_network
-from aladdin_mpi.probing.overlap import Overlap, measure_overlap
-from aladdin_mpi.probing.own_host import memory_bandwidth, message_cost, spare_cores
-from aladdin_mpi.probing.steps import Points, StepTimes
-from aladdin_mpi.probing.streams import Flow
+from aladdin_mpi.control.exchange import barrier, broadcast, gather
+from aladdin_mpi.probing.cluster_file import Figure, figure
+from aladdin_mpi.probing.links import (
+    Flow,
+    Network,
+    measure_network,
+    memory_bandwidth,
+    message_cost,
+    spare_cores,
+)
+from aladdin_mpi.probing.steps import Overlap, Points, StepTimes, measure_overlap
 from aladdin_mpi.process import console
 from aladdin_mpi.transport.base import Transport
 

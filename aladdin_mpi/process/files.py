@@ -1,20 +1,41 @@
-"""Files that are there whole or not at all, whenever a process dies, and never through a link.
-
-Others may be able to write into a folder as well: what they have put there as a symbolic link must
-not lead what is written here to some other file.
-"""
+"""Files that are complete or absent, and JSON without NaN."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from aladdin_mpi.errors import UserError
+
+
+def written(value: Any, indent: int | None = None) -> str:
+    """``value`` as JSON, with null in the place of every number that is not finite."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def read(text: str | bytes) -> Any:
+    """What :func:`written` has written. Of numbers that are not finite, in older files, None.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    return json.loads(text, parse_constant=lambda _: None)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 @contextmanager

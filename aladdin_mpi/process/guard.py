@@ -267,7 +267,7 @@ def _abort(status: int, size: int) -> None:
 
 
 def _leaves_by_itself() -> bool:
-    """Whether ranks end without MPI_Finalize, see :mod:`aladdin_mpi.transport.mpi.ulfm`."""
+    """Whether ranks end without MPI_Finalize, see :mod:`aladdin_mpi.transport.mpi.library`."""
     mpi4py = sys.modules.get("mpi4py")
     return mpi4py is not None and mpi4py.rc.finalize is False
 

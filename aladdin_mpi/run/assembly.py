@@ -16,19 +16,16 @@ from torch import nn
 from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.control.heartbeats import Heartbeats
-from aladdin_mpi.data.skipped import SkippedImages, SkipRecord, SkipReports
-from aladdin_mpi.model.projection import Projection
-from aladdin_mpi.model.vectors import full
+from aladdin_mpi.data.images import SkippedImages, SkipRecord, SkipReports
+from aladdin_mpi.exchange.mirror import Kept, Mirror
+from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.flat.replica import Projection
+from aladdin_mpi.flat.vectors import full
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.run import RESUME_FIELDS, RunOptions, agreed
-from aladdin_mpi.parameter_server.mirror import Kept, Mirror
-from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.process import console, guard
-from aladdin_mpi.roles.role import Role
-from aladdin_mpi.roles.step import Loss
 from aladdin_mpi.run import run_folder
-from aladdin_mpi.run.books import Books, make_coordinator, open_books
 from aladdin_mpi.run.building import (
     Computing,
     make_optimizer,
@@ -37,31 +34,27 @@ from aladdin_mpi.run.building import (
     make_wire,
     make_worker,
 )
-from aladdin_mpi.run.checkpoint import CheckpointStore
-from aladdin_mpi.run.context import Context, make_context, server_count
-from aladdin_mpi.run.coordinator import Coordinator
-from aladdin_mpi.run.deputy import Deputy
+from aladdin_mpi.run.checkpoint import CheckpointStore, LocalState
+from aladdin_mpi.run.context import Context, make_context, server_count, share_model
+from aladdin_mpi.run.coordinator import Coordinator, Deputy
 from aladdin_mpi.run.divided_evaluation import DividedEvaluation, is_divided
+from aladdin_mpi.run.evaluation import Snapshots
 from aladdin_mpi.run.failures import record_losses
 from aladdin_mpi.run.handshake import check_agreement
-from aladdin_mpi.run.local_state import LocalState
-from aladdin_mpi.run.measurement import Evaluate, Measurement
-from aladdin_mpi.run.model_exchange import share_model
-from aladdin_mpi.run.origin import Origin
-from aladdin_mpi.run.own_figures import OwnFigures
-from aladdin_mpi.run.own_optimizer import OwnOptimizer
-from aladdin_mpi.run.plan import Plan, make_plan
+from aladdin_mpi.run.measurement import Evaluate, Measurement, SeenInputs
+from aladdin_mpi.run.plan import Origin, Plan, make_plan
 from aladdin_mpi.run.rank import Measuring, Rank
 from aladdin_mpi.run.report import not_written
+from aladdin_mpi.run.reporter import Books, make_coordinator, open_books
 from aladdin_mpi.run.resumption import Resumption, go_on
-from aladdin_mpi.run.schedule import LearningRate
-from aladdin_mpi.run.seen_inputs import SeenInputs
-from aladdin_mpi.run.segments import Segments
-from aladdin_mpi.run.snapshots import Snapshots
-from aladdin_mpi.run.suspension import Suspension
+from aladdin_mpi.run.segments import Segments, Suspension
 from aladdin_mpi.run.takeover import Takeover, take_over, tell
+from aladdin_mpi.run.user_metrics import OwnFigures
+from aladdin_mpi.run.user_optimizer import LearningRate, OwnOptimizer
 from aladdin_mpi.run.variance import ModelVariance, draw_places
 from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.worker.role import Role
+from aladdin_mpi.worker.step import Loss
 
 
 @dataclass(frozen=True)

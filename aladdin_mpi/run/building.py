@@ -12,29 +12,26 @@ from torch import Tensor
 
 from aladdin_mpi.algorithms import registry
 from aladdin_mpi.algorithms.registry import implementation
-from aladdin_mpi.compression.codec import GradientCodec
-from aladdin_mpi.compression.dgc import DeepGradientCompression
-from aladdin_mpi.compression.wires import make_codec
+from aladdin_mpi.codec.base import GradientCodec
+from aladdin_mpi.codec.dgc import DeepGradientCompression
+from aladdin_mpi.codec.quantised import make_codec
 from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.exchange.server_role import Server
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.from_torch import TorchOptimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.checks import marks_unused, steps_unused
 from aladdin_mpi.options.general import FEW_BITS
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.parameter_server.server import ParameterServer
-from aladdin_mpi.parameter_server.server_role import Server
-from aladdin_mpi.roles.clipping import Clipping
-from aladdin_mpi.roles.led_worker import LedWorker
-from aladdin_mpi.roles.node import LedDraws, NodeLeader
-from aladdin_mpi.roles.pace import Pace
-from aladdin_mpi.roles.role import TrainingWorker
-from aladdin_mpi.roles.step import Compute
-from aladdin_mpi.roles.worker import Worker
 from aladdin_mpi.run.context import Context
-from aladdin_mpi.run.own_optimizer import OwnOptimizer, check_length
-from aladdin_mpi.run.schedule import scale_of
+from aladdin_mpi.run.user_optimizer import OwnOptimizer, check_length, scale_of
+from aladdin_mpi.worker.clipping import Clipping
+from aladdin_mpi.worker.node import LedDraws, NodeLeader
+from aladdin_mpi.worker.role import LedWorker, TrainingWorker
+from aladdin_mpi.worker.step import Compute, Pace
+from aladdin_mpi.worker.worker import Worker
 
 
 def momentum_sgd(options: RunOptions, x: Tensor) -> MomentumSGD:

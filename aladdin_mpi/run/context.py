@@ -6,19 +6,57 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from aladdin_mpi.algorithms.bsp import host_groups
 from aladdin_mpi.algorithms.registry import implementation
-from aladdin_mpi.control.exchange import agree
+from aladdin_mpi.control.exchange import agree, allreduce_tensor, broadcast_tensor, gather
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.model.layout import Bucket, Layout, between_parameters, cut
-from aladdin_mpi.model.projection import Projection, Projections
-from aladdin_mpi.model.replica import PhantomReplica, Replica, shared_outline
+from aladdin_mpi.flat.layout import Bucket, Layout, between_parameters, cut
+from aladdin_mpi.flat.replica import (
+    PhantomReplica,
+    Projection,
+    Projections,
+    Replica,
+    shared_outline,
+)
+from aladdin_mpi.flat.vectors import full
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.run import RunOptions, check_workers
-from aladdin_mpi.run.nodes import make_nodes
+from aladdin_mpi.process import guard
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.part import PartOfRanks
+from aladdin_mpi.transport.group import PartOfRanks
+from aladdin_mpi.worker.role import Role
+
+
+def make_nodes(
+    options: RunOptions, algorithm: Algorithm, transport: Transport, servers: int
+) -> list[list[int]]:
+    """The ranks of each node's workers; the first leads. None without the option.
+
+    Raises:
+        UserError: nodes have different numbers of workers, or are too few for the algorithm.
+    """
+    if not options.node_sums:
+        return []
+    nodes = host_groups(transport, servers, options.node_size)
+    sizes = sorted({len(node) for node in nodes})
+    if len(sizes) > 1:
+        counts = " and ".join(map(str, sizes))
+        raise UserError(
+            f"--node-sums: expected as many workers on every node, got {counts}; start as many on "
+            "each host (servers are the first ranks, and are none of them), or add --node-size "
+            "with a number that divides all"
+        )
+    least = max(algorithm.least_workers, servers)
+    if len(nodes) < least:
+        raise UserError(
+            f"--node-sums: expected at least {least} nodes for --algorithm {algorithm.name}"
+            + (f" with {servers} servers" if servers > 1 else "")
+            + f", got {len(nodes)}; use more hosts, or leave the option out"
+        )
+    return nodes
 
 
 @dataclass(frozen=True)
@@ -202,3 +240,85 @@ def _check(options: RunOptions, replica: Replica | PhantomReplica, layout: Layou
             f"--servers: expected at most {len(owners)} for a model of "
             f"{replica.numel} parameters{layers}, got {servers}; use fewer"
         )
+
+
+MOST_APART = 1e-3
+"""Relative difference of two workers' models that rounding on unlike processors may make."""
+
+
+def share_model(context: Context) -> None:
+    """Everyone begins with rank 0's parameters and buffers; a resumed run has its checkpoint's."""
+    if not context.is_real or context.options.resume is not None:
+        return
+    for tensor in [context.replica.parameters, *context.replica.buffers()]:
+        _broadcast(context.transport, tensor)
+
+
+def share_buffers(context: Context, source: int) -> None:
+    """Everybody's module gets those of a rank, or of the next one that lives."""
+    living = [rank for rank in context.transport.living if rank >= source]
+    for buffer in context.module.buffers():
+        _broadcast(context.transport, buffer, living[0])
+
+
+def _broadcast(transport: Transport, tensor: Tensor, root: int = 0) -> None:
+    tensor = tensor.view(-1) if tensor.dim() == 0 else tensor
+    staged = tensor.detach().cpu().contiguous()
+    broadcast_tensor(transport, staged, root)
+    if staged.data_ptr() != tensor.data_ptr():
+        tensor.copy_(staged)
+
+
+def collect_model(context: Context, role: Role, without: Sequence[int] = ()) -> Tensor | None:
+    """The global model, flat, at every rank; also put into the replica.
+
+    None with timed computing. The ranks ``without`` hold nothing of it.
+    """
+    transport, replica = context.transport, context.replica
+    if not isinstance(replica, Replica):
+        return None
+    vector = torch.zeros(replica.numel, dtype=full(replica.parameters.dtype))
+    for bucket in context.layout.buckets:
+        holders = context.holders(bucket)
+        mine, weight = vector[bucket.part], 0.0
+        if transport.rank in holders and transport.rank not in without:
+            mine.copy_(role.part(bucket))
+            weight = role.weight(bucket)
+        if len(holders) == 1:
+            _broadcast(transport, mine, holders[0])
+        else:
+            _average(transport, mine, weight)
+    context.projections.apply(vector)  # a mean of projected models need not be one
+    replica.set(vector)
+    return vector
+
+
+def warn_of_differences(context: Context, own: Tensor, model: Tensor) -> None:
+    """Warn if workers that should have the same model do not: the loop has changed some of them.
+
+    Args:
+        context: of this rank.
+        own: this rank's, at the end of the run.
+        model: the one that is kept, of the first worker.
+    """
+    is_leader = context.transport.rank in context.leaders
+    apart = float((own.to(model) - model).norm() / model.norm().clamp_min(1e-12))
+    found = gather(context.transport, apart if is_leader else 0.0)
+    largest = max((each or 0.0 for each in found), default=0.0)
+    if largest > MOST_APART:
+        guard.warn(
+            [
+                f"the workers' models differ by {largest:.1%}, and the first worker's is kept: "
+                f"worker {found.index(largest)} has another. What the loop writes into parameters "
+                "must be the same on every worker. Register it with run.project()"
+            ]
+        )
+
+
+def _average(transport: Transport, values: Tensor, weight: float) -> None:
+    """The weighted mean over all ranks that live."""
+    weights = torch.tensor([weight], dtype=torch.float64)
+    values.mul_(weights.item())
+    allreduce_tensor(transport, weights)
+    allreduce_tensor(transport, values)
+    values.div_(weights.item())

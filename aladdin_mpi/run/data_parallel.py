@@ -19,42 +19,37 @@ from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import SEALED
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.model.projection import Projection
-from aladdin_mpi.model.soundness import check_module
+from aladdin_mpi.flat.replica import Projection
+from aladdin_mpi.flat.vectors import check_module
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.checks import checked_algorithm
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import console, guard, heap
-from aladdin_mpi.run import among_workers
-from aladdin_mpi.run.asked import (
+from aladdin_mpi.run import loop
+from aladdin_mpi.run.api_options import (
     agreed_options,
     check_given,
     for_one_process,
+    in_own_words,
     simulated_options,
 )
 from aladdin_mpi.run.assembly import Task, assemble
-from aladdin_mpi.run.bucket_size import with_bucket_size
 from aladdin_mpi.run.deal import Deal, deal
-from aladdin_mpi.run.delivery import Delivery
-from aladdin_mpi.run.device import choose_device
 from aladdin_mpi.run.ending import Ending, end_other_run
-from aladdin_mpi.run.epochs import NO_BATCH, Batches, Epoch, HeldBack
-from aladdin_mpi.run.job import TIMEOUT, start_mpi
-from aladdin_mpi.run.loop import Loop
-from aladdin_mpi.run.loop_progress import LoopProgress
+from aladdin_mpi.run.handshake import with_bucket_size
+from aladdin_mpi.run.job import TIMEOUT, choose_device, start_mpi
+from aladdin_mpi.run.loop import NO_BATCH, Batches, Delivery, Epoch, HeldBack, Loop
 from aladdin_mpi.run.loop_watch import LoopWatch
 from aladdin_mpi.run.measurement import Evaluate
-from aladdin_mpi.run.near_cores import bind_to_near
-from aladdin_mpi.run.origin import find_origin
-from aladdin_mpi.run.own_optimizer import Asked, resolve, settings_for
-from aladdin_mpi.run.own_words import in_own_words
-from aladdin_mpi.run.placement import tell_placement
+from aladdin_mpi.run.placement import bind_to_near, tell_placement
+from aladdin_mpi.run.plan import find_origin
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.script import OptionsFound, simulated_rank
 from aladdin_mpi.run.succession import Succession
-from aladdin_mpi.run.takeover import Takeover
+from aladdin_mpi.run.takeover import LoopProgress, Takeover
+from aladdin_mpi.run.user_optimizer import Asked, resolve, settings_for
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.sealed import SealedTransport
+from aladdin_mpi.transport.checksums import SealedTransport
 
 
 class DataParallel:
@@ -554,7 +549,7 @@ class DataParallel:
             return torch.as_tensor(value, dtype=torch.float64)
         self._progress.reductions += 1
         with self._words():
-            total, count = among_workers.allreduce(self._ready().worker, value)
+            total, count = loop.allreduce(self._ready().worker, value)
         return total / count if how == "mean" else total
 
     @contextmanager

@@ -11,8 +11,8 @@ from aladdin_mpi.data.loader_processes import Start
 from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.roles.worker import Worker
-from aladdin_mpi.run.origin import Origin, samples_of
+from aladdin_mpi.run.plan import Origin, samples_of
+from aladdin_mpi.worker.worker import Worker
 
 
 @dataclass(frozen=True)

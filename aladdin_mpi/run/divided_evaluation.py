@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from aladdin_mpi.accelerator import enter, is_accelerator
 from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.model.replica import Replica
-from aladdin_mpi.model.vectors import full
+from aladdin_mpi.flat.replica import Replica
+from aladdin_mpi.flat.vectors import full
 from aladdin_mpi.process.guard import no_exit
-from aladdin_mpi.run.context import Context
+from aladdin_mpi.run.context import Context, share_buffers
 from aladdin_mpi.run.measurement import Measurement, Sums, added
-from aladdin_mpi.run.model_exchange import share_buffers
 
 HEAD_BYTES = 16
 """Before the values of a piece: the number of the evaluation and where the piece begins."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.errors import SUSPENDED_STATUS, ClosedError, SuspendedError, UserError
-from aladdin_mpi.model.hooks import Hooks
+from aladdin_mpi.flat.gradients import Hooks
 from aladdin_mpi.process import guard
 from aladdin_mpi.run.loop import Loop
 from aladdin_mpi.run.rank import Rank

@@ -8,10 +8,10 @@ from typing import Any
 from aladdin_mpi.control.budget import Budget
 from aladdin_mpi.control.exchange import gather
 from aladdin_mpi.errors import LostError
-from aladdin_mpi.parameter_server.server_role import Server
+from aladdin_mpi.exchange.server_role import Server
 from aladdin_mpi.process import console
-from aladdin_mpi.roles.role import Role
 from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.worker.role import Role
 
 
 class Failures:

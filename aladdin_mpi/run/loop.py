@@ -6,19 +6,180 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from aladdin_mpi.accelerator import is_accelerator
+from aladdin_mpi.accelerator import CopyStream, is_accelerator
 from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.data.feeds import Source
-from aladdin_mpi.errors import UserError
-from aladdin_mpi.model.replica import Replica
+from aladdin_mpi.errors import LostError, PeerFailedError, UserError
+from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.process.guard import no_exit
-from aladdin_mpi.roles.step import SKIPPED, Loss
-from aladdin_mpi.run.epochs import NO_BATCH
 from aladdin_mpi.run.loop_watch import LoopWatch
 from aladdin_mpi.run.rank import Rank
+from aladdin_mpi.worker.step import SKIPPED, Loss
+from aladdin_mpi.worker.worker import Worker
+
+
+class Delivery:
+    """Puts batches of any structure on a device: by pinned memory, on a stream of its own.
+
+    Args:
+        device: of the model.
+        channels_last: images are laid out so.
+    """
+
+    def __init__(self, device: torch.device, channels_last: bool) -> None:
+        self._device = device
+        self._channels_last = channels_last
+        self._copies = CopyStream(device) if is_accelerator(device) else None
+
+    def __call__(self, batch: Any) -> Any:
+        """The same batch there."""
+        return tree_map(self._put, batch)
+
+    def _put(self, item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            # Such as the batches of a tokenizer, which are no containers that torch knows.
+            return item.to(self._device) if callable(getattr(item, "to", None)) else item
+        if self._channels_last and item.dim() == 4:
+            item = item.contiguous(memory_format=torch.channels_last)
+        if self._copies is None or item.device.type != "cpu" or item.is_sparse:
+            return item.to(self._device, non_blocking=True)
+        return self._copies.fetch(item if item.is_pinned() else item.pin_memory())[0]
+
+
+def allreduce(worker: Worker, value: float | Tensor) -> tuple[Tensor, int]:
+    """The sum of ``value`` over all workers that live, in fp64, and how many they are.
+
+    Each sends its own to all others, and adds them up in the order of the workers: all have the
+    same sum, to the bit. A collective of MPI would need the servers too.
+
+    Raises:
+        LostError: the group of ranks comes apart. Those who wait here cannot go on in the next one,
+            whose other workers may have to make steps with them before they come here.
+    """
+    transport = worker.whole
+    mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(-1).contiguous()
+    others = [
+        rank for rank in transport.living if rank >= worker.servers and rank != transport.rank
+    ]
+    received = {rank: torch.empty_like(mine) for rank in others}
+    receives = {
+        rank: transport.irecv(buffer, rank, Tag.AMONG_WORKERS) for rank, buffer in received.items()
+    }
+    sends = [transport.isend(mine, rank, Tag.AMONG_WORKERS) for rank in others]
+    values = {transport.rank: mine}
+    for rank, request in receives.items():
+        try:
+            transport.wait(request)
+        except PeerFailedError:
+            continue
+        values[rank] = received[rank]
+    if transport.has_come_apart:
+        raise LostError("a rank was lost while workers waited for each other in run.reduce()")
+    transport.wait_ended(sends)
+    total = torch.stack([values[rank] for rank in sorted(values)]).sum(0)
+    shape = value.shape if isinstance(value, Tensor) else ()
+    return total.reshape(shape), len(values)
+
+
+_END = object()
+NO_BATCH = object()
+"""In place of a batch where a worker has none, but may come to the end of an epoch."""
+
+
+class Batches(Iterator[Any]):
+    """The batches of a run, for one loop.
+
+    When nobody holds it any more before it has come to its end, the loop has been left: by
+    ``break``, or by an error. Which of the two cannot be told at that moment.
+
+    Args:
+        batches: of the run.
+        left: called then.
+        check: called before each batch.
+    """
+
+    def __init__(
+        self, batches: Iterator[Any], left: Callable[[], None], check: Callable[[], None]
+    ) -> None:
+        self._batches = batches
+        self._left = left
+        self._check = check
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        self._check()
+        return next(self._batches)
+
+    def __del__(self) -> None:
+        """Nobody holds it any more."""
+        self._left()
+
+
+class Epoch(Iterator[Any]):
+    """The batches that a worker computes while the workers together go through the data once.
+
+    A worker that is slow has fewer of them, or none. ``break`` ends the epoch for all.
+
+    Args:
+        number: from 0.
+        batches: of the run.
+        is_past: whether the next batch belongs to a later epoch, or there is none.
+    """
+
+    def __init__(self, number: int, batches: Iterator[Any], is_past: Callable[[], bool]) -> None:
+        self.number = number
+        self.is_done = False
+        self._batches = batches
+        self._is_past = is_past
+
+    def __int__(self) -> int:
+        """Its number, from 0."""
+        return self.number
+
+    __index__ = __int__
+
+    def __str__(self) -> str:
+        """Its number, from 0."""
+        return str(self.number)
+
+    def __format__(self, spec: str) -> str:
+        """Its number, as ``spec`` says."""
+        return format(self.number, spec)
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        while not self._is_past():
+            batch = next(self._batches, _END)
+            if batch is _END:
+                break
+            if batch is not NO_BATCH:
+                return batch
+        self.is_done = True
+        raise StopIteration
+
+
+class HeldBack(Iterator[Any]):
+    """Batches of which the first has been asked for already, to see whether there is any."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        first = next(batches, _END)
+        self._first = [] if first is _END or first is NO_BATCH else [first]
+
+    @property
+    def has_first(self) -> bool:
+        """Whether it has not been taken yet."""
+        return bool(self._first)
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        return self._first.pop() if self._first else next(self._batches)
 
 
 class Loop:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Event
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten, tree_map
+
+from aladdin_mpi.control.exchange import broadcast, gather
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.flat.gradients import Hooks
+from aladdin_mpi.process import guard
+from aladdin_mpi.transport.base import Transport
 
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 """Measures a model; what it returns goes into the metrics, such as ``test_accuracy``."""
@@ -90,3 +99,163 @@ def reestimate_batch_norm(
         norm.momentum = momentum
     for each, mode in modes.items():
         each.training = mode
+
+
+MOST_BYTES = 128 * 2**20
+"""Of inputs that are kept; a first call is kept whatever its size."""
+CHUNK = 2**20
+HEAD = 8
+"""Before a chunk: how many bytes all of this call has."""
+ARRIVAL = 60.0
+"""Seconds that rank 0 waits at the end for calls that are on their way."""
+FIRST_ARRIVAL = 5.0
+"""Seconds that the first evaluation waits for the first call."""
+
+
+class SeenInputs:
+    """The first worker's first training calls of a module, at rank 0.
+
+    Nothing is kept or sent for a module without batch norm. Batch norms in eval mode, as when
+    pretrained statistics are kept, are left alone: if all of them are, that is sent to rank 0
+    instead of a call.
+
+    Args:
+        module: whose calls are watched.
+        source: the first worker's rank.
+        count: calls to keep, at most.
+    """
+
+    def __init__(self, transport: Transport, module: nn.Module, source: int, count: int) -> None:
+        self._transport = transport
+        self._module = module
+        self._source = source
+        self._left = count if batch_norms(module) else 0
+        self._bytes = 0
+        self._kept = 0
+        self._calls: list[Call] = []
+        self._trained: tuple[bool, ...] = ()
+        """For each batch norm, whether it was in training mode in the first call that is kept."""
+        self._are_frozen = False
+        """Whether the module was called with all batch norms in eval mode."""
+        self._first = Event()
+        self._coming = bytearray()
+        self._hooks = Hooks()
+        if not self._left:
+            return
+        transport.exclude_from_traffic(Tag.INPUTS)
+        if transport.rank == 0 != source:
+            transport.on_message(Tag.INPUTS, HEAD + CHUNK, self._collect)
+
+    # -- at the first worker ---------------------------------------------------------------
+    def open(self) -> None:
+        """Begin to watch the module."""
+        if not self._left or self._transport.rank != self._source:
+            return
+        register = self._module.register_forward_pre_hook
+        self._hooks.add(self._module, register, self._see, with_kwargs=True)
+
+    def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        trained = tuple(norm.training for norm in batch_norms(module))
+        if not any(trained):
+            if not (self._are_frozen or self._kept):
+                self._are_frozen = True
+                self._hand_over(((), {}), trained)
+            return
+        size = sum(t.nbytes for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor))
+        if self._kept and self._bytes + size > MOST_BYTES:
+            self.close()
+            return
+        call = tree_map(_copy, (args, kwargs))
+        if not _is_finite(call):
+            return  # its gradient is refused, and statistics with it would be NaN
+        self._kept += 1
+        self._hand_over(call, trained)
+        self._bytes += size
+        self._left -= 1
+        if not self._left:
+            self.close()
+
+    def _hand_over(self, call: Call, trained: tuple[bool, ...]) -> None:
+        if self._transport.rank == 0:
+            self._add(call, trained)
+            return
+        packed = io.BytesIO()
+        torch.save((call, trained), packed)
+        data = torch.frombuffer(bytearray(packed.getvalue()), dtype=torch.uint8)
+        head = torch.tensor([len(data)]).view(torch.uint8)
+        for start in range(0, len(data), CHUNK):
+            frame = torch.cat([head, data[start : start + CHUNK]])
+            self._transport.isend(frame, 0, Tag.INPUTS)
+
+    def close(self) -> None:
+        """Watch the module no longer."""
+        self._hooks.remove()
+
+    # -- at rank 0 ---------------------------------------------------------------------------
+    def _collect(self, source: int, message: Tensor) -> None:
+        whole = int(message[:HEAD].clone().view(torch.int64))
+        self._coming += message[HEAD:].numpy().tobytes()
+        if len(self._coming) == whole:
+            packed, self._coming = io.BytesIO(self._coming), bytearray()
+            self._add(*torch.load(packed, weights_only=False))
+
+    def _add(self, call: Call, trained: tuple[bool, ...]) -> None:
+        if any(trained):
+            self._trained = self._trained or trained
+            self._calls.append(call)
+        else:
+            self._are_frozen = True
+        self._first.set()
+
+    def reestimate(self, module: nn.Module) -> None:
+        """Estimate the statistics of ``module``, whose calls these need not have been."""
+        if self._left and not self._first.wait(FIRST_ARRIVAL):
+            self._first.set()  # once is enough
+        device = next(iter(module.parameters())).device
+        calls = [tree_map(lambda x: _on(x, device), call) for call in self._calls.copy()]
+        if calls:
+            reestimate_batch_norm(module, calls, self._trained)
+
+    def complete(self) -> None:
+        """At the end, all ranks: what was seen has come to rank 0, or is not waited for."""
+        self.close()
+        counts = broadcast(self._transport, gather(self._transport, self._kept))
+        if self._transport.rank or not self._left:
+            return
+        until = self._transport.now() + ARRIVAL
+        while len(self._calls) < (counts[self._source] or 0) and self._transport.now() < until:
+            self._transport.sleep(1e-3)
+        if not (self._calls or self._are_frozen):
+            guard.warn(
+                [
+                    "batch norm: no training call of the model was seen, so its statistics are "
+                    "those of one worker's steps; call the model itself, not its parts"
+                ]
+            )
+
+    def measured(self, evaluate: Evaluate) -> Evaluate:
+        """``evaluate`` for a module with the right statistics, in eval mode, under no_grad."""
+
+        def measure(module: nn.Module) -> Mapping[str, float]:
+            self.reestimate(module)
+            module.eval()
+            with torch.no_grad():
+                return evaluate(module)
+
+        return measure
+
+
+def _copy(item: Any) -> Any:
+    """The loop may use a batch's memory again."""
+    return item.detach().cpu().clone() if isinstance(item, Tensor) else item
+
+
+def _is_finite(call: Call) -> bool:
+    tensors = [each for each in tree_flatten(call)[0] if isinstance(each, Tensor)]
+    return all(bool(each.isfinite().all()) for each in tensors)
+
+
+def _on(item: Any, device: torch.device) -> Any:
+    return item.to(device) if isinstance(item, Tensor) else item

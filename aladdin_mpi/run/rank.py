@@ -10,29 +10,26 @@ from torch import Tensor
 
 from aladdin_mpi.control.exchange import broadcast
 from aladdin_mpi.control.heartbeats import Heartbeats
-from aladdin_mpi.data.skipped import SkipReports
+from aladdin_mpi.data.images import SkipReports
 from aladdin_mpi.errors import SUSPENDED_STATUS
+from aladdin_mpi.exchange.mirror import Kept
+from aladdin_mpi.exchange.server_role import Server
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.parameter_server.mirror import Kept
-from aladdin_mpi.parameter_server.server_role import Server
 from aladdin_mpi.process import console, guard
-from aladdin_mpi.roles.role import Role, TrainingWorker
-from aladdin_mpi.roles.worker import Worker
-from aladdin_mpi.run.books import Books
-from aladdin_mpi.run.context import Context
-from aladdin_mpi.run.deputy import Deputy
+from aladdin_mpi.run.context import Context, collect_model, share_buffers, warn_of_differences
+from aladdin_mpi.run.coordinator import Deputy
 from aladdin_mpi.run.divided_evaluation import DividedEvaluation
-from aladdin_mpi.run.measurement import Evaluate
-from aladdin_mpi.run.model_exchange import collect_model, share_buffers, warn_of_differences
-from aladdin_mpi.run.own_figures import OwnFigures
+from aladdin_mpi.run.evaluation import Snapshots
+from aladdin_mpi.run.measurement import Evaluate, SeenInputs
 from aladdin_mpi.run.plan import Plan
+from aladdin_mpi.run.reporter import Books
 from aladdin_mpi.run.run_folder import OpenFolder
-from aladdin_mpi.run.seen_inputs import SeenInputs
-from aladdin_mpi.run.segments import Segments
-from aladdin_mpi.run.snapshots import Snapshots
+from aladdin_mpi.run.segments import Segments, Suspension
 from aladdin_mpi.run.summary import Trained, summarise
-from aladdin_mpi.run.suspension import Suspension
+from aladdin_mpi.run.user_metrics import OwnFigures
 from aladdin_mpi.run.variance import ModelVariance
+from aladdin_mpi.worker.role import Role, TrainingWorker
+from aladdin_mpi.worker.worker import Worker
 
 
 @dataclass(frozen=True)

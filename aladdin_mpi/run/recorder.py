@@ -5,13 +5,53 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from itertools import takewhile
+from math import floor, isfinite, log10
 from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.process import extras, plain_json
+from aladdin_mpi.process import extras, files
 from aladdin_mpi.process.files import append, check_own_folder, write_whole
-from aladdin_mpi.run.rounding import rounded
+
+DIGITS = 9
+"""Significant digits of a figure: as many as tell any two numbers of fp32 apart, ..."""
+DECIMALS = 6
+"""... and at least so many decimals, so that of large ones, such as a date, nothing is lost."""
+SECONDS_DECIMALS = 6
+SECONDS_DIGITS = 4
+"""Of moments and durations at least, for those of modelled runs that last some microseconds."""
+MEASURED_DIGITS = 7
+MEASURED = frozenset({"samples_per_second", "bytes_sent_per_step"})
+"""Quotients, of which digits far behind the point say nothing."""
+
+
+def rounded(value: Any, name: str = "") -> Any:
+    """A figure, or all of those in a tree of mappings and sequences, as it is written down.
+
+    Integers and what is no number stay as they are; a float stays a float. To round twice
+    changes nothing.
+
+    Args:
+        value: for JSON.
+        name: what the figure is called; in a mapping each has its key.
+    """
+    if isinstance(value, Mapping):
+        return {key: rounded(each, str(key)) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(each, name) for each in value]
+    if not isinstance(value, float) or not isfinite(value) or not value:
+        return value
+    return round(value, _decimals(value, name))
+
+
+def _decimals(value: float, name: str) -> int:
+    before_point = floor(log10(abs(value))) + 1
+    if name == "seconds":
+        return max(SECONDS_DECIMALS, SECONDS_DIGITS - before_point)
+    if name in MEASURED:
+        return max(0, MEASURED_DIGITS - before_point)
+    return max(DECIMALS, DIGITS - before_point)
+
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
@@ -36,7 +76,7 @@ class Metrics:
         self._board = _open_board(folder / TENSORBOARD, samples)
 
     def _rewrite(self) -> None:
-        write_whole(self.path, "".join(plain_json.written(line) + "\n" for line in self.lines))
+        write_whole(self.path, "".join(files.written(line) + "\n" for line in self.lines))
 
     def append(self, kind: str, values: Mapping[str, Any]) -> None:
         """Add a line of ``kind``; ``values`` has ``samples``."""
@@ -45,7 +85,7 @@ class Metrics:
             if self._closed:  # an evaluation that ends after a suspended run
                 return
             self.lines.append(line)
-            append(self.path, plain_json.written(line) + "\n")
+            append(self.path, files.written(line) + "\n")
             if self._board is None:
                 return
             for name, value in values.items():
@@ -95,7 +135,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def _parsed(text: str) -> Any:
     try:
-        return plain_json.read(text)
+        return files.read(text)
     except ValueError:
         return None
 

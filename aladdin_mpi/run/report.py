@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from aladdin_mpi.process import extras, units
+from aladdin_mpi.process import console, extras
 from aladdin_mpi.process.files import written_whole
 from aladdin_mpi.run.recorder import TENSORBOARD
 
@@ -144,7 +144,7 @@ def table(summary: Mapping[str, Any], figures: Mapping[str, float]) -> str:
         if summary.get(key) is not None
     ]
     if summary.get("wait_fraction") is not None:
-        rows.append((WAITED, units.percent(summary["wait_fraction"])))
+        rows.append((WAITED, console.percent(summary["wait_fraction"])))
     rows += [_told(death) for death in ranks_lost(summary.get("failures", ()))]
     shown = {key for key, _, _ in ROWS}
     rows += [(name, _shown(value)) for name, value in figures.items() if name not in shown]
@@ -154,12 +154,12 @@ def table(summary: Mapping[str, Any], figures: Mapping[str, float]) -> str:
 
 def _told(death: Mapping[str, Any]) -> tuple[str, str]:
     """A row of the table about a rank that was lost."""
-    lost, at = death["samples_lost"], units.number(death["samples"])
-    about = f"at sample {at}, after {units.number(death['seconds'])} s"
+    lost, at = death["samples_lost"], console.number(death["samples"])
+    about = f"at sample {at}, after {console.number(death['seconds'])} s"
     return f"rank {death['rank']} (host {death['host']}) {death['what']}", (
-        f"{about}; {units.number(lost)} sample{'s' * (lost != 1)} lost"
+        f"{about}; {console.number(lost)} sample{'s' * (lost != 1)} lost"
     )
 
 
 def _shown(value: object) -> str:
-    return units.number(value) if isinstance(value, (int, float)) else f"{value}"
+    return console.number(value) if isinstance(value, (int, float)) else f"{value}"

@@ -17,12 +17,15 @@ from torch import Tensor
 from aladdin_mpi.algorithms.registry import implementation
 from aladdin_mpi.control.exchange import broadcast, broadcast_tensor, packed, unpacked
 from aladdin_mpi.errors import LostError
-from aladdin_mpi.model.layout import Bucket, Layout
-from aladdin_mpi.model.replica import PhantomReplica, Replica
+from aladdin_mpi.flat.layout import Bucket, Layout
+from aladdin_mpi.flat.replica import PhantomReplica, Replica
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import console
-from aladdin_mpi.roles.former import (
+from aladdin_mpi.run.plan import Origin
+from aladdin_mpi.run.user_optimizer import LearningRate
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.worker.former import (
     COUNTS,
     Former,
     join_servers,
@@ -31,9 +34,6 @@ from aladdin_mpi.roles.former import (
     scale_held_back,
     without_servers,
 )
-from aladdin_mpi.run.origin import Origin
-from aladdin_mpi.run.schedule import LearningRate
-from aladdin_mpi.transport.base import Transport
 
 PIECE = 1 << 26
 """Bytes that are sent at a time."""

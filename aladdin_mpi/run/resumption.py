@@ -2,19 +2,168 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from aladdin_mpi.control.exchange import agree, broadcast, gather
 from aladdin_mpi.data.sampler import Period
-from aladdin_mpi.roles.role import Role
-from aladdin_mpi.run.checkpoint import CheckpointStore
-from aladdin_mpi.run.context import Context, make_layout
-from aladdin_mpi.run.local_state import LocalState
-from aladdin_mpi.run.model_exchange import collect_model
-from aladdin_mpi.run.origin import Origin
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.resume import (
+    AUTO,
+    CONFIG_NAME,
+    RESIZE_FIELDS,
+    RESUME_FIELDS,
+    SUMMARY,
+    resumed_options,
+)
+from aladdin_mpi.options.run import LENGTHS, OWN_DATA, RunOptions, agreed, differences
+from aladdin_mpi.options.settings import Settings, build
+from aladdin_mpi.process import console, files
+from aladdin_mpi.run.checkpoint import CheckpointStore, LocalState
+from aladdin_mpi.run.context import Context, collect_model, make_layout
+from aladdin_mpi.run.plan import Origin
 from aladdin_mpi.run.resizing import Assembly, share, tell
-from aladdin_mpi.run.schedule import LearningRate
 from aladdin_mpi.run.segments import Segments
+from aladdin_mpi.run.user_optimizer import LearningRate
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.worker.role import Role
+
+Options = TypeVar("Options", bound=RunOptions)
+Decision = Literal["as asked", "start", "replace", "resume", "complete"]
+"""``as asked``: without ``--resume auto``."""
+
+
+def agree_on_resume(
+    transport: Transport, model: type[Options], given: Settings, asked: Options
+) -> Options | None:
+    """Return the options to run with, as rank 0 decides; None if nothing is left to do.
+
+    Args:
+        transport: over all ranks, each of which calls this.
+        model: of the options.
+        given: the user's settings.
+        asked: the options that follow from them.
+
+    Raises:
+        UserError, RefusedError: the folder holds another run, or cannot be read.
+    """
+    first = transport.rank == 0
+    mine = agree(transport, lambda: decide(model, given, asked) if first else None)
+    decision: Decision = broadcast(transport, mine)
+    return agree(transport, lambda: follow(decision, model, given, asked, quiet=not first))
+
+
+def decide(model: type[Options], given: Settings, asked: Options) -> Decision:
+    """What to do with ``--run-dir``.
+
+    Raises:
+        UserError: it holds another run.
+    """
+    folder = asked.run_dir
+    if asked.resume != AUTO or folder is None:
+        return "as asked"
+    if not (folder / CONFIG_NAME).is_file():
+        return "start"
+    resumed = _resumed(model, given, asked, folder)
+    _check_same(folder, resumed, _as_loaded(asked, given, resumed))
+    if (folder / SUMMARY).is_file():
+        stored = build(model, resumed_options(model, {}, folder))
+        return "complete" if _is_complete(folder, stored, resumed) else "resume"
+    return "resume" if CheckpointStore(folder).exists else "replace"
+
+
+def _resumed(model: type[Options], given: Settings, asked: Options, folder: Path) -> Options:
+    """The folder's options, and over them what may be given beside ``--resume``."""
+    kept = {path: s for path, s in given.items() if path[0] in RESUME_FIELDS}
+    resumed = build(model, resumed_options(model, kept, folder))
+    update: dict[str, Any] = {"resume": folder}
+    if asked.allow_resize:
+        names = RESIZE_FIELDS.intersection(model.model_fields)
+        update |= {name: getattr(asked, name) for name in names}
+    return resumed.model_copy(update=update)
+
+
+def _as_loaded(asked: Options, given: Settings, there: Options) -> Options:
+    """``asked``, with the batch size that a DataLoader will say if the program has said none."""
+    if asked.dataset != OWN_DATA or ("batch_size",) in given:
+        return asked
+    return asked.model_copy(update={"batch_size": there.batch_size})
+
+
+def _check_same(folder: Path, there: RunOptions, asked: RunOptions) -> None:
+    found = differences(_identity(there), _identity(asked))
+    if found:
+        may = {line.partition(":")[0].partition(".")[0].replace("-", "_") for line in found}
+        resize = "add --allow-resize, " if may <= RESIZE_FIELDS else ""
+        raise UserError(
+            f"--run-dir: expected a new folder or that of the same run, got {str(folder)!r}, which "
+            f"holds another run (its value first): {'; '.join(found[:5])}; {resize}give another "
+            f"folder, or go on with that run by --resume {folder}"
+        )
+
+
+def _identity(options: RunOptions) -> dict[str, Any]:
+    return {name: value for name, value in agreed(options).items() if name not in RESUME_FIELDS}
+
+
+def _is_complete(folder: Path, stored: RunOptions, wanted: RunOptions) -> bool:
+    """Whether a run that has its summary is as long as wanted."""
+    if all(getattr(stored, name) == getattr(wanted, name) for name in LENGTHS):
+        return True  # also if the program has ended it early
+    summary = _summary(folder)
+    done = summary["samples"]
+    if wanted.samples is not None or not done:
+        return bool(done >= (wanted.samples or 1))
+    if wanted.steps is not None:
+        return bool(summary.get("steps", done / stored.step_size) >= wanted.steps)
+    epoch = done / summary["epochs"]
+    return bool(done >= round((wanted.epochs or 0) * epoch))
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    path = folder / SUMMARY
+    try:
+        found: dict[str, Any] = files.read(path.read_text(encoding="utf-8"))
+        if all(isinstance(found[name], (int, float)) for name in ("samples", "epochs")):
+            return found
+        why = "no number of samples and epochs"
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        why = repr(error)
+    raise UserError(
+        f"--resume auto: expected the summary of a run in {path}, got what cannot be read ({why}); "
+        "remove it, and the run goes on from its last checkpoint"
+    )
+
+
+def follow(
+    decision: Decision,
+    model: type[Options],
+    given: Settings,
+    asked: Options,
+    quiet: bool = False,
+) -> Options | None:
+    """Return the options that carry out a decision; None if nothing is left to do.
+
+    Raises:
+        UserError: this rank does not see the folder, or was started with other options.
+    """
+    folder = asked.run_dir
+    if (decision == "as asked") != (asked.resume != AUTO):
+        raise UserError("--resume: differs from rank 0; start every rank with the same options")
+    if decision == "as asked" or folder is None:
+        return asked
+    if decision == "resume":
+        return _resumed(model, given, asked, folder)
+    if decision == "complete":
+        if not quiet:
+            console.say(
+                f"aladdin_mpi: the run in {folder} is complete; nothing is left to do", sys.stdout
+            )
+        return None
+    begins = {"resume": None, "allow_resize": False, "overwrite": decision == "replace"}
+    return asked.model_copy(update=begins)
 
 
 @dataclass(frozen=True)

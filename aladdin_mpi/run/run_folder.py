@@ -2,29 +2,136 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import shlex
 import shutil
+import socket
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from aladdin_mpi.control.exchange import agree, broadcast
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.resume import SUMMARY
 from aladdin_mpi.options.run import CONFIG_NAME, LENGTHS, RESIZE_FIELDS, RunOptions, to_toml
 from aladdin_mpi.options.settings import build, read_toml
-from aladdin_mpi.process import guard, plain_json
-from aladdin_mpi.process.files import check_own_folder, write_whole
-from aladdin_mpi.run import run_lock
+from aladdin_mpi.process import files, guard
+from aladdin_mpi.process.files import check_own_folder, open_own, write_whole
 from aladdin_mpi.run.checkpoint import FOLDER as CHECKPOINT
 from aladdin_mpi.run.checkpoint import CheckpointStore
 from aladdin_mpi.run.recorder import METRICS, TENSORBOARD
 from aladdin_mpi.run.report import CURVES
-from aladdin_mpi.run.run_lock import RunLock
 from aladdin_mpi.transport.base import Transport
+
+NAME = ".lock"
+"""The file that a run holds locked while it writes."""
+HELD = (errno.EACCES, errno.EAGAIN)
+"""What a lock answers that another process has; a file system without locks answers otherwise."""
+NAMING_SECONDS = 1.0
+"""Longest time between taking the lock and writing into its file who has it."""
+
+
+class RunLock:
+    """Held by rank 0 until :meth:`release`, or until its process ends, however it does.
+
+    The lock is the operating system's and of the kind that a fork does not inherit (POSIX,
+    fcntl(2)): a data loader's process that outlives a killed rank does not keep it.
+    """
+
+    def __init__(self, file: IO[str] | None) -> None:
+        self._file = file
+        self._process = os.getpid()
+
+    def release(self) -> None:
+        """Let others use the folder; harmless when done before, and in a fork."""
+        if self._file is None or os.getpid() != self._process:
+            return
+        if _is_there(self._file):
+            os.unlink(self._file.name)
+        self._file.close()
+        self._file = None
+
+
+def take(folder: Path) -> RunLock:
+    """Take the folder for this run; where files cannot be locked it goes on without.
+
+    A job that its batch system has started again takes the folder from its own last start: a
+    file server may not know yet that the host is gone which held it.
+
+    Raises:
+        UserError: another run is using it, or the lock's file is a symbolic link.
+    """
+    path = folder.absolute() / NAME  # the program may go elsewhere
+    try:
+        file = open(path, "a+", opener=lambda _, flags: open_own(path, flags))  # noqa: SIM115
+    except OSError:
+        return RunLock(None)  # who writes there will say so
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = _owner(file) if error.errno in HELD else {}
+        file.close()
+        if not owner:
+            return RunLock(None)
+        if _is_earlier_start(owner):
+            (folder / NAME).unlink(missing_ok=True)
+            return take(folder)
+        raise UserError(
+            f"--run-dir: expected a folder that no other run is using, got {str(folder)!r}, where "
+            f"process {owner.get('pid')} on {owner.get('host')} is writing; wait for its end, or "
+            f"give another folder (if it has ended for certain, remove {folder / NAME})"
+        ) from None
+    if not _is_there(file):  # who had it has just removed it
+        file.close()
+        return take(folder)
+    file.truncate(0)
+    file.write(files.written(_myself()))
+    file.flush()
+    lock = RunLock(file)
+    guard.before_leaving(lock.release)  # no file is left by a run that is refused
+    return lock
+
+
+def _is_there(file: IO[str]) -> bool:
+    """Whether the file still has its name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+    except FileNotFoundError:
+        return False
+
+
+def _myself() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "start": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+    }
+
+
+def _owner(file: IO[str]) -> dict[str, Any]:
+    """Who has the lock; nothing if nobody has written it down."""
+    deadline = time.monotonic() + NAMING_SECONDS
+    while True:
+        file.seek(0)
+        try:
+            found: dict[str, Any] = files.read(file.read())
+            return found
+        except ValueError:
+            if time.monotonic() > deadline:
+                return {}
+            time.sleep(0.05)
+
+
+def _is_earlier_start(owner: dict[str, Any]) -> bool:
+    mine = _myself()
+    return bool(mine["job"]) and mine["job"] == owner.get("job") and mine["start"] > owner["start"]
+
 
 MODEL = "model.pt"
 WRITTEN = (CONFIG_NAME, METRICS, SUMMARY, MODEL, CURVES, CHECKPOINT)
@@ -94,12 +201,12 @@ def take_over(transport: Transport, folder: Path) -> OpenFolder:
     if transport.rank == 0:
         # Who is excluded, and hangs, may hold the lock still: it writes no more.
         with suppress(UserError):
-            lock = run_lock.take(folder)
+            lock = take(folder)
     return OpenFolder(folder, lock)
 
 
 def _take(folder: Path, options: RunOptions) -> RunLock:
-    return prepare(folder, options) if options.resume is None else run_lock.take(folder)
+    return prepare(folder, options) if options.resume is None else take(folder)
 
 
 def prepare(folder: Path, options: RunOptions) -> RunLock:
@@ -118,7 +225,7 @@ def prepare(folder: Path, options: RunOptions) -> RunLock:
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = run_lock.take(folder)
+        lock = take(folder)
         for own in (CHECKPOINT, TENSORBOARD):
             check_own_folder(folder / own)
         for name in set(used).difference([CHECKPOINT]):
@@ -177,4 +284,4 @@ def check_seen(folder: Path) -> None:
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     """Write ``summary.json``."""
-    write_whole(folder / SUMMARY, plain_json.written(summary, indent=2) + "\n")
+    write_whole(folder / SUMMARY, files.written(summary, indent=2) + "\n")

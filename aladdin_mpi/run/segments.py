@@ -11,22 +11,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from aladdin_mpi.control.barrier import barrier
-from aladdin_mpi.control.exchange import agree, broadcast, gather
-from aladdin_mpi.control.tags import COORDINATOR
+from aladdin_mpi.control.exchange import agree, barrier, broadcast, gather
+from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.model.vectors import is_finite
-from aladdin_mpi.roles.former import Former
-from aladdin_mpi.roles.role import Role, TrainingWorker
-from aladdin_mpi.run.checkpoint import CheckpointStore
+from aladdin_mpi.flat.vectors import is_finite
+from aladdin_mpi.process import stop_signal
+from aladdin_mpi.run.checkpoint import CheckpointStore, LocalState
 from aladdin_mpi.run.coordinator import Coordinator
-from aladdin_mpi.run.local_state import LocalState
-from aladdin_mpi.run.origin import Origin
-from aladdin_mpi.run.plan import Plan
+from aladdin_mpi.run.plan import Origin, Plan
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.group import RankLostError
+from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.role import Role, TrainingWorker
 
 SETTLE_SECONDS = 1.0
 """Virtual time for the messages around a checkpoint, and for a resumed run's set-up."""
@@ -320,3 +319,41 @@ def _not_finite(state: Any, name: str = "") -> str:
         return "" if sound else f"the state of a rank is not finite:{name}"
     items = state.items() if isinstance(state, dict) else ()
     return next(filter(None, (_not_finite(value, f"{name} {key}") for key, value in items)), "")
+
+
+class Suspension:
+    """Tells the coordinator of a signal that has come to this rank.
+
+    The transport looks for it, whether the rank computes, serves or waits.
+
+    Args:
+        coordinator: at rank 0.
+    """
+
+    def __init__(self, transport: Transport, coordinator: Coordinator | None) -> None:
+        self._transport = transport
+        self._coordinator = coordinator
+        self._told = False
+        if transport.shares_process:
+            return
+        stop_signal.install()
+        if coordinator is not None:
+            suspend = coordinator.suspend
+            transport.on_message(
+                Tag.SUSPEND, 8, lambda _, message: suspend(int(message.view(torch.int64)))
+            )
+        transport.watch(self._look)
+
+    def close(self) -> None:
+        """The run is over: signals change nothing any more."""
+        self._transport.unwatch(self._look)
+
+    def _look(self) -> None:
+        number = stop_signal.received()
+        if number is None or self._told:
+            return
+        self._told = True
+        if self._coordinator is not None:
+            self._coordinator.suspend(number)
+        else:
+            self._transport.isend(torch.tensor([int(number)]), COORDINATOR, Tag.SUSPEND)

@@ -13,13 +13,11 @@ from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import LostError, PeerFailedError
 from aladdin_mpi.options.algorithms import OUTLAST_DEATHS, Algorithm
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.run.loop_progress import LoopProgress
 from aladdin_mpi.run.membership import begin, gather_anew, succeed
 from aladdin_mpi.run.rank import Rank
-from aladdin_mpi.run.takeover import Left, Takeover, former_ranks, what_is_left
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.run.takeover import Left, LoopProgress, Takeover, former_ranks, what_is_left
+from aladdin_mpi.transport.base import Request, Transport
 from aladdin_mpi.transport.group import Group, RankLostError
-from aladdin_mpi.transport.request import Request
 
 T = TypeVar("T")
 Assemble = Callable[[Transport, RunOptions, "Takeover | None"], Rank]

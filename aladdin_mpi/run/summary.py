@@ -13,17 +13,17 @@ from torch import Tensor
 
 import aladdin_mpi
 from aladdin_mpi.control.exchange import gather
-from aladdin_mpi.parameter_server.server_role import Server
+from aladdin_mpi.exchange.server_role import Server
 from aladdin_mpi.process import console
 from aladdin_mpi.process.files import written_whole
-from aladdin_mpi.roles.role import Role
-from aladdin_mpi.run.books import Books
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.run.coordinator import Coordinator
+from aladdin_mpi.run.measurement import SeenInputs
+from aladdin_mpi.run.recorder import rounded
 from aladdin_mpi.run.report import CURVES, draw_curves, table
-from aladdin_mpi.run.rounding import rounded
+from aladdin_mpi.run.reporter import Books
 from aladdin_mpi.run.run_folder import MODEL, write_summary
-from aladdin_mpi.run.seen_inputs import SeenInputs
+from aladdin_mpi.worker.role import Role
 
 
 class AccountsError(RuntimeError):

@@ -8,7 +8,7 @@ summed and not applied, are lost; samples that nobody had computed are granted a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,21 +25,60 @@ from aladdin_mpi.control.exchange import (
 from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import LostError, RefusedError
-from aladdin_mpi.parameter_server.server_role import Server
+from aladdin_mpi.exchange.server_role import Server
 from aladdin_mpi.process import console, guard
-from aladdin_mpi.roles.former import Former
-from aladdin_mpi.roles.role import TrainingWorker
 from aladdin_mpi.run import run_folder
+from aladdin_mpi.run.checkpoint import LocalState
 from aladdin_mpi.run.context import Context, make_layout
-from aladdin_mpi.run.local_state import LocalState
-from aladdin_mpi.run.loop_progress import LoopProgress
 from aladdin_mpi.run.membership import Gathered, Membership
-from aladdin_mpi.run.origin import Origin
+from aladdin_mpi.run.plan import Origin
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.resizing import Assembly, share
 from aladdin_mpi.run.run_folder import OpenFolder
 from aladdin_mpi.run.segments import Segments
 from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.role import TrainingWorker
+
+
+@dataclass
+class LoopProgress:
+    """One worker's.
+
+    Attributes:
+        epoch: the present one of a loop by epochs.
+        reductions: calls of ``run.reduce()``.
+        first_epoch: with which a rank begins that has taken a place in mid-run; None: it has not.
+    """
+
+    epoch: int = 0
+    reductions: int = 0
+    first_epoch: int | None = None
+
+    def as_plain(self) -> dict[str, int]:
+        """For another rank."""
+        return {"epoch": self.epoch, "reductions": self.reductions}
+
+    def take_over(self, others: Collection[Mapping[str, Any]], is_new: bool) -> None:
+        """Another group of ranks goes on.
+
+        Args:
+            others: what its workers tell of themselves, this one among them.
+            is_new: this rank had no part in the former group.
+
+        Raises:
+            LostError: some workers have ended a call of ``run.reduce()`` in which others wait, who
+                would wait for ever.
+        """
+        told = {each["reductions"] for each in others}
+        if len(told) > 1:
+            raise LostError(
+                "a rank was lost while run.reduce() was under way, which some had ended"
+            )
+        if is_new and told:
+            (self.reductions,) = told
+            self.epoch = self.first_epoch = max(each["epoch"] for each in others)
+
 
 Brought = Mapping[str, Any]
 """What a rank tells the next group's first rank of itself; see :func:`what_is_left`."""

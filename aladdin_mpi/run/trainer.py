@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,20 +13,21 @@ from torch.nn import functional
 from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.control.exchange import agree
 from aladdin_mpi.data import loading
-from aladdin_mpi.data.datasets import DatasetPair, load_dataset
-from aladdin_mpi.data.described_sets import describe_set
+from aladdin_mpi.data.datasets import DatasetPair, describe_set, load_dataset
 from aladdin_mpi.data.image_check import check_images
 from aladdin_mpi.data.imagefolder import Fault
 from aladdin_mpi.data.models import build_model
 from aladdin_mpi.data.staging import stage
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import find_algorithm
-from aladdin_mpi.options.run import RunOptions
+from aladdin_mpi.options.run import RunOptions, SimulateOptions, check_cluster
 from aladdin_mpi.process.guard import no_exit
+from aladdin_mpi.run.checkpoint import resumed_moment
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.run.measurement import Measurement, Sums, reestimate_batch_norm
-from aladdin_mpi.run.origin import samples_of
+from aladdin_mpi.run.plan import samples_of
 from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
 EVALUATION_BATCH = 256
 SIZE_PREFIX = "size:"
@@ -199,3 +201,20 @@ def module_of_size(name: str) -> nn.Module:
             "size:94"
         )
     return nn.Linear(round(megabytes * 250_000), 1, bias=False, device="meta")
+
+
+def simulate(options: SimulateOptions) -> dict[str, Any]:
+    """Train on a modelled cluster; returns the summary.
+
+    Raises:
+        UserError: an unknown algorithm, or a cluster that does not hold the ranks.
+    """
+    algorithm = find_algorithm(options.algorithm)
+    servers = options.servers if algorithm.has_servers else 0
+    size = options.workers + servers + options.spares
+    check_cluster(options, size)
+    start = 0.0 if options.resume is None else resumed_moment(Path(options.resume))
+    silence = options.worker_timeout or None
+    cluster = VirtualCluster(size, options.cluster.placed(servers), options.seed, start, silence)
+    summaries = cluster.run(lambda transport: train(options, transport))
+    return next(filter(None, summaries), {})  # of the last rank 0

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from aladdin_mpi.control.exchange import allreduce_tensor
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.model.layout import Bucket, Layout
-from aladdin_mpi.roles.role import Role, TrainingWorker
+from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.worker.role import Role, TrainingWorker
 
 COUNT = 4096
 """Values of a sample, about."""

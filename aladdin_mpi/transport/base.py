@@ -1,9 +1,4 @@
-"""What every engine offers: how bytes move between ranks and how time passes.
-
-An algorithm is written once against :class:`Transport`, as plain blocking code,
-and runs over MPI (:mod:`aladdin_mpi.transport.mpi`) or in virtual time
-(:mod:`aladdin_mpi.transport.virtual`). The words are MPI's own.
-"""
+"""The interface between algorithms and the two engines."""
 
 from __future__ import annotations
 
@@ -12,14 +7,98 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from aladdin_mpi.errors import PeerFailedError
-from aladdin_mpi.transport.request import Event, Request
-from aladdin_mpi.transport.wait_set import WaitSet
+
+
+class WaitSet:
+    """Requests by name, of which :meth:`wait` finds the one that was done first.
+
+    The same as ``wait_any`` over a list in which one request is replaced at a time. An
+    engine may have a set of its own, whose waits do not look at every request.
+
+    Args:
+        wait_any: of the transport.
+    """
+
+    def __init__(self, wait_any: Callable[[Sequence[Request]], int]) -> None:
+        self.requests: dict[int, Request] = {}
+        self._wait_any = wait_any
+
+    def put(self, name: int, request: Request) -> None:
+        """Wait for ``request`` from now on, under this name, and not for the one before it."""
+        self.requests[name] = request
+
+    def drop(self, name: int) -> None:
+        """Wait no more for the request of this name."""
+        del self.requests[name]
+
+    def ended(self) -> list[int]:
+        """The names of those known to have ended."""
+        return [name for name, request in self.requests.items() if request.done]
+
+    def wait(self) -> int:
+        """Wait until one is done; the name of the first. It stays until it is replaced.
+
+        Raises:
+            PeerFailedError, WaitTimeoutError: as ``wait_any`` does.
+        """
+        first = self._wait_any(list(self.requests.values()))
+        return list(self.requests)[first]
+
+
+ANY_SOURCE = -1
+"""Receive from whichever rank sends first with the given tag."""
+
+
+class Event(Protocol):
+    """Something that happens outside the transport, such as a CUDA event."""
+
+    def query(self) -> bool:
+        """Return whether it has happened."""
+        ...
+
+
+class Request:
+    """An operation under way.
+
+    ``done`` is set when it has ended; ``source`` and ``nbytes`` then describe a received
+    message, and ``order`` is a counter that grows with every completion on this
+    rank, so that messages can be taken in their order of arrival. ``failed`` is
+    the dead rank at the other end, if that is how the operation ended. ``numbers`` are those of
+    :meth:`Transport.isend_numbers` where an engine hands them over as they are, and not in
+    ``buffer``.
+    """
+
+    __slots__ = ("buffer", "done", "failed", "nbytes", "numbers", "order", "source", "what")
+
+    def __init__(self, what: str, buffer: Tensor | None = None) -> None:
+        self.what = what
+        self.buffer = buffer
+        self.done = False
+        self.source = ANY_SOURCE
+        self.nbytes = 0
+        self.order = -1
+        self.failed: int | None = None
+        self.numbers: tuple[float, ...] | None = None
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else "pending"
+        return f"<{self.what}: {state}>"
+
+
+def numbers_of(receive: Request) -> Sequence[float]:
+    """What a receive has brought that :meth:`Transport.isend_numbers` has sent."""
+    if receive.numbers is not None:
+        return receive.numbers
+    assert receive.buffer is not None
+    found: list[float] = receive.buffer[: receive.nbytes // receive.buffer.itemsize].tolist()
+    return found
+
 
 EVENT_POLL = 0.0001
 """Seconds between two looks at an event."""

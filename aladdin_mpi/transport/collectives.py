@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aladdin_mpi.transport.request import Request
+from aladdin_mpi.transport.base import Request
 
 SMALL = 64 * 1024
 """Up to so many bytes an all-reduce uses a tree and an all-gather Bruck's algorithm,

@@ -1,8 +1,4 @@
-"""Ranks that train together until one of them is lost without which they cannot go on.
-
-Those who are left then form a new group. Its messages have tags of their own, so that what is
-still on its way from the former one is never taken for its own.
-"""
+"""The ranks that train: a transport among some of the ranks of another."""
 
 from __future__ import annotations
 
@@ -13,12 +9,98 @@ from torch import Tensor
 
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.transport import collectives
-from aladdin_mpi.transport.base import Handler, Transport
-from aladdin_mpi.transport.collectives import Steps
-from aladdin_mpi.transport.group_collectives import FIRST_TAG, NUMBERS, Channel, Stepper
-from aladdin_mpi.transport.layer import Layer
-from aladdin_mpi.transport.part import PartOfRanks
-from aladdin_mpi.transport.request import Event, Request
+from aladdin_mpi.transport.base import Event, Handler, Request, Transport
+from aladdin_mpi.transport.collectives import Part, Steps
+from aladdin_mpi.transport.wrapper import Layer
+
+FIRST_TAG = 40_000
+NUMBERS = 20_000
+"""Tags of collectives: so many can be under way at once."""
+
+
+class Channel:
+    """Point to point among the ranks of one collective.
+
+    Args:
+        send: starts to send a buffer to a rank.
+        receive: posts a receive from a rank.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        send: Callable[[Tensor, int], Request],
+        receive: Callable[[Tensor, int], Request],
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._send = send
+        self._receive = receive
+
+    def send(self, dest: int, part: Part) -> Request:
+        """Start to send."""
+        return self._send(_buffer(part), dest)
+
+    def receive(self, source: int, part: Part) -> Request:
+        """Post a receive."""
+        return self._receive(_buffer(part), source)
+
+
+def _buffer(part: Part) -> Tensor:
+    data, nbytes = part
+    if data is not None:
+        return data
+    return torch.empty(nbytes, dtype=torch.uint8, device="meta" if nbytes else "cpu")
+
+
+class Stepper:
+    """Takes the steps of a collective as the messages of each have ended, by whichever thread.
+
+    Where a rank is lost it stands still.
+
+    Args:
+        steps: of the collective.
+        transport: that its messages go by.
+        finish: called at the end.
+    """
+
+    def __init__(
+        self, steps: Steps, transport: Transport, finish: Callable[[], None] = lambda: None
+    ) -> None:
+        self._steps = steps
+        self._transport = transport
+        self._finish = finish
+        self.awaited: Sequence[Request] = ()
+        """The messages of the present step."""
+        self.has_ended = False
+        self._is_abandoned = False
+
+    def abandon(self) -> None:
+        """Go no further, and wait for nothing more."""
+        self._is_abandoned = True
+        for request in self.awaited:
+            self._transport.abandon(request)
+
+    def advance(self) -> None:
+        """Go on as far as nothing is awaited."""
+        with self._transport.atomic():
+            while self._can_go_on:
+                step = next(self._steps, None)
+                if step is None:
+                    self.has_ended = True
+                    self._finish()
+                    return
+                self.awaited = step
+                for request in step:
+                    if not request.done:
+                        self._transport.when_done(request, self.advance)
+
+    @property
+    def _can_go_on(self) -> bool:
+        is_over = self.has_ended or self._is_abandoned
+        return not is_over and all(each.done and each.failed is None for each in self.awaited)
+
 
 TAGS = 1 << 16
 """Tags of a group, the seals of messages among them."""
@@ -241,3 +323,86 @@ class Group(Layer):
                 action()
 
         return act
+
+
+class PartOfRanks(Layer):
+    """Messages between two of ``ranks``; their numbers are their places in it.
+
+    Collectives of the engine need all ranks, so there are none.
+
+    Args:
+        inner: among all ranks.
+        ranks: this one is among them.
+    """
+
+    has_collectives = False
+
+    def __init__(self, inner: Transport, ranks: Sequence[int]) -> None:
+        super().__init__(inner)
+        self.meets = False  # not all of its ranks are here
+        self._ranks = tuple(ranks)
+        self._places = {rank: place for place, rank in enumerate(ranks)}
+        self.rank, self.size = self._places[inner.rank], len(ranks)
+        self.hosts = [inner.hosts[rank] for rank in ranks]
+
+    @property
+    def host(self) -> int:
+        return self.inner.host
+
+    def host_name(self, rank: int) -> str:
+        return self.inner.host_name(self._ranks[rank])
+
+    def original(self, rank: int) -> int:
+        return self.inner.original(self._ranks[rank])
+
+    def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
+        return self.inner.isend(buffer, self._ranks[dest], tag, after)
+
+    def isend_numbers(self, numbers: Sequence[float], dest: int, tag: int) -> Request:
+        return self.inner.isend_numbers(numbers, self._ranks[dest], tag)
+
+    def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
+        return self.inner.irecv(buffer, self._ranks[source], tag)
+
+    def test(self, request: Request) -> bool:
+        try:
+            return self.inner.test(request)
+        except PeerFailedError as error:
+            raise self._with_place(error) from None
+
+    def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
+        try:
+            return self.inner.wait_any(requests, timeout)
+        except PeerFailedError as error:
+            raise self._with_place(error) from None
+
+    def _with_place(self, error: PeerFailedError) -> PeerFailedError:
+        """The same, naming the rank by its place."""
+        place = self._places.get(error.rank, error.rank)
+        return PeerFailedError(place, self.inner.host_name(error.rank))
+
+    def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
+        self.inner.on_message(
+            tag, nbytes, lambda source, message: handler(self._places[source], message)
+        )
+
+    @property
+    def failed(self) -> frozenset[int]:
+        return self._here(self.inner.failed)
+
+    @property
+    def excluded(self) -> frozenset[int]:
+        return self._here(self.inner.excluded)
+
+    def _here(self, ranks: frozenset[int]) -> frozenset[int]:
+        return frozenset(self._places[rank] for rank in ranks if rank in self._places)
+
+    def exclude(self, rank: int) -> None:
+        self.inner.exclude(self._ranks[rank])
+
+    def on_failure(self, action: Callable[[int], None]) -> None:
+        def act(rank: int) -> None:
+            if rank in self._places:
+                action(self._places[rank])
+
+        self.inner.on_failure(act)

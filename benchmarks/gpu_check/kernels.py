@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from aladdin_mpi.compression import quantise
-from aladdin_mpi.model import fused
+from aladdin_mpi.codec import quantise
+from aladdin_mpi.flat import fused
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from benchmarks.gpu_check import rows
 from benchmarks.gpu_check.device import is_test_device

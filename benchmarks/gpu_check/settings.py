@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from aladdin_mpi import DataParallel, accelerator, load_dataset
-from aladdin_mpi.run.bucket_size import GPU_BUCKET_MB
+from aladdin_mpi.run.handshake import GPU_BUCKET_MB
 from benchmarks.gpu_check import rows
 from benchmarks.gpu_check.device import is_test_device
 from benchmarks.gpu_check.rows import SKIP, Row

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from aladdin_mpi import DataParallel, accelerator
-from aladdin_mpi.allreduce.over_torch import end_group
+from aladdin_mpi.allreduce.torch_distributed import end_group
 from benchmarks.gpu_check import rows
 from benchmarks.gpu_check.device import is_test_device
 from benchmarks.gpu_check.rows import SKIP, Row

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aladdin_mpi.parameter_server.just_in_time import MOMENTS
+from aladdin_mpi.exchange.model_requests import MOMENTS
 
 HOSTS = 4
 GBIT = 10.0

@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from aladdin_mpi.allreduce.over_torch import end_group
+from aladdin_mpi.allreduce.torch_distributed import end_group
 from aladdin_mpi.data.models import build_model
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.transport.mpi.engine import MpiTransport

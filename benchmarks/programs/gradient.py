@@ -30,18 +30,18 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import TensorDataset
 
 from aladdin_mpi.algorithms import aladdin
-from aladdin_mpi.compression.codec import DenseWire
+from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.control.refusals import GradientCheck
 from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.exchange.inbox import ModelInbox
+from aladdin_mpi.exchange.model_sender import ModelSender
+from aladdin_mpi.exchange.server import GradientSum
 from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.parameter_server.gradient_sum import GradientSum
-from aladdin_mpi.parameter_server.inbox import ModelInbox
-from aladdin_mpi.parameter_server.model_sender import ModelSender
 from aladdin_mpi.process import guard
-from aladdin_mpi.roles import worker
 from aladdin_mpi.run.data_parallel import DataParallel
-from aladdin_mpi.transport.mpi import engine, polling
-from aladdin_mpi.transport.request import Event, Request
+from aladdin_mpi.transport.base import Event, Request
+from aladdin_mpi.transport.mpi import engine, progress
+from aladdin_mpi.worker import worker
 from benchmarks.programs.contenders import DECAY, LR, MOMENTUM, TIMEOUT, Task
 
 SMALL = 1024
@@ -218,7 +218,7 @@ def train(task: Task, pi: int, bucket_mb: float) -> dict[str, Any]:
     mark(passes)
     module, images, labels = task.build()
     transport = CountingTransport(TIMEOUT)
-    for names in (vars(engine), vars(polling)):
+    for names in (vars(engine), vars(progress)):
         names["time"] = CountingTime(transport)
     transport._signals.news = CountingEvent(transport)
     transport._signals.takes_over = CountingEvent(transport)

@@ -21,18 +21,17 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms.aladdin import AladdinServer
-from aladdin_mpi.compression.codec import DenseWire
+from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.model.layout import Layout, cut
+from aladdin_mpi.exchange.inbox import ModelInbox
+from aladdin_mpi.exchange.receiver import RECEIVES_AHEAD, Header, Kind, new_header
+from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.flat.layout import Layout, cut
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.algorithms import AladdinOptions
-from aladdin_mpi.parameter_server.frames import Header, Kind, new_header
-from aladdin_mpi.parameter_server.inbox import ModelInbox
-from aladdin_mpi.parameter_server.intake import RECEIVES_AHEAD
-from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.process import guard
+from aladdin_mpi.transport.base import Request
 from aladdin_mpi.transport.mpi.engine import MpiTransport
-from aladdin_mpi.transport.request import Request
 from benchmarks.intake import BARE, PI, RPC
 from benchmarks.programs.rpc import RpcIntake
 

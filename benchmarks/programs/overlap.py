@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from aladdin_mpi.process import guard
+from aladdin_mpi.transport.base import Request
 from aladdin_mpi.transport.mpi.engine import MpiTransport  # before MPI: it decides how that begins
-from aladdin_mpi.transport.request import Request
 
 # isort: split
 import torch

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import rpc
 
-from aladdin_mpi.model.layout import Layout
+from aladdin_mpi.flat.layout import Layout
 
 SERVER = "rank-0"
 

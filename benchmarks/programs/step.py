@@ -21,8 +21,8 @@ from mpi4py import MPI
 import torch
 from torch.nn.functional import cross_entropy
 
-from aladdin_mpi.model.layout import cut
-from aladdin_mpi.model.replica import Replica
+from aladdin_mpi.flat.layout import cut
+from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.process import guard, heap
 from aladdin_mpi.run.data_parallel import DataParallel

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aladdin_mpi.allreduce import choose
-from aladdin_mpi.model.layout import BYTES_PER_MB, BYTES_PER_VALUE
+from aladdin_mpi.flat.layout import BYTES_PER_MB, BYTES_PER_VALUE
 from aladdin_mpi.transport.mpi.engine import MpiTransport
 from benchmarks.programs.contenders import TIMEOUT, gloo, horovod
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aladdin_mpi.advice import bottleneck, candidates, learning, report, what_if
+from aladdin_mpi.advice import bottleneck, candidates, learning, options, report
 from aladdin_mpi.advice.candidates import Candidate, Ground
 from aladdin_mpi.advice.learning import Share
 from aladdin_mpi.advice.race import Entry
@@ -20,7 +20,7 @@ GBIT = 1e9 / 8
 FOUR = Ground([1.0] * 8, [2] * 4, [GBIT] * 4, 20.0, 0.1)
 
 
-def options(**changes: Any) -> SimulateOptions:
+def simulated(**changes: Any) -> SimulateOptions:
     return SimulateOptions.model_validate({"workers": 8, "cluster": {"hosts": 4}, **changes})
 
 
@@ -59,11 +59,11 @@ def test_a_bound_is_what_links_and_the_slowest_allow() -> None:
 
 def test_the_ground_is_read_off_a_cluster() -> None:
     cluster = {"hosts": 4, "placement": "workers", "links": {2: 5.0}}
-    on = candidates.ground(options(cluster=cluster, slowdown={1: 3.0}), 20.0)
+    on = candidates.ground(simulated(cluster=cluster, slowdown={1: 3.0}), 20.0)
     assert on.on_host == [2, 2, 2, 2] and on.node == 2
     assert on.slowdowns[:3] == [1.0, 3.0, 1.0]
     assert on.links == [10 * GBIT, 10 * GBIT, 5 * GBIT, 10 * GBIT]
-    uneven = candidates.ground(options(workers=7), 20.0)
+    uneven = candidates.ground(simulated(workers=7), 20.0)
     assert sum(uneven.on_host) == 7 and uneven.node == 0
 
 
@@ -140,43 +140,43 @@ def timed(waiting: float, *links: Link) -> Timed:
 def test_full_links_are_named_and_doubled() -> None:
     cluster = {"hosts": 4, "bandwidth_gbit": 8.0, "links": {3: 2.0}}
     full = timed(0.4, Link(1, "in", 0.9), Link(3, "in", 0.97), Link(0, "in", 0.3))
-    found = bottleneck.find(Candidate("asp", 2, True), full, FOUR, options(cluster=cluster))
+    found = bottleneck.find(Candidate("asp", 2, True), full, FOUR, simulated(cluster=cluster))
     assert found.kind == "links" and found.text.startswith("the links of hosts 1 and 3 are full in")
     assert found.relief == {"cluster.links": {3: 4.0, 1: 16.0}}
     everyone = timed(0.4, *(Link(host, way, 0.95) for host in range(4) for way in ("in", "out")))
-    found = bottleneck.find(Candidate("ar-sgd", 0, False), everyone, FOUR, options())
+    found = bottleneck.find(Candidate("ar-sgd", 0, False), everyone, FOUR, simulated())
     assert found.text.startswith("the links of all hosts are full both ways, 95 %")
     assert found.relief == {"cluster.bandwidth_gbit": 20.0}
     served = timed(0.4, Link(0, "in", 0.95))
-    found = bottleneck.find(Candidate("asp", 2, False), served, FOUR, options())
+    found = bottleneck.find(Candidate("asp", 2, False), served, FOUR, simulated())
     assert "the link of host 0 is full inwards" in found.text and "the servers are" in found.text
 
 
 def test_the_slowest_waiting_and_computing() -> None:
     slow = Ground([1.0, 3.0, *[1.0] * 6], [2] * 4, [GBIT] * 4, 20.0, 0.1)
-    found = bottleneck.find(Candidate("bsp", 1, False), timed(0.6), slow, options())
+    found = bottleneck.find(Candidate("bsp", 1, False), timed(0.6), slow, simulated())
     assert (found.kind, found.relief) == ("slowest", {"slowdown": {}})
     assert found.text == "worker 1, 3 times slower, sets the pace of all"
-    found = bottleneck.find(Candidate("asp", 1, False), timed(0.3), slow, options())
+    found = bottleneck.find(Candidate("asp", 1, False), timed(0.3), slow, simulated())
     assert found.kind == "waiting" and "wait 30 % of the time" in found.text
-    found = bottleneck.find(Candidate("aladdin", 1, False), timed(0.0), slow, options())
+    found = bottleneck.find(Candidate("aladdin", 1, False), timed(0.0), slow, simulated())
     assert (found.kind, found.relief) == ("computing", {})
     fast = Timed(7.4 / 0.1 * 32, 0.2, (Link(0, "in", 0.95),), 1e6)
-    found = bottleneck.find(Candidate("aladdin", 1, False), fast, slow, options(batch_size=32))
+    found = bottleneck.find(Candidate("aladdin", 1, False), fast, slow, simulated(batch_size=32))
     assert (found.kind, found.relief) == ("computing", {})
     assert found.text.endswith("though the link of host 0 has no room for more")
 
 
 # -- changes ---------------------------------------------------------------------------------
 def test_changes_are_read() -> None:
-    base = options(slowdown={1: 2.0})
+    base = simulated(slowdown={1: 2.0})
     asked = ["bandwidth=100", "slowdown=0=10", "servers=4", "workers=16", "latency=0", "step=0.5"]
-    found = what_if.changes(asked, base)
+    found = options.changes(asked, base)
     assert found[0].fields == {"cluster.bandwidth_gbit": 100.0}
     assert found[1].fields == {"slowdown": {1: 2.0, 0: 10.0}}
     assert (found[2].servers, found[3].workers) == (4, 16)
-    assert what_if.grown(base, 16)["cluster.hosts"] == 8
-    assert what_if.grown(options(slowdown={7: 2.0}), 4)["slowdown"] == {}
+    assert options.grown(base, 16)["cluster.hosts"] == 8
+    assert options.grown(simulated(slowdown={7: 2.0}), 4)["slowdown"] == {}
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_changes_are_read() -> None:
 )
 def test_bad_changes_are_named(text: str, words: str) -> None:
     with pytest.raises(UserError, match=f"--what-if.*{words}"):
-        what_if.changes([text], options())
+        options.changes([text], simulated())
 
 
 # -- figures -----------------------------------------------------------------------------------

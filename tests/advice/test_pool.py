@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from aladdin_mpi.advice.pool import workers_of
+from aladdin_mpi.advice.timed_run import workers_of
 
 
 def test_what_is_left_at_the_end_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

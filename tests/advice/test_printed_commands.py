@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from aladdin_mpi.advice import candidates, command_lines
+from aladdin_mpi.advice import candidates, report
 from aladdin_mpi.advice.bottleneck import Bottleneck
 from aladdin_mpi.advice.candidates import Candidate, Ground, ground
 from aladdin_mpi.advice.learning import Share
@@ -22,7 +22,7 @@ from aladdin_mpi.advice.options import Request, read
 from aladdin_mpi.advice.race import Entry
 from aladdin_mpi.advice.report import Advice, as_data, in_words
 from aladdin_mpi.advice.timed_run import Link, Timed
-from aladdin_mpi.comparison.table import markdown, plain
+from aladdin_mpi.comparison.figures import markdown, plain
 from aladdin_mpi.probe import main as probe
 from tests.launch import ROOT, environment, launcher, needs
 from tests.pasted import check, commands_in
@@ -109,8 +109,8 @@ def test_training_accepts_every_candidate(cluster: str, images: Path) -> None:
     on = ground_of(request)
     for name in candidates.names((), on.workers):
         for candidate in (candidates.plain(name, on), *candidates.variants(name, on)):
-            check(command_lines.mpirun(candidate, on, request.options), images)
-            check(command_lines.sbatch(candidate, on, request.options), images)
+            check(report.mpirun(candidate, on, request.options), images)
+            check(report.sbatch(candidate, on, request.options), images)
 
 
 def test_placeholder_is_explained(images: Path) -> None:
@@ -128,7 +128,7 @@ def test_batch_script_accepts_the_command(cluster: str) -> None:
     request = asked(cluster)
     on = ground_of(request)
     candidate = candidates.plain("aladdin-ahead", on)
-    settings, _, rest = command_lines.sbatch(candidate, on, request.options).partition("sbatch ")
+    settings, _, rest = report.sbatch(candidate, on, request.options).partition("sbatch ")
     words = shlex.split(rest)
     options = words[words.index("slurm/train.sbatch") + 1 :]
     script = f"""set -euo pipefail
@@ -166,7 +166,7 @@ def test_batch_script_accepts_the_command(cluster: str) -> None:
 )
 def test_mpirun_gives_each_host_its_workers(candidate: Candidate, hosts: list[list[int]]) -> None:
     request = asked("three hosts")
-    command = shlex.split(command_lines.mpirun(candidate, ground_of(request), request.options))
+    command = shlex.split(report.mpirun(candidate, ground_of(request), request.options))
     mapping = command[1 : command.index("python")]
     # The slots of an allocation with a task for each GPU: none for the servers.
     slots = ",".join(f"n{host}:2" for host in range(3))

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from aladdin_mpi.advice import options as asked
-from aladdin_mpi.advice.candidates import Candidate, ground
+from aladdin_mpi.advice.candidates import MANY, Candidate, Smaller, ground, smaller
 from aladdin_mpi.advice.learning import Share
 from aladdin_mpi.advice.options import Request
 from aladdin_mpi.advice.race import CHECK, LONG, Race
-from aladdin_mpi.advice.smaller import MANY, Smaller, smaller
 from aladdin_mpi.advice.timed_run import Link, Timed
 
 AHEAD = Candidate("aladdin-ahead", 32, True)

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.algorithms.adsp import AdspServer, Schedule
-from aladdin_mpi.algorithms.adsp_search import Curve, RateSearch, fit, reward
+from aladdin_mpi.algorithms.adsp import AdspServer, Curve, RateSearch, Schedule, fit, reward
+from aladdin_mpi.exchange.server_link import LocalDifference
 from aladdin_mpi.options.algorithms import AdspOptions
-from aladdin_mpi.parameter_server.local_difference import LocalDifference
 from tests.checks import check_converges, check_resumed
 from tests.commands import simulate, summary, train
 from tests.launch import needs

@@ -21,14 +21,14 @@ import torch
 from numpy.typing import NDArray
 
 from aladdin_mpi.algorithms.aladdin import AladdinServer
-from aladdin_mpi.compression.codec import DenseWire
-from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.codec.base import DenseWire
+from aladdin_mpi.exchange.model_sender import NotesThen
+from aladdin_mpi.exchange.receiver import Arrival
+from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.algorithms import AladdinOptions
 from aladdin_mpi.options.general import FORWARD_SHARE
-from aladdin_mpi.parameter_server.intake import Arrival
-from aladdin_mpi.parameter_server.model_sender import NotesThen
-from aladdin_mpi.parameter_server.server import ParameterServer
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 from tests.quadratic import STAGGER, Outcome, Quadratic, Setup, aladdin_options, noise_of, run
 

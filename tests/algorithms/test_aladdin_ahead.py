@@ -22,15 +22,14 @@ from torch import Tensor
 
 from aladdin_mpi.algorithms.aladdin_ahead import AheadServer, AheadWorker, levels
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.model.replica import PhantomReplica
+from aladdin_mpi.exchange.global_model import MOST_PENDING
+from aladdin_mpi.exchange.model_requests import MOMENTS, Level, Room, Timing, fine_layout
+from aladdin_mpi.flat.replica import PhantomReplica
 from aladdin_mpi.options.algorithms import AladdinAheadOptions, own
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.general import FORWARD_SHARE
 from aladdin_mpi.options.run import RunOptions, SimulateOptions, parse
-from aladdin_mpi.parameter_server.global_track import MOST_PENDING
-from aladdin_mpi.parameter_server.just_in_time import MOMENTS, Timing, fine_layout
-from aladdin_mpi.parameter_server.room import Level, Room
-from aladdin_mpi.run.simulator import simulate
+from aladdin_mpi.run.trainer import simulate
 from tests.quadratic import Quadratic, noise_of
 from tests.roles import Job, Outcome, any_network, flat_start, run
 

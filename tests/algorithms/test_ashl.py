@@ -15,22 +15,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from aladdin_mpi.algorithms.ashl import AshlServer, AshlWorker, Head, Phase
-from aladdin_mpi.algorithms.ashl_plan import (
+from aladdin_mpi.algorithms.ashl import (
+    AshlServer,
+    AshlWorker,
+    Head,
+    Phase,
     Share,
     Stage,
     Times,
+    TopK,
     local_steps,
     make_plan,
     rates,
     shares,
 )
-from aladdin_mpi.algorithms.ashl_top_k import TopK
-from aladdin_mpi.compression.codec import DenseWire
-from aladdin_mpi.model.layout import cut
-from aladdin_mpi.parameter_server.local_difference import LocalDifference
-from aladdin_mpi.parameter_server.outbox import Outbox
-from aladdin_mpi.run.rounding import rounded
+from aladdin_mpi.codec.base import DenseWire
+from aladdin_mpi.exchange.outbox import Outbox
+from aladdin_mpi.exchange.server_link import LocalDifference
+from aladdin_mpi.flat.layout import cut
+from aladdin_mpi.run.recorder import rounded
 from aladdin_mpi.transport.base import Transport
 from tests.checks import check_converges, check_resumed
 from tests.commands import checkpoint_part, simulate, summary, train

@@ -10,7 +10,7 @@ import pytest
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from aladdin_mpi.options.run import SimulateOptions, parse
-from aladdin_mpi.run.simulator import simulate
+from aladdin_mpi.run.trainer import simulate
 from tests.commands import checkpoint_part, metrics, summary, train
 from tests.failing import Failure, Net
 

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms.gosgd import LEAST_ALPHA, GoSgdWorker
-from aladdin_mpi.compression.codec import DenseWire
+from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.gossip.gossip_inbox import GossipInbox
-from aladdin_mpi.model.layout import Layout, cut
-from aladdin_mpi.model.replica import Replica
-from aladdin_mpi.roles.clipping import Clipping
-from aladdin_mpi.roles.pace import Pace
-from aladdin_mpi.roles.worker import Worker
+from aladdin_mpi.exchange.gossip import GossipInbox
+from aladdin_mpi.flat.layout import Layout, cut
+from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.endpoint import Endpoint
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
+from aladdin_mpi.worker.clipping import Clipping
+from aladdin_mpi.worker.step import Pace
+from aladdin_mpi.worker.worker import Worker
 from tests.gossip_lab import Spy, any_job, large, run_spied, starts
 from tests.quadratic import NO_DELAY, Quadratic, network
 from tests.roles import Job, Outcome, run

@@ -14,9 +14,9 @@ from torch import Tensor
 from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.options.algorithms import LocalSgdOptions, own
 from aladdin_mpi.options.run import SimulateOptions
-from aladdin_mpi.roles.role import Role
-from aladdin_mpi.run.simulator import simulate
+from aladdin_mpi.run.trainer import simulate
 from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.worker.role import Role
 from tests.quadratic import Quadratic, network
 from tests.roles import Job, any_network, flat, flat_start, noise_of_samples, run, single_process
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aladdin_mpi.algorithms.layer_cut import choose, cut_at_layers
 from aladdin_mpi.algorithms.multistep import MultistepWorker
+from aladdin_mpi.algorithms.multistep_hooks import choose, cut_at_layers
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.model.replica import DenseLayer, Replica, outline
+from aladdin_mpi.flat.replica import DenseLayer, Replica, outline
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import SimulateOptions
-from aladdin_mpi.run import simulator
+from aladdin_mpi.run import trainer
 from tests import loop_lab
 from tests.commands import EPOCH, checkpoint_part, simulate, summary
 from tests.multistep_lab import CLASSES, Job, Result, alone, run, small
@@ -637,6 +637,6 @@ def test_activations_leave_during_the_forward_pass(
             run_dir=tmp_path / kind.__name__,
             quiet=True,
         )
-        seconds[kind] = simulator.simulate(options)["seconds"]
+        seconds[kind] = trainer.simulate(options)["seconds"]
     # Half of 64 x 1000 activations of 4 bytes take 5 ms.
     assert seconds[MultistepWorker] < seconds[Late] - 10 * 0.004

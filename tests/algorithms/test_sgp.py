@@ -15,8 +15,7 @@ from torch import Tensor
 from aladdin_mpi.algorithms.sgp import SgpWorker, _Push, hops
 from aladdin_mpi.control.budget import Ticket
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import Request
+from aladdin_mpi.transport.base import Request, Transport
 from aladdin_mpi.transport.virtual.endpoint import Endpoint
 from tests.gossip_lab import Spy, any_job, large, noises, run_spied, starts
 from tests.quadratic import Quadratic, network

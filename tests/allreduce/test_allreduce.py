@@ -8,7 +8,7 @@ import torch
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.transport import volume
+from aladdin_mpi.transport import wrapper
 from aladdin_mpi.transport.virtual.engine import VirtualTransport
 from tests.allreduce_lab import rounds_alike, sums_are_right
 from tests.virtual_lab import lab, run
@@ -75,7 +75,7 @@ def test_a_ring_leaves_each_host_once(name: str) -> None:
         return transport.carried()
 
     carried = run(8, main, Cluster(hosts=4, placement="cyclic"))[0]
-    assert carried["out"] == [volume.allreduce_bytes(32_000_000, 8)] * 4
+    assert carried["out"] == [wrapper.allreduce_bytes(32_000_000, 8)] * 4
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -94,7 +94,7 @@ def test_sizes_take_the_time_and_the_bytes_of_values(ranks: int, dtype: torch.dt
     real = run(ranks, lambda t: main(t, CPU))
     assert run(ranks, lambda t: main(t, META)) == real
     nbytes = 100_000 * dtype.itemsize
-    whole = 3 * volume.allreduce_bytes(nbytes, ranks)
+    whole = 3 * wrapper.allreduce_bytes(nbytes, ranks)
     assert all(sent == pytest.approx(whole, rel=0.01) for _, sent, _ in real)
     assert all(waiting > 0 for _, _, waiting in real)
 
@@ -163,11 +163,11 @@ def test_says_what_it_is(name: str) -> None:
 
 # -- the convention -------------------------------------------------------------------
 def test_volumes_are_those_of_a_ring() -> None:
-    assert volume.allreduce_bytes(1000, 4) == 1500
-    assert volume.allgather_bytes(1000, 4) == 3000
-    assert volume.alltoall_bytes(1000, 4) == 750
-    assert volume.broadcast_bytes(1000, 4) == 750
-    for count in (volume.allreduce_bytes, volume.allgather_bytes, volume.alltoall_bytes):
+    assert wrapper.allreduce_bytes(1000, 4) == 1500
+    assert wrapper.allgather_bytes(1000, 4) == 3000
+    assert wrapper.alltoall_bytes(1000, 4) == 750
+    assert wrapper.broadcast_bytes(1000, 4) == 750
+    for count in (wrapper.allreduce_bytes, wrapper.allgather_bytes, wrapper.alltoall_bytes):
         assert count(1000, 1) == 0
 
 
@@ -185,8 +185,8 @@ def test_virtual_time_sends_what_the_convention_says() -> None:
         return found
 
     wanted = [
-        volume.allreduce_bytes(120_000, 3),
-        volume.allgather_bytes(120_000, 3),
-        volume.alltoall_bytes(120_000, 3),
+        wrapper.allreduce_bytes(120_000, 3),
+        wrapper.allgather_bytes(120_000, 3),
+        wrapper.alltoall_bytes(120_000, 3),
     ]
     assert run(3, main) == [wanted] * 3

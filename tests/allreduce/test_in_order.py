@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.allreduce import in_order
-from aladdin_mpi.allreduce.in_order import UNDER_WAY, InOrder, Queued
+from aladdin_mpi.allreduce import compressed
+from aladdin_mpi.allreduce.compressed import UNDER_WAY, InOrder, Queued
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import SimulateOptions
-from aladdin_mpi.run import simulator
-from aladdin_mpi.transport.base import EVENT_POLL, Transport
-from aladdin_mpi.transport.layer import Layer
-from aladdin_mpi.transport.request import Event, Request
+from aladdin_mpi.run import trainer
+from aladdin_mpi.transport.base import EVENT_POLL, Event, Request, Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
+from aladdin_mpi.transport.wrapper import Layer
 from tests.algorithms.test_multistep import ACTIVATIONS, GRADIENTS, MOMENTUM, TINY, deep
 from tests.multistep_lab import Job, alone, run_rank
 from tests.quadratic import network
@@ -198,7 +197,7 @@ def speed_up(run_dir: Path, workers: int, megabytes: float) -> float:
         run_dir=run_dir,
         quiet=True,
     )
-    return float(simulator.simulate(options)["samples_per_second"])
+    return float(trainer.simulate(options)["samples_per_second"])
 
 
 @pytest.mark.parametrize("workers", [4, 8])
@@ -209,7 +208,7 @@ def test_all_gathers_hide_behind_the_forward_pass(
     # second, forward one.
     hidden = speed_up(tmp_path / "few", workers, 120.0)
     assert 0.95 * workers < hidden <= workers
-    monkeypatch.setattr(in_order.InOrder.__init__, "__defaults__", (UNBOUNDED,))
+    monkeypatch.setattr(compressed.InOrder.__init__, "__defaults__", (UNBOUNDED,))
     at_once = speed_up(tmp_path / "all", workers, 120.0)
     assert at_once < 0.9 * workers
 

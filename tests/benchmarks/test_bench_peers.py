@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from aladdin_mpi.allreduce import over_horovod
+from aladdin_mpi.allreduce import horovod
 from benchmarks import gradient, heap, kernels, peers, step
 from benchmarks.programs.contenders import mean_step
 from tests.benchmarks.test_benchmarks import run_script
@@ -24,7 +24,7 @@ def test_every_contender_takes_its_turn(tmp_path: Path) -> None:
     rows = run_script("peers", tmp_path, "--quick")["rows"]
     (one, two) = rows
     assert (one["what"], one["size"], two["what"], two["size"]) == ("step", "digits", "sum", "1 MB")
-    there = over_horovod.library() is not None
+    there = horovod.library() is not None
     for name in ("alone", "mpi", "torch", "DDP", "DDP PowerSGD", "dgc"):
         assert one[f"{name}, ms"] > 0
     for name in ("mpi", "torch", "Allreduce", "all_reduce"):

@@ -14,8 +14,8 @@ from matplotlib.image import imread
 
 from aladdin_mpi.comparison import baseline, plots
 from aladdin_mpi.comparison.baseline import Baseline
-from aladdin_mpi.comparison.coinciding import DASH, Part, parts
 from aladdin_mpi.comparison.figures import Evaluation, RunFigures, make_rows
+from aladdin_mpi.comparison.plots import DASH, Part, parts
 from aladdin_mpi.options.run import SimulateOptions, TrainOptions
 from aladdin_mpi.run.report import draw_curves, table
 

@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from aladdin_mpi.compression.codec import DenseWire, GradientCodec
-from aladdin_mpi.compression.dgc import DeepGradientCompression
-from aladdin_mpi.compression.equal_length import add_packed, pack, packed_length
-from aladdin_mpi.compression.select import select
-from aladdin_mpi.model.layout import Bucket, Layout, cut
+from aladdin_mpi.allreduce.compressed import add_packed, pack, packed_length
+from aladdin_mpi.codec.base import DenseWire, GradientCodec
+from aladdin_mpi.codec.dgc import DeepGradientCompression, select
+from aladdin_mpi.flat.layout import Bucket, Layout, cut
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.general import DgcOptions
 

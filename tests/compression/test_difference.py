@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from aladdin_mpi.compression.codec import DenseWire
-from aladdin_mpi.compression.difference import DifferenceDecoder, DifferenceEncoder
-from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.codec.base import DenseWire
+from aladdin_mpi.codec.difference import DifferenceDecoder, DifferenceEncoder
+from aladdin_mpi.flat.layout import Bucket
 
 NUMEL = 1000
 BUCKET = Bucket(0, 0, NUMEL, 0)

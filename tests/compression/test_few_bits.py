@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.compression.few_bits import FewBitsCodec, FewBitsDecoder, FewBitsEncoder
-from aladdin_mpi.compression.quantise import (
+from aladdin_mpi.codec.quantise import (
     BITS,
     SMALLEST,
     WIDTH,
@@ -23,11 +22,11 @@ from aladdin_mpi.compression.quantise import (
     scales_of,
     steps_of,
 )
-from aladdin_mpi.compression.wires import make_codec
-from aladdin_mpi.model.layout import Bucket, Layout, cut
-from aladdin_mpi.model.vectors import BLOCK
+from aladdin_mpi.codec.quantised import FewBitsCodec, FewBitsDecoder, FewBitsEncoder, make_codec
+from aladdin_mpi.flat.layout import Bucket, Layout, cut
+from aladdin_mpi.flat.vectors import BLOCK
 from aladdin_mpi.options.general import FEW_BITS
-from aladdin_mpi.transport.sealed import is_void, void
+from aladdin_mpi.transport.checksums import is_void, void
 
 CPU = torch.device("cpu")
 SIZES = [5, 7, 127, 255, 256, 257, 511, 11597, BLOCK, BLOCK + 1, 2 * BLOCK + 300]

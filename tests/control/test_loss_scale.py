@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from aladdin_mpi.control.loss_scale import FIRST, LARGEST, PATIENCE, LossScale
+from aladdin_mpi.control.refusals import FIRST, LARGEST, PATIENCE, LossScale
 
 
 def test_it_is_halved_once_for_all_steps_that_had_it() -> None:

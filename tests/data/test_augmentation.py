@@ -14,12 +14,18 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from aladdin_mpi.data import recipes
-from aladdin_mpi.data.augment import IMAGENET, LargeImages, SmallImages, to_image, to_tensor
-from aladdin_mpi.data.datasets import load_dataset
-from aladdin_mpi.data.described_sets import describe_set
+from aladdin_mpi.data import datasets
+from aladdin_mpi.data.augment import (
+    CLASSES,
+    IMAGENET,
+    LargeImages,
+    Policy,
+    SmallImages,
+    to_image,
+    to_tensor,
+)
+from aladdin_mpi.data.datasets import describe_set, load_dataset
 from aladdin_mpi.data.images import ImageArrays
-from aladdin_mpi.data.policies import CLASSES, Policy
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.run import TrainOptions, parse
 from aladdin_mpi.run import trainer
@@ -101,7 +107,7 @@ def test_without_torchvision_it_is_asked_for_by_name(monkeypatch: pytest.MonkeyP
 # -- which recipe -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("augment", recipes.CHOICES)
+@pytest.mark.parametrize("augment", datasets.CHOICES)
 def test_small_images_are_the_same_in_memory_and_from_files(tmp_path: Path, augment: str) -> None:
     root = folder(tmp_path / "set", 16, 16)
     held, files = views(root, augment, "on"), views(root, augment, "off")
@@ -114,7 +120,7 @@ def test_what_is_chosen_is_what_is_seen(tmp_path: Path) -> None:
     for root, usual in ((small, "crop-flip"), (large, "imagenet")):
         data = load_dataset("imagefolder", root, image_size=24).train
         plain = torch.stack([data[i][0] for i in range(4)])
-        found = {augment: views(root, augment, size=24) for augment in recipes.CHOICES}
+        found = {augment: views(root, augment, size=24) for augment in datasets.CHOICES}
         assert torch.equal(found.pop("auto"), found[usual])
         assert torch.equal(found["none"], plain)
         kinds = {each.numpy().tobytes() for each in found.values()}

@@ -21,7 +21,7 @@ from aladdin_mpi.data.sampler import ShardedStream
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.run import SimulateOptions, parse
 from aladdin_mpi.run import trainer
-from aladdin_mpi.run.simulator import simulate
+from aladdin_mpi.run.trainer import simulate
 from tests.commands import summary, train
 
 CORRUPT = ("train/cat/2.png", "train/cat/3.png", "train/dog/5.png", "test/cat/0.png")

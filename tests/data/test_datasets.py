@@ -21,10 +21,10 @@ from PIL import Image
 
 from aladdin_mpi.data import imagefolder
 from aladdin_mpi.data.augment import SmallImages
+from aladdin_mpi.data.builtin_sets import DrawnImages
 from aladdin_mpi.data.datasets import DatasetPair, MapDataset, load_dataset
 from aladdin_mpi.data.host_cache import cached_array
 from aladdin_mpi.data.images import ImageArrays, ImageFiles
-from aladdin_mpi.data.synthetic import DrawnImages
 from aladdin_mpi.errors import UserError
 from tests.launch import ROOT
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from aladdin_mpi.data.described_sets import KNOWN
+from aladdin_mpi.data.datasets import KNOWN
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.run import SimulateOptions, parse
-from aladdin_mpi.run.simulator import simulate
+from aladdin_mpi.run.trainer import simulate
 
 
 @pytest.mark.parametrize(

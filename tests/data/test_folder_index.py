@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from aladdin_mpi.data import folder_index
-from aladdin_mpi.data.folder_index import files_below
+from aladdin_mpi.data import imagefolder
 from aladdin_mpi.data.host_cache import one_at_a_time
+from aladdin_mpi.data.imagefolder import files_below
 
 PAST = time.time_ns() - 3600 * 10**9
 
@@ -43,13 +43,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def walks(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     done: list[Path] = []
-    walk = folder_index._walk
+    walk = imagefolder._walk
 
     def watched(root: Path, wanted: object) -> object:
         done.append(root)
         return walk(root, wanted)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(folder_index, "_walk", watched)
+    monkeypatch.setattr(imagefolder, "_walk", watched)
     return done
 
 
@@ -67,7 +67,7 @@ def test_who_waits_for_another_rank_does_not_look_again(
 ) -> None:
     files_below(root, is_wanted)
     (index,) = (tmp_path / "cache").glob("folder-*.npz")
-    looks, compare = [], folder_index._is_current
+    looks, compare = [], imagefolder._is_current
 
     def watched(*args: Any) -> bool:
         looks.append(args)
@@ -79,8 +79,8 @@ def test_who_waits_for_another_rank_does_not_look_again(
         asked.release()
         return one_at_a_time(path)
 
-    monkeypatch.setattr(folder_index, "_is_current", watched)
-    monkeypatch.setattr(folder_index, "one_at_a_time", telling)
+    monkeypatch.setattr(imagefolder, "_is_current", watched)
+    monkeypatch.setattr(imagefolder, "one_at_a_time", telling)
     with ThreadPoolExecutor(3) as ranks:
         with one_at_a_time(index):
             waiting = [ranks.submit(files_below, root, is_wanted) for _ in range(3)]

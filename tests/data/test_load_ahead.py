@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from aladdin_mpi.data import load_ahead
-from aladdin_mpi.data.load_ahead import AHEAD, THREAD, TRIALS
+from aladdin_mpi.data import loader_processes
+from aladdin_mpi.data.loader_processes import AHEAD, THREAD, TRIALS
 from aladdin_mpi.data.loading import BatchSource
 from aladdin_mpi.data.sampler import ShardedStream
 from aladdin_mpi.errors import UserError
@@ -106,7 +106,7 @@ def test_so_is_what_is_put_together_at_random() -> None:
 
 
 def test_fast_data_are_loaded_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_ahead, "LEAST_SECONDS", 1.0)  # whatever else the cores do
+    monkeypatch.setattr(loader_processes, "LEAST_SECONDS", 1.0)  # whatever else the cores do
     data = Samples(seconds=0.0)
     batches(source(data), [2] * 8)
     assert set(data.threads) == {"MainThread"}

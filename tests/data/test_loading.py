@@ -13,13 +13,11 @@ from torch.utils.data import Dataset, TensorDataset
 
 from aladdin_mpi.data import loading
 from aladdin_mpi.data.augment import Normalisation, SmallImages, crop_and_flip, random_box
-from aladdin_mpi.data.datasets import MapDataset, load_dataset
+from aladdin_mpi.data.datasets import MapDataset, load_dataset, with_augmentation
 from aladdin_mpi.data.images import ImageArrays
 from aladdin_mpi.data.loading import BatchSource
 from aladdin_mpi.data.models import build_model
-from aladdin_mpi.data.randomness import AUGMENTATION, sample_keys
-from aladdin_mpi.data.recipes import with_augmentation
-from aladdin_mpi.data.sampler import ShardedStream
+from aladdin_mpi.data.sampler import AUGMENTATION, ShardedStream, sample_keys
 from aladdin_mpi.errors import UserError
 
 PLAIN = Normalisation((0.0,) * 3, (1.0,) * 3)

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from aladdin_mpi.data import models
-from aladdin_mpi.data.models import SMALL_MODELS, build_model, list_models
-from aladdin_mpi.data.models_small import _PaddedShortcut
+from aladdin_mpi.data.models import SMALL_MODELS, _PaddedShortcut, build_model, list_models
 from aladdin_mpi.errors import UserError
 
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aladdin_mpi.data.randomness import SHUFFLING, bounded, sample_keys
-from aladdin_mpi.data.sampler import Period, Rest, ShardedStream
+from aladdin_mpi.data.sampler import SHUFFLING, Period, Rest, ShardedStream, bounded, sample_keys
 from aladdin_mpi.errors import UserError
 
 

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from aladdin_mpi.data import shard_index
+from aladdin_mpi.data import shards
 from aladdin_mpi.data import shards as shards_module
 from aladdin_mpi.data.datasets import load_dataset
 from aladdin_mpi.data.feeds import SampleFeed, Share
@@ -160,13 +160,13 @@ def test_other_files_of_a_sample_do_not_disturb(
 def test_ranks_that_start_together_share_the_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shards = [tmp_path / str(number) for number in range(20)]
+    files = [tmp_path / str(number) for number in range(20)]
     seen: list[Path] = []
-    monkeypatch.setattr(shard_index, "_cached", lambda shard, folder: seen.append(shard))
+    monkeypatch.setattr(shards, "_cached", lambda shard, folder: seen.append(shard))
     for _ in range(2):
-        shard_index.indexed(shards)
+        shards.indexed(files)
     first, second = seen[:20], seen[20:]
-    assert sorted(first) == sorted(second) == sorted(shards)
+    assert sorted(first) == sorted(second) == sorted(files)
     # Neither lies behind the other: it would meet only shards that the other has just begun.
     start = second.index(first[0])
     assert second[start:] + second[:start] != first

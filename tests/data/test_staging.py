@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from aladdin_mpi.data.disk_copy import UNFINISHED, DiskCopy
 from aladdin_mpi.data.host_cache import index_dir
-from aladdin_mpi.data.staging import place, stage
+from aladdin_mpi.data.staging import UNFINISHED, DiskCopy, place, stage
 from aladdin_mpi.errors import RefusedError, UserError
 from aladdin_mpi.transport.virtual.engine import VirtualTransport
 from tests.commands import refusal, summary, train

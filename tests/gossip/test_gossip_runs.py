@@ -8,7 +8,7 @@ import pytest
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.run import SimulateOptions, parse
-from aladdin_mpi.run.simulator import simulate
+from aladdin_mpi.run.trainer import simulate
 from tests.commands import EPOCH, checkpoint_part, metrics
 from tests.failing import Failure, Net
 

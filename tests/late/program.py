@@ -20,11 +20,11 @@ from torch import nn
 from torch.utils.data import Subset
 
 from aladdin_mpi import DataParallel, accelerator, load_dataset
-from aladdin_mpi.allreduce import in_order, over_transport, ring
-from aladdin_mpi.compression.codec import DenseWire
+from aladdin_mpi.allreduce import compressed, messages
+from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.data import loading
+from aladdin_mpi.exchange import inbox
 from aladdin_mpi.options.algorithms import ALGORITHMS
-from aladdin_mpi.parameter_server import inbox
 from aladdin_mpi.run import trainer
 from aladdin_mpi.run.measurement import Measurement, reestimate_batch_norm
 from aladdin_mpi.transport.mpi.engine import MpiTransport
@@ -244,13 +244,13 @@ def sums_begun(folder: str, name: str, collective: str) -> list[tuple[int, int]]
     """How many sums of each step began before the device was done with it, and how many."""
     begun: list[str] = []
     begin = MpiTransport._collective
-    advance = ring._Sum.begin
+    advance = messages._Sum.begin
 
     def watched(self: MpiTransport, kind: str, *given: Any, **kw: Any) -> Any:
         begun.append(kind)
         return begin(self, kind, *given, **kw)
 
-    def watched_ring(self: ring._Sum) -> None:
+    def watched_ring(self: messages._Sum) -> None:
         steps = self.steps._steps
 
         def noted() -> Iterator[Any]:
@@ -266,7 +266,7 @@ def sums_begun(folder: str, name: str, collective: str) -> list[tuple[int, int]]
     few: Any = Subset(cast(Any, load_dataset("digits").train), range(480))
     with (
         replaced(MpiTransport, "_collective", watched),
-        replaced(ring._Sum, "begin", watched_ring),
+        replaced(messages._Sum, "begin", watched_ring),
     ):
         for images, labels in run.batches(few):
             begun.clear()
@@ -363,7 +363,7 @@ def fetch_at_once(self: DenseWire, message: torch.Tensor) -> Any:
 @contextmanager
 def receives_posted_at_once() -> Iterator[None]:
     """Sums may then come into memory that the device still reads the last ones from."""
-    kind = over_transport.DirectAllReduce
+    kind = messages.DirectAllReduce
     post, exchange = kind._await_sums, kind._exchange
 
     def early(self: Any, pending: Any) -> None:
@@ -391,12 +391,12 @@ DEFECTS: dict[str, tuple[str, tuple[int, int], Callable[[], Any]]] = {
     "a sum before its event": (
         "ar-sgd",
         LATE_COPIES,
-        lambda: replaced(in_order.Queued, "is_ready", True),
+        lambda: replaced(compressed.Queued, "is_ready", True),
     ),
     "a ring before its event": (
         "ar-sgd ring",
         LATE_COPIES,
-        lambda: replaced(ring._Sum, "begin", lambda self: self.steps.advance()),
+        lambda: replaced(messages._Sum, "begin", lambda self: self.steps.advance()),
     ),
     "a receive into memory that a copy reads": (
         "ar-sgd bf16",

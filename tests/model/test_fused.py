@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from aladdin_mpi.model import fused
+from aladdin_mpi.flat import fused
 from benchmarks.gpu_check import rows
 from benchmarks.gpu_check.device import TEST, VARIABLE
 from benchmarks.gpu_check.rows import PASS
@@ -60,7 +60,7 @@ def test_kernels_compile_without_contracting_products_and_sums(name: str) -> Non
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from aladdin_mpi.model import kernels
+    from aladdin_mpi.flat import kernels
 
     kernel: Any = getattr(kernels, name)
     types, settings = SIGNATURES[name]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.model.bucket_watch import BucketWatch
-from aladdin_mpi.model.layout import Layout, cut
-from aladdin_mpi.model.replica import PhantomReplica, Replica, outline
+from aladdin_mpi.flat.gradients import BucketWatch
+from aladdin_mpi.flat.layout import Layout, cut
+from aladdin_mpi.flat.replica import PhantomReplica, Replica, outline
 
 
 def perceptron() -> nn.Sequential:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from aladdin_mpi.model.saved import Stateful, saved
+from aladdin_mpi.flat.state import Stateful, saved
 
 
 class Owner(Stateful):

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from aladdin_mpi.model.layout import between_parameters, cut
-from aladdin_mpi.model.unused import UnusedMarks, joined, shifted, used_parts, within
+from aladdin_mpi.flat.layout import between_parameters, cut
+from aladdin_mpi.flat.unused import UnusedMarks, joined, shifted, used_parts, within
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.model import vectors
-from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.exchange.receiver import Arrival
+from aladdin_mpi.exchange.server import GradientSum
+from aladdin_mpi.flat import vectors
+from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.optimizers.sgd import MomentumSGD
-from aladdin_mpi.parameter_server.gradient_sum import GradientSum
-from aladdin_mpi.parameter_server.intake import Arrival
 
 NUMEL = 3 * vectors.BLOCK + 17
 

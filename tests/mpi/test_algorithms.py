@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.allreduce import over_horovod
+from aladdin_mpi.allreduce import horovod
 from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from aladdin_mpi.transport.mpi.engine import MpiTransport
@@ -16,7 +16,7 @@ from tests.quadratic import Quadratic
 from tests.roles import Job, flat, flat_start, run_rank, single_process
 
 CPU = torch.device("cpu")
-NO_HOROVOD = over_horovod.obstacle(CPU, torch.float32)
+NO_HOROVOD = horovod.obstacle(CPU, torch.float32)
 
 
 def job_for(transport: MpiTransport, algorithm: str, **values: Any) -> Job:

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from aladdin_mpi.allreduce import choose, over_horovod
+from aladdin_mpi.allreduce import choose, horovod
 from aladdin_mpi.allreduce.base import AllReduce
-from aladdin_mpi.allreduce.over_torch import TorchAllReduce
+from aladdin_mpi.allreduce.torch_distributed import TorchAllReduce
 from aladdin_mpi.errors import UserError, WaitTimeoutError
-from aladdin_mpi.model.layout import cut
-from aladdin_mpi.model.unused import UnusedMarks, joined, shifted
+from aladdin_mpi.flat.layout import cut
+from aladdin_mpi.flat.unused import UnusedMarks, joined, shifted
 from aladdin_mpi.transport.mpi.engine import MpiTransport
-from aladdin_mpi.transport.volume import allreduce_bytes
+from aladdin_mpi.transport.wrapper import allreduce_bytes
 from tests.allreduce_lab import rounds_alike, sums_are_right
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -24,7 +24,7 @@ PATIENCE = 30.0
 TAG = 3000
 
 needs_horovod = pytest.mark.skipif(
-    over_horovod.obstacle(CPU, FP32) is not None, reason=over_horovod.obstacle(CPU, FP32) or ""
+    horovod.obstacle(CPU, FP32) is not None, reason=horovod.obstacle(CPU, FP32) or ""
 )
 KINDS = [
     ("ring", FP32),
@@ -196,7 +196,7 @@ def test_an_obstacle_on_one_rank_is_an_error_on_all(
     transport: MpiTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = transport.rank == transport.size - 1
-    monkeypatch.setattr(over_horovod, "obstacle", lambda *_: "is broken" if broken else None)
+    monkeypatch.setattr(horovod, "obstacle", lambda *_: "is broken" if broken else None)
     said = "is broken" if broken else f"1 of {transport.size} ranks cannot use it"
     with pytest.raises(UserError, match=said):
         choose.make("horovod", transport, CPU, FP32)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from aladdin_mpi.compression.dgc import DeepGradientCompression
+from aladdin_mpi.codec.dgc import DeepGradientCompression
 from aladdin_mpi.transport.mpi.engine import MpiTransport
 from tests.compressed import Job, layout_of, run_rank
 

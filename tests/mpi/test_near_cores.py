@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from aladdin_mpi.run import near_cores
-from aladdin_mpi.run.near_cores import as_cpulist, bind_to_near, split
+from aladdin_mpi.run import placement
+from aladdin_mpi.run.placement import as_cpulist, bind_to_near, split
 from aladdin_mpi.transport.mpi.engine import MpiTransport
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -20,7 +20,7 @@ CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else
 def as_it_was() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
-    near_cores.bind(CORES)
+    placement.bind(CORES)
     torch.set_num_threads(threads)
 
 
@@ -34,7 +34,7 @@ def test_workers_divide_the_cores_near_their_gpus(
     (tmp_path / "gpu").mkdir()
     (tmp_path / "gpu" / "local_cpulist").write_text(as_cpulist(CORES[:2]))
     monkeypatch.setattr(
-        near_cores, "bus_address", lambda device: None if device.type == "cpu" else "gpu"
+        placement, "bus_address", lambda device: None if device.type == "cpu" else "gpu"
     )
     bind_to_near(transport, device, tmp_path, tmp_path)
     now = sorted(os.sched_getaffinity(0))

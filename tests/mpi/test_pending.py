@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from aladdin_mpi.transport.mpi.pending import SMALL, MpiRequest, Pending
-from aladdin_mpi.transport.request import ANY_SOURCE
+from aladdin_mpi.transport.base import ANY_SOURCE
+from aladdin_mpi.transport.mpi.requests import SMALL, MpiRequest, Pending
 
 
 def receive(peer: int, tag: int = 1) -> MpiRequest:

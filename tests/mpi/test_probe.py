@@ -8,9 +8,9 @@ import pytest
 
 from aladdin_mpi.errors import RefusedError, UserError
 from aladdin_mpi.probing.cluster_file import check
-from aladdin_mpi.probing.measuring import measure_cluster
+from aladdin_mpi.probing.links import latencies, rates
+from aladdin_mpi.probing.measured_cluster import measure_cluster
 from aladdin_mpi.probing.options import ProbeOptions
-from aladdin_mpi.probing.streams import latencies, rates
 from aladdin_mpi.transport.mpi.engine import MpiTransport
 
 

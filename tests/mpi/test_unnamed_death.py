@@ -11,7 +11,7 @@ from mpi4py import MPI
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.transport.mpi import deaths, failures, requests
 from aladdin_mpi.transport.mpi.engine import MpiTransport
-from aladdin_mpi.transport.mpi.pending import MpiRequest
+from aladdin_mpi.transport.mpi.requests import MpiRequest
 
 
 class EndedByDeath:

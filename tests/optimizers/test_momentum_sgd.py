@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aladdin_mpi.model.layout import cut
-from aladdin_mpi.model.unused import used_parts
+from aladdin_mpi.flat.layout import cut
+from aladdin_mpi.flat.unused import used_parts
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 
 NUMEL, STEPS = 97, 40

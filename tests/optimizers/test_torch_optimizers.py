@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from aladdin_mpi.algorithms.registry import check_optimizer
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.model.replica import Replica
-from aladdin_mpi.model.unused import within
-from aladdin_mpi.optimizers.from_torch import TorchOptimizer
+from aladdin_mpi.flat.replica import Replica
+from aladdin_mpi.flat.unused import within
+from aladdin_mpi.optimizers.from_torch import Granularity, TorchOptimizer, granularity
 from aladdin_mpi.optimizers.named import arguments, find, groups, known
-from aladdin_mpi.optimizers.probe import Granularity, granularity
 from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.options.run import RunOptions
 

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from aladdin_mpi import DataParallel
 from aladdin_mpi.control.exchange import send_object
-from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.exchange import mirror
+from aladdin_mpi.exchange.mirror import keeper_of
+from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.parameter_server import mirror
-from aladdin_mpi.parameter_server.mirror import keeper_of
-from aladdin_mpi.roles.former import Former
 from aladdin_mpi.run import summary, takeover
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
+from aladdin_mpi.worker.former import Former
 
 DEATH = 20.5
 LR = 0.05

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aladdin_mpi.compression.codec import DenseWire
+from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.model.layout import cut
-from aladdin_mpi.parameter_server.frames import Header, Kind, new_header
-from aladdin_mpi.parameter_server.server import ParameterServer
+from aladdin_mpi.exchange.receiver import Header, Kind, new_header
+from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.flat.layout import cut
 from aladdin_mpi.transport.base import Transport
 from tests import virtual_lab
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from aladdin_mpi.algorithms.shat import staleness_weight
 from aladdin_mpi.algorithms.ssp import SspWorker
 from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.exchange.receiver import Header
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.parameter_server.frames import Header
-from aladdin_mpi.roles.role import Role
 from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.worker.role import Role
 from tests.quadratic import NO_DELAY, Quadratic
 from tests.roles import Job, Outcome, any_network, flat_start, noise_of_samples, run, single_process
 

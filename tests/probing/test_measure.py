@@ -12,8 +12,7 @@ import torch
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.probing import measure as measuring
-from aladdin_mpi.probing.cluster_file import check, rendered
-from aladdin_mpi.probing.figures import figure
+from aladdin_mpi.probing.cluster_file import check, figure, rendered
 from aladdin_mpi.probing.links import Network, measure_network
 from aladdin_mpi.probing.measure import Measured, RankSteps, measure
 from aladdin_mpi.probing.measured_cluster import sections, stragglers, told

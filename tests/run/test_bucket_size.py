@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.run.bucket_size import GPU_BUCKET_MB, with_bucket_size
+from aladdin_mpi.run.handshake import GPU_BUCKET_MB, with_bucket_size
 
 
 class Alone:

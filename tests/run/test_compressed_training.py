@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from aladdin_mpi.compression.dgc import DeepGradientCompression
+from aladdin_mpi.codec.dgc import DeepGradientCompression
 from tests.compressed import Job, Outcome, WholeModels, run
 from tests.quadratic import network
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.allreduce.surviving import SurvivingSums
+from aladdin_mpi.exchange.server_role import Server
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.parameter_server.server_role import Server
-from aladdin_mpi.roles.role import Role
+from aladdin_mpi.worker.role import Role
 from tests.quadratic import Quadratic
 from tests.roles import Job, any_network, flat_start, run
 

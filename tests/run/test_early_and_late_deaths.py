@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from aladdin_mpi.options.run import SimulateOptions, parse
-from aladdin_mpi.run.simulator import simulate
+from aladdin_mpi.run.trainer import simulate
 from tests.commands import refusal, summary
 from tests.launch import ROOT, Completed, needs, run_ranks
 

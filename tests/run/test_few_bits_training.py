@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.algorithms.ashl_top_k import TopK
+from aladdin_mpi.algorithms.ashl import TopK
 from aladdin_mpi.algorithms.easgd import EasgdServer, EasgdWorker
-from aladdin_mpi.compression.few_bits import FewBitsCodec, FewBitsDecoder, FewBitsEncoder
-from aladdin_mpi.compression.quantise import message_length
-from aladdin_mpi.compression.wires import make_codec
-from aladdin_mpi.model.layout import cut
+from aladdin_mpi.codec.quantise import message_length
+from aladdin_mpi.codec.quantised import FewBitsCodec, FewBitsDecoder, FewBitsEncoder, make_codec
+from aladdin_mpi.exchange.model_sender import SENT
+from aladdin_mpi.exchange.receiver import TAKEN
+from aladdin_mpi.flat.layout import cut
 from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.options.general import FEW_BITS
-from aladdin_mpi.parameter_server.intake import TAKEN
-from aladdin_mpi.parameter_server.model_sender import SENT
 from aladdin_mpi.transport.base import Transport
 from tests import compressed
 from tests.damage import DamagingTransport, is_values, sealed

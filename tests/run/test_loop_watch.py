@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.model.replica import Replica
+from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.run.loop_watch import LoopWatch
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aladdin_mpi.control.loss_scale import FIRST
+from aladdin_mpi.control.refusals import FIRST
 from tests.commands import summary, train
 from tests.launch import ROOT, needs, run_ranks
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from aladdin_mpi import accelerator
-from aladdin_mpi.run import near_cores
-from aladdin_mpi.run.near_cores import Place, as_cpulist, bind_to_near, cpulist, deal, near, split
+from aladdin_mpi.run import placement
+from aladdin_mpi.run.placement import Place, as_cpulist, bind_to_near, cpulist, deal, near, split
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.layer import Layer
+from aladdin_mpi.transport.wrapper import Layer
 from tests.launch import ROOT
 from tests.virtual_lab import lab, run
 
@@ -165,12 +165,12 @@ def test_more_workers_than_cores(tmp_path: Path) -> None:
 def test_how_cores_lie_to_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree(tmp_path, {"0000:03:00.0": "0-3", "0000:44:00.0": ""})
     addresses = [None, "0000:03:00.0", "0000:44:00.0"]
-    monkeypatch.setattr(near_cores, "bus_address", lambda device: addresses[device.index])
+    monkeypatch.setattr(placement, "bus_address", lambda device: addresses[device.index])
     gpu = torch.device("cuda", 1)
-    found = [near_cores.nearness(gpu, each, tmp_path) for each in ([1, 2], [4, 5], [3, 4], [])]
+    found = [placement.nearness(gpu, each, tmp_path) for each in ([1, 2], [4, 5], [3, 4], [])]
     assert found == ["near", "far", "", ""]
-    assert near_cores.nearness(torch.device("cuda", 0), [1], tmp_path) == ""
-    assert near_cores.nearness(torch.device("cuda", 2), [1], tmp_path) == ""
+    assert placement.nearness(torch.device("cuda", 0), [1], tmp_path) == ""
+    assert placement.nearness(torch.device("cuda", 2), [1], tmp_path) == ""
 
 
 @pytest.mark.parametrize("text", ["", "3", "0-3", "0-3,8,10-11"])
@@ -195,8 +195,8 @@ def test_a_rank_binds_itself_to_its_part(tmp_path: Path, monkeypatch: pytest.Mon
     tree(tmp_path, gpus, *(f"{core},{core + 4}" for core in range(4)))
     addresses = dict(zip((1, 2), gpus, strict=True))
     calls: list[list[int]] = []
-    monkeypatch.setattr(near_cores, "bus_address", lambda device: addresses.get(device.index))
-    monkeypatch.setattr(near_cores, "bind", lambda cores: calls.append(list(cores)))
+    monkeypatch.setattr(placement, "bus_address", lambda device: addresses.get(device.index))
+    monkeypatch.setattr(placement, "bind", lambda cores: calls.append(list(cores)))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
 
     def rank(transport: Transport) -> None:
@@ -214,8 +214,8 @@ def test_a_system_that_forbids_binding_ends_no_run(monkeypatch: pytest.MonkeyPat
 
     before = torch.get_num_threads()
     monkeypatch.setattr(os, "sched_setaffinity", refuse, raising=False)
-    near_cores.bind((10_000,))
-    near_cores.bind(())
+    placement.bind((10_000,))
+    placement.bind(())
     assert torch.get_num_threads() == before
 
 

@@ -12,7 +12,7 @@ import pytest
 from aladdin_mpi.advice.learning import curve, taught
 from aladdin_mpi.comparison.figures import read_figures
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.process import plain_json
+from aladdin_mpi.process import files
 from aladdin_mpi.run.recorder import METRICS, Metrics, read_metrics
 from aladdin_mpi.run.report import draw_curves
 from tests.commands import compare, simulate
@@ -28,9 +28,9 @@ def strictly(text: str) -> Any:
 
 
 def test_null_stands_for_them_and_older_files_can_be_read() -> None:
-    text = plain_json.written({"a": [1.5, nan], "b": (inf, {"c": -inf}), "d": "NaN", "e": None})
+    text = files.written({"a": [1.5, nan], "b": (inf, {"c": -inf}), "d": "NaN", "e": None})
     assert strictly(text) == {"a": [1.5, None], "b": [None, {"c": None}], "d": "NaN", "e": None}
-    assert plain_json.read('{"a": NaN, "b": [-Infinity, 1.0]}') == {"a": None, "b": [None, 1.0]}
+    assert files.read('{"a": NaN, "b": [-Infinity, 1.0]}') == {"a": None, "b": [None, 1.0]}
 
 
 def test_a_run_that_diverges_is_read_resumed_and_compared(tmp_path: Path) -> None:

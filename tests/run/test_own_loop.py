@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aladdin_mpi.run.own_words import as_arguments
+from aladdin_mpi.run.api_options import as_arguments
 from tests.commands import metrics, refusal, rises, summary
 from tests.launch import ROOT, Completed, needs, run_ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aladdin_mpi.options.general import FORWARD_SHARE
-from aladdin_mpi.roles.pace import Pace, interpolated
+from aladdin_mpi.worker.step import Pace, interpolated
 
 
 def test_without_a_shape_backward_is_in_proportion() -> None:

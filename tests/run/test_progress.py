@@ -13,11 +13,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from aladdin_mpi.process import console, units
-from aladdin_mpi.process.terminal import Terminal, find_terminal
-from aladdin_mpi.run.own_figures import OwnFigures
-from aladdin_mpi.run.progress import Lines, Live, Recent
-from aladdin_mpi.run.state_line import State, in_columns, in_full
+from aladdin_mpi.process import console
+from aladdin_mpi.process.console import Terminal, find_terminal
+from aladdin_mpi.run.progress import Lines, Live, Recent, State, in_columns, in_full
+from aladdin_mpi.run.user_metrics import OwnFigures
 from tests.commands import metrics, summary
 from tests.launch import ROOT, environment, launcher, needs, turn
 from tests.terminal import CTRL_C, run_on_terminal
@@ -40,15 +39,15 @@ STATE = State(
 
 # -- the line -----------------------------------------------------------------------------
 def test_numbers_have_one_format() -> None:
-    assert units.throughput(9410.2) == "9,410 samples/s"
-    assert units.throughput(12345.6) == "12,346 samples/s"
-    assert [units.percent(x) for x in (0, 5e-6, 0.0028, 0.028, 0.28, 0.9961, 1)] == [
+    assert console.throughput(9410.2) == "9,410 samples/s"
+    assert console.throughput(12345.6) == "12,346 samples/s"
+    assert [console.percent(x) for x in (0, 5e-6, 0.0028, 0.028, 0.28, 0.9961, 1)] == [
         *("0 %", "0 %", "0.28 %", "2.8 %", "28 %", "100 %", "100 %")
     ]
-    assert [units.duration(x) for x in (45, 59.7, 200, 7500)] == [
+    assert [console.duration(x) for x in (45, 59.7, 200, 7500)] == [
         *("45 s", "1:00 min", "3:20 min", "2:05:00 h")
     ]
-    assert [units.number(x) for x in (1437, 0.03125, 1.2e-6)] == ["1,437", "0.03125", "1.2e-06"]
+    assert [console.number(x) for x in (1437, 0.03125, 1.2e-6)] == ["1,437", "0.03125", "1.2e-06"]
 
 
 def test_lines_in_a_file_have_everything() -> None:

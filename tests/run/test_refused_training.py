@@ -12,7 +12,7 @@ import torch
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.run import SimulateOptions, parse
-from aladdin_mpi.run.simulator import simulate
+from aladdin_mpi.run.trainer import simulate
 from tests.commands import checkpoint_part, metrics, refusal, train
 from tests.failing import Net
 from tests.launch import needs

@@ -14,10 +14,10 @@ from aladdin_mpi.data.sampler import ShardedStream
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from aladdin_mpi.options.run import SimulateOptions, parse
-from aladdin_mpi.roles.former import mean_state
 from aladdin_mpi.run import resumption
 from aladdin_mpi.run.resumption import Resumption
-from aladdin_mpi.run.simulator import simulate
+from aladdin_mpi.run.trainer import simulate
+from aladdin_mpi.worker.former import mean_state
 from tests.commands import checkpoint, checkpoint_part, summary
 from tests.launch import needs
 from tests.run.test_own_loop import run_script

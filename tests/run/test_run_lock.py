@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.run import run_lock
+from aladdin_mpi.run import run_folder
 from tests.commands import refusal, simulate, summary, train, training
 from tests.launch import ROOT
 
@@ -54,14 +54,14 @@ def holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 def test_it_is_refused_and_its_owner_named(tmp_path: Path, holder: int) -> None:
     with pytest.raises(UserError, match=f"{IN_USE}, got '{tmp_path}', where process {holder} on "):
-        run_lock.take(tmp_path)
+        run_folder.take(tmp_path)
 
 
 def test_whoever_is_killed_has_it_no_more(tmp_path: Path, holder: int) -> None:
     os.kill(holder, signal.SIGKILL)
     os.waitpid(holder, 0)
-    lock = run_lock.take(tmp_path)
-    assert json.loads((tmp_path / run_lock.NAME).read_text())["pid"] == os.getpid()
+    lock = run_folder.take(tmp_path)
+    assert json.loads((tmp_path / run_folder.NAME).read_text())["pid"] == os.getpid()
     lock.release()
     lock.release()
     assert list(tmp_path.iterdir()) == []
@@ -72,28 +72,28 @@ def test_only_its_own_process_gives_it_back(
 ) -> None:
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path)
-    lock = run_lock.take(Path("run"))
+    lock = run_folder.take(Path("run"))
     monkeypatch.chdir("/")
     if (child := os.fork()) == 0:
         lock.release()
         os._exit(0)
     os.waitpid(child, 0)
-    assert (tmp_path / "run" / run_lock.NAME).exists()
+    assert (tmp_path / "run" / run_folder.NAME).exists()
     lock.release()
-    assert not (tmp_path / "run" / run_lock.NAME).exists()
+    assert not (tmp_path / "run" / run_folder.NAME).exists()
 
 
 def test_a_job_that_is_started_again_takes_it_from_itself(
     tmp_path: Path, holder: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match=IN_USE):
-        run_lock.take(tmp_path)  # another step of the same start
+        run_folder.take(tmp_path)  # another step of the same start
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     monkeypatch.setenv("SLURM_JOB_ID", "78")
     with pytest.raises(UserError, match=IN_USE):
-        run_lock.take(tmp_path)
+        run_folder.take(tmp_path)
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    run_lock.take(tmp_path).release()
+    run_folder.take(tmp_path).release()
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EAGAIN])
@@ -106,8 +106,8 @@ def test_without_locks_it_goes_on(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    monkeypatch.setattr(run_lock, "NAMING_SECONDS", 0.1)
-    run_lock.take(tmp_path).release()
+    monkeypatch.setattr(run_folder, "NAMING_SECONDS", 0.1)
+    run_folder.take(tmp_path).release()
 
 
 LONG = ("--epochs", 1000, "--quiet", "--checkpoint-every", "5epochs")
@@ -129,15 +129,15 @@ def test_beside_a_run_over_mpi(tmp_path: Path) -> None:
         for folder, words in others:
             second = train(2, folder, *words, check=False)
             assert IN_USE in refusal(second)
-            assert (run_dir / run_lock.NAME).exists()
+            assert (run_dir / run_folder.NAME).exists()
             assert (run_dir / "config.toml").read_text() == before
             assert job.process.poll() is None, job.so_far()
     train(2, run_dir, "--overwrite", *SHORT)  # the first was killed
     assert summary(run_dir)["samples"] == 640
-    assert not (run_dir / run_lock.NAME).exists()
+    assert not (run_dir / run_folder.NAME).exists()
 
 
 def test_in_virtual_time(tmp_path: Path, holder: int) -> None:
     done = simulate(tmp_path, *SHORT, check=False)
     assert f"process {holder} on " in refusal(done)
-    assert [path.name for path in tmp_path.iterdir()] == [run_lock.NAME]
+    assert [path.name for path in tmp_path.iterdir()] == [run_folder.NAME]

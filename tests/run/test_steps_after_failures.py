@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from aladdin_mpi import DataParallel
 from aladdin_mpi.control.budget import Ticket
-from aladdin_mpi.model.layout import Bucket
+from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.parameter_server.server_role import Server
-from aladdin_mpi.roles.role import Role
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
+from aladdin_mpi.worker.role import Role
 from tests.quadratic import NO_DELAY, network
 from tests.roles import Job, flat, run
 

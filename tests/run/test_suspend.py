@@ -19,7 +19,7 @@ from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.options.run import SimulateOptions, followed
 from aladdin_mpi.options.settings import Setting, Settings
 from aladdin_mpi.process import stop_signal
-from aladdin_mpi.run.auto_resume import decide
+from aladdin_mpi.run.resumption import decide
 from aladdin_mpi.run.run_folder import prepare
 from tests import roles
 from tests.commands import (

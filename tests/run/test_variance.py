@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.model.layout import Bucket, Layout, cut
+from aladdin_mpi.flat.layout import Bucket, Layout, cut
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import SimulateOptions, parse
-from aladdin_mpi.roles.former import Former
-from aladdin_mpi.roles.role import Role
-from aladdin_mpi.run.simulator import simulate
+from aladdin_mpi.run.trainer import simulate
 from aladdin_mpi.run.variance import Done, ModelVariance, Places, draw_places
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
+from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.role import Role
 from tests.commands import checkpoint_part, metrics, train
 from tests.launch import needs
 from tests.quadratic import network

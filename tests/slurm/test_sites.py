@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aladdin_mpi.run.near_cores import cpulist
+from aladdin_mpi.run.placement import cpulist
 from tests.launch import ROOT
 from tests.run.test_near_cores import MACHINES
 

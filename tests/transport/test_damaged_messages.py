@@ -12,15 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.compression.codec import DenseWire
+from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.control.refusals import Reason
 from aladdin_mpi.errors import TransportError, UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from aladdin_mpi.options.run import SimulateOptions, parse
-from aladdin_mpi.run.simulator import simulate
-from aladdin_mpi.run.trainer import train
+from aladdin_mpi.run.trainer import simulate, train
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.sealed import SealedTransport, is_void, void
+from aladdin_mpi.transport.checksums import SealedTransport, is_void, void
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.conformance import CHECKS
 from tests.damage import Choice, DamagingTransport, is_values, sealed

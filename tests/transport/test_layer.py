@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.layer import Layer
 from aladdin_mpi.transport.mpi.engine import MpiTransport
 from aladdin_mpi.transport.virtual.engine import VirtualTransport
+from aladdin_mpi.transport.wrapper import Layer
 
 ENGINES = (MpiTransport, VirtualTransport)
 BY_OTHERS = {"isend_numbers", "on_numbers", "wait", "wait_set"}

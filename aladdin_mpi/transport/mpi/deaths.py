@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from aladdin_mpi.process import console, guard
-from aladdin_mpi.transport.mpi import openmpi  # before MPI: it decides how that begins
-from aladdin_mpi.transport.mpi.ulfm import SURVIVES  # and this one how it ends
+from aladdin_mpi.transport.mpi import library  # before MPI: it decides how that begins
+from aladdin_mpi.transport.mpi.library import SURVIVES  # and this one how it ends
 
 # isort: split
 from mpi4py import MPI
@@ -22,7 +22,7 @@ from mpi4py import MPI
 # isort: split
 from aladdin_mpi.errors import PeerFailedError
 
-openmpi.settle()
+library.settle()
 
 __all__ = [
     "DEATHS",

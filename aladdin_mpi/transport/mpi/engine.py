@@ -29,17 +29,11 @@ from aladdin_mpi.errors import (
     UserError,
     WaitTimeoutError,
 )
-from aladdin_mpi.transport.base import Handler, Traffic, Transport
-from aladdin_mpi.transport.mpi.buffers import check_buffer, in_bytes
+from aladdin_mpi.transport.base import ANY_SOURCE, Event, Handler, Request, Traffic, Transport
 from aladdin_mpi.transport.mpi.failures import Failures
-from aladdin_mpi.transport.mpi.handlers import HANDLER_DEPTH, Handlers
-from aladdin_mpi.transport.mpi.pace import Pace, cores_of_host
-from aladdin_mpi.transport.mpi.pending import MpiRequest
-from aladdin_mpi.transport.mpi.polling import Polling
-from aladdin_mpi.transport.mpi.requests import Requests
-from aladdin_mpi.transport.mpi.signals import Signals
-from aladdin_mpi.transport.request import ANY_SOURCE, Event, Request
-from aladdin_mpi.transport.volume import (
+from aladdin_mpi.transport.mpi.progress import HANDLER_DEPTH, Handlers, Pace, Polling, cores_of_host
+from aladdin_mpi.transport.mpi.requests import MpiRequest, Requests, Signals, check_buffer, in_bytes
+from aladdin_mpi.transport.wrapper import (
     allgather_bytes,
     allreduce_bytes,
     alltoall_bytes,

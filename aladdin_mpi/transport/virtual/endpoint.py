@@ -2,32 +2,167 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from greenlet import greenlet
 from torch import Tensor
 
+from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.transport.base import Handler, NumbersHandler, Traffic
+from aladdin_mpi.transport.base import (
+    ANY_SOURCE,
+    Event,
+    Handler,
+    NumbersHandler,
+    Request,
+    Traffic,
+    WaitSet,
+)
 from aladdin_mpi.transport.collectives import HostByHost, Part, Steps
-from aladdin_mpi.transport.request import ANY_SOURCE, Event, Request
-from aladdin_mpi.transport.virtual.clock import LATE, Clock
-from aladdin_mpi.transport.virtual.collective import Collective
-from aladdin_mpi.transport.virtual.fiber import Fiber
-from aladdin_mpi.transport.virtual.matching import (
+from aladdin_mpi.transport.virtual.fiber import LATE, Clock, Fiber
+from aladdin_mpi.transport.virtual.messages import (
     Mailbox,
+    Message,
+    Operation,
     as_bytes,
     copied,
     fill,
     in_memory,
     too_long,
 )
-from aladdin_mpi.transport.virtual.message import Message, Operation
-from aladdin_mpi.transport.virtual.network import Network
-from aladdin_mpi.transport.virtual.tcp_network import TcpNetwork
+from aladdin_mpi.transport.virtual.network import Network, TcpNetwork
+
+
+class VirtualWaitSet(WaitSet):
+    """A set whose requests tell it when they are done.
+
+    A server of a thousand workers takes millions of messages: a wait must not cost more
+    where there are more workers. Its requests must not be waited for elsewhere.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.requests: dict[int, Request] = {}
+        self._endpoint = endpoint
+        self._done: list[tuple[int, int, Request]] = []
+        self._shown = _Shown(self.requests)
+
+    def put(self, name: int, request: Request) -> None:
+        """See :meth:`WaitSet.put`; sends and receives only."""
+        assert isinstance(request, Operation)
+        self._forget(name)
+        self.requests[name] = request
+        request.name = name
+        request.waiter = self
+        if request.done:
+            self.operation_done(request)
+
+    def drop(self, name: int) -> None:
+        """See :meth:`WaitSet.drop`."""
+        self._forget(name)
+        del self.requests[name]
+
+    def _forget(self, name: int) -> None:
+        former = self.requests.get(name)
+        if isinstance(former, Operation):
+            former.waiter = None
+
+    def operation_done(self, operation: Request) -> None:
+        """One of the requests is done: note it, and wake the rank if it waits for that."""
+        assert isinstance(operation, Operation)
+        heapq.heappush(self._done, (operation.order, operation.name, operation))
+        self._endpoint.fiber.news(self._shown)
+
+    def ended(self) -> list[int]:
+        """See :meth:`WaitSet.ended`; those that wait cost nothing."""
+        return [name for _, name, each in self._done if self.requests.get(name) is each]
+
+    def wait(self) -> int:
+        """See :meth:`WaitSet.wait`."""
+        while True:
+            while self._done:
+                _, name, request = self._done[0]
+                if self.requests.get(name) is request:
+                    if request.failed is not None:
+                        host = self._endpoint.fabric.network.hosts[request.failed]
+                        raise PeerFailedError(request.failed, str(host))
+                    return name
+                heapq.heappop(self._done)  # has been replaced since
+            self._endpoint.fiber.wait_for_news(self._shown)
+
+
+class _Shown(Collection[Request]):
+    """What a rank that waits for a set is seen to wait for.
+
+    It contains nothing, so that no request is looked for in it: they tell the set.
+    """
+
+    def __init__(self, requests: dict[int, Request]) -> None:
+        self._requests = requests
+
+    def __contains__(self, request: object) -> bool:
+        return False
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+
+class Collective(Request):
+    """The ``number``-th collective of one rank, under way.
+
+    ``resume`` is called to have the engine call :meth:`advance`, ``finish`` at the end.
+    """
+
+    __slots__ = ("_finish", "_missing", "_resume", "_steps", "number", "pending")
+
+    waiter = None
+
+    def __init__(
+        self,
+        what: str,
+        number: int,
+        steps: Steps,
+        resume: Callable[[Collective], None],
+        finish: Callable[[Collective], None],
+    ) -> None:
+        super().__init__(what)
+        self.number = number
+        self._steps = steps
+        self._resume = resume
+        self._finish = finish
+        self._missing = 0
+        self.pending: Sequence[Operation] = ()
+
+    def advance(self) -> None:
+        """Go on as far as no operation is awaited."""
+        if self.done:
+            return
+        for operations in self._steps:
+            pending = [cast(Operation, each) for each in operations if not each.done]
+            if pending:
+                self.pending = pending
+                self._missing = len(pending)
+                for operation in pending:
+                    operation.waiter = self
+                return
+        self._finish(self)
+
+    def operation_done(self, operation: Request) -> None:
+        """Note that an operation that this collective waits for is done."""
+        self._missing -= 1
+        if not self._missing:
+            self._resume(self)
+
+    def abandon(self) -> None:
+        """Stop for good."""
+        self._steps = iter(())
+
 
 EAGER = 64 * 1024
 """Messages up to so many bytes are copied at once and their send is done; a longer one

@@ -20,15 +20,21 @@ from aladdin_mpi.errors import PeerFailedError, TransportError, UserError
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.process.heap import collected_seldom
 from aladdin_mpi.transport import collectives
-from aladdin_mpi.transport.base import Handler, IdleUntil, NumbersHandler, Transport
+from aladdin_mpi.transport.base import (
+    ANY_SOURCE,
+    Event,
+    Handler,
+    IdleUntil,
+    NumbersHandler,
+    Request,
+    Transport,
+    WaitSet,
+)
 from aladdin_mpi.transport.collectives import Channel, Steps
-from aladdin_mpi.transport.request import ANY_SOURCE, Event, Request
-from aladdin_mpi.transport.virtual.clock import EARLY, Clock
-from aladdin_mpi.transport.virtual.endpoint import Endpoint, Fabric
-from aladdin_mpi.transport.virtual.message import Operation
-from aladdin_mpi.transport.virtual.visits import Visits
-from aladdin_mpi.transport.virtual.wait import VirtualWaitSet
-from aladdin_mpi.transport.wait_set import WaitSet
+from aladdin_mpi.transport.virtual.callbacks import Visits
+from aladdin_mpi.transport.virtual.endpoint import Endpoint, Fabric, VirtualWaitSet
+from aladdin_mpi.transport.virtual.fiber import EARLY, Clock
+from aladdin_mpi.transport.virtual.messages import Operation
 
 T = TypeVar("T")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from aladdin_mpi.transport.mpi.handlers import Handlers
-from aladdin_mpi.transport.mpi.pending import MpiRequest
+from aladdin_mpi.transport.mpi.progress import Handlers
+from aladdin_mpi.transport.mpi.requests import MpiRequest
 
 
 def test_an_abandoned_receive_is_no_message() -> None:

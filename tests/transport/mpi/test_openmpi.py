@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from aladdin_mpi.transport.mpi import openmpi
-from aladdin_mpi.transport.mpi.openmpi import TCP_FLAGS, TRANSPORTS
+from aladdin_mpi.transport.mpi import library
+from aladdin_mpi.transport.mpi.library import TCP_FLAGS, TRANSPORTS
 from benchmarks.lab import Lab
 from tests import launch
 from tests.launch import ROOT, needs, run_ranks
@@ -115,16 +115,16 @@ def test_ranks_of_one_host_listen_nowhere(
 
 @needs("openmpi")
 def test_transports_that_the_user_has_chosen_stay() -> None:
-    done = run_ranks(2, ["-c", LISTENING], env={openmpi.TRANSPORTS: "^ofi"})
+    done = run_ranks(2, ["-c", LISTENING], env={library.TRANSPORTS: "^ofi"})
     assert done.stdout.count("listening: ['00000000:") == 2, done
 
 
 def test_what_the_users_file_says_stays(tmp_path: Path) -> None:
     folder = tmp_path / ".openmpi"
     folder.mkdir()
-    code = f"import os, aladdin_mpi.transport.mpi.openmpi; print(os.environ.get('{TRANSPORTS}'))"
+    code = f"import os, aladdin_mpi.transport.mpi.library; print(os.environ.get('{TRANSPORTS}'))"
     env = {"HOME": str(tmp_path), "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    for text, wanted in ("# btl = tcp\n", openmpi.WITHOUT_NETWORK), (" btl = self,tcp\n", "None"):
+    for text, wanted in ("# btl = tcp\n", library.WITHOUT_NETWORK), (" btl = self,tcp\n", "None"):
         (folder / "mca-params.conf").write_text(text)
         found = subprocess.check_output([sys.executable, "-c", code], env=env, cwd=ROOT, text=True)
         assert found.strip() == wanted

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.transport.mpi.pace import (
+from aladdin_mpi.transport.mpi.progress import (
     CORES,
     LONG_NAP,
     SHARE,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from greenlet import getcurrent, greenlet
 
-from aladdin_mpi.transport.request import ANY_SOURCE
+from aladdin_mpi.transport.base import ANY_SOURCE
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
-from aladdin_mpi.transport.virtual.message import QUANTUM
+from aladdin_mpi.transport.virtual.messages import QUANTUM
 from tests.conformance import CHECKS, run_all
 from tests.virtual_lab import LATENCY, OVERHEAD, PIECE, Main, lab, meta, run
 

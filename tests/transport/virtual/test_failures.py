@@ -11,9 +11,9 @@ from greenlet import greenlet
 
 from aladdin_mpi.errors import PeerFailedError, TransportError, UserError
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.transport.request import ANY_SOURCE, Request
+from aladdin_mpi.transport.base import ANY_SOURCE, Request
 from aladdin_mpi.transport.virtual.engine import DeadlockError, VirtualCluster, VirtualTransport
-from aladdin_mpi.transport.virtual.message import QUANTUM
+from aladdin_mpi.transport.virtual.messages import QUANTUM
 from tests.virtual_lab import LATENCY, OVERHEAD, PIECE, Main, lab, meta, run
 
 

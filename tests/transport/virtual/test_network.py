@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from aladdin_mpi.options.cluster import Cluster, Pauses
-from aladdin_mpi.transport.virtual.clock import Clock
-from aladdin_mpi.transport.virtual.message import PIECES, QUANTUM, Message
+from aladdin_mpi.transport.virtual.fiber import Clock
+from aladdin_mpi.transport.virtual.messages import PIECES, QUANTUM, Message
 from aladdin_mpi.transport.virtual.network import EXPRESS, Network
 from tests.virtual_lab import LATENCY, OVERHEAD, PIECE, lab
 

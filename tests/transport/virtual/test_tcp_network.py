@@ -8,14 +8,14 @@ from statistics import fmean
 import pytest
 
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.transport.virtual.clock import Clock
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
-from aladdin_mpi.transport.virtual.message import QUANTUM, Message
-from aladdin_mpi.transport.virtual.network import Network
-from aladdin_mpi.transport.virtual.tcp_network import (
+from aladdin_mpi.transport.virtual.fiber import Clock
+from aladdin_mpi.transport.virtual.messages import QUANTUM, Message
+from aladdin_mpi.transport.virtual.network import (
     MOST,
     RETRANSMISSION_SECONDS,
     STALLS,
+    Network,
     TcpNetwork,
 )
 from benchmarks.programs.crowd import CASES, RANKS, crowd

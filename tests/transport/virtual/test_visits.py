@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.request import Request
+from aladdin_mpi.transport.base import Request, Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 
 MOMENTS = [0.1, 0.1, 0.05, 0.4, 1.0]

@@ -1,0 +1,144 @@
+"""Sums by Horovod (Sergeev and Del Balso, arXiv:1802.05799), over MPI or NCCL."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.allreduce.base import AllReduce, Buffers, Pending, wait_until
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.wrapper import allreduce_bytes
+
+BUILD = "run `make horovod` (tools/build-horovod.sh)"
+
+_users = 0
+"""Objects of this process that are open: Horovod is started and ended for all at once."""
+
+
+def obstacle(device: torch.device, wire_dtype: torch.dtype) -> str | None:
+    """Why Horovod cannot be used here, and what to do; None if it can.
+
+    Does not start it, nor load it where that would load a second MPI.
+    """
+    if wire_dtype == torch.bfloat16:
+        return f"Horovod 0.28 sums fp32, not {wire_dtype}; use --wire fp32, or the backend mpi"
+    compiled = library()
+    if compiled is None:
+        return f"Horovod is not installed; {BUILD}, or use the backend mpi"
+    needed = _mpi_of(compiled)
+    if needed is None:
+        return f"this Horovod is built without MPI; {BUILD}"
+    if not any(name == needed or name.startswith(needed + ".") for name in _loaded_mpis()):
+        return (
+            f"this Horovod is built for another MPI ({needed}) than this run's; start the run with "
+            f"that one, or build it again for this one: {BUILD}"
+        )
+    if device.type == "cuda" and not _horovod().nccl_built():
+        return (
+            f"this Horovod cannot sum on a GPU; HOROVOD_GPU_OPERATIONS=NCCL, then {BUILD}, or use "
+            "the backend mpi or torch"
+        )
+    return None
+
+
+def library() -> Path | None:
+    """Horovod's compiled part for torch, found without loading it."""
+    package = find_spec("horovod")
+    folders = package.submodule_search_locations if package else None
+    found = [p for folder in folders or () for p in Path(folder).glob("torch/mpi_lib_v2*.so")]
+    return found[0] if found else None
+
+
+def _mpi_of(compiled: Path) -> str | None:
+    """The MPI library that a compiled file asks for, such as ``libmpi.so.40``."""
+    found = re.search(rb"\0(libmpi\w*\.so\.\d+)\0", compiled.read_bytes())
+    return found[1].decode() if found else None
+
+
+def _loaded_mpis() -> set[str]:
+    """Names of the MPI libraries in this process; Linux tells them."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {Path(line.split()[-1]).name for line in lines if "/libmpi" in line}
+
+
+def _horovod() -> Any:
+    import horovod.torch
+
+    return horovod.torch
+
+
+class HorovodAllReduce(AllReduce):
+    """Sums in ``dtype`` by ``horovod.torch``, whose own thread does the work.
+
+    Raises:
+        UserError: Horovod does not see the transport's ranks.
+    """
+
+    name = "horovod"
+
+    def __init__(self, transport: Transport, device: torch.device, dtype: torch.dtype) -> None:
+        global _users
+        self._transport = transport
+        self._hvd = _horovod()
+        self._hvd.init()
+        _users += 1
+        found = (self._hvd.rank(), self._hvd.size())
+        if found != (transport.rank, transport.size):
+            raise UserError(
+                f"all-reduce horovod: expected rank {transport.rank} of {transport.size}, got "
+                f"{found[0]} of {found[1]} from Horovod; start all with one mpirun, not horovodrun"
+            )
+        on_device = device.type == "cuda"
+        self._buffers = Buffers(dtype, device, moves_bytes=True, on_device=on_device)
+
+    def start(self, values: Tensor, key: int) -> Pending:
+        """See :meth:`AllReduce.start`."""
+        buffer, _ = self._buffers.load(values, key)
+        self._transport.traffic.bytes_sent += allreduce_bytes(buffer.nbytes, self._transport.size)
+        handle = self._hvd.allreduce_async_(buffer, op=self._hvd.Sum, name=f"bucket {key}")
+        return _Handle(self._hvd, self._transport, handle, values, buffer, key)
+
+    def describe(self) -> str:
+        """See :meth:`AllReduce.describe`."""
+        import horovod
+
+        over = "NCCL" if self._hvd.nccl_built() else "MPI"
+        return f"Horovod {horovod.__version__} over {over}: all-reduce in {self._buffers.name}"
+
+    def close(self) -> None:
+        """See :meth:`AllReduce.close`."""
+        global _users
+        _users -= 1
+        if _users == 0:
+            self._hvd.shutdown()  # else its thread would still call MPI after MPI has ended
+
+
+class _Handle(Pending):
+    def __init__(
+        self,
+        hvd: Any,
+        transport: Transport,
+        handle: int,
+        values: Tensor,
+        buffer: Tensor,
+        key: int,
+    ) -> None:
+        self._hvd = hvd
+        self._transport = transport
+        self._handle = handle
+        self._values = values
+        self._buffer = buffer
+        self._key = key
+
+    def wait(self) -> Tensor:
+        what = f"Horovod's sum of bucket {self._key}"
+        wait_until(lambda: self._hvd.poll(self._handle), self._transport, what)
+        self._hvd.synchronize(self._handle)
+        Buffers.store(self._buffer, self._values)
+        return self._values

@@ -1,0 +1,202 @@
+"""Sums by torch.distributed: NCCL between GPUs, gloo otherwise."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from aladdin_mpi.allreduce.base import AllReduce, Buffers, Pending, timeout_of, wait_until
+from aladdin_mpi.control.exchange import broadcast, gather
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.wrapper import allreduce_bytes
+
+MARGIN = 30.0
+"""Seconds by which torch's own limit exceeds the transport's, whose error says more."""
+FOR_EVER = timedelta(days=365)
+MEETING = timedelta(seconds=60)
+"""Longest time for the ranks to find rank 0."""
+ELSEWHERE = "all-reduce torch: not started, since another rank has no way to rank 0"
+REMEDY = (
+    "set MASTER_ADDR to an address of rank 0's host that all hosts reach, and GLOO_SOCKET_IFNAME "
+    "to the network interface"
+)
+
+
+def obstacle(device: torch.device) -> str | None:
+    """Why torch.distributed cannot be used here, and what to do; None if it can."""
+    if not torch.distributed.is_available():
+        return "this torch is built without torch.distributed; use the backend mpi"
+    backend = _backend(device)
+    if not (
+        torch.distributed.is_nccl_available()
+        if backend == "nccl"
+        else torch.distributed.is_gloo_available()
+    ):
+        return f"this torch is built without {backend}; use the backend mpi"
+    if torch.distributed.is_initialized():
+        return (
+            "this program has a torch.distributed process group of its own; end it first "
+            "(destroy_process_group), or use the backend mpi"
+        )
+    return None
+
+
+_ended: list[Any] = []
+
+
+def end_group() -> None:
+    """End torch's process group, and keep it until the next one is ended, or for good.
+
+    One of gloo's own threads may still hold it for a moment. Were that the last reference, the
+    group would be destroyed in a thread that it has to join: "Resource deadlock avoided".
+    """
+    group = torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+    _ended[:] = [group]
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"  # ROCm's RCCL goes by that name too
+
+
+class TorchAllReduce(AllReduce):
+    """Sums in the wire's dtype by torch.distributed; bf16 is rounded at every addition.
+
+    Rank 0's address is ``MASTER_ADDR`` where that is set, else its host's name.
+
+    Raises:
+        UserError: a rank could not reach rank 0, or rank 0's host has no address.
+    """
+
+    name = "torch"
+
+    def __init__(self, transport: Transport, device: torch.device, wire_dtype: torch.dtype) -> None:
+        self._transport = transport
+        backend = _backend(device)
+        self._backend_name = backend
+        on_device = backend == "nccl"
+        limit = timeout_of(transport)
+        torch.distributed.init_process_group(
+            backend,
+            store=_meet(transport),
+            rank=transport.rank,
+            world_size=transport.size,
+            timeout=FOR_EVER if limit is None else timedelta(seconds=limit + MARGIN),
+            **(_bound_to(device) if on_device else {}),
+        )
+        self._waits_there = on_device
+        self._buffers = Buffers(wire_dtype, device, moves_bytes=True, on_device=on_device)
+
+    def start(self, values: Tensor, key: int) -> Pending:
+        """See :meth:`AllReduce.start`."""
+        buffer, _ = self._buffers.load(values, key)
+        self._transport.traffic.bytes_sent += allreduce_bytes(buffer.nbytes, self._transport.size)
+        work = torch.distributed.all_reduce(buffer, async_op=True)
+        assert work is not None
+        return _Work(self._transport, work, values, buffer, key, self._waits_there)
+
+    def describe(self) -> str:
+        """See :meth:`AllReduce.describe`."""
+        name = self._buffers.name
+        return f"torch.distributed over {self._backend_name}: all-reduce in {name}"
+
+    def close(self) -> None:
+        """See :meth:`AllReduce.close`."""
+        end_group()
+
+
+class _Work(Pending):
+    """``waits_there``: the GPU waits for the sum, in the order of its stream, and not the host."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        work: dist.Work,
+        values: Tensor,
+        buffer: Tensor,
+        key: int,
+        waits_there: bool,
+    ) -> None:
+        self._transport = transport
+        self._work = work
+        self._values = values
+        self._buffer = buffer
+        self._key = key
+        self._waits_there = waits_there
+
+    def wait(self) -> Tensor:
+        if not self._waits_there:
+            what = f"torch.distributed's sum of bucket {self._key}"
+            wait_until(self._work.is_completed, self._transport, what)
+        self._work.wait()
+        Buffers.store(self._buffer, self._values)
+        return self._values
+
+
+def _bound_to(device: torch.device) -> dict[str, Any]:
+    """NCCL makes its communicator for this device at once, where torch lets one say so (2.3)."""
+    accepted = inspect.signature(torch.distributed.init_process_group).parameters
+    return {"device_id": device} if "device_id" in accepted else {}
+
+
+def _meet(transport: Transport) -> Any:
+    """A store at rank 0 on a free port, which the others are told over the transport.
+
+    Raises:
+        UserError: there is no such store for one of the ranks; on all of them, so that none
+            waits for another.
+    """
+    store, told, problem = None, "", ""
+    if transport.rank == 0:
+        try:
+            address = _own_address(transport)
+            store = _store(address, 0, transport, wait_for_workers=False)
+            told = f"{address} {store.port}"
+        except (UserError, RuntimeError) as error:
+            problem = str(error)
+    told = broadcast(transport, told)
+    if told and store is None:
+        address, port = told.split()
+        try:
+            store = _store(address, int(port), transport)
+        except RuntimeError as error:
+            problem = (
+                f"all-reduce torch: rank {transport.rank} cannot reach rank 0 at {address}, port "
+                f"{port} ({error}); {REMEDY}"
+            )
+    if broadcast(transport, any(gather(transport, store is None))):
+        raise UserError(problem or ELSEWHERE)
+    return store
+
+
+def _store(address: str, port: int, transport: Transport, wait_for_workers: bool = True) -> Any:
+    return torch.distributed.TCPStore(  # type: ignore[attr-defined]  # a compiled one, without type hints
+        address,
+        port,
+        transport.size,
+        is_master=transport.rank == 0,
+        timeout=MEETING,
+        wait_for_workers=wait_for_workers,
+    )
+
+
+def _own_address(transport: Transport) -> str:
+    if len(set(transport.hosts)) == 1:
+        return "127.0.0.1"
+    address = os.environ.get("MASTER_ADDR") or socket.getfqdn()
+    try:
+        socket.getaddrinfo(address, None)
+    except OSError as error:  # torch would look for it for minutes, and not say what to do
+        raise UserError(
+            f"all-reduce torch: the name of rank 0's host, {address}, has no address ({error}); "
+            f"{REMEDY}"
+        ) from error
+    return address

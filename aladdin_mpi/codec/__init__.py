@@ -1,0 +1,1 @@
+"""What goes on the wire: number formats and compression."""

@@ -1,0 +1,1 @@
+"""How workers exchange gradients and models: with parameter servers, or with each other."""

@@ -1,0 +1,251 @@
+"""A server's way in: gradients as they arrive, each worker's in the order in which it sends."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from math import isnan
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.codec.base import GradientCodec
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.flat.layout import Bucket
+from aladdin_mpi.flat.vectors import add, cut, full, is_finite
+from aladdin_mpi.transport.base import Request, Transport, numbers_of
+from aladdin_mpi.transport.checksums import intact
+
+MOST_NOTES = 8
+"""The largest number of notes in a header, unless a server expects more."""
+
+
+class Kind(IntEnum):
+    """What follows a header."""
+
+    BUCKETS = 1
+    END = 2
+
+
+class Header(NamedTuple):
+    """Announces buckets, or the end of what its sender has to say.
+
+    Gradients: ``gradients`` gradients summed into one, computed from sample number
+    ``samples`` of the run on, with the weight ``alpha`` in their round. Models: ``bucket``
+    follows, to be blended in by ``alpha``. ``notes`` are what an algorithm adds, ``MOST_NOTES``
+    numbers as a rule.
+    """
+
+    kind: int
+    gradients: int = 0
+    samples: int = 0
+    bucket: int = -1
+    alpha: float = 0.0
+    notes: tuple[float, ...] = ()
+
+    def pack(self) -> tuple[float, ...]:
+        """As the numbers of a message."""
+        return (*self[:-1], *self.notes)
+
+    @staticmethod
+    def unpack(numbers: Sequence[float]) -> Header:
+        """The inverse of :meth:`pack`."""
+        kind, gradients, samples, bucket, alpha, *notes = numbers
+        return Header(int(kind), int(gradients), int(samples), int(bucket), alpha, tuple(notes))
+
+    @staticmethod
+    def received(request: Request) -> Header:
+        """What a completed receive into a :func:`new_header` has brought.
+
+        Raises:
+            TransportError: it was damaged on its way.
+        """
+        numbers = numbers_of(request)
+        if isnan(numbers[0]):  # as all numbers of a void message are
+            assert request.buffer is not None
+            intact(request.buffer[: len(numbers)], request.source)
+        return Header.unpack(numbers)
+
+
+def new_header(notes: int = 0) -> Tensor:
+    """A buffer to receive a header in that may have so many notes."""
+    return torch.empty(len(Header._fields) - 1 + max(notes, MOST_NOTES), dtype=torch.float64)
+
+
+TAKEN = 5
+"""Bytes that move in memory for each that comes: copied in (2), and added (3)."""
+RECEIVES_AHEAD = 8
+"""Messages of each worker for which a receive is posted."""
+
+
+@dataclass(slots=True)
+class Arrival:
+    """One bucket of a worker's gradient.
+
+    The message may be kept until the next arrival is asked for, or for good by
+    :meth:`exchange` where it is dense. ``count`` gradients are summed in it.
+    ``worker`` counts from 0.
+
+    Attributes:
+        storage: holds the message, and has room for the bucket's values.
+        codec: reads the message; None: it is dense.
+        length: of the message, in values of the wire's dtype; None: the bucket's.
+        notes: of the gradient's header.
+        weight: the gradient's share of its round, of which 1 is the mean.
+        refused: it was not finite, or damaged on its way, and holds zeros now: neutral for
+            gradients and differences, but not for a model.
+    """
+
+    worker: int
+    bucket: Bucket
+    count: int
+    storage: Tensor
+    codec: GradientCodec | None = None
+    length: int | None = None
+    notes: tuple[float, ...] = ()
+    refused: bool = False
+    weight: float = 1.0
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the message is the bucket's values as they are."""
+        return self.codec is None or self.length == self.bucket.numel
+
+    @property
+    def nbytes(self) -> int:
+        """Of the message."""
+        length = self.bucket.numel if self.length is None else self.length
+        return length * self.storage.itemsize
+
+    @property
+    def values(self) -> Tensor:
+        """The gradient, of the bucket's length; a copy unless :attr:`is_dense`."""
+        values = cut(self.storage, 0, self.bucket.numel)
+        if self.is_dense:
+            return values
+        values = torch.zeros_like(values, dtype=full(values.dtype))
+        self.add_to(values)
+        return values
+
+    def add_to(self, target: Tensor, alpha: float = 1.0) -> None:
+        """``target <- target + alpha * gradient``, which costs as much as the message is long."""
+        if target.is_meta:
+            return
+        if self.codec is None or self.is_dense:
+            add(target, self.values, alpha)
+        else:
+            self.codec.add(self.bucket, self.storage[: self.length], target, alpha)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all values in the message are finite; costs one reading of them."""
+        if self.codec is None or self.is_dense:
+            return is_finite(self.values)
+        return is_finite(self.codec.numbers(self.bucket, self.storage[: self.length]))
+
+    def refuse(self) -> None:
+        """Let zeros stand in for what has come."""
+        self.refused = True
+        self.storage[: self.length].zero_()
+
+    def exchange(self, storage: Tensor) -> Tensor:
+        """Keep the received storage and give another for later receives: no copy."""
+        self.storage, mine = storage, self.storage
+        return mine
+
+
+class Intake:
+    """The gradients of one worker: receives posted in the order in which it sends.
+
+    That order is known, header then this server's buckets, so every receive is
+    posted for one certain message.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        source: int,
+        buckets: tuple[Bucket, ...],
+        largest: int,
+        codec: GradientCodec,
+        notes: int,
+    ) -> None:
+        self._transport = transport
+        self._source = source
+        self._notes = notes
+        self._buckets = buckets
+        self._codec = codec
+        self._storages = [codec.buffer(largest) for _ in range(RECEIVES_AHEAD)]
+        self._headers: list[Tensor] = []
+        self._posted: deque[tuple[Request, Tensor | None]] = deque()
+        self._post_next = 0
+        self._take_next = 0
+        self.header = Header(Kind.END)
+        self.ended = True
+
+    def open(self) -> None:
+        """A segment begins: post the first receives."""
+        self._post_next = self._take_next = 0
+        self.ended = False
+        for _ in range(RECEIVES_AHEAD):
+            self._post()
+
+    @property
+    def head(self) -> Request:
+        """The receive of the message that has to be taken next."""
+        return self._posted[0][0]
+
+    def _post(self) -> None:
+        turn = self._post_next % (1 + len(self._buckets))
+        self._post_next += 1
+        if turn == 0:
+            buffer = self._headers.pop() if self._headers else new_header(self._notes)
+            storage = None
+        else:
+            storage = self._storages.pop()
+            buffer = cut(storage, 0, self._buckets[turn - 1].numel)
+        request = self._transport.irecv(buffer, self._source, Tag.GRADIENT)
+        self._posted.append((request, storage))
+
+    def take(self, worker: int) -> Arrival | None:
+        """The message at the head: a bucket, or None for a header."""
+        request, storage = self._posted.popleft()
+        turn = self._take_next % (1 + len(self._buckets))
+        self._take_next += 1
+        if storage is None:
+            self.header = Header.received(request)
+            assert request.buffer is not None
+            self._headers.append(request.buffer)
+            self.ended = self.header.kind == Kind.END
+            if not self.ended:
+                self._post()
+            return None
+        bucket, header = self._buckets[turn - 1], self.header
+        return Arrival(
+            worker,
+            bucket,
+            header.gradients,
+            storage,
+            self._codec,
+            length=request.nbytes // storage.itemsize,
+            notes=header.notes,
+            weight=header.alpha,
+        )
+
+    def give_back(self, arrival: Arrival) -> None:
+        """The arrival's storage is free for the next receive."""
+        self._storages.append(arrival.storage)
+        self._post()
+
+    def close(self) -> None:
+        """Take back the receives behind the worker's last message."""
+        self.ended = True
+        for request, storage in self._posted:
+            self._transport.cancel(request)
+            # What a rank that has failed was sending may still be written.
+            if storage is not None and request.failed is None:
+                self._storages.append(storage)
+        self._posted.clear()

@@ -1,0 +1,222 @@
+"""A worker's link to its servers: what it sends them, and the models that they send back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import nan
+from typing import Any
+
+from torch import Tensor
+
+from aladdin_mpi.codec.base import GradientCodec
+from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.exchange.inbox import Model, ModelInbox
+from aladdin_mpi.exchange.outbox import Outbox
+from aladdin_mpi.flat.layout import Bucket
+from aladdin_mpi.flat.vectors import add, copy, scale
+from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.worker import Worker
+
+
+class ServerLink:
+    """Pushes to the servers and pulls their model into the worker's.
+
+    Args:
+        wire: of what is pushed and, without ``inbox``, of models.
+        inbox: where models arrive; None: the usual one.
+        ring: vectors on the wire at once.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        wire: GradientCodec,
+        inbox: ModelInbox | None = None,
+        ring: int = 1,
+    ) -> None:
+        self.worker = worker
+        self.x = worker.parameters
+        self.outbox = Outbox(worker.transport, worker.layout, wire, worker.replica.new_vector, ring)
+        self.inbox = inbox or ModelInbox(worker.transport, worker.layout, wire)
+
+    def open(self) -> None:
+        """A segment begins."""
+        self.inbox.open()
+
+    def push_values(
+        self,
+        values: Tensor,
+        gradients: int,
+        less: Tensor | None = None,
+        notes: tuple[float, ...] = (),
+    ) -> None:
+        """Push ``values``, or ``values - less``, which stand for so many gradients."""
+        vector = self.outbox.begin(self.worker.ticket.start, gradients, notes)
+        copy(vector, values)
+        if less is not None:
+            add(vector, less, alpha=-1.0)
+        for bucket in self.worker.layout.buckets:
+            self.outbox.put(bucket)
+        self.outbox.end()
+
+    def pull(self) -> None:
+        """Wait for the model."""
+        self.inbox.await_into(self.x)
+
+    def close(self) -> None:
+        """The segment's last push is made: deliver all, and take what the servers still send."""
+        self.outbox.flush()
+        self.inbox.drain_into(self.x)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next segment depends on."""
+        return self.outbox.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`."""
+        self.outbox.load_state_dict(state)
+
+    def resize(self, former: Former) -> None:
+        """Go on with what other numbers of workers have held back, in the mean."""
+        self.outbox.resize(former, self.worker)
+
+
+class GradientLink(ServerLink):
+    """Pushes gradients, each bucket as soon as backward has completed it.
+
+    Args:
+        momentum: gradients become steps, with momentum and weight decay, before they are
+            pushed; otherwise the server does that.
+    """
+
+    def __init__(
+        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, momentum: bool = False
+    ) -> None:
+        super().__init__(worker, wire)
+        self.optimizer = optimizer
+        self.momentum = momentum
+        self.sends_settings = not momentum and bool(optimizer.settings())
+        """The servers make the steps, by rates that are set at the workers."""
+
+    def push(self, batch: Ticket) -> Tensor:
+        """Compute the gradient and push it.
+
+        Returns the gradient, to be read only, until the next is begun.
+        """
+        # The training loop may set rates until backward completes the first bucket.
+        notes = None if self.sends_settings else ()
+        weight = self.worker.share
+        g = self.outbox.begin(batch.start, self.gradients_in(batch), notes, weight)
+        self.worker.gradient(g, self._send(g))
+        self.outbox.end()
+        return g
+
+    def gradients_in(self, batch: Ticket) -> int:
+        """Gradients that go into what is pushed for this batch."""
+        return int(batch.size > 0)
+
+    def _send(self, g: Tensor) -> Callable[[Bucket], None]:
+        def on_bucket(bucket: Bucket) -> None:
+            if self.sends_settings and bucket.index == 0:
+                self.outbox.announce(self.optimizer.settings())
+            mine = bucket.of(g)
+            if self.worker.share != 1.0:
+                scale(mine, self.worker.share)
+            if self.momentum:
+                part, unused = bucket.part, self.worker.unused(bucket.part)
+                self.optimizer.correct(part, mine, bucket.of(self.x), unused=unused)
+            self.forward(g, bucket)
+
+        return on_bucket
+
+    def forward(self, g: Tensor, bucket: Bucket) -> None:
+        """Send a completed bucket."""
+        self.outbox.put(bucket)
+
+
+class DifferenceInbox(ModelInbox):
+    """Models are taken with what the worker has moved since it pushed.
+
+    ``x <- x~ + (x - base)``, ``base <- x~``.
+    """
+
+    def __init__(self, worker: Worker, codec: GradientCodec) -> None:
+        super().__init__(worker.transport, worker.layout, codec)
+        self.base = worker.replica.new_vector()
+
+    def put(self, parameters: Tensor, model: Model, values: Tensor) -> None:
+        """Take one bucket."""
+        x, base = model.bucket.of(parameters), model.bucket.of(self.base)
+        x.sub_(base)
+        base.copy_(values)
+        x.add_(base)
+
+
+class LocalDifference:
+    """Local SGD from a pulled model; ``x - base`` is what it has moved since the last push.
+
+    ``steps`` counts the local steps since then.
+
+    Args:
+        wire: of models.
+        codec: of differences.
+    """
+
+    def __init__(
+        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, codec: GradientCodec
+    ) -> None:
+        self.worker = worker
+        self.optimizer = optimizer
+        self.x = worker.parameters
+        self.inbox = DifferenceInbox(worker, wire)
+        self.link = ServerLink(worker, codec, self.inbox)
+        self.base = self.inbox.base
+        self.g = worker.replica.new_vector()
+        self._clear()
+        worker.on_loss(self._add_loss)
+
+    def _clear(self) -> None:
+        self.steps = self._sound = 0
+        self._losses = self._seconds = 0.0
+
+    def open(self) -> None:
+        """A segment begins, with nothing left to be pushed."""
+        self.link.open()
+        copy(self.base, self.x)
+
+    def step(self) -> None:
+        """``x <- x - lr v``, v the gradient with momentum and weight decay."""
+        worker, g = self.worker, self.g
+        start = worker.transport.now()
+        worker.gradient(g)
+        whole = slice(0, g.numel())
+        self.optimizer.descend(whole, g, self.x, worker.lr, unused=worker.unused(whole))
+        self._seconds += worker.transport.now() - start
+        self.steps += 1
+
+    def _add_loss(self, loss: float) -> None:
+        self._losses += loss
+        self._sound += 1
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean time of the local steps since the last push."""
+        return self._seconds / max(1, self.steps)
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the local steps since the last push, less those refused; NaN: of none."""
+        self.worker.settle()
+        return self._losses / self._sound if self._sound else nan
+
+    def push(self, *notes: float) -> None:
+        """Push ``x - base``, which holds ``steps`` gradients; ``base <- x``."""
+        self.link.outbox.drain()  # the last push: it has been answered, or the segment ends
+        self.link.push_values(self.x, self.steps, less=self.base, notes=notes)
+        copy(self.base, self.x)
+        self._clear()
+
+    def close(self) -> None:
+        """The segment ends, and all is pushed."""
+        self.link.close()

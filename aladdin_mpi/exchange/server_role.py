@@ -1,0 +1,174 @@
+"""What every algorithm's server has: a part of the model, an optimizer, its books."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from aladdin_mpi.exchange.receiver import Arrival
+from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.flat.layout import Bucket
+from aladdin_mpi.flat.state import saved
+from aladdin_mpi.flat.vectors import add
+from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.role import Role
+
+
+class _Clocks:
+    """One bucket's clocks: the steps of each worker, and those whose answer is held back."""
+
+    def __init__(self, workers: int) -> None:
+        self.steps = [0] * workers
+        self.held: list[int] = []
+
+
+class StalenessBound:
+    """Holds a worker's answer back while it is more than ``bound`` steps ahead of the slowest.
+
+    Every bucket has clocks of its own, for its messages come in an order of their own.
+
+    Args:
+        workers: their number.
+        buckets: of this server.
+        bound: in steps.
+        answer: gives a worker its answer for a bucket.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        buckets: tuple[Bucket, ...],
+        bound: int,
+        answer: Callable[[int, Bucket], None],
+    ) -> None:
+        self._workers = workers
+        self._buckets = buckets
+        self._bound = bound
+        self._answer = answer
+        self.open()
+
+    def open(self) -> None:
+        """All workers start a segment with the same model."""
+        self._running = set(range(self._workers))
+        self._clocks = {bucket.index: _Clocks(self._workers) for bucket in self._buckets}
+
+    def advance(self, worker: int, bucket: Bucket, steps: int = 1) -> int:
+        """A worker has done so many more steps; returns how many in all.
+
+        Others may have waited for that.
+        """
+        clocks = self._clocks[bucket.index]
+        clocks.steps[worker] += steps
+        self._release(bucket)
+        return clocks.steps[worker]
+
+    def hold(self, worker: int, bucket: Bucket) -> None:
+        """Answer a worker as soon as the slowest is near enough."""
+        self._clocks[bucket.index].held.append(worker)
+        self._release(bucket)
+
+    def ended(self, worker: int) -> None:
+        """Nobody waits for a worker that has ended, and it waits for nobody."""
+        self._running.discard(worker)
+        for bucket in self._buckets:
+            self._release(bucket)
+
+    def _release(self, bucket: Bucket) -> None:
+        clocks = self._clocks[bucket.index]
+        if not clocks.held:
+            return
+        slowest = min((clocks.steps[worker] for worker in self._running), default=0)
+        ready = [w for w in clocks.held if self._may_go(w, clocks.steps[w] - slowest)]
+        clocks.held = [w for w in clocks.held if w not in ready]
+        for worker in ready:
+            self._answer(worker, bucket)
+
+    def _may_go(self, worker: int, ahead: int) -> bool:
+        return ahead <= self._bound or worker not in self._running
+
+
+class Server(Role):
+    """A rank that keeps a part of the global model.
+
+    ``n`` is the number of workers; ``applied`` counts the gradients of each bucket.
+
+    Args:
+        optimizer: turns gradients into steps with momentum and weight decay; None: what
+            comes is a step.
+        divisor: what gradients are divided by; a function is asked at every step.
+    """
+
+    SAVED = saved("server", "optimizer", "applied")
+
+    def __init__(
+        self,
+        server: ParameterServer,
+        optimizer: Optimizer | None = None,
+        divisor: float | Callable[[], float] = 1.0,
+    ) -> None:
+        self.server = server
+        self.optimizer = optimizer
+        self._divisor = divisor
+        self.n = server.worker_count
+        self.applied = {bucket.index: 0 for bucket in server.buckets}
+
+    @property
+    def divisor(self) -> float:
+        """What gradients are divided by at present."""
+        return self._divisor() if callable(self._divisor) else self._divisor
+
+    def arrivals(
+        self, on_end: Callable[[int], None] | None = None, look: bool = True
+    ) -> Iterator[Arrival]:
+        """What comes until every worker has ended the segment, each to be applied at once.
+
+        The arguments as in :meth:`ParameterServer.gradients`.
+        """
+        for arrival in self.server.gradients(on_end, look):
+            # A worker without samples in a round has not run the loop that sets the rates.
+            if self.optimizer is not None and arrival.count:
+                self.optimizer.adopt(arrival.notes)
+            self.applied[arrival.bucket.index] += arrival.count
+            yield arrival
+
+    def update(self, arrival: Arrival) -> None:
+        """``x~ <- x~ - lr g_i / divisor``."""
+        x = self.server.values[arrival.bucket.index]
+        if self.optimizer is None:
+            arrival.add_to(x, -self.server.lr / self.divisor)
+        else:
+            self.step(arrival.bucket, x, arrival.values)
+
+    def step(self, bucket: Bucket, x: Tensor, g: Tensor) -> None:
+        """One step of a bucket along ``g``, which is overwritten."""
+        lr = self.server.lr / self.divisor
+        if self.optimizer is None:
+            add(x, g, alpha=-lr)
+        else:
+            unused = self.server.unused_by_all(bucket, g)
+            self.optimizer.descend(bucket.part, g.to(x.dtype), x, lr, unused=unused)
+
+    def complete(self) -> None:
+        """Complete the model after the last segment."""
+
+    def part(self, bucket: Bucket) -> Tensor:
+        """This server's values."""
+        return self.server.values[bucket.index]
+
+    def taken_from(self, worker: int) -> int:
+        """Gradients that have come as a whole from a worker in this segment."""
+        return self.server.whole_from(worker)
+
+    def counts(self) -> dict[str, int]:
+        """Gradients applied so far, which must be alike on all buckets."""
+        return self.server.books(self.applied)
+
+    def resize(self, former: Former) -> None:
+        """See :meth:`Role.resize`."""
+        self.server.resize(former)
+        self.applied = dict.fromkeys(self.applied, former.server["applied"])
+        if self.optimizer is not None and former.server["optimizer"] is not None:
+            mine = [bucket.part for bucket in self.server.buckets]
+            self.optimizer.inherit(former.server["optimizer"], mine)

@@ -1,0 +1,131 @@
+"""Parameters of another dtype than the flat vector's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aladdin_mpi.errors import UserError
+
+_watched: Counter[int] = Counter()
+"""How many watchers each parameter has, by its id; a watcher holds the parameter."""
+
+
+@cache
+def _plain() -> Any:
+    """Return torch's own descriptor of ``.data``."""
+    return torch._C.TensorBase.__dict__["data"]
+
+
+def raw_data(tensor: Tensor) -> Tensor:
+    """Return ``tensor.data``, for writes that are not the script's."""
+    data: Tensor = _plain().__get__(tensor)
+    return data
+
+
+class VisibleWrites:
+    """While it is open, ``.data`` of some parameters shares their version counters.
+
+    torch counts in-place writes to a parameter, and to tensors that share its memory, in its
+    ``_version``. What ``.data`` returns has a counter of its own, so that such writes go unseen;
+    ``detach()`` returns the same memory with the parameter's counter. Comparing the values instead
+    would read the model twice in each step.
+
+    Args:
+        parameters: of the script's module.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        if not _watched:
+            visible = property(_read, lambda tensor, value: _plain().__set__(tensor, value))
+            torch.Tensor.data = visible  # type: ignore[assignment]
+        _watched.update(map(id, self._parameters))
+
+    def close(self) -> None:
+        """Let ``.data`` be torch's again."""
+        _watched.subtract(map(id, self._parameters))
+        self._parameters.clear()
+        for key in [key for key, watchers in _watched.items() if not watchers]:
+            del _watched[key]
+        if not _watched and "data" in torch.Tensor.__dict__:
+            del torch.Tensor.data
+
+    def __del__(self) -> None:
+        """Forget the ids of a watcher that was not closed: other tensors may get them."""
+        if self._parameters:
+            self.close()
+
+
+def _read(tensor: Tensor) -> Tensor:
+    return tensor.detach() if id(tensor) in _watched else raw_data(tensor)
+
+
+def common_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
+    """The dtype that holds every value of all: float32 for bfloat16 beside float32.
+
+    Raises:
+        UserError: one has no real numbers.
+    """
+    dtypes = {parameter.dtype for parameter in parameters}
+    widest = dtypes.pop()
+    for dtype in dtypes:
+        widest = _wider(widest, dtype)
+    if not widest.is_floating_point:
+        raise UserError(
+            f"model: expected trainable parameters of real numbers, got {widest}; freeze the "
+            "others, or split them into real and imaginary parts"
+        )
+    return widest
+
+
+def _wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    try:
+        return torch.promote_types(one, other)
+    except RuntimeError:  # as for those of 8 bits
+        raise UserError(
+            f"model: expected trainable parameters of dtypes that torch combines, got {one} and "
+            f"{other}; convert them to one, or freeze some"
+        ) from None
+
+
+class OtherDtypes:
+    """Copies of parts of the flat vector, which holds them more precisely.
+
+    Autograd wants a gradient in the dtype of its parameter. So these stay in ``.grad`` and are
+    converted into the flat vector of gradients; the optimizer steps on the flat vector, and the
+    parameters are rounded from it before each step.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[nn.Parameter, Tensor] = {}
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._parts
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def add(self, parameter: nn.Parameter, part: Tensor) -> None:
+        """Let ``parameter`` follow its ``part`` of the flat vector, shaped as it is."""
+        self._parts[parameter] = part
+
+    def refresh(self) -> None:
+        """Round the parameters from the flat vector."""
+        if self._parts:
+            # As .data, so that the loop's writes are told from these by their versions.
+            torch._foreach_copy_(list(map(raw_data, self._parts)), list(self._parts.values()))
+
+
+def convert_gradient(parameter: nn.Parameter, into: Tensor) -> None:
+    """Put the gradient that backward has left into the flat vector's; zero where there is none."""
+    gradient = parameter.grad
+    if gradient is None:
+        into.zero_()
+    else:
+        into.copy_((gradient.to_dense() if gradient.is_sparse else gradient).detach())

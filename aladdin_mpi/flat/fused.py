@@ -1,0 +1,181 @@
+"""Arithmetic on flat vectors in one pass over a GPU's memory, where Triton can compile it.
+
+torch makes a kernel and a pass over memory of each operation. The functions here do the same in one
+kernel each, which halves a worker's launches in a step of aladdin-ahead (docs/gpus.md). Where
+:func:`is_usable` says no, their callers use torch's operations.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi import accelerator
+
+BLOCK = 1024
+"""Values of an elementwise kernel's program."""
+ROWS = 4
+"""Blocks of quantised values of a program."""
+LARGEST = 2**31 - BLOCK
+"""Values of a vector; the kernels count them in 32 bits."""
+enabled = True
+"""Set to False to compare with torch's operations."""
+
+
+def is_usable(*vectors: Tensor) -> bool:
+    """Return whether the kernels can work on ``vectors``: contiguous, fp32 and on an NVIDIA GPU."""
+    return (
+        enabled
+        and all(each.is_cuda and each.numel() <= LARGEST for each in vectors)
+        and all(each.dtype == torch.float32 and each.is_contiguous() for each in vectors)
+        and _compiles()
+    )
+
+
+@cache
+def _compiles() -> bool:
+    """Try a kernel: Triton may be missing, or the C compiler that it needs."""
+    if torch.version.hip is not None:
+        return False
+    try:
+        target = torch.zeros(256, device="cuda")
+        message = torch.zeros(65, device="cuda")
+        add_dequantised(message, target, 1.0, 256)
+    except Exception:  # Triton's errors have no common base class
+        return False
+    return True
+
+
+def quantise(
+    values: Tensor, left: Tensor, message: Tensor, steps: int, width: int, tiny: float
+) -> None:
+    """Do what :func:`aladdin_mpi.codec.quantise.quantise` does with 8 bits.
+
+    Args:
+        values: flat.
+        left: as long.
+        message: scales, then a byte for each value, padded to words.
+        steps: on either side of zero.
+        width: values of a block.
+        tiny: smallest divisor.
+    """
+    numel = values.numel()
+    blocks = -(-numel // width)
+    packed = message[blocks:].view(torch.int8)
+    _launch(
+        "quantise",
+        -(-blocks // ROWS),
+        values,
+        left,
+        message,
+        packed,
+        numel,
+        packed.numel(),
+        1 / steps,
+        tiny,
+        WIDTH=width,
+        ROWS=ROWS,
+    )
+
+
+def add_dequantised(message: Tensor, target: Tensor, alpha: float, width: int) -> None:
+    """Do what :func:`aladdin_mpi.codec.quantise.add_dequantised` does with 8 bits."""
+    numel = target.numel()
+    blocks = -(-numel // width)
+    packed = message[blocks:].view(torch.int8)
+    rows = -(-blocks // ROWS)
+    _launch("add_dequantised", rows, target, message, packed, numel, alpha, WIDTH=width, ROWS=ROWS)
+
+
+def momentum_step(
+    g: Tensor,
+    x: Tensor,
+    v: Tensor,
+    raw: Tensor | None,
+    decay: float,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    """``u <- g + decay x; v <- momentum v + u; g <- v``, or with Nesterov's ``u + momentum v``.
+
+    Args:
+        g: gradient; becomes the step.
+        x: parameters.
+        v: velocity.
+        raw: takes ``u``.
+        decay: of the weights.
+        momentum: share of the velocity that is kept.
+        nesterov: whether the step looks ahead.
+    """
+    numel = g.numel()
+    kept = g if raw is None else raw
+    settings = {"NESTEROV": nesterov, "KEEPS_RAW": raw is not None, "BLOCK": BLOCK}
+    _launch("momentum_step", _programs(numel), g, x, v, kept, numel, decay, momentum, **settings)
+
+
+def track_advance(
+    p: Tensor,
+    v: Tensor,
+    raw: Tensor,
+    mine: Tensor,
+    lr: float,
+    momentum: float,
+    weight: float,
+    ahead: float,
+) -> None:
+    """Do what :meth:`aladdin_mpi.exchange.global_model.GlobalTrack.advance` does.
+
+    ``mine <- lr mine; p <- p + ahead v; v <- momentum v + weight raw; p <- p - (1 + ahead) v``.
+    """
+    numel = p.numel()
+    given = p, v, raw, mine, numel, lr, momentum, weight, ahead
+    _launch("track_advance", _programs(numel), *given, BLOCK=BLOCK)
+
+
+def track_rebase(
+    now: Tensor,
+    p: Tensor,
+    v: Tensor,
+    model: Tensor,
+    own: list[tuple[Tensor, float]],
+    rounds: float,
+    momentum: float,
+    ahead: float,
+) -> None:
+    """Do what :meth:`aladdin_mpi.exchange.global_model.GlobalTrack.rebase` does.
+
+    ``v <- (model - now) / rounds; model <- now`` if ``rounds > 0``; then ``p <- now``, for each own
+    step ``v <- momentum v + weight raw; p <- p - v``, and last ``p <- p - ahead v``.
+
+    Args:
+        now: the values that arrived.
+        p: parameters.
+        v: velocity of the global model.
+        model: the last values that came.
+        own: raw direction and weight of the steps that ``now`` does not hold, the oldest first.
+        rounds: between ``model`` and ``now``.
+        momentum: of the global model.
+        ahead: rounds to look ahead, as a factor on ``v``.
+    """
+    numel = p.numel()
+    programs = _programs(numel)
+    settings = {"HAS_MOVED": rounds > 0, "LOOKS_AHEAD": not own, "BLOCK": BLOCK}
+    _launch("track_model", programs, now, p, v, model, numel, rounds, ahead, **settings)
+    for number, (raw, weight) in enumerate(own, 1):
+        settings = {"LOOKS_AHEAD": number == len(own), "BLOCK": BLOCK}
+        _launch("track_own", programs, p, v, raw, numel, momentum, weight, ahead, **settings)
+
+
+def _programs(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def _launch(name: str, programs: int, *arguments: Any, **settings: Any) -> None:
+    from aladdin_mpi.flat import kernels  # imports Triton, which not every machine has
+
+    kernel: Any = getattr(kernels, name)
+    accelerator.enter(arguments[0].device)  # Triton takes the thread's device, not the vectors'
+    kernel[(programs,)](*arguments, enable_fp_fusion=False, **settings)

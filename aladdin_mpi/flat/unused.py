@@ -1,0 +1,155 @@
+"""Parameters that a step's gradient does not reach, marked in the gradient itself.
+
+torch's optimizers skip a parameter whose ``.grad`` is None: neither weight decay nor momentum acts
+on it. A flat gradient has no place for None. So the gradient of such a parameter is zero with the
+sign set, -0.0, at the first value of each bucket's part of it, and every other gradient has +0.0
+there if it is zero. In IEEE 754 -0.0 + -0.0 is -0.0, and any other sum is not: a sum over workers
+is marked exactly if no worker used the parameter. The mark costs no bytes on the wire, and every
+library that sums preserves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.flat.layout import Bucket, Layout
+
+Unused = Sequence[slice]
+"""Parts of a vector that belong to unused parameters, in order."""
+
+
+class _Segments(NamedTuple):
+    """A bucket's parts of parameters, in order: parameter numbers and starts in the bucket."""
+
+    numbers: list[int]
+    starts: list[int]
+    stops: list[int]
+
+    def among(self, numbers: Collection[int]) -> list[int]:
+        """Places of the segments that belong to these parameters."""
+        return [place for place, number in enumerate(self.numbers) if number in numbers]
+
+
+class UnusedMarks:
+    """Writes and reads the marks of a flat gradient, bucket by bucket.
+
+    Args:
+        sizes: number of values of each parameter, in flat order.
+        layout: the buckets.
+    """
+
+    def __init__(self, sizes: Sequence[int], layout: Layout) -> None:
+        edges = [0]
+        for size in sizes:
+            edges.append(edges[-1] + size)
+        self._edges = edges
+        self._layout = layout
+        self._segments: dict[int, _Segments] = {}
+        self._heads: dict[int, Tensor] = {}
+
+    def write(self, bucket: Bucket, values: Tensor, unused: Collection[int]) -> None:
+        """Mark a bucket's gradient.
+
+        Args:
+            bucket: of the gradient.
+            values: the gradient, as many values as the bucket has; that of unused parameters is 0.
+            unused: numbers of the parameters that have none, in flat order.
+        """
+        heads = self._heads_of(bucket, values)
+        values.index_add_(0, heads, values.new_zeros(1).expand(len(heads)))  # -0.0 + 0.0 is 0.0
+        if unused:
+            segments = self._segments_of(bucket)
+            for place in segments.among(unused):
+                values[segments.starts[place]].fill_(-0.0)
+
+    def read(
+        self, bucket: Bucket, values: Tensor, among: Collection[int] | None = None
+    ) -> list[slice]:
+        """Return the parts of a bucket's gradient, or of a sum, that are marked.
+
+        Waits for the device that computes it, if there is one and anything has to be read.
+
+        Args:
+            bucket: of the gradient.
+            values: the gradient.
+            among: parameters that may be unused; None: all.
+        """
+        if values.is_meta or (among is not None and not among):
+            return []
+        segments = self._segments_of(bucket)
+        places = range(len(segments.numbers)) if among is None else segments.among(among)
+        if not places:
+            return []
+        heads = self._heads_of(bucket, values)
+        first = values.index_select(0, heads if among is None else heads[places])
+        marked = first.signbit().logical_and_(first == 0)
+        if not marked.any():
+            return []
+        return [
+            slice(segments.starts[place], segments.stops[place])
+            for place, is_marked in zip(places, marked.tolist(), strict=True)
+            if is_marked
+        ]
+
+    def parts(self, bucket: Bucket, unused: Collection[int]) -> list[slice]:
+        """Return the parts of a bucket that belong to these parameters."""
+        segments = self._segments_of(bucket)
+        return [
+            slice(segments.starts[place], segments.stops[place]) for place in segments.among(unused)
+        ]
+
+    def _segments_of(self, bucket: Bucket) -> _Segments:
+        if bucket.index not in self._segments:
+            made = self._segments[bucket.index] = _Segments([], [], [])
+            for number, (start, stop) in enumerate(zip(self._edges, self._edges[1:], strict=False)):
+                first, last = max(start, bucket.start), min(stop, bucket.stop)
+                if first < last:
+                    made.numbers.append(number)
+                    made.starts.append(first - bucket.start)
+                    made.stops.append(last - bucket.start)
+        return self._segments[bucket.index]
+
+    def _heads_of(self, bucket: Bucket, like: Tensor) -> Tensor:
+        if bucket.index not in self._heads:
+            starts = self._segments_of(bucket).starts
+            self._heads[bucket.index] = torch.tensor(starts, device=like.device)
+        return self._heads[bucket.index]
+
+
+def used_parts(length: int, unused: Unused) -> Iterator[slice]:
+    """Yield the parts of a vector of ``length`` values that are not ``unused``."""
+    start = 0
+    for part in unused:
+        if start < part.start:
+            yield slice(start, part.start)
+        start = part.stop
+    if start < length:
+        yield slice(start, length)
+
+
+def shifted(unused: Unused, by: int) -> list[slice]:
+    """Return the parts relative to a vector in which the present one starts at ``by``."""
+    return [slice(each.start + by, each.stop + by) for each in unused]
+
+
+def joined(unused: Unused) -> list[slice]:
+    """Return the parts with neighbours as one: a parameter may lie in several buckets."""
+    found: list[slice] = []
+    for each in unused:
+        start = found.pop().start if found and found[-1].stop == each.start else each.start
+        found.append(slice(start, each.stop))
+    return found
+
+
+def within(part: slice, unused: Unused) -> list[slice]:
+    """Return the ``unused`` parts of a flat vector that lie in ``part``, relative to its start."""
+    found = []
+    for each in unused:
+        first, last = max(each.start, part.start), min(each.stop, part.stop)
+        if first < last:
+            found.append(slice(first - part.start, last - part.start))
+    return found

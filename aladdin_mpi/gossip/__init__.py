@@ -1,1 +1,0 @@
-"""What the decentralised algorithms share."""

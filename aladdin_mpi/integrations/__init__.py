@@ -1,0 +1,1 @@
+"""Entry points for scripts written for other libraries."""

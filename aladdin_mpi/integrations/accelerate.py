@@ -1,0 +1,324 @@
+"""Scripts that are written for Hugging Face's ``accelerate``, trained with any algorithm.
+
+Such a script changes two lines: the import, and the length of the run::
+
+    from aladdin_mpi import Accelerator
+
+    accelerator = Accelerator(algorithm="aladdin-ahead", epochs=3)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for epoch in range(3):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+What is not here is refused by name. ``accelerate`` itself is not needed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.process import console
+from aladdin_mpi.run.data_parallel import DataParallel
+from aladdin_mpi.run.job import find_job
+from aladdin_mpi.run.loop import Epoch
+
+LENGTHS = ("epochs", "samples", "steps")
+
+
+class Accelerator:
+    """The part of ``accelerate.Accelerator`` that training loops use, on a :class:`DataParallel`.
+
+    A server's rank serves when its loop asks for the first batch, and has none.
+
+    Args:
+        gradient_accumulation_steps: batches whose gradients make a step.
+        mixed_precision: "no", or None for the environment's ``ACCELERATE_MIXED_PRECISION``, "no"
+            by default; forward and loss may be put into ``torch.autocast``.
+        settings: of :class:`DataParallel`, its ``epochs`` or ``samples`` among them.
+
+    Raises:
+        UserError: no length, or another precision.
+    """
+
+    def __init__(
+        self,
+        gradient_accumulation_steps: int = 1,
+        mixed_precision: str | None = None,
+        **settings: Any,
+    ) -> None:
+        if mixed_precision is None:
+            mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+        if mixed_precision != "no":
+            raise UserError(
+                f"mixed_precision: expected 'no', got {mixed_precision!r}; put forward and loss "
+                "into torch.autocast(device, torch.bfloat16)"
+            )
+        if not any(name in settings for name in LENGTHS):
+            raise UserError(
+                "Accelerator: expected the length of the run, got none; give epochs=, the number "
+                "that your loop has"
+            )
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self._settings = settings
+        self._run: DataParallel | None = None
+        self._loader: PreparedLoader | None = None
+        self._loss: Tensor | None = None
+        # What a script asks of its accelerator before prepare() must not depend on other ranks.
+        self._job = find_job(settings)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UserError(
+            f"accelerator.{name}: expected one of those of "
+            "aladdin_mpi.Accelerator, which checkpoints and logs as any run does; see "
+            "DataParallel for what else there is"
+        )
+
+    # -- before the loop --------------------------------------------------------------------
+    def prepare(self, *given: Any) -> Any:
+        """Put model, optimizer, loader and scheduler under the run; the same in that order.
+
+        The first DataLoader is the one to train with. Others are left as they are: every rank
+        measures all of what they have.
+
+        Raises:
+            UserError: a model, an optimizer or a loader is missing, or there are two models.
+        """
+        if self._run is None:
+            self._start(given)
+        assert self._loader is not None
+        wrapped = [self._wrapped(each) for each in given]
+        return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
+
+    def _start(self, given: Iterable[Any]) -> None:
+        model = _one(given, nn.Module, "model", "put several into one nn.ModuleList")
+        optimizer = _one(given, torch.optim.Optimizer, "optimizer", "call prepare() once, with all")
+        loaders = [each for each in given if isinstance(each, DataLoader)]
+        schedulers = [each for each in given if isinstance(each, LRScheduler)]
+        if not loaders:
+            raise UserError(
+                "accelerator.prepare: expected a DataLoader to train with, got none; call "
+                "prepare() once, with model, optimizer, loader and scheduler"
+            )
+        self._run = DataParallel(
+            model,
+            optimizer=optimizer,
+            scheduler=schedulers[0] if schedulers else None,
+            accumulate=self.gradient_accumulation_steps,
+            **self._settings,
+        )
+        self._loader = PreparedLoader(self._run, loaders[0])
+
+    def _wrapped(self, each: Any) -> Any:
+        assert self._loader is not None
+        if each is self._loader.loader:
+            return self._loader
+        if isinstance(each, torch.optim.Optimizer):
+            return PreparedOptimizer(each, self)
+        return PreparedScheduler(each) if isinstance(each, LRScheduler) else each
+
+    # -- in the loop --------------------------------------------------------------------------
+    def backward(self, loss: Tensor) -> None:
+        """Backward from ``loss``, divided by ``gradient_accumulation_steps``."""
+        self._loss = loss / self.gradient_accumulation_steps
+        self._loss.backward()
+
+    def step(self) -> None:
+        """The gradients of a batch are there: what ``optimizer.step()`` of a loop does."""
+        self.run.step(self._loss)
+        self._loss = None
+
+    def accumulate(self, *models: nn.Module) -> nullcontext[None]:
+        """Nothing has to be done: the run knows which batches make a step."""
+        return nullcontext()
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this batch is the last of its step."""
+        return self.run.completes_step
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> None:
+        """As :meth:`DataParallel.clip_grad_norm_`; ``parameters`` are all that are trained.
+
+        Raises:
+            UserError: another norm than the Euclidean.
+        """
+        if norm_type != 2:
+            raise UserError(f"norm_type: expected 2, got {norm_type}; leave it out")
+        if self.sync_gradients:
+            self.run.clip_grad_norm_(max_norm)
+
+    # -- beside it ------------------------------------------------------------------------------
+    @property
+    def run(self) -> DataParallel:
+        """What trains.
+
+        Raises:
+            UserError: before :meth:`prepare`.
+        """
+        if self._run is None:
+            raise UserError("accelerator: expected prepare(model, optimizer, loader) first")
+        return self._run
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is, and where batches come."""
+        if self._run is None:
+            return self._job.device(self._settings.get("device", "auto"))
+        return self._run.device
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first worker."""
+        return self._job.is_first if self._run is None else self._run.is_first
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first worker on its host."""
+        return self._job.is_first_of_host
+
+    @property
+    def num_processes(self) -> int:
+        """The number of workers."""
+        return self._job.workers if self._run is None else self._run.workers
+
+    def print(self, *values: object, **how: Any) -> None:
+        """Print on the first worker of each host; ``how`` as for Python's ``print``."""
+        if self.is_local_main_process and how:
+            print(*values, **how)
+        elif self.is_local_main_process:
+            console.say(" ".join(map(str, values)), sys.stdout)
+
+    def log(self, values: dict[str, float], step: int | None = None) -> None:
+        """Add figures to the metrics of the run, which knows where it is without ``step``."""
+        if not self.run.is_server:
+            self.run.log(**values)
+
+    def reduce(self, tensor: Tensor, reduction: str = "mean") -> Tensor:
+        """The "mean" or the "sum" over all workers; on a server, what it is given."""
+        if self.run.is_server:
+            return tensor
+        return self.run.reduce(tensor, "sum" if reduction == "sum" else "mean").to(tensor)
+
+    def wait_for_everyone(self) -> None:
+        """Until all workers are here; nothing behind the end of the run, to which all came."""
+        if not self.run.is_server and not self.run.is_over:
+            self.run.reduce(0.0)
+
+    def gather_for_metrics(self, values: Any) -> Any:
+        """The same: every rank has measured all."""
+        return values
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """The same: models are not wrapped."""
+        return model
+
+    def save(self, values: Any, path: str | Path) -> None:
+        """``torch.save`` on the first worker."""
+        if self.is_main_process:
+            torch.save(values, path)
+
+    def end_training(self) -> None:
+        """End the run for all, where the loop was left before its last epoch."""
+        if self._loader is not None:
+            self._loader.close()
+
+
+class PreparedLoader:
+    """Gives an epoch of the run each time that it is iterated.
+
+    Args:
+        run: whose epochs.
+        loader: the data.
+    """
+
+    def __init__(self, run: DataParallel, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+        self._run = run
+        self._epochs: Iterator[Epoch] | None = None
+        self._next: Epoch | None = None
+        self._asked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        """A worker's batches in an epoch, where all are equally fast."""
+        whole, rest = divmod(len(self.loader), self._run.workers)
+        return whole + bool(rest and not self.loader.drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        """An epoch; of a resumed run those that it has behind it are empty."""
+        if self._epochs is None:
+            self._epochs = self._run.epochs(self.loader)
+            self._next = next(self._epochs, None)
+        number, self._asked = self._asked, self._asked + 1
+        epoch = self._next
+        if epoch is None or int(epoch) > number:
+            return
+        try:
+            yield from epoch
+        finally:
+            self._next = next(self._epochs, None)
+
+    def close(self) -> None:
+        """Leave the run's epochs, which ends the run for all."""
+        self._next = self._epochs = None
+        _ = self._run.summary
+
+
+class PreparedOptimizer:
+    """A loop's optimizer: ``step()`` is the run's, and the rest is that of the one it was given."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> None:
+        self.optimizer = optimizer
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def step(self) -> None:
+        """Hand the gradients of the batch to the run."""
+        self._accelerator.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: the run clears them."""
+
+
+class PreparedScheduler:
+    """A loop's scheduler: the run steps it, and the rest is that of the one it was given."""
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self.scheduler = scheduler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scheduler, name)
+
+    def step(self) -> None:
+        """Nothing: the run does."""
+
+
+def _one(given: Iterable[Any], kind: type, name: str, remedy: str) -> Any:
+    found = [each for each in given if isinstance(each, kind)]
+    if len(found) != 1:
+        raise UserError(f"accelerator.prepare: expected one {name}, got {len(found)}; {remedy}")
+    return found[0]

@@ -1,1 +1,0 @@
-"""Both ends of the protocol between workers and parameter servers."""

@@ -1,0 +1,343 @@
+"""Rank 0's evaluations of the run: when they are due, and their lines of metrics."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aladdin_mpi.control.budget import Report
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.data.loading import global_generators_kept
+from aladdin_mpi.flat.layout import Bucket, Layout
+from aladdin_mpi.flat.replica import Projections, Replica
+from aladdin_mpi.process.guard import no_exit
+from aladdin_mpi.run.coordinator import Coordinator
+from aladdin_mpi.run.divided_evaluation import DividedEvaluation
+from aladdin_mpi.run.measurement import Evaluate
+from aladdin_mpi.run.recorder import Metrics
+from aladdin_mpi.run.variance import ModelVariance
+from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.worker.role import Role
+
+FRAME_BYTES = 16
+"""Before the values of a bucket: its number and their weight."""
+
+
+class Snapshots:
+    """Copies of the global model, collected at rank 0 while training goes on.
+
+    Whoever holds a part of it answers a request as soon as it arrives, from the handler
+    of its message: its own work is not interrupted. In virtual time that takes no room
+    on the network.
+
+    Args:
+        role: this rank's.
+        holders: the ranks whose weighted mean is the model's bucket.
+        dtype: of the copies.
+        projections: applied to a copy, which may be a mean of several models.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        layout: Layout,
+        role: Role,
+        holders: Callable[[Bucket], range],
+        dtype: torch.dtype,
+        projections: Projections,
+    ) -> None:
+        self._dtype = dtype
+        self._projections = projections
+        self._transport = transport
+        self._layout = layout
+        self._role = role
+        self._holders = {bucket: holders(bucket) for bucket in layout.buckets}
+        self._done: Callable[[Tensor], None] = _nobody
+        self._vector = torch.empty(0)
+        self._weights: list[float] = []
+        self._missing: set[tuple[int, int]] = set()
+        transport.on_failure(self._lose)
+        transport.exclude_from_traffic(Tag.SNAPSHOT, Tag.SHARD)
+        self._others = {rank for ranks in self._holders.values() for rank in ranks} - {0}
+        if self._others:
+            transport.on_message(Tag.SNAPSHOT, 1, self._answer)
+            if transport.rank == 0:
+                most = FRAME_BYTES + dtype.itemsize * layout.largest
+                transport.on_message(Tag.SHARD, most, self._collect)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a copy is being collected."""
+        return bool(self._missing)
+
+    def take(self, done: Callable[[Tensor], None]) -> None:
+        """At rank 0: start to collect a copy; ``done`` is called with it (flat, on the CPU)."""
+        self._done = done
+        self._vector = torch.zeros(self._layout.numel, dtype=self._dtype)
+        self._weights = [0.0] * len(self._layout.buckets)
+        failed = self._transport.failed
+        self._missing = {
+            (rank, bucket.index)
+            for bucket, ranks in self._holders.items()
+            for rank in ranks
+            if rank not in failed
+        }
+        for rank in sorted(self._others - failed):
+            self._transport.isend(torch.zeros(1, dtype=torch.uint8), rank, Tag.SNAPSHOT)
+        self._role.when_whole(self._add_mine)
+
+    def _add_mine(self) -> None:
+        for bucket in self._mine():
+            self._add(0, bucket, self._role.weight(bucket), self._role.part(bucket))
+
+    def _lose(self, rank: int) -> None:
+        """Without the part of a rank that has failed the copy may be complete."""
+        lost = {key for key in self._missing if key[0] == rank}
+        if lost:
+            self._missing -= lost
+            self._finish()
+
+    def _mine(self) -> list[Bucket]:
+        rank = self._transport.rank
+        return [bucket for bucket, ranks in self._holders.items() if rank in ranks]
+
+    def _answer(self, source: int, message: Tensor) -> None:
+        for bucket in self._mine():
+            weight = self._role.weight(bucket)
+            head = torch.tensor([bucket.index, weight], dtype=torch.float64)
+            values = self._role.part(bucket).detach().to("cpu", self._dtype)
+            frame = torch.cat([head.view(torch.uint8), values.view(torch.uint8)])
+            self._transport.isend(frame, source, Tag.SHARD)
+
+    def _collect(self, source: int, message: Tensor) -> None:
+        index, weight = message[:FRAME_BYTES].clone().view(torch.float64).tolist()
+        values = message[FRAME_BYTES:].clone().view(self._dtype)
+        self._add(source, self._layout.buckets[int(index)], weight, values)
+
+    def _add(self, source: int, bucket: Bucket, weight: float, values: Tensor) -> None:
+        mine = self._vector[bucket.part]
+        if len(self._holders[bucket]) == 1:
+            mine.copy_(values)
+        elif weight:
+            # The running mean: exact when all are the same.
+            self._weights[bucket.index] += weight
+            mine.lerp_(values.to(mine.device, mine.dtype), weight / self._weights[bucket.index])
+        self._missing.discard((source, bucket.index))
+        self._finish()
+
+    def _finish(self) -> None:
+        if not self._missing:
+            self._projections.apply(self._vector)
+            self._done(self._vector)
+
+
+def _nobody(vector: Tensor) -> None:
+    """No copy has been asked for."""
+
+
+Record = Callable[[dict[str, Any], Mapping[str, float]], None]
+"""Takes what is known of the moment of a copy, and what was measured."""
+
+
+class Evaluator:
+    """Measures copies of the global model, in a thread of its own over MPI.
+
+    In virtual time an evaluation takes no time, and is made on the spot. Over MPI one
+    that is due while another still runs is left out.
+
+    Args:
+        module: as at the start; it is copied.
+        evaluate: the measurement.
+        threaded: whether to measure in a thread.
+        divided: has the workers measure; this rank does where they cannot.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        evaluate: Evaluate,
+        threaded: bool,
+        divided: DividedEvaluation | None = None,
+    ) -> None:
+        self.module = copy.deepcopy(module).cpu()
+        self._replica = Replica(self.module)
+        self._evaluate = evaluate
+        self._threaded = threaded
+        self._divided = divided
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether an evaluation is under way."""
+        divided = self._divided is not None and self._divided.busy
+        return divided or (self._thread is not None and self._thread.is_alive())
+
+    def submit(self, vector: Tensor, moment: dict[str, Any], record: Record) -> None:
+        """Evaluate a copy of the model taken at ``moment``; ``record`` is called with both."""
+        if self._divided is None:
+            self._measure_alone(vector, moment, record)
+            return
+        self._divided.begin(
+            vector,
+            lambda figures: record(moment, figures),
+            lambda: self._measure_alone(vector, moment, record),
+        )
+
+    def _measure_alone(self, vector: Tensor, moment: dict[str, Any], record: Record) -> None:
+        if not self._threaded:
+            self._run(vector, moment, record)
+            return
+        self._thread = threading.Thread(
+            target=self._run, args=(vector, moment, record), name="evaluation", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, vector: Tensor, moment: dict[str, Any], record: Record) -> None:
+        record(moment, self.measure(vector))
+
+    def measure(self, vector: Tensor) -> Mapping[str, float]:
+        """Measure the model with the parameters ``vector`` now."""
+        self._replica.set(vector)
+        # Beside a thread that trains, putting them back would repeat what that has drawn.
+        with no_exit(), nullcontext() if self._threaded else global_generators_kept():
+            return self._evaluate(self.module)
+
+    def wait(self) -> None:
+        """Wait for the evaluation under way."""
+        if self._thread is not None:
+            self._thread.join()
+
+
+class Evaluations:
+    """Asks for a copy of the model when an evaluation is due, and writes down what it measures.
+
+    Args:
+        coordinator: whose reports it hears.
+        evaluator: None: nothing is measured.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        coordinator: Coordinator,
+        metrics: Metrics,
+        evaluator: Evaluator | None,
+        snapshots: Snapshots,
+        variance: ModelVariance,
+    ) -> None:
+        self._transport = transport
+        self._coordinator = coordinator
+        self._metrics = metrics
+        self._evaluator = evaluator
+        self._snapshots = snapshots
+        self._variance = variance
+        self._lines: dict[int, dict[str, Any]] = {}
+        self._lines_lock = threading.Lock()
+        self._make_up()
+        coordinator.on_report(self._hear)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an evaluation goes on in a thread of its own."""
+        return self._evaluator is not None and self._evaluator.busy
+
+    def _make_up(self) -> None:
+        """Evaluate soon, if the resumed run ended before its last evaluation did.
+
+        But not where it was evaluated at its end already, and is longer now.
+        """
+        marks = self._coordinator.marks
+        due, drawn = marks.measuring, self._coordinator.budget.drawn
+        if due is not None and not self._metrics.has("eval", due):
+            marks.next_eval = due
+        elif self._coordinator.plan.eval_every and self._metrics.has("eval", drawn):
+            marks.next_eval = max(marks.next_eval, self._behind(drawn))
+        marks.measuring = None
+
+    def _behind(self, drawn: int) -> int:
+        every = self._coordinator.plan.eval_every
+        return (drawn // every + 1) * every
+
+    # -- during training ----------------------------------------------------------
+    def _hear(self, report: Report) -> None:
+        marks, plan = self._coordinator.marks, self._coordinator.plan
+        drawn = self._coordinator.budget.drawn
+        if plan.eval_every and marks.next_eval <= drawn < plan.total:
+            marks.next_eval = self._behind(drawn)
+            if self._evaluator is not None:
+                self._begin(self._evaluator)
+
+    def _begin(self, evaluator: Evaluator) -> None:
+        if evaluator.busy or self._snapshots.busy:
+            return
+        moment = {**self._coordinator.moment(), "gradients": self._gradients()}
+        self._coordinator.marks.measuring = samples = moment["samples"]
+        self._variance.take(samples, self._take_variance)
+        self._snapshots.take(lambda vector: evaluator.submit(vector, moment, self._take_figures))
+
+    def _gradients(self) -> int:
+        server = self._coordinator.server
+        return server.received if server else 0
+
+    def _take_figures(self, moment: dict[str, Any], measured: Mapping[str, float]) -> None:
+        """An evaluation of the model at ``moment`` is done."""
+        self._coordinator.marks.measured = measured
+        gradients = self._gradients()
+        before = moment.pop("gradients", gradients)
+        figures = {**measured, "gradients_meanwhile": gradients - before}
+        self._complete(moment["samples"], {**moment, **figures})
+
+    def _take_variance(self, samples: int, value: float | None) -> None:
+        """The variance among the workers' models is there; see :class:`ModelVariance`."""
+        self._complete(samples, {"model_variance": value})
+
+    def _complete(self, samples: int, figures: dict[str, Any]) -> None:
+        """Write a line when both its parts are there, which come from two threads over MPI."""
+        with self._lines_lock:
+            line = self._lines.setdefault(samples, {})
+            line |= figures
+            if not {"model_variance", "gradients_meanwhile"} <= line.keys():
+                return
+            del self._lines[samples]
+            variance = line.pop("model_variance")
+            self._metrics.append("eval", {**line, "model_variance": variance})
+            if self._coordinator.marks.measuring == samples:
+                self._coordinator.marks.measuring = None
+
+    def wait(self) -> None:
+        """Wait for the evaluation under way."""
+        if self._evaluator is not None:
+            self._evaluator.wait()
+
+    # -- at the end of the run ------------------------------------------------------
+    def at_end(
+        self, model: Tensor, variance: float | None, measured: Mapping[str, float] | None
+    ) -> dict[str, float] | None:
+        """Measure the trained model; None: nothing measures it.
+
+        ``variance`` is that among the workers' models. The evaluation that is under way is waited
+        for, and no worker's answer any more. ``measured`` is what the workers have measured, if
+        they have.
+        """
+        if self._evaluator is None:
+            return None
+        self._evaluator.wait()
+        with self._transport.atomic():
+            self._variance.give_up()
+        if measured is None:
+            measured = self._evaluator.measure(model)
+        drawn = self._coordinator.budget.drawn
+        if not self._metrics.has("eval", drawn):
+            self._take_variance(drawn, variance)
+            self._take_figures(self._coordinator.moment(), measured)
+        return dict(measured)
+
+    def buffers(self) -> list[Tensor]:
+        """Those of the model that was measured; none where nothing is."""
+        return [] if self._evaluator is None else list(self._evaluator.module.buffers())

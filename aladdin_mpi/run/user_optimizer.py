@@ -1,0 +1,274 @@
+"""The optimizer of a run that is not the built-in momentum SGD, checked before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import cos, pi, sqrt
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+from aladdin_mpi.data.user_code import import_function
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.optimizers import named
+from aladdin_mpi.optimizers.part import same_kind
+from aladdin_mpi.optimizers.script_access import ScriptAccess, hyperparameters
+from aladdin_mpi.options.run import RunOptions
+
+
+def scale_of(scaling: str, workers: int) -> float:
+    """Return what ``--lr-scaling`` multiplies the learning rate of one worker by."""
+    return {"linear": float(workers), "sqrt": sqrt(workers), "none": 1.0}[scaling]
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """Warm-up, then constant, steps or half a cosine, scaled by the number of workers.
+
+    Following the global sample count keeps the schedule right however unequal the
+    workers are. The warm-up of SGD rises from the rate of one worker to the scaled one
+    (Goyal et al., 2017, section 2.2), that of other optimizers from 0.
+
+    Args:
+        options: the ``lr_*`` and ``warmup_epochs`` options.
+        workers: their number.
+        epoch: samples of one epoch.
+        total: samples of the run.
+        base: the rate of one worker; 1 where the optimizer has it in its groups.
+        function: of the samples drawn, in place of warm-up and the rest: a factor.
+    """
+
+    options: RunOptions
+    workers: int
+    epoch: int
+    total: int
+    base: float
+    function: Callable[[int], float] | None = None
+
+    @cached_property
+    def scale(self) -> float:
+        """What the rate of one worker is multiplied by."""
+        return scale_of(self.options.lr_scaling, self.workers)
+
+    @cached_property
+    def _warmup(self) -> float:
+        """Samples of the warm-up."""
+        return min(self.options.warmup_epochs * self.epoch, self.total)
+
+    def __call__(self, samples: int) -> float:
+        """The rate when ``samples`` have been drawn."""
+        options = self.options
+        rate = self.base * self.scale
+        if self.function is not None:
+            return rate * float(self.function(samples))
+        warmup = self._warmup
+        if samples < warmup:
+            if options.optimizer != "sgd":
+                return rate * samples / warmup
+            return self.base * (1 + (self.scale - 1) * samples / warmup)
+        if options.lr_schedule == "step":
+            passed = sum(samples >= step * self.epoch for step in options.lr_steps)
+            return rate * options.lr_decay**passed
+        if options.lr_schedule == "cosine" and self.total > warmup:
+            return rate * 0.5 * (1 + cos(pi * (samples - warmup) / (self.total - warmup)))
+        return rate
+
+
+Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Asked = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Factory
+"""One, or several of a kind for parts of a model, or what makes one of a list of parameters."""
+IN_THE_OPTIMIZER = ("lr", "momentum", "nesterov", "weight_decay", "lr_scaling")
+IN_THE_SCHEDULE = ("lr_schedule", "warmup_epochs", "lr_steps", "lr_decay")
+AS_GIVEN: dict[str, Any] = {"lr_scaling": "none", "lr_schedule": "constant", "warmup_epochs": 0.0}
+"""Settings of a run whose optimizer has its rates already."""
+
+
+@dataclass(frozen=True)
+class OwnOptimizer:
+    """An optimizer for a module's parameters, and its scheduler if it has one."""
+
+    given: torch.optim.Optimizer
+    access: ScriptAccess
+    """To the objects of the script, of which there may be several."""
+    scheduler: LRScheduler | None = None
+
+    def describe(self) -> str:
+        """What all ranks, and a run that goes on, must have in common."""
+        groups = [
+            f"{len(group['params'])} parameters, "
+            + ", ".join(f"{name} {value}" for name, value in hyperparameters(group).items())
+            for group in self.given.param_groups
+        ]
+        kind = type(self.scheduler).__name__ if self.scheduler is not None else "none"
+        return f"{type(self.given).__name__}: {'; '.join(groups)}; scheduler {kind}"
+
+    def describe_state(self) -> str:
+        """Return of how many parameters the optimizer has a state to begin with."""
+        parameters = [p for group in self.given.param_groups for p in group["params"]]
+        return f"of {sum(bool(self.given.state.get(p)) for p in parameters)} parameters"
+
+
+def settings_for(optimizer: object, schedule: object, given: Collection[str]) -> dict[str, Any]:
+    """Settings that an optimizer object or a schedule brings with it.
+
+    Raises:
+        UserError: one that it decides itself was given as well.
+    """
+    if optimizer is not None:
+        _check_apart(given, IN_THE_OPTIMIZER, "optimizer", "the optimizer's groups")
+    if schedule is not None:
+        _check_apart(given, IN_THE_SCHEDULE, "schedule", "the schedule")
+    if optimizer is None:
+        return {}
+    one = optimizer[0] if isinstance(optimizer, Sequence) and optimizer else optimizer
+    name = type(one).__name__ if isinstance(one, torch.optim.Optimizer) else "own"
+    return {"optimizer": name, **AS_GIVEN}
+
+
+def _check_apart(given: Collection[str], names: Collection[str], other: str, holder: str) -> None:
+    for name in names:
+        if name in given:
+            raise UserError(
+                f"{name}: expected without {other}, got both; set it in {holder}, or leave "
+                f"{other} out"
+            )
+
+
+def resolve(
+    module: nn.Module,
+    options: RunOptions,
+    optimizer: Asked | None,
+    scheduler: LRScheduler | None,
+) -> OwnOptimizer | None:
+    """The run's optimizer; None: the built-in one.
+
+    Raises:
+        UserError: it does not suit the module, or cannot be copied for parts of it.
+    """
+    if optimizer is None:
+        made = _named(module, options)
+    elif isinstance(optimizer, torch.optim.Optimizer):
+        made = optimizer
+    elif isinstance(optimizer, Sequence):
+        made = _joined(optimizer)
+    else:
+        made = optimizer([p for p in module.parameters() if p.requires_grad])
+        if not isinstance(made, torch.optim.Optimizer):
+            raise UserError(
+                "optimizer: expected a torch optimizer, or a function that makes one of a list of "
+                f"parameters, got one that returns {type(made).__name__}"
+            )
+    if made is None:
+        if scheduler is not None:
+            raise UserError(
+                "scheduler: expected together with its optimizer, got it alone; add optimizer="
+            )
+        return None
+    _check_optimizer(made, module)
+    _check_scheduler(made, scheduler)
+    access = ScriptAccess(optimizer if isinstance(optimizer, Sequence) else [made])
+    return OwnOptimizer(made, access, scheduler)
+
+
+def _joined(several: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """One that has the groups of all, as for a generator and a discriminator."""
+    kinds = {type(each).__name__ for each in several}
+    if len(kinds) != 1 or not all(isinstance(each, torch.optim.Optimizer) for each in several):
+        raise UserError(
+            "optimizer: expected several torch optimizers of one kind, got "
+            f"{', '.join(sorted(kinds)) or 'none'}; take the same for all parts of the model"
+        )
+    whole = same_kind(several[0], [group for each in several for group in each.param_groups])
+    for each in several:
+        whole.state.update(each.state)
+    return whole
+
+
+def _named(module: nn.Module, options: RunOptions) -> torch.optim.Optimizer | None:
+    """The one that ``--optimizer`` names; None where flat vectors and momentum SGD will do."""
+    by_pattern = options.lr_factors or options.decay_factors
+    if options.optimizer == "sgd" and not by_pattern and not options.optimizer_options:
+        return None
+    is_own = ":" in options.optimizer
+    make = (
+        import_function("--optimizer", options.optimizer)
+        if is_own
+        else named.find(options.optimizer)
+    )
+    settings = dict(options.optimizer_options)
+    if options.optimizer == "sgd":
+        settings = {"momentum": options.momentum, "nesterov": options.nesterov, **settings}
+    decay = options.weight_decay if options.weight_decay or not is_own else None
+    groups = named.groups(module, options.lr, decay, options.lr_factors, options.decay_factors)
+    arguments = named.arguments(make, settings)
+    try:
+        made: torch.optim.Optimizer = make(groups, **arguments)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--optimizer {options.optimizer}: {error}; mend its options") from error
+    return made
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    name = type(optimizer).__name__
+    if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
+        raise UserError(
+            f"optimizer: {name} takes two steps for each batch, but run.step() takes one. Pass "
+            "the optimizer that it wraps, and compute the gradient at the perturbed parameters "
+            "in the loop, as docs/running.md shows for SAM"
+        )
+    ours = set(module.parameters())
+    strange = [p for group in optimizer.param_groups for p in group["params"] if p not in ours]
+    inner = [
+        key for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)
+    ]
+    hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
+    for wrong, expected, remedy in (
+        (
+            strange,
+            f"one for parameters of the model, got {name} with {len(strange)} others",
+            "make it of model.parameters()",
+        ),
+        (
+            inner,
+            f"one that makes its steps itself, got {name}, which has another in its {inner}",
+            "give that one",
+        ),
+        (hooks, f"one without step hooks, got {name} with {len(hooks)}", "take them off"),
+    ):
+        if wrong:
+            raise UserError(f"optimizer: expected {expected}; {remedy}")
+
+
+def check_length(own: OwnOptimizer, steps: int) -> None:
+    """Check that the scheduler lasts for ``steps`` steps.
+
+    Raises:
+        UserError: it would raise an error in the middle of the run.
+    """
+    if isinstance(own.scheduler, OneCycleLR):
+        lasts = own.scheduler.total_steps - own.scheduler.last_epoch
+        if lasts < steps:
+            raise UserError(
+                f"scheduler: OneCycleLR ends after {lasts} steps, but this run makes {steps}. It "
+                "advances by one for each batch_size * accumulate samples of any worker, or with "
+                f"steps= for each step of all. Make it with total_steps={steps}"
+            )
+
+
+def _check_scheduler(optimizer: torch.optim.Optimizer, scheduler: object) -> None:
+    if scheduler is None:
+        return
+    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+        raise UserError(
+            "scheduler: expected a torch scheduler that goes on with every step, got "
+            f"{type(scheduler).__name__}; leave it out, and set the rate in optimizer.param_groups"
+        )
+    if scheduler.optimizer is not optimizer:
+        raise UserError(
+            "scheduler: expected that of the optimizer, got one of another optimizer; make it of "
+            "the one that is given"
+        )

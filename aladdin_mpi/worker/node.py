@@ -1,0 +1,157 @@
+"""A node as one worker with several devices: its workers make one step together.
+
+The first worker of a node leads. It takes part in the algorithm as a worker of n times the batch,
+and no algorithm has to know: it deals its samples to the others, gives them its model before each
+step, and adds their gradients to its own, bucket by bucket while backward runs, so that the
+algorithm sees the mean. One message then leaves the node where there would be several, and one
+model comes to it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from math import log2
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.codec.base import DenseWire
+from aladdin_mpi.control.budget import Draws, Report, Ticket
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.flat.layout import Bucket, Layout
+from aladdin_mpi.flat.vectors import add, full, scale
+from aladdin_mpi.transport.base import Event, Request, Transport, numbers_of
+from aladdin_mpi.transport.checksums import is_void
+
+TICKET = 4
+"""Numbers of a message that deals samples."""
+MOVED = 5
+"""Bytes that move in memory for each that comes from another worker: copied in (2), added (3)."""
+
+
+def _part(size: int, place: int, places: int) -> int:
+    """Of so many samples: the first place, the leader's, has as many as any."""
+    return size * (places - place) // places - size * (places - place - 1) // places
+
+
+class NodeLeader:
+    """What the first worker of a node does for the others.
+
+    Args:
+        transport: among all ranks.
+        ranks: of the node's workers; the first is this one.
+        x: the flat model.
+    """
+
+    def __init__(
+        self, transport: Transport, layout: Layout, ranks: Sequence[int], x: Tensor
+    ) -> None:
+        self.size = len(ranks)
+        self._transport = transport
+        self._layout = layout
+        self._others = list(ranks[1:])
+        self._x = x
+        self._wire = DenseWire(full(x.dtype), x.device, transport.needs_memory)
+        self._model = self._wire.buffer(layout.numel)
+        self._received = {rank: self._wire.buffer(layout.numel) for rank in self._others}
+        self._taken: dict[int, Event] = {}
+        """A device reads what has been received from a rank until then."""
+        self._sends: list[Request] = []
+        self._awaited: deque[tuple[Bucket, list[Request]]] = deque()
+        self._shares: list[float] = []
+        self._vector = x
+        self._completed = 0
+        self._has_ended = False
+
+    def open(self) -> None:
+        """Begin a segment."""
+        self._has_ended = False
+
+    def deal(self, ticket: Ticket) -> Ticket:
+        """Deal the node's samples of a step; returns this worker's part."""
+        parts = [_part(ticket.size, place, self.size) for place in range(self.size)]
+        self._shares = [part / ticket.size if ticket.size else 0.0 for part in parts]
+        if not self._has_ended:
+            for rank, part in zip(self._others, parts[1:], strict=True):
+                numbers = (ticket.start, part, ticket.whole, log2(ticket.scale))
+                self._transport.isend_numbers(numbers, rank, Tag.NODE_TICKET)
+        self._has_ended = self._has_ended or ticket.whole == 0
+        return ticket._replace(size=parts[0])
+
+    def begin(self, vector: Tensor) -> None:
+        """The step begins: give the others the model; their gradients go into ``vector``."""
+        self._vector, self._completed = vector, 0
+        self._transport.wait_all(self._sends)
+        self._sends.clear()
+        for taken in self._taken.values():
+            self._transport.await_event(taken)
+        for bucket in self._layout.buckets:
+            model = bucket.of(self._model)
+            event = self._wire.encode(bucket.of(self._x), model)
+            if event is not None:
+                event.hold()  # the step may change x at once
+            self._sends += [
+                self._transport.isend(model, rank, Tag.LOCAL_MODEL, after=event)
+                for rank in self._others
+            ]
+            receives = [
+                self._transport.irecv(bucket.of(buffer), rank, Tag.LOCAL_GRADIENT)
+                for rank, buffer in self._received.items()
+            ]
+            self._awaited.append((bucket, receives))
+
+    def complete(self, bucket: Bucket) -> Iterator[Bucket]:
+        """This worker's gradient of a bucket is there: the buckets that are there from all."""
+        self._completed = bucket.index + 1
+        last = self._completed == len(self._layout.buckets)
+        while self._awaited and self._awaited[0][0].index < self._completed:
+            first, receives = self._awaited[0]
+            if last:
+                self._transport.wait_all(receives)
+            elif not all(self._transport.test(receive) for receive in receives):
+                return
+            self._awaited.popleft()
+            self._add(first)
+            yield first
+
+    def _add(self, bucket: Bucket) -> None:
+        mine = bucket.of(self._vector)
+        nbytes = MOVED * mine.numel() * self._wire.dtype.itemsize * len(self._others)
+        self._transport.charge_memory(nbytes)
+        if mine.is_meta:
+            return
+        scale(mine, self._shares[0])
+        for rank, share in zip(self._others, self._shares[1:], strict=True):
+            theirs = bucket.of(self._received[rank])
+            if not is_void(theirs):
+                there, taken = self._wire.fetch(theirs)
+                add(mine, there, alpha=share)
+                if taken is not None:
+                    self._taken[rank] = taken
+
+
+class LedDraws(Draws):
+    """The samples of a worker that a leader deals to; its reports go to rank 0 as any worker's."""
+
+    def __init__(self, transport: Transport, leader: int) -> None:
+        super().__init__(transport)
+        self._leader = leader
+
+    @property
+    def short(self) -> int:
+        """One is asked for at a time."""
+        return 1 - self.outstanding
+
+    def request(self, want: int, report: Report) -> None:
+        """Report, and await what the leader deals."""
+        numbers = torch.empty(TICKET, dtype=torch.float64)
+        self._grants.append(self._transport.irecv(numbers, self._leader, Tag.NODE_TICKET))
+        self._send(0, report)
+
+    def take(self) -> Ticket:
+        """The leader's next; waits for it."""
+        receive = self._grants.popleft()
+        self._transport.wait(receive)
+        start, size, whole, exponent = numbers_of(receive)
+        return Ticket(int(start), int(size), int(whole), scale=2.0**exponent)
