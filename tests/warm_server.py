@@ -29,7 +29,6 @@ IMPORTED = (
     "matplotlib.pyplot",
     "aladdin_mpi.options.command_line",
     "aladdin_mpi.run.trainer",
-    "aladdin_mpi.run.trainer",
     "aladdin_mpi.run.resumption",
 )
 """What is slow to import, of this project too; neither MPI nor a command."""
@@ -208,5 +207,6 @@ def serve() -> None:
 
 if __name__ == "__main__":
     # From a module of its own: a program has all of __main__ to itself.
+    from tests.warm_server import serve as served
 
-    serve()
+    served()
