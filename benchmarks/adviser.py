@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.advice import bottleneck, candidates, timed_run
-from aladdin_mpi.advice.candidates import Candidate, Ground, ground
-from aladdin_mpi.advice.learning import Share
-from aladdin_mpi.advice.options import AdviseOptions, Request
-from aladdin_mpi.advice.race import LONG, Entry, Race
+from aladdin_mpi.advice.candidate_search import LONG, CandidateResult, CandidateSearch
+from aladdin_mpi.advice.candidates import Candidate, ClusterTraits, ground
+from aladdin_mpi.advice.learning import SampleEfficiency
+from aladdin_mpi.advice.options import AdviceRequest, AdviseOptions
 from aladdin_mpi.advice.timed_run import rate_of
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.cluster import Cluster
@@ -110,7 +110,7 @@ def setups(count: int) -> list[Setup]:
 
 def request_for(
     setup: Setup, links: Sequence[float] | None = None, seconds: float = 300
-) -> Request:
+) -> AdviceRequest:
     """What the adviser is asked for a set-up."""
     rates = list(setup.links)
     goodput = GOODPUT
@@ -134,14 +134,16 @@ def request_for(
         seconds=300,
         quiet=True,
     )  # fmt: skip
-    return Request(options, settings, "set-up", ())
+    return AdviceRequest(options, settings, "set-up", ())
 
 
-def advised(setup: Setup) -> tuple[Race, list[Entry], Ground]:
+def advised(setup: Setup) -> tuple[CandidateSearch, list[CandidateResult], ClusterTraits]:
     """The adviser's ranking."""
     request = request_for(setup)
     on = ground(request.simulated({"compute": "timed"}), setup.megabytes)
-    race = Race(request, on, request.options.model, lambda c: Share(1.0), lambda *_: None)
+    race = CandidateSearch(
+        request, on, request.options.model, lambda c: SampleEfficiency(1.0), lambda *_: None
+    )
     return race, race.run(candidates.names(NAMES, on.workers)), on
 
 
@@ -216,7 +218,7 @@ class Kept:
         return self._rates[key]
 
 
-def chosen(race: Race, entries: Sequence[Entry]) -> list[Entry]:
+def chosen(race: CandidateSearch, entries: Sequence[CandidateResult]) -> list[CandidateResult]:
     """The first of the ranking, the best of further algorithms, and the plain one."""
     known = [entry for entry in entries if entry.timed is not None]
     first = known[:2]
@@ -227,7 +229,7 @@ def chosen(race: Race, entries: Sequence[Entry]) -> list[Entry]:
     if all(entry.candidate != PLAIN for entry in found):
         timed = timed_run.run(race.options(PLAIN, LONG).model_dump(mode="json"))
         assert not isinstance(timed, str), timed
-        found.append(Entry(PLAIN, inf, Share(1.0), long=[timed]))
+        found.append(CandidateResult(PLAIN, inf, SampleEfficiency(1.0), long=[timed]))
     return found
 
 
@@ -262,8 +264,8 @@ def rows_of(setup: Setup, kept: Kept) -> list[dict[str, Any]]:
 
 def relief(
     setup: Setup,
-    race: Race,
-    entry: Entry,
+    race: CandidateSearch,
+    entry: CandidateResult,
     found: bottleneck.Bottleneck,
     before: float,
     kept: Kept,

@@ -19,7 +19,7 @@ from statistics import fmean
 import tomli_w
 
 from aladdin_mpi.advice import learning
-from aladdin_mpi.advice.learning import Row, curve, mean_curve, taught
+from aladdin_mpi.advice.learning import EfficiencyRow, curve, mean_curve, taught
 from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.options.settings import build, read_toml
 from benchmarks import harness
@@ -63,7 +63,7 @@ HEAD = """\
 """
 
 
-def row_of(runs: Sequence[Path], bases: Sequence[Path]) -> Row:
+def row_of(runs: Sequence[Path], bases: Sequence[Path]) -> EfficiencyRow:
     """The sample efficiency of runs, each relative to the base's run with the same seed.
 
     Only the runs with the most lines of metrics count: others say too little of where a loss was
@@ -78,7 +78,9 @@ def row_of(runs: Sequence[Path], bases: Sequence[Path]) -> Row:
     found = [round(share, 3) for share in learning.credited(shares, converged)]
     samples = curve(runs[0])[-1][0]
     steps = round(samples / (options.workers * options.batch_size))
-    return Row(round(fmean(found), 3), min(found), max(found), len(found), steps, converged)
+    return EfficiencyRow(
+        round(fmean(found), 3), min(found), max(found), len(found), steps, converged
+    )
 
 
 def options_of(run: Path) -> SimulateOptions:
@@ -86,9 +88,9 @@ def options_of(run: Path) -> SimulateOptions:
     return build(SimulateOptions, read_toml(SimulateOptions, run / "config.toml", "run"))
 
 
-def table() -> dict[str, dict[str, Row]]:
+def table() -> dict[str, dict[str, EfficiencyRow]]:
     """By algorithm and number of workers."""
-    found: dict[str, dict[str, Row]] = defaultdict(dict)
+    found: dict[str, dict[str, EfficiencyRow]] = defaultdict(dict)
     for group in GROUPS:
         folders = {
             path.name: sorted(path.glob("seed-*"))

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from aladdin_mpi.codec.base import DenseWire, GradientCodec
 from aladdin_mpi.codec.dgc import DeepGradientCompression
 from aladdin_mpi.codec.quantised import make_codec
-from aladdin_mpi.control.budget import Budget, Ticket
+from aladdin_mpi.control.budget import Budget, SampleLease
 from aladdin_mpi.data.builtin_sets import read_digits
-from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.flat.layout import Layout, cut
 from aladdin_mpi.flat.replica import PhantomReplica, Replica, outline
 from aladdin_mpi.optimizers.sgd import MomentumSGD
@@ -31,7 +31,7 @@ from aladdin_mpi.run.context import Context
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from aladdin_mpi.worker.role import Role
-from aladdin_mpi.worker.step import Pace
+from aladdin_mpi.worker.step import StepTimeModel
 from tests.quadratic import NO_DELAY, STAGGER
 
 TRAINING = 1500
@@ -186,7 +186,7 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
         if budget is not None:
             budget.close()
         transport.wait(transport.ibarrier())
-    if isinstance(role, Server):
+    if isinstance(role, ServerAlgorithm):
         role.complete()
     return RankResult(role, codec, transport.traffic)
 
@@ -207,14 +207,14 @@ def _computing(job: Job, transport: Transport, module: nn.Module) -> Computing:
     index = transport.rank - job.servers
     images, labels = digits()
 
-    def compute(ticket: Ticket) -> float:
+    def compute(lease: SampleLease) -> float:
         if job.timed:
             return 0.0
-        batch = torch.arange(ticket.start, ticket.start + ticket.size) % TRAINING
+        batch = torch.arange(lease.start, lease.start + lease.size) % TRAINING
         loss: Tensor = nn.functional.cross_entropy(module(images[batch]), labels[batch])
         loss.backward()
         return loss.item()
 
     seconds = job.seconds if transport.models_time or job.timed else None
     slowdown = job.slowdown[index] if job.slowdown else 1.0
-    return Computing(compute, Pace(seconds, slowdown, job.jitter, seed=index))
+    return Computing(compute, StepTimeModel(seconds, slowdown, job.jitter, seed=index))

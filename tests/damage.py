@@ -10,14 +10,14 @@ from torch import Tensor
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import SEALED
 from aladdin_mpi.transport.base import Event, Request, Transport
-from aladdin_mpi.transport.checksums import SealedTransport
-from aladdin_mpi.transport.wrapper import Layer
+from aladdin_mpi.transport.checksums import ChecksumTransport
+from aladdin_mpi.transport.wrapper import TransportWrapper
 
 Choice = Callable[[int, Tensor], bool]
 """Whether to damage a message, by its number among the rank's headers, or its others."""
 
 
-class DamagingTransport(Layer):
+class DamagingTransport(TransportWrapper):
     """Damages what it sends, if ``chosen``; ``damaged`` has the tags, in order."""
 
     def __init__(
@@ -52,7 +52,7 @@ def sealed(transport: Transport) -> Transport:
     def damaged(source: int, tag: int) -> None:
         report(transport, Refusal(Reason.CHECKSUM, source, value=tag))
 
-    return SealedTransport(transport, SEALED, damaged)
+    return ChecksumTransport(transport, SEALED, damaged)
 
 
 def is_values(buffer: Tensor) -> bool:

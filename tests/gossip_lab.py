@@ -106,8 +106,7 @@ def starts(rank: int, numel: int) -> Tensor:
 
 def noises(job: Job, outcome: Outcome, worker: int) -> list[Tensor]:
     """The gradient noise of each of a worker's steps."""
-    tickets = outcome.workers[worker].tickets
+    leases = outcome.workers[worker].leases
     return [
-        noise_of_samples(job, worker, tickets[:k], ticket).double()
-        for k, ticket in enumerate(tickets)
+        noise_of_samples(job, worker, leases[:k], lease).double() for k, lease in enumerate(leases)
     ]

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from aladdin_mpi.algorithms.multistep import MultistepWorker
 from aladdin_mpi.codec.base import DenseWire
-from aladdin_mpi.control.budget import Budget, Ticket
+from aladdin_mpi.control.budget import Budget, SampleLease
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.options.algorithms import find_algorithm
@@ -22,7 +22,7 @@ from aladdin_mpi.run.building import Computing, make_worker, momentum_sgd
 from aladdin_mpi.run.context import Context, make_layout
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
-from aladdin_mpi.worker.step import Pace
+from aladdin_mpi.worker.step import StepTimeModel
 from tests.quadratic import NO_DELAY, STAGGER
 
 CLASSES = 3
@@ -90,7 +90,7 @@ class Result:
 
     role: MultistepWorker
     traffic: Traffic
-    tickets: list[Ticket]
+    leases: list[SampleLease]
     seconds: float
     state: dict[str, Any]
 
@@ -138,14 +138,14 @@ def run_rank(job: Job, transport: Transport) -> Result:
     kind = find_algorithm("multistep")
     layout = make_layout(options, kind, replica, 0, transport.size)
     context = Context(transport, options, kind, module, replica, layout)
-    tickets: list[Ticket] = []
+    leases: list[SampleLease] = []
 
-    def compute(ticket: Ticket) -> float:
-        tickets.append(ticket)
+    def compute(lease: SampleLease) -> float:
+        leases.append(lease)
         worker = role.worker
-        before = sum(ticket.size_of(each, worker.count) for each in range(worker.index))
-        first = ticket.start + before
-        numbers = range(first, first + ticket.size)
+        before = sum(lease.size_of(each, worker.count) for each in range(worker.index))
+        first = lease.start + before
+        numbers = range(first, first + lease.size)
         loss = 0.0
         for part in range(job.passes):
             own = numbers[
@@ -156,13 +156,13 @@ def run_rank(job: Job, transport: Transport) -> Result:
             if worker.step.watch is not None:
                 worker.step.watch.enabled = last
             output = functional.cross_entropy(module(images), labels, reduction="sum")
-            output = output / max(ticket.size, 1)
+            output = output / max(lease.size, 1)
             if output.requires_grad:
                 output.backward()
             loss += output.item()
         return loss
 
-    pace = Pace(
+    pace = StepTimeModel(
         job.seconds,
         job.slowdown.get(transport.rank, 1.0),
         job.jitter,
@@ -192,4 +192,4 @@ def run_rank(job: Job, transport: Transport) -> Result:
         assert not role.gathering
         seconds = transport.now() - start
         transport.wait(transport.ibarrier())
-    return Result(role, transport.traffic, tickets, seconds, role.state_dict())
+    return Result(role, transport.traffic, leases, seconds, role.state_dict())

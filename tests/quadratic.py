@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from aladdin_mpi.algorithms.aladdin import AladdinServer, AladdinWorker
 from aladdin_mpi.codec.base import DenseWire, GradientCodec
-from aladdin_mpi.control.budget import Budget, Report, Ticket
-from aladdin_mpi.exchange.receiver import Arrival
+from aladdin_mpi.control.budget import Budget, SampleLease, WorkerReport
+from aladdin_mpi.exchange.receiver import ReceivedBucket
 from aladdin_mpi.exchange.server import ParameterServer
 from aladdin_mpi.flat.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
 from aladdin_mpi.flat.replica import Replica
@@ -28,7 +28,7 @@ from aladdin_mpi.run.building import Computing, make_server, make_worker, moment
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.transport.base import Traffic
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
-from aladdin_mpi.worker.step import Pace
+from aladdin_mpi.worker.step import StepTimeModel
 
 
 def aladdin_options(**values: Any) -> AladdinOptions:
@@ -141,7 +141,7 @@ class SlowServer(ParameterServer):
 
     def gradients(
         self, on_end: Callable[[int], None] | None = None, look: bool = True
-    ) -> Iterator[Arrival]:
+    ) -> Iterator[ReceivedBucket]:
         for arrival in super().gradients(on_end, look):
             if self.seconds:
                 self.transport.sleep(self.seconds)
@@ -155,7 +155,7 @@ class WorkerResult:
     x: Tensor
     role: AladdinWorker
     traffic: Traffic
-    tickets: list[Ticket]
+    leases: list[SampleLease]
     waited: list[float]
 
 
@@ -165,7 +165,7 @@ class ServerResult:
 
     role: AladdinServer
     traffic: Traffic
-    reports: list[tuple[int, Report]]
+    reports: list[tuple[int, WorkerReport]]
     budget: Budget | None
 
 
@@ -246,7 +246,7 @@ def _serve(
     role = make_server(context, sgd, wire, setup.schedule, SlowServer)
     assert isinstance(role, AladdinServer) and isinstance(role.server, SlowServer)
     role.server.seconds = setup.server_seconds
-    reports: list[tuple[int, Report]] = []
+    reports: list[tuple[int, WorkerReport]] = []
     budget = None
     if transport.rank == 0:
         budget = Budget(transport, setup.samples, lambda rank, r: reports.append((rank, r)))
@@ -271,21 +271,23 @@ def _work(
     wire: GradientCodec,
 ) -> WorkerResult:
     index = transport.rank - setup.servers
-    tickets: list[Ticket] = []
+    leases: list[SampleLease] = []
     waited: list[float] = []
 
-    def compute(ticket: Ticket) -> float:
+    def compute(lease: SampleLease) -> float:
         waited.append(transport.traffic.waiting)
-        tickets.append(ticket)
-        loss: Tensor = context.module(noise_of(index, len(tickets), setup.numel, setup.noise))
+        leases.append(lease)
+        loss: Tensor = context.module(noise_of(index, len(leases), setup.numel, setup.noise))
         loss.backward()
         return loss.item()
 
-    pace = Pace(setup.seconds, setup.slowdown_of(index), setup.jitter, setup.seed * 100 + index)
+    pace = StepTimeModel(
+        setup.seconds, setup.slowdown_of(index), setup.jitter, setup.seed * 100 + index
+    )
     x = context.replica.parameters
     if setup.start is not None:
         x.copy_(setup.start(index))
     role = make_worker(context, sgd, wire, setup.schedule, Computing(compute, pace))
     assert isinstance(role, AladdinWorker)
     _segments(setup, transport, lambda limit: role.run())
-    return WorkerResult(x, role, transport.traffic, tickets, waited)
+    return WorkerResult(x, role, transport.traffic, leases, waited)

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from aladdin_mpi.algorithms.registry import implementation
 from aladdin_mpi.codec.quantised import make_codec
-from aladdin_mpi.control.budget import Budget, Report, Ticket
+from aladdin_mpi.control.budget import Budget, SampleLease, WorkerReport
 from aladdin_mpi.control.exchange import barrier
 from aladdin_mpi.control.refusals import NBYTES, Refusal
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.flat.layout import BYTES_PER_MB, BYTES_PER_VALUE, Bucket, Layout, cut
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.options.algorithms import Algorithm, find_algorithm
@@ -31,10 +31,10 @@ from aladdin_mpi.run.context import Context
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from aladdin_mpi.worker.role import Role
-from aladdin_mpi.worker.step import Pace
+from aladdin_mpi.worker.step import StepTimeModel
 from tests.quadratic import NO_DELAY, STAGGER, Quadratic, noise_of
 
-Probe = Callable[[Transport, Role, Ticket], None]
+Probe = Callable[[Transport, Role, SampleLease], None]
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Job:
     problem: Callable[[int], nn.Module] = Quadratic
     """Builds the model from the number of its values; called with the noise, it returns the loss.
     """
-    watch: Callable[[Server, Bucket], None] | None = None
+    watch: Callable[[ServerAlgorithm, Bucket], None] | None = None
     """Called by a server after it has processed an arrival."""
 
     @property
@@ -104,12 +104,12 @@ class Job:
 
 @dataclass
 class RankResult:
-    """How a rank ended. ``tickets`` are those it computed."""
+    """How a rank ended. ``leases`` are those it computed."""
 
     role: Role
     traffic: Traffic
-    tickets: list[Ticket]
-    reports: list[tuple[int, Report]]
+    leases: list[SampleLease]
+    reports: list[tuple[int, WorkerReport]]
     budget: Budget | None
     refusals: list[Refusal]
     """What rank 0 heard of."""
@@ -153,7 +153,7 @@ class Outcome:
 
     def check_accounts(self) -> None:
         """All samples were used once, all gradients applied, and no message is left over."""
-        sizes = [ticket.size for worker in self.workers for ticket in worker.tickets]
+        sizes = [lease.size for worker in self.workers for lease in worker.leases]
         assert sum(sizes) == self.job.samples
         computed = sum(worker.role.counts()["computed"] for worker in self.workers)
         assert computed == len(sizes)
@@ -193,15 +193,15 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
     context = Context(transport, options, job.kind, module, replica, job.layout)
     sgd = momentum_sgd(options, x)
     wire = make_codec(job.kind.wire(options), job.layout, x.device)
-    tickets: list[Ticket] = []
-    reports: list[tuple[int, Report]] = []
+    leases: list[SampleLease] = []
+    reports: list[tuple[int, WorkerReport]] = []
     role: Role
     if context.is_server:
         role = make_server(context, sgd, wire, job.schedule)
         if job.watch is not None:
             role.server.on_update = partial(job.watch, role)
     else:
-        computing = _computing(job, transport, module, replica, tickets, lambda: role)
+        computing = _computing(job, transport, module, replica, leases, lambda: role)
         role = make_worker(context, sgd, wire, job.schedule, computing)
     budget = None
     refusals: list[Refusal] = []
@@ -223,12 +223,12 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
         if budget is not None:
             budget.close()
         barrier(transport)  # no draw of the next segment comes before
-    if isinstance(role, Server):
+    if isinstance(role, ServerAlgorithm):
         role.complete()
     role.close()
     if transport.models_time:
         transport.sleep(100.0)  # the last reports arrive
-    return RankResult(role, transport.traffic, tickets, reports, budget, refusals)
+    return RankResult(role, transport.traffic, leases, reports, budget, refusals)
 
 
 def _computing(
@@ -236,16 +236,16 @@ def _computing(
     transport: Transport,
     module: nn.Module,
     replica: Replica,
-    tickets: list[Ticket],
+    leases: list[SampleLease],
     role: Callable[[], Role],
 ) -> Computing:
     index = transport.rank - job.served_by
 
-    def compute(ticket: Ticket) -> float:
+    def compute(lease: SampleLease) -> float:
         if job.probe is not None:
-            job.probe(transport, role(), ticket)
-        noise = noise_of_samples(job, index, tickets, ticket) + job.spoil(index, len(tickets))
-        tickets.append(ticket)
+            job.probe(transport, role(), lease)
+        noise = noise_of_samples(job, index, leases, lease) + job.spoil(index, len(leases))
+        leases.append(lease)
         loss: Tensor = module(noise)
         loss.backward()
         return loss.item()
@@ -254,14 +254,16 @@ def _computing(
         replica.parameters.copy_(job.start(index))
     virtual = transport.models_time
     slow = job.slowdown.get(index, 1.0)
-    pace = Pace(job.seconds if virtual else None, slow, job.jitter, job.seed * 100 + index)
+    pace = StepTimeModel(job.seconds if virtual else None, slow, job.jitter, job.seed * 100 + index)
     return Computing(compute, pace)
 
 
-def noise_of_samples(job: Job, worker: int, before: list[Ticket], ticket: Ticket) -> Tensor:
+def noise_of_samples(
+    job: Job, worker: int, before: list[SampleLease], lease: SampleLease
+) -> Tensor:
     """The mean of the noises of a worker's next samples, which are numbered one by one."""
     first = sum(earlier.size for earlier in before)
-    each = [noise_of(worker, first + i, job.numel, job.noise) for i in range(ticket.size)]
+    each = [noise_of(worker, first + i, job.numel, job.noise) for i in range(lease.size)]
     return torch.stack(each).mean(0)
 
 
@@ -292,19 +294,19 @@ def single_process(job: Job) -> Tensor:
     x = flat_start(job.numel).double()
     options = job.options
     velocity = torch.zeros_like(x)
-    used: list[list[Ticket]] = [[] for _ in range(job.workers)]
+    used: list[list[SampleLease]] = [[] for _ in range(job.workers)]
     drawn = 0
     while drawn < job.samples:
         whole = min(job.batch * job.workers, job.samples - drawn)
         gradient = torch.zeros_like(x)
         for worker in range(job.workers):
-            ticket = Ticket(drawn, 0, whole)
-            ticket = ticket._replace(size=ticket.size_of(worker, job.workers))
-            if ticket.size:
-                noise = noise_of_samples(job, worker, used[worker], ticket)
+            lease = SampleLease(drawn, 0, whole)
+            lease = lease._replace(size=lease.size_of(worker, job.workers))
+            if lease.size:
+                noise = noise_of_samples(job, worker, used[worker], lease)
                 mean = problem.scale.double() * (x - problem.optimum.double()) + noise.double()
-                gradient += mean * ticket.size / whole
-                used[worker].append(ticket)
+                gradient += mean * lease.size / whole
+                used[worker].append(lease)
         gradient += options.weight_decay * x
         velocity = options.momentum * velocity + gradient
         direction = gradient + options.momentum * velocity if options.nesterov else velocity

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aladdin_mpi.advice import bottleneck, candidates, learning
-from aladdin_mpi.advice.candidates import Candidate, Ground
-from aladdin_mpi.advice.learning import Pilot, Share
-from aladdin_mpi.advice.options import AdviseOptions, Change, Request, grown
-from aladdin_mpi.advice.race import SHORT, Entry, Race
+from aladdin_mpi.advice.candidate_search import SHORT, CandidateResult, CandidateSearch
+from aladdin_mpi.advice.candidates import Candidate, ClusterTraits
+from aladdin_mpi.advice.learning import Pilot, SampleEfficiency
+from aladdin_mpi.advice.options import AdviceRequest, AdviseOptions, Change, grown
 from aladdin_mpi.advice.report import Advice, Scaling, as_data, draw, in_words
 from aladdin_mpi.comparison.figures import markdown, plain
 from aladdin_mpi.errors import UserError
@@ -55,7 +55,7 @@ SCALED = 3
 """Algorithms that are looked at with other numbers of workers."""
 
 
-def advise(request: Request) -> Advice:
+def advise(request: AdviceRequest) -> Advice:
     """Carry a request out, and print the advice.
 
     Raises:
@@ -67,7 +67,7 @@ def advise(request: Request) -> Advice:
     names = candidates.names(request.options.algorithms, on.workers)
     tell = _progress(request)
     pilot = Pilot(request, names, tell) if request.options.pilot else None
-    race = Race(request, on, f"size:{megabytes:.6g}", _share(request, on, pilot), tell)
+    race = CandidateSearch(request, on, f"size:{megabytes:.6g}", _share(request, on, pilot), tell)
     entries = race.run(names)
     best = entries[0]
     if best.timed is None:
@@ -83,7 +83,7 @@ def advise(request: Request) -> Advice:
     return advice
 
 
-def _megabytes(request: Request) -> float:
+def _megabytes(request: AdviceRequest) -> float:
     """The size of the model's trainable parameters in fp32."""
     # Here, since torch takes a second that a mistake in the options should not.
     import torch
@@ -102,12 +102,14 @@ def _megabytes(request: Request) -> float:
     return sum(p.numel() for p in module.parameters() if p.requires_grad) * 4e-6
 
 
-def _share(request: Request, on: Ground, pilot: Pilot | None) -> Callable[[Candidate], Share]:
+def _share(
+    request: AdviceRequest, on: ClusterTraits, pilot: Pilot | None
+) -> Callable[[Candidate], SampleEfficiency]:
     """What a sample teaches with a candidate."""
 
-    def share(candidate: Candidate) -> Share:
+    def share(candidate: Candidate) -> SampleEfficiency:
         if request.options.target == "time":
-            return Share(1.0)
+            return SampleEfficiency(1.0)
         if pilot is not None:
             return pilot.share(candidate.algorithm)
         workers = on.hosts if candidate.has_nodes else on.workers
@@ -117,7 +119,7 @@ def _share(request: Request, on: Ground, pilot: Pilot | None) -> Callable[[Candi
 
 
 def _try_changes(
-    request: Request, race: Race, best: Entry, on: Ground
+    request: AdviceRequest, race: CandidateSearch, best: CandidateResult, on: ClusterTraits
 ) -> tuple[bottleneck.Bottleneck, float | None, list[tuple[Change, float | None, str]]]:
     """The bottleneck, what its relief would bring, and each change of ``--what-if``."""
     assert best.timed is not None
@@ -136,8 +138,8 @@ def _try_changes(
 
 
 def _changed(
-    change: Change, candidate: Candidate, request: Request, base: Any, on: Ground
-) -> tuple[Candidate, Request, str]:
+    change: Change, candidate: Candidate, request: AdviceRequest, base: Any, on: ClusterTraits
+) -> tuple[Candidate, AdviceRequest, str]:
     fields, servers, note = dict(change.fields), candidate.servers, ""
     if change.workers is not None:
         fields |= grown(base, change.workers)
@@ -153,10 +155,15 @@ def _changed(
     return changed, request.on(fields), note
 
 
-def _scaling(request: Request, race: Race, entries: Sequence[Entry], on: Ground) -> Scaling:
+def _scaling(
+    request: AdviceRequest,
+    race: CandidateSearch,
+    entries: Sequence[CandidateResult],
+    on: ClusterTraits,
+) -> Scaling:
     """The best of each of the first algorithms with other numbers of workers."""
     base = race.options(entries[0].candidate, 1)
-    chosen: dict[str, Entry] = {}
+    chosen: dict[str, CandidateResult] = {}
     for entry in entries:
         if entry.timed is not None and len(chosen) < SCALED:
             chosen.setdefault(entry.candidate.algorithm, entry)
@@ -180,7 +187,7 @@ def _scaling(request: Request, race: Race, entries: Sequence[Entry], on: Ground)
     return {name: sorted(each) for name, each in found.items()}
 
 
-def _progress(request: Request) -> Callable[[str, int, int], None]:
+def _progress(request: AdviceRequest) -> Callable[[str, int, int], None]:
     """A bar on a terminal; nothing elsewhere, or if that is asked for."""
     if request.options.quiet or not sys.stderr.isatty():
         return lambda what, done, asked: None

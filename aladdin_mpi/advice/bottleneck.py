@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from aladdin_mpi.advice.candidates import Candidate, Ground
-from aladdin_mpi.advice.race import FULL, NOTED
-from aladdin_mpi.advice.timed_run import Link, Timed
+from aladdin_mpi.advice.candidate_search import FULL, NOTED
+from aladdin_mpi.advice.candidates import Candidate, ClusterTraits
+from aladdin_mpi.advice.timed_run import LinkUse, TimedRun
 from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.process.console import percent
 
@@ -36,7 +36,7 @@ class Bottleneck:
     change: str
 
 
-def find(candidate: Candidate, timed: Timed, on: Ground, options: Any) -> Bottleneck:
+def find(candidate: Candidate, timed: TimedRun, on: ClusterTraits, options: Any) -> Bottleneck:
     """The bottleneck of a timed run with ``options``."""
     slowest = max(on.slowdowns)
     if timed.rate * on.step >= REACHED * on.ideal * options.batch_size:
@@ -54,7 +54,7 @@ def find(candidate: Candidate, timed: Timed, on: Ground, options: Any) -> Bottle
     return Bottleneck("computing", text, {}, "")
 
 
-def _nothing(timed: Timed) -> Bottleneck:
+def _nothing(timed: TimedRun) -> Bottleneck:
     """It is as fast as can be; what sends as much as there is room for fills links all the same."""
     text = "nothing: workers compute all the time"
     if timed.links and timed.links[0].used >= FULL:
@@ -62,7 +62,7 @@ def _nothing(timed: Timed) -> Bottleneck:
     return Bottleneck("computing", text, {}, "")
 
 
-def _links(links: Sequence[Link], candidate: Candidate, options: Any) -> Bottleneck:
+def _links(links: Sequence[LinkUse], candidate: Candidate, options: Any) -> Bottleneck:
     most = links[0].used
     full = [link for link in links if link.used >= AMONG * most]
     hosts = sorted({link.host for link in full})
@@ -96,7 +96,7 @@ def _named(hosts: Sequence[int]) -> str:
     return f"the links of {_names(hosts)} are"
 
 
-def _slowest(on: Ground, slowest: float) -> Bottleneck:
+def _slowest(on: ClusterTraits, slowest: float) -> Bottleneck:
     workers = [worker for worker, slow in enumerate(on.slowdowns) if slow == slowest]
     who = f"worker {workers[0]}" if len(workers) == 1 else f"workers {workers[0]} to {workers[-1]}"
     pace = "sets" if len(workers) == 1 else "set"
@@ -105,7 +105,7 @@ def _slowest(on: Ground, slowest: float) -> Bottleneck:
     return Bottleneck("slowest", text, {"slowdown": even}, f"{who} as fast as the others")
 
 
-def _waiting(timed: Timed, busiest: Link | None, options: Any) -> Bottleneck:
+def _waiting(timed: TimedRun, busiest: LinkUse | None, options: Any) -> Bottleneck:
     used = (
         f", though no link is used more than {percent(busiest.used)} of the time" if busiest else ""
     )

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from aladdin_mpi.advice.options import Request
-from aladdin_mpi.advice.timed_run import Link, Timed
+from aladdin_mpi.advice.options import AdviceRequest
+from aladdin_mpi.advice.timed_run import LinkUse, TimedRun
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS, Algorithm, find_algorithm
 from aladdin_mpi.options.fields import kebab
@@ -95,7 +95,7 @@ REFERENCE = Candidate("ar-sgd", 0, False)
 
 
 @dataclass(frozen=True)
-class Ground:
+class ClusterTraits:
     """A cluster as far as candidates depend on it.
 
     Attributes:
@@ -138,13 +138,13 @@ class Ground:
         return counts.pop() if len(counts) == 1 and max(self.on_host) > 1 and self.hosts > 1 else 0
 
 
-def ground(options: SimulateOptions, megabytes: float) -> Ground:
+def ground(options: SimulateOptions, megabytes: float) -> ClusterTraits:
     """What candidates depend on, of a cluster's options."""
     cluster, workers = options.cluster, options.workers
     hosts = [cluster.host_of(worker, workers) for worker in range(workers)]
     if cluster.placement not in ("spread", "workers") and not cluster.worker_hosts:
         hosts = [worker // -(-workers // cluster.hosts) for worker in range(workers)]
-    return Ground(
+    return ClusterTraits(
         [options.slowdown.get(worker, 1.0) for worker in range(workers)],
         [hosts.count(host) for host in range(cluster.hosts)],
         [cluster.link_gbit(host) / 8 * 1e9 for host in range(cluster.hosts)],
@@ -170,13 +170,13 @@ def names(asked: Sequence[str], workers: int) -> list[str]:
     return able
 
 
-def plain(name: str, on: Ground) -> Candidate:
+def plain(name: str, on: ClusterTraits) -> Candidate:
     """An algorithm with its defaults, and a server on every host, up to a number."""
     servers = min(on.hosts, on.workers, SERVERS) if ALGORITHMS[name].has_servers else 0
     return Candidate(name, servers, servers > 1)
 
 
-def variants(name: str, on: Ground) -> Iterator[Candidate]:
+def variants(name: str, on: ClusterTraits) -> Iterator[Candidate]:
     """The same with other options, those that may be faster first."""
     algorithm = ALGORITHMS[name]
     first = plain(name, on)
@@ -197,7 +197,7 @@ def _wires(algorithm: Algorithm) -> list[str]:
     if algorithm.auto_wire not in BYTES or algorithm.name in LEAST_BYTES:
         return []  # it finds its own
     return [
-        *(["int8"] if algorithm.few_bits else []),
+        *(["int8"] if algorithm.quantises else []),
         *(["bf16"] if algorithm.whole_models else []),
     ]
 
@@ -209,7 +209,7 @@ def _with(candidate: Candidate, **options: Any) -> Candidate:
     )
 
 
-def bound(candidate: Candidate, on: Ground) -> float:
+def bound(candidate: Candidate, on: ClusterTraits) -> float:
     """A speed-up that it cannot be above: by its slowest worker, and by the servers' links.
 
     Only what is certain: gradients have to come to the servers, whatever the algorithm.
@@ -247,7 +247,7 @@ ROUNDED = 0.3
 
 
 @dataclass(frozen=True)
-class Smaller:
+class ReducedCluster:
     """A cluster with a part of the hosts.
 
     Attributes:
@@ -255,9 +255,9 @@ class Smaller:
         stands_for: for each host of the larger one, that which stands for it.
     """
 
-    request: Request
-    ground: Ground
-    whole: Ground
+    request: AdviceRequest
+    ground: ClusterTraits
+    whole: ClusterTraits
     stands_for: Sequence[int]
 
     def candidate(self, candidate: Candidate) -> Candidate | None:
@@ -273,14 +273,14 @@ class Smaller:
         workers = self.whole.workers / self.ground.workers
         return workers * (self.whole.hosts / self.ground.hosts if candidate.servers else 1.0)
 
-    def scaled(self, candidate: Candidate, timed: Timed) -> Timed:
+    def scaled(self, candidate: Candidate, timed: TimedRun) -> TimedRun:
         """What a run on the smaller one says of the larger one."""
         ratio = self.whole.ideal / self.ground.ideal
         if ALGORITHMS[candidate.algorithm].lockstep:
             ratio = self.whole.in_step / self.ground.in_step
         used = {(link.host, link.way): link.used for link in timed.links}
         links = [
-            Link(host, way, used[place, way])
+            LinkUse(host, way, used[place, way])
             for way in ("out", "in")
             for host, place in enumerate(self.stands_for)
             if (place, way) in used
@@ -289,7 +289,7 @@ class Smaller:
         return replace(timed, rate=timed.rate * ratio, links=tuple(links))
 
 
-def smaller(request: Request, on: Ground) -> Smaller | None:
+def smaller(request: AdviceRequest, on: ClusterTraits) -> ReducedCluster | None:
     """A part of the cluster with hosts of all kinds; None: it is small, or has too many kinds."""
     options = request.simulated({"compute": "timed"})
     if on.workers <= MANY or not _is_regular(options, on):
@@ -305,10 +305,12 @@ def smaller(request: Request, on: Ground) -> Smaller | None:
         for number, host in enumerate(those):
             stands_for[host] = places[some[number * len(some) // len(those)]]
     part = request.on(_fields(options, on, hosts))
-    return Smaller(part, ground(part.simulated({"compute": "timed"}), on.megabytes), on, stands_for)
+    return ReducedCluster(
+        part, ground(part.simulated({"compute": "timed"}), on.megabytes), on, stands_for
+    )
 
 
-def _is_regular(options: SimulateOptions, on: Ground) -> bool:
+def _is_regular(options: SimulateOptions, on: ClusterTraits) -> bool:
     """Whether every host has as many workers, one host's after the other's."""
     cluster, each = options.cluster, on.on_host[0]
     blocks = tuple(worker // each for worker in range(on.workers)) if each else ()
@@ -319,7 +321,7 @@ def _is_regular(options: SimulateOptions, on: Ground) -> bool:
     )
 
 
-def _kinds(on: Ground) -> list[tuple[int, ...]]:
+def _kinds(on: ClusterTraits) -> list[tuple[int, ...]]:
     """Hosts that are alike, by their links and how slow their workers are, to a tenth."""
     each = on.on_host[0]
     found: dict[Any, list[int]] = {}
@@ -339,7 +341,7 @@ def _kept(kinds: Sequence[tuple[int, ...]], parts: int) -> dict[tuple[int, ...],
     return kept
 
 
-def _fields(options: SimulateOptions, on: Ground, hosts: Sequence[int]) -> dict[str, Any]:
+def _fields(options: SimulateOptions, on: ClusterTraits, hosts: Sequence[int]) -> dict[str, Any]:
     each, cluster = on.on_host[0], options.cluster
     rates = {place: cluster.link_gbit(host) for place, host in enumerate(hosts)}
     slow = {

@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from aladdin_mpi.advice.candidates import ground, plain
-from aladdin_mpi.advice.options import Request
+from aladdin_mpi.advice.options import AdviceRequest
 from aladdin_mpi.advice.timed_run import workers_of
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process import files
@@ -39,7 +39,7 @@ class Pilot:
     """
 
     def __init__(
-        self, request: Request, names: Sequence[str], tell: Callable[[str, int, int], None]
+        self, request: AdviceRequest, names: Sequence[str], tell: Callable[[str, int, int], None]
     ) -> None:
         self._steps = int(request.options.pilot or 0)
         self._workers = request.simulated({}).workers
@@ -61,7 +61,7 @@ class Pilot:
             for name, found in curves.items()
         }
 
-    def _options(self, request: Request, name: str) -> dict[str, Any]:
+    def _options(self, request: AdviceRequest, name: str) -> dict[str, Any]:
         options, on = request.options, ground(request.simulated({}), 1.0)
         rate = {} if options.lr is None else {"lr": options.lr}
         whole = options.batch_size * self._workers
@@ -83,14 +83,14 @@ class Pilot:
         )
         return asked.model_dump(mode="json")
 
-    def share(self, algorithm: str) -> Share:
+    def share(self, algorithm: str) -> SampleEfficiency:
         """What a sample teaches with an algorithm."""
         if algorithm in EXACT:
-            return Share(1.0)
+            return SampleEfficiency(1.0)
         source = f"pilot of {self._steps} steps, 1 seed"
         if self._shares[algorithm] == MOST:
             source += f", capped at {MOST:.2f}"
-        return Share(self._shares[algorithm], source, is_sure=self._steps >= 5 * LINES)
+        return SampleEfficiency(self._shares[algorithm], source, is_sure=self._steps >= 5 * LINES)
 
 
 def real_run(options: dict[str, Any]) -> Curve:
@@ -125,7 +125,7 @@ Curve = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Share:
+class SampleEfficiency:
     """What a sample teaches.
 
     Attributes:
@@ -142,7 +142,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Row:
+class EfficiencyRow:
     """The sample efficiency of an algorithm with one number of workers, from finished runs.
 
     Attributes:
@@ -168,22 +168,22 @@ class Row:
 
 
 @cache
-def table() -> Mapping[str, Mapping[int, Row]]:
+def table() -> Mapping[str, Mapping[int, EfficiencyRow]]:
     """The measured figures, by algorithm and number of workers."""
     text = (Path(__file__).parent / "learned.toml").read_text(encoding="utf-8")
     return {
-        name: {int(workers): Row(**of) for workers, of in rows.items()}
+        name: {int(workers): EfficiencyRow(**of) for workers, of in rows.items()}
         for name, rows in tomllib.loads(text).items()
     }
 
 
-def measured(algorithm: str, workers: int) -> Share:
+def measured(algorithm: str, workers: int) -> SampleEfficiency:
     """By the table, between two numbers of workers in proportion to their logarithms."""
     if algorithm in EXACT:
-        return Share(1.0)
+        return SampleEfficiency(1.0)
     rows = table().get(algorithm) or table().get(LIKE.get(algorithm, ""))
     if not rows:
-        return Share(0.5, "not measured", is_sure=False)
+        return SampleEfficiency(0.5, "not measured", is_sure=False)
     within = min(max(workers, min(rows)), max(rows))
     below = max(number for number in rows if number <= within)
     above = min(number for number in rows if number >= within)
@@ -191,7 +191,9 @@ def measured(algorithm: str, workers: int) -> Share:
     return _between(rows, below, above, within, is_near)
 
 
-def _between(rows: Mapping[int, Row], below: int, above: int, workers: int, is_near: bool) -> Share:
+def _between(
+    rows: Mapping[int, EfficiencyRow], below: int, above: int, workers: int, is_near: bool
+) -> SampleEfficiency:
     """The figure for ``workers``, interpolated between two rows, which may be the same one."""
     one, other = rows[below], rows[above]
     part = 0.0 if above == below else log(workers / below) / log(above / below)
@@ -205,7 +207,7 @@ def _between(rows: Mapping[int, Row], below: int, above: int, workers: int, is_n
     interval = None
     if min(one.seeds, other.seeds) > 1:
         interval = between(one.low, other.low), between(one.high, other.high)
-    return Share(
+    return SampleEfficiency(
         between(one.share, other.share),
         _source({below: one, above: other}),
         is_near and not (one.is_capped or other.is_capped),
@@ -213,7 +215,7 @@ def _between(rows: Mapping[int, Row], below: int, above: int, workers: int, is_n
     )
 
 
-def _source(rows: Mapping[int, Row]) -> str:
+def _source(rows: Mapping[int, EfficiencyRow]) -> str:
     """The runs that a figure is from, in a few words."""
     each = [
         f"{workers} workers ({row.seeds} seed{'s' * (row.seeds > 1)}, {row.steps:,} steps"

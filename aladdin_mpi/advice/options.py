@@ -212,7 +212,7 @@ class AdviseOptions(BaseModel):
 
 
 @dataclass(frozen=True)
-class Request:
+class AdviceRequest:
     """What is asked, with the cluster as settings of simulations.
 
     Attributes:
@@ -238,7 +238,7 @@ class Request:
         """Options of a virtual run on the cluster; ``more`` by the names of its fields."""
         return build(SimulateOptions, self.cluster | _settings(more))
 
-    def on(self, changed: Mapping[str, Any]) -> Request:
+    def on(self, changed: Mapping[str, Any]) -> AdviceRequest:
         """The same on a cluster of which some fields are others."""
         return replace(self, cluster=self.cluster | _settings(changed))
 
@@ -248,7 +248,7 @@ def _settings(fields: Mapping[str, Any]) -> Settings:
     return {tuple(name.split(".")): Setting(value, name) for name, value in fields.items()}
 
 
-def read(argv: Sequence[str] | None) -> Request:
+def read(argv: Sequence[str] | None) -> AdviceRequest:
     """What was typed; ``--help`` prints and exits.
 
     Raises:
@@ -256,7 +256,7 @@ def read(argv: Sequence[str] | None) -> Request:
     """
     options = build(AdviseOptions, command_line.read(AdviseOptions, argv, PROG, ABOUT))
     settings, source = _cluster(options)
-    request = Request(options, settings, source, ())
+    request = AdviceRequest(options, settings, source, ())
     base = request.simulated({"compute": "timed"})
     if base.workers < 2:
         raise UserError(

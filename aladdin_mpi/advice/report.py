@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.advice.bottleneck import Bottleneck
-from aladdin_mpi.advice.candidates import REFERENCE, Candidate, Ground
-from aladdin_mpi.advice.learning import Share
-from aladdin_mpi.advice.options import AdviseOptions, Change, Request
-from aladdin_mpi.advice.race import Entry
+from aladdin_mpi.advice.candidate_search import CandidateResult
+from aladdin_mpi.advice.candidates import REFERENCE, Candidate, ClusterTraits
+from aladdin_mpi.advice.learning import SampleEfficiency
+from aladdin_mpi.advice.options import AdviceRequest, AdviseOptions, Change
 from aladdin_mpi.comparison.plots import COLOURS, DPI, MARKERS
 from aladdin_mpi.process.console import number, percent, throughput
 from aladdin_mpi.process.files import written_whole
@@ -22,7 +22,7 @@ STEPS = 100
 """Length of a timed run of a model that is known by its size alone."""
 
 
-def mpirun(candidate: Candidate, on: Ground, options: AdviseOptions) -> str:
+def mpirun(candidate: Candidate, on: ClusterTraits, options: AdviseOptions) -> str:
     """For Open MPI, in an allocation of the cluster's hosts.
 
     Ranks are mapped to the hosts in turn, so that each has its share of workers, and there may be
@@ -40,7 +40,7 @@ def mpirun(candidate: Candidate, on: Ground, options: AdviseOptions) -> str:
     )
 
 
-def sbatch(candidate: Candidate, on: Ground, options: AdviseOptions) -> str:
+def sbatch(candidate: Candidate, on: ClusterTraits, options: AdviseOptions) -> str:
     """For Slurm, with the package's batch script; empty where hosts have different workers."""
     counts = set(on.on_host)
     if len(counts) > 1:
@@ -68,7 +68,7 @@ def remarks(options: AdviseOptions) -> list[str]:
     return found
 
 
-def _words(candidate: Candidate, on: Ground, options: AdviseOptions) -> list[str]:
+def _words(candidate: Candidate, on: ClusterTraits, options: AdviseOptions) -> list[str]:
     batch = ["--batch-size", str(options.batch_size)]
     if _is_size(options):
         timed = ["--compute", "timed", "--compute-time", f"{on.step:g}", "--steps", str(STEPS)]
@@ -171,18 +171,18 @@ class Advice:
         part: of the cluster, on which most runs were; None: all were on the whole of it.
     """
 
-    request: Request
-    ground: Ground
-    entries: Sequence[Entry]
-    score: Callable[[Entry], float]
+    request: AdviceRequest
+    ground: ClusterTraits
+    entries: Sequence[CandidateResult]
+    score: Callable[[CandidateResult], float]
     bottleneck: Bottleneck
     relieved: float | None
     tried: Sequence[Tried]
     scaling: Scaling = field(default_factory=dict)
-    part: Ground | None = None
+    part: ClusterTraits | None = None
 
     @property
-    def best(self) -> Entry:
+    def best(self) -> CandidateResult:
         """What is recommended."""
         return self.entries[0]
 
@@ -260,7 +260,7 @@ def rows(advice: Advice) -> list[list[str]]:
     return table
 
 
-def _efficiency(share: Share) -> str:
+def _efficiency(share: SampleEfficiency) -> str:
     """A sample efficiency, its range over the seeds, and a mark if it is a guess."""
     text = f"{share.value:.2f}"
     if share.interval is not None:
@@ -284,7 +284,7 @@ def _notes(advice: Advice, most: int) -> list[str]:
     return [" ".join(lines)]
 
 
-def _on_part(advice: Advice, part: Ground) -> str:
+def _on_part(advice: Advice, part: ClusterTraits) -> str:
     """Which runs were of a part of the cluster."""
     checked = [entry.candidate.describe() for entry in advice.entries if entry.growth is not None]
     text = (
@@ -403,7 +403,7 @@ def as_data(advice: Advice) -> dict[str, Any]:
     }
 
 
-def _entry(advice: Advice, entry: Entry) -> dict[str, Any]:
+def _entry(advice: Advice, entry: CandidateResult) -> dict[str, Any]:
     timed = entry.timed
     about: dict[str, Any] = {
         "options": entry.candidate.key,

@@ -96,7 +96,7 @@ MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkUse:
     """A host's link, one way."""
 
     host: int
@@ -107,7 +107,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedRun:
     """What a timed run has shown.
 
     Attributes:
@@ -120,12 +120,12 @@ class Timed:
 
     rate: float
     waiting: float
-    links: tuple[Link, ...]
+    links: tuple[LinkUse, ...]
     busiest_bytes: float
     cost: float = 0.0
 
 
-def run(options: dict[str, Any]) -> Timed | str:
+def run(options: dict[str, Any]) -> TimedRun | str:
     """Carry out a run with these options of a simulation, in this process.
 
     Returns:
@@ -137,7 +137,7 @@ def run(options: dict[str, Any]) -> Timed | str:
         return str(error)
 
 
-def _carried_out(options: dict[str, Any]) -> Timed:
+def _carried_out(options: dict[str, Any]) -> TimedRun:
     # Here, so that the parent of a pool needs none of it.
     from aladdin_mpi.options.run import SimulateOptions
     from aladdin_mpi.run.trainer import train
@@ -166,12 +166,16 @@ def _carried_out(options: dict[str, Any]) -> Timed:
     steps = summary["samples"] / (asked.workers * asked.batch_size)
     most = max((max(each) for way, each in carried.items() if way != "local"), default=0)
     cost = time.process_time() - began
-    return Timed(rate, summary["wait_fraction"], tuple(links), most / steps, cost)
+    return TimedRun(rate, summary["wait_fraction"], tuple(links), most / steps, cost)
 
 
-def _links(carried: dict[str, list[int]], options: Any, summary: dict[str, Any]) -> Sequence[Link]:
+def _links(
+    carried: dict[str, list[int]], options: Any, summary: dict[str, Any]
+) -> Sequence[LinkUse]:
     found = [
-        Link(host, way, nbytes / (options.cluster.link_gbit(host) / 8 * 1e9 * summary["seconds"]))
+        LinkUse(
+            host, way, nbytes / (options.cluster.link_gbit(host) / 8 * 1e9 * summary["seconds"])
+        )
         for way in ("out", "in")
         for host, nbytes in enumerate(carried[way])
         if summary["seconds"]

@@ -34,7 +34,7 @@ from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import AD_PSGD, AdPsgdOptions, own
 from aladdin_mpi.transport.base import Request
 from aladdin_mpi.transport.checksums import is_void, void
-from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -291,9 +291,9 @@ class AdPsgdWorker(TrainingWorker):
             self.side.steps = state["steps"]
             self.side.random.setstate(state["random"])
 
-    def resize(self, former: Former) -> None:
+    def resize(self, merged: MergedState) -> None:
         """See :meth:`TrainingWorker.resize`."""
-        super().resize(former)
+        super().resize(merged)
         copy(self.master, self.x)
 
 

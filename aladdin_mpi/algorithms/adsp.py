@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.control.losses import GlobalLoss
-from aladdin_mpi.exchange.receiver import Arrival
+from aladdin_mpi.exchange.receiver import ReceivedBucket
 from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_link import LocalDifference
-from aladdin_mpi.exchange.server_role import Server
 from aladdin_mpi.flat.state import Stateful, saved
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import ADSP, AdspOptions, own
@@ -28,7 +28,7 @@ Point = tuple[float, float]
 """Seconds since the search began, and the training loss then."""
 
 
-class Curve(NamedTuple):
+class LossCurve(NamedTuple):
     """``l(t) = 1 / (slope t + offset) + floor``; slope is the paper's a^2."""
 
     slope: float
@@ -36,7 +36,7 @@ class Curve(NamedTuple):
     floor: float
 
 
-def fit(points: Sequence[Point]) -> Curve | None:
+def fit(points: Sequence[Point]) -> LossCurve | None:
     """The curve through three points, in order of time.
 
     Measured losses need not lie on one. Where they do not fall ever slower, the floor is
@@ -51,15 +51,15 @@ def fit(points: Sequence[Point]) -> Curve | None:
     if early > late > 0:
         floor = l3 - late * (l1 - l3) / (early - late)
         slope = (1 / (l3 - floor) - 1 / (l1 - floor)) / (t3 - t1)
-        return Curve(slope, 1 / (l1 - floor) - slope * t1, floor)
+        return LossCurve(slope, 1 / (l1 - floor) - slope * t1, floor)
     mean_t = (t1 + t2 + t3) / 3
     mean_y = (1 / l1 + 1 / l2 + 1 / l3) / 3
     spread = sum((t - mean_t) ** 2 for t, _ in points)
     slope = sum((t - mean_t) * (1 / loss - mean_y) for t, loss in points) / spread
-    return Curve(slope, mean_y - slope * mean_t, 0.0) if slope > 0 else None
+    return LossCurve(slope, mean_y - slope * mean_t, 0.0) if slope > 0 else None
 
 
-def reward(curve: Curve | None, end: float) -> float:
+def reward(curve: LossCurve | None, end: float) -> float:
     """``r = a^2 / (1 / (end - c) - b)``: one over the time at which the loss is ``end``.
 
     0 where it never gets there, infinite where it has been there from the start.
@@ -311,10 +311,10 @@ class AdspWorker(TrainingWorker):
         self.local.push(self.local.loss, self.local.step_seconds)
 
 
-class AdspServer(Server):
+class AdspServer(ServerAlgorithm):
     """``W <- W + U_i / M``, answered with W; the first server is the scheduler too."""
 
-    SAVED = Server.SAVED | saved("schedule")
+    SAVED = ServerAlgorithm.SAVED | saved("schedule")
 
     def __init__(self, server: ParameterServer, options: AdspOptions) -> None:
         super().__init__(server)
@@ -335,7 +335,7 @@ class AdspServer(Server):
         if self.schedule is not None:
             self.schedule.close(now())
 
-    def _hear(self, arrival: Arrival) -> None:
+    def _hear(self, arrival: ReceivedBucket) -> None:
         """The scheduler counts a commit when its first bucket comes."""
         if self.schedule is not None and arrival.bucket is self.server.buckets[0]:
             loss, step_seconds = arrival.notes

@@ -17,10 +17,10 @@ from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.exchange.inbox import Model, ModelInbox
-from aladdin_mpi.exchange.receiver import Arrival
+from aladdin_mpi.exchange.receiver import ReceivedBucket
 from aladdin_mpi.exchange.server import GradientSum, ParameterServer
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_link import ServerLink
-from aladdin_mpi.exchange.server_role import Server
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import saved
 from aladdin_mpi.flat.vectors import add, clear, copy
@@ -28,7 +28,7 @@ from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.algorithms import ALADDIN, AladdinOptions, own
 from aladdin_mpi.options.general import GeneralOptions
-from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -153,7 +153,7 @@ def _take_over(shard: _Shard, saved: dict[str, Any]) -> None:
     shard.sum.count = max(shard.sum.count, saved["count"])
 
 
-class AladdinServer(Server):
+class AladdinServer(ServerAlgorithm):
     """Algorithm 2: accumulate, update lazily, send when a worker is due."""
 
     def __init__(
@@ -185,7 +185,7 @@ class AladdinServer(Server):
             elif not self.options.lazy:
                 self._update(shard)
 
-    def _accumulate(self, shard: _Shard, arrival: Arrival, due: bool) -> None:
+    def _accumulate(self, shard: _Shard, arrival: ReceivedBucket, due: bool) -> None:
         if due and self.options.trigger == "drop":
             # As printed: the gradient is counted but never added.
             shard.dropped += arrival.count
@@ -265,13 +265,13 @@ class AladdinServer(Server):
             shard.total_at_send = values["total_at_send"]
             shard.applied, shard.dropped = values["applied"], values["dropped"]
 
-    def resize(self, former: Former) -> None:
+    def resize(self, merged: MergedState) -> None:
         """What is summed and not applied yet is kept; all workers have just got a model."""
-        super().resize(former)
+        super().resize(merged)
         for shard in self.shards.values():
-            shard.total = former.server["applied"]
+            shard.total = merged.server["applied"]
             shard.total_at_send = [shard.total] * self.n
-            for former_shard in former.server["pending"]:
+            for former_shard in merged.server["pending"]:
                 _take_over(shard, former_shard)
             shard.applied = shard.total - shard.dropped - shard.sum.count
 

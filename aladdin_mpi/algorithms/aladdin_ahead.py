@@ -19,19 +19,25 @@ from torch import Tensor
 from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.codec.quantised import bits_of
-from aladdin_mpi.exchange.global_model import GlobalTrack
+from aladdin_mpi.exchange.global_model import GlobalModelPredictor
 from aladdin_mpi.exchange.inbox import Model, ModelInbox
-from aladdin_mpi.exchange.model_requests import Level, Room, Timing, due_bucket, fine_layout
+from aladdin_mpi.exchange.model_requests import (
+    CompressionController,
+    Level,
+    ModelRequestScheduler,
+    due_bucket,
+    fine_layout,
+)
 from aladdin_mpi.exchange.model_sender import Notes
-from aladdin_mpi.exchange.receiver import Arrival
+from aladdin_mpi.exchange.receiver import ReceivedBucket
 from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_link import ServerLink
-from aladdin_mpi.exchange.server_role import Server
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import saved
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import ALADDIN_AHEAD, AladdinAheadOptions, own
-from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -55,11 +61,13 @@ class AheadWorker(TrainingWorker):
     ) -> None:
         super().__init__(worker, optimizer)
         self.wire = wire
-        self.room = Room(levels(bits, options.pi))
+        self.room = CompressionController(levels(bits, options.pi))
         layout = worker.layout
         weight, share = _number(options.weight), _number(options.send)
-        self.track = GlobalTrack(worker, optimizer, weight, options.lookahead)
-        self.timing = Timing([len(layout.owned_by(s)) for s in range(layout.servers)], share)
+        self.track = GlobalModelPredictor(worker, optimizer, weight, options.lookahead)
+        self.timing = ModelRequestScheduler(
+            [len(layout.owned_by(s)) for s in range(layout.servers)], share
+        )
         inbox = TrackInbox(worker, wire, self.track, self.timing)
         self.link = ServerLink(worker, wire, inbox, options.ring)
         self.coalesced = 0
@@ -111,11 +119,11 @@ class AheadWorker(TrainingWorker):
         super().load_state_dict(state)
         self.wire.use(self.room.level.bits)
 
-    def resize(self, former: Former) -> None:
+    def resize(self, merged: MergedState) -> None:
         """The track begins anew, as do the wishes for models."""
-        super().resize(former)
+        super().resize(merged)
         self.coalesced = self.link.outbox.coalesced
-        self.track.restart(former.server["applied"])
+        self.track.restart(merged.server["applied"])
 
     def join(self, common: dict[str, Any]) -> None:
         """Go on from the global model, which comes next."""
@@ -126,7 +134,11 @@ class TrackInbox(ModelInbox):
     """Models are not blended in but what the track stands on."""
 
     def __init__(
-        self, worker: Worker, codec: GradientCodec, track: GlobalTrack, timing: Timing
+        self,
+        worker: Worker,
+        codec: GradientCodec,
+        track: GlobalModelPredictor,
+        timing: ModelRequestScheduler,
     ) -> None:
         # A model that has come too late to be read must not keep the next one from coming in time.
         super().__init__(worker.transport, worker.layout, codec, models=2)
@@ -146,10 +158,10 @@ class TrackInbox(ModelInbox):
         self._track.rebase(model.bucket, values, count, own, before)
 
 
-class AheadServer(Server):
+class AheadServer(ServerAlgorithm):
     """Add every step as it comes; send models when they are wanted."""
 
-    SAVED = Server.SAVED | saved("before", "told")
+    SAVED = ServerAlgorithm.SAVED | saved("before", "told")
 
     def __init__(self, server: ParameterServer) -> None:
         super().__init__(server)
@@ -171,7 +183,7 @@ class AheadServer(Server):
             if self.places[index] == due_bucket(share, len(self.server.buckets)):
                 self._send_models(arrival)
 
-    def _send_models(self, arrival: Arrival) -> None:
+    def _send_models(self, arrival: ReceivedBucket) -> None:
         """All buckets' models, after every pi-th gradient of the worker."""
         worker = arrival.worker
         _, _, bits, pi, _ = arrival.notes
@@ -184,7 +196,7 @@ class AheadServer(Server):
             self.server.send_model(worker, each, notes=notes)
 
     def _notes(self, bucket: int, worker: int, during: int) -> Notes:
-        """Of a model that leaves now: see :meth:`GlobalTrack.rebase` and :meth:`Timing.note`."""
+        """Return what :meth:`GlobalModelPredictor.rebase` and the scheduler need with a model."""
         own = self.server.taken[worker][bucket]
         return (self.applied[bucket], own, self.before[bucket][worker], during)
 
@@ -200,9 +212,9 @@ class AheadServer(Server):
         """The same at the end of the run."""
         return self.measures()
 
-    def resize(self, former: Former) -> None:
+    def resize(self, merged: MergedState) -> None:
         """All workers have just got a model."""
-        super().resize(former)
+        super().resize(merged)
         self.before = {index: [total] * self.n for index, total in self.applied.items()}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.allreduce import choose
-from aladdin_mpi.allreduce.base import AllReduce, Pending
+from aladdin_mpi.allreduce.base import AllReduce, PendingSum
 from aladdin_mpi.allreduce.compressed import CompressedAllReduce
 from aladdin_mpi.allreduce.surviving import SurvivingSums
 from aladdin_mpi.codec.base import GradientCodec
@@ -22,7 +22,7 @@ from aladdin_mpi.flat.unused import joined, shifted, within
 from aladdin_mpi.flat.vectors import add, clip_norm, copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import AR_SGD, OUTLAST_DEATHS, ArSgdOptions, own
-from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -39,7 +39,7 @@ class ArSgdWorker(TrainingWorker):
         self.g = worker.replica.new_vector()
         self.codec = wire
         self.compresses = isinstance(wire, DeepGradientCompression)
-        self.sums: list[tuple[Bucket, Pending]] = []
+        self.sums: list[tuple[Bucket, PendingSum]] = []
         self.surviving: SurvivingSums | None = None
         if self.transport.survives and not self.compresses and options.allreduce in OUTLAST_DEATHS:
             self.surviving = SurvivingSums(
@@ -56,7 +56,7 @@ class ArSgdWorker(TrainingWorker):
         transport = self.worker.transport
         if isinstance(wire, DeepGradientCompression):
             return CompressedAllReduce(
-                transport, self.worker.layout, wire, lambda: self.worker.ticket.start
+                transport, self.worker.layout, wire, lambda: self.worker.lease.start
             )
         return choose.make(options.allreduce, transport, self.g.device, wire.dtype)
 
@@ -78,10 +78,10 @@ class ArSgdWorker(TrainingWorker):
         if self.surviving is not None:
             self.surviving.settle()
 
-    def resize(self, former: Former) -> None:
+    def resize(self, merged: MergedState) -> None:
         """See :meth:`TrainingWorker.resize`."""
-        super().resize(former)
-        self.codec.load_state_dict(former.worker["codec"])
+        super().resize(merged)
+        self.codec.load_state_dict(merged.worker["codec"])
 
     def _begin_sum(self, bucket: Bucket) -> None:
         g = bucket.of(self.g)

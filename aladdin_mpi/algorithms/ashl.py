@@ -27,18 +27,18 @@ from torch import Tensor
 from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.codec.dgc import DeepGradientCompression, select
-from aladdin_mpi.codec.quantised import FewBitsCodec
+from aladdin_mpi.codec.quantised import QuantisedCodec
 from aladdin_mpi.control.losses import GlobalLoss
-from aladdin_mpi.exchange.receiver import Arrival
+from aladdin_mpi.exchange.receiver import ReceivedBucket
 from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm, StalenessBound
 from aladdin_mpi.exchange.server_link import LocalDifference
-from aladdin_mpi.exchange.server_role import Server, StalenessBound
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.state import saved
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import ASHL, AshlOptions, own
 from aladdin_mpi.transport.base import Event
-from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -63,7 +63,7 @@ class Stage(NamedTuple):
     rate: float
 
 
-class Share(NamedTuple):
+class PlannedShare(NamedTuple):
     """A worker's part of the plan."""
 
     coarse: Stage
@@ -130,11 +130,11 @@ def make_plan(
     fine_steps: int,
     coarse_rate: float,
     fine_rate: float,
-) -> list[Share]:
+) -> list[PlannedShare]:
     """Everyone's part, from the presets of both stages."""
     coarse = _stage(times, coarse_steps, coarse_rate)
     fine = _stage(times, fine_steps, fine_rate)
-    return [Share(*parts) for parts in zip(coarse, fine, strict=True)]
+    return [PlannedShare(*parts) for parts in zip(coarse, fine, strict=True)]
 
 
 SAMPLE = 0.01
@@ -153,7 +153,7 @@ class TopK(DeepGradientCompression):
         everything = [(1, layout.numel)]
         super().__init__(wire.plain, layout, everything, lambda samples: self.rate, sample=SAMPLE)
         self.rate = 1.0
-        self.few_bits = wire if isinstance(wire, FewBitsCodec) else None
+        self.quantises = wire if isinstance(wire, QuantisedCodec) else None
 
     def discard(self) -> None:
         """Forget what was not chosen."""
@@ -166,28 +166,28 @@ class TopK(DeepGradientCompression):
         return self._unlike_few_bits(bucket, super().longest(bucket, samples))
 
     def _unlike_few_bits(self, bucket: Bucket, length: int) -> int:
-        while self.few_bits is not None and self.few_bits.reads(bucket, length):
+        while self.quantises is not None and self.quantises.reads(bucket, length):
             length += 2
         return length
 
     def _is_few_bits(self, bucket: Bucket, message: Tensor) -> bool:
-        return self.few_bits is not None and self.few_bits.reads(bucket, message.numel())
+        return self.quantises is not None and self.quantises.reads(bucket, message.numel())
 
     def buffer_for(self, vector: Tensor) -> Tensor:
         """See :meth:`GradientCodec.buffer_for`."""
-        return (self.few_bits or self.plain).buffer_for(vector)
+        return (self.quantises or self.plain).buffer_for(vector)
 
     def numbers(self, bucket: Bucket, message: Tensor) -> Tensor:
         """See :meth:`GradientCodec.numbers`."""
-        if self.few_bits is not None and self._is_few_bits(bucket, message):
-            return self.few_bits.numbers(bucket, message)
+        if self.quantises is not None and self._is_few_bits(bucket, message):
+            return self.quantises.numbers(bucket, message)
         return super().numbers(bucket, message)
 
     def besides(self, bucket: Bucket, nbytes: int) -> int:
         """See :meth:`GradientCodec.besides`."""
-        few_bits = self.few_bits
-        if few_bits is not None and few_bits.reads(bucket, nbytes // self.dtype.itemsize):
-            return few_bits.besides(bucket, nbytes)
+        quantises = self.quantises
+        if quantises is not None and quantises.reads(bucket, nbytes // self.dtype.itemsize):
+            return quantises.besides(bucket, nbytes)
         return super().besides(bucket, nbytes)
 
     # -- sending and receiving -------------------------------------------------
@@ -195,13 +195,13 @@ class TopK(DeepGradientCompression):
         self, bucket: Bucket, values: Tensor, samples: int, room: Tensor
     ) -> tuple[Tensor, Event | None]:
         """See :meth:`GradientCodec.compress`."""
-        few_bits = self.few_bits
-        if few_bits is None or few_bits.length(bucket) > self.longest(bucket, samples):
+        quantises = self.quantises
+        if quantises is None or quantises.length(bucket) > self.longest(bucket, samples):
             return super().compress(bucket, values, samples, room)
         if self.left is None:
-            return few_bits.compress(bucket, values, samples, room)
+            return quantises.compress(bucket, values, samples, room)
         left = self.left[bucket.part].add_(values)
-        sent = few_bits.compress(bucket, left, samples, room)
+        sent = quantises.compress(bucket, left, samples, room)
         left.zero_()
         return sent
 
@@ -216,22 +216,22 @@ class TopK(DeepGradientCompression):
 
     def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
         """See :meth:`GradientCodec.add`."""
-        if self.few_bits is not None and self._is_few_bits(bucket, message):
-            self.few_bits.add(bucket, message, target, alpha)
+        if self.quantises is not None and self._is_few_bits(bucket, message):
+            self.quantises.add(bucket, message, target, alpha)
         else:
             super().add(bucket, message, target, alpha)
 
     # -- checkpoints -----------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """What was not chosen, and what rounding has lost."""
-        few_bits = self.few_bits.state_dict() if self.few_bits is not None else None
-        return {**super().state_dict(), "few_bits": few_bits}
+        quantises = self.quantises.state_dict() if self.quantises is not None else None
+        return {**super().state_dict(), "few_bits": quantises}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
         super().load_state_dict(state)
-        if self.few_bits is not None:
-            self.few_bits.load_state_dict(state["few_bits"])
+        if self.quantises is not None:
+            self.quantises.load_state_dict(state["few_bits"])
 
 
 _log = logging.getLogger(__name__)
@@ -295,7 +295,7 @@ class AshlWorker(TrainingWorker):
         self.link = self.local.link
         self.options = options
         self.profile = _Profile(options.profile)
-        self.plan: Share | None = None
+        self.plan: PlannedShare | None = None
         self.phase = Phase.COARSE
 
     def run(self) -> None:
@@ -374,10 +374,10 @@ class AshlWorker(TrainingWorker):
         self.phase = Phase(state["phase"])
 
 
-class AshlServer(Server):
+class AshlServer(ServerAlgorithm):
     """Algorithm 3, server: ``W <- W + D_i dW_i``; in SHL it holds the answer of who is ahead."""
 
-    SAVED = Server.SAVED | saved("head")
+    SAVED = ServerAlgorithm.SAVED | saved("head")
 
     def __init__(self, server: ParameterServer, options: AshlOptions) -> None:
         super().__init__(server)
@@ -397,7 +397,7 @@ class AshlServer(Server):
                 self.bound.advance(arrival.worker, arrival.bucket)
                 self.bound.hold(arrival.worker, arrival.bucket)
 
-    def _add(self, arrival: Arrival) -> None:
+    def _add(self, arrival: ReceivedBucket) -> None:
         """``W <- W + D_i dW_i``."""
         share, _, loss, *times = arrival.notes
         if self.head is not None and arrival.bucket is self.server.buckets[0]:
@@ -420,10 +420,10 @@ class AshlServer(Server):
         """The plan, and when the fine stage began, for the summary."""
         return {} if self.head is None else {"ashl": self.head.facts()}
 
-    def resize(self, former: Former) -> None:
+    def resize(self, merged: MergedState) -> None:
         """The stage stays, and the new workers are measured for a plan of their own."""
-        super().resize(former)
-        head = former.server["head"]
+        super().resize(merged)
+        head = merged.server["head"]
         if self.head is not None and head is not None:  # else the server that knew is lost
             self.head.phase, self.head.fine_from = Phase(head["phase"]), head["fine_from"]
 
@@ -436,7 +436,7 @@ class Head:
         self.options = options
         self.loss = GlobalLoss(server.worker_count)
         self.times: dict[int, Times] = {}
-        self.plan: list[Share] = []
+        self.plan: list[PlannedShare] = []
         self.phase = Phase.COARSE
         self.fine_from: int | None = None
         """Sample number of the run at which the fine stage began."""
@@ -475,12 +475,12 @@ class Head:
         """The stage and, once there is a plan, the worker's part of it."""
         return (float(self.phase), *(_pack(self._part(worker)) if self.plan else ()))
 
-    def _part(self, worker: int) -> Share:
+    def _part(self, worker: int) -> PlannedShare:
         """The worker's part; the shares of workers that have failed go to all others alike."""
         left = [part for w, part in enumerate(self.plan) if not self.server.has_failed(w)]
         part, rate = self.plan[worker], self.server.surviving_workers / self.server.divisor
         coarse, fine = sum(s.coarse.share for s in left), sum(s.fine.share for s in left)
-        return Share(
+        return PlannedShare(
             part.coarse._replace(share=part.coarse.share / coarse * rate),
             part.fine._replace(share=part.fine.share / fine * rate),
         )
@@ -511,13 +511,13 @@ class Head:
         self.fine_from = state["fine_from"]
 
 
-def _pack(share: Share) -> list[float]:
+def _pack(share: PlannedShare) -> list[float]:
     return [*map(float, share.coarse), *map(float, share.fine)]
 
 
-def _unpack(numbers: list[float]) -> Share:
+def _unpack(numbers: list[float]) -> PlannedShare:
     coarse, fine = numbers[:3], numbers[3:]
-    return Share(*(Stage(share, int(steps), rate) for share, steps, rate in (coarse, fine)))
+    return PlannedShare(*(Stage(share, int(steps), rate) for share, steps, rate in (coarse, fine)))
 
 
 register(

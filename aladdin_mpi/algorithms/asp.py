@@ -11,8 +11,8 @@ from collections.abc import Callable
 from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_link import GradientLink
-from aladdin_mpi.exchange.server_role import Server
 from aladdin_mpi.flat.state import saved
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import ASP, AspOptions, own
@@ -41,7 +41,7 @@ class AspWorker(TrainingWorker):
         self.link.close()
 
 
-class AspServer(Server):
+class AspServer(ServerAlgorithm):
     """``x~ <- x~ - lr g_i`` for every gradient, each answered at once."""
 
     def __init__(self, server: ParameterServer, optimizer: Optimizer, options: AspOptions) -> None:

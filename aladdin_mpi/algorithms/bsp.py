@@ -11,19 +11,19 @@ from torch import Tensor
 
 from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.codec.base import GradientCodec
-from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.exchange.receiver import TAKEN
 from aladdin_mpi.exchange.server import GradientSum, ParameterServer
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_link import GradientLink
-from aladdin_mpi.exchange.server_role import Server
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import saved
 from aladdin_mpi.flat.vectors import copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import BSP, BspOptions, own
 from aladdin_mpi.transport.base import Event, Request, Transport
-from aladdin_mpi.transport.checksums import SealedTransport, is_void
+from aladdin_mpi.transport.checksums import ChecksumTransport, is_void
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -67,12 +67,12 @@ class LeadingLink(GradientLink):
         self.awaited: deque[tuple[Bucket, list[Request]]] = deque()
         self.completed = 0
 
-    def gradients_in(self, batch: Ticket) -> int:
+    def gradients_in(self, batch: SampleLease) -> int:
         """Workers of this host that have samples in the round."""
         first = self.layout.servers
         return sum(batch.size_of(rank - first, self.worker.count) > 0 for rank in self.group)
 
-    def push(self, batch: Ticket) -> Tensor:
+    def push(self, batch: SampleLease) -> Tensor:
         """Compute, and send each bucket of the host's sum as it is completed."""
         self.completed = 0
         for bucket in self.layout.buckets:
@@ -143,13 +143,13 @@ class FollowingLink(GradientLink):
         self.g = worker.replica.new_vector()
         self.sent = wire.buffer_for(self.g)
         # Straight into x, unless it may arrive damaged.
-        checked = isinstance(self.transport, SealedTransport)
+        checked = isinstance(self.transport, ChecksumTransport)
         self.model = wire.buffer(self.layout.numel) if checked else wire.buffer_for(self.x)
         self.requests: list[Request] = []
         self.taken: Event | None = None
         """A device reads the model until then."""
 
-    def push(self, batch: Ticket) -> Tensor:
+    def push(self, batch: SampleLease) -> Tensor:
         """Compute, and send each bucket to the leader as it is completed."""
         self.transport.wait_all(self.requests)
         self.requests.clear()
@@ -219,7 +219,7 @@ def _link(
     return GradientLink(worker, optimizer, wire, momentum)
 
 
-class BspServer(Server):
+class BspServer(ServerAlgorithm):
     """``x~ <- x~ - lr/n (g_1 + ... + g_n)``, then an answer to all.
 
     In the round in which a worker fails, each bucket is updated by the mean of the gradients that

@@ -13,10 +13,10 @@ from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.codec.base import DenseWire, GradientCodec, ModelEncoder
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.exchange.inbox import ModelInbox
-from aladdin_mpi.exchange.receiver import Arrival
+from aladdin_mpi.exchange.receiver import ReceivedBucket
 from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_link import ServerLink
-from aladdin_mpi.exchange.server_role import Server
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import saved
 from aladdin_mpi.flat.vectors import add, copy, lerp, scale
@@ -24,7 +24,7 @@ from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.algorithms import EAMSGD, EASGD, EasgdOptions, own
 from aladdin_mpi.transport.base import Event
-from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -182,13 +182,13 @@ class EamsgdWorker(TrainingWorker):
         add(self.x, self.g, alpha=-lr)
         add(self.v, self.g, alpha=-lr)
 
-    def resize(self, former: Former) -> None:
+    def resize(self, merged: MergedState) -> None:
         """See :meth:`TrainingWorker.resize`."""
-        super().resize(former)
-        copy(self.v, former.worker["v"])
+        super().resize(merged)
+        copy(self.v, merged.worker["v"])
 
 
-class EasgdServer(Server):
+class EasgdServer(ServerAlgorithm):
     """The centre: ``x~ <- x~ + alpha (x_i - x~)``."""
 
     def __init__(self, server: ParameterServer, options: EasgdOptions) -> None:
@@ -215,7 +215,7 @@ class EasgdServer(Server):
             if model is not None:
                 lerp(centre, model, alpha)
 
-    def _read(self, arrival: Arrival) -> Tensor | None:
+    def _read(self, arrival: ReceivedBucket) -> Tensor | None:
         """The worker's model, if it has come."""
         models, bucket = self.models[arrival.worker], arrival.bucket
         if models is None:

@@ -63,7 +63,7 @@ class LocalSgdWorker(TrainingWorker):
     @property
     def local_steps(self) -> int:
         """H at the current batch, which begins at the same sample for all workers."""
-        return 1 if self.worker.ticket.start < self.options.post else self.options.steps
+        return 1 if self.worker.lease.start < self.options.post else self.options.steps
 
     def average(self) -> None:
         """``x <- base + 1/n sum (x_i - base)``, ``base <- x``; until then x stays readable."""

@@ -21,8 +21,8 @@ from aladdin_mpi.algorithms.multistep_layers import (
     DenseBias,
     DenseWeight,
     GradientPiece,
-    Ground,
-    Piece,
+    LayerContext,
+    LayerPiece,
 )
 from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.allreduce.compressed import InOrder
@@ -35,7 +35,7 @@ from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.algorithms import MULTISTEP, MultistepOptions, own, whole_gradient_options
 from aladdin_mpi.options.general import GeneralOptions
 from aladdin_mpi.process import console
-from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -68,7 +68,7 @@ class MultistepWorker(TrainingWorker):
         x, transport = worker.parameters, worker.transport
         weights = DenseWire(x.dtype, x.device, moves_bytes=transport.needs_memory)
         self.order = InOrder(transport)
-        ground = Ground(transport, self.order, x, wire.plain, weights, worker.check)
+        ground = LayerContext(transport, self.order, x, wire.plain, weights, worker.check)
         self.pieces = _pieces(ground, worker.layout, exchanged, batch)
         self.dense = [piece for piece in self.pieces if isinstance(piece, DenseWeight)]
         # Momentum: 1/n of it on each rank, one part of the vector for each piece.
@@ -117,13 +117,13 @@ class MultistepWorker(TrainingWorker):
     # -- backward, from the top layer down: all-to-all -------------------------------
     def compute(self) -> None:
         """Compute the gradient; each piece is on its way when it is there."""
-        ticket, n = self.worker.ticket, self.worker.count
+        lease, n = self.worker.lease, self.worker.count
         for piece in self.dense:
-            piece.begin(-(-ticket.whole // n), ticket.size)
+            piece.begin(-(-lease.whole // n), lease.size)
         if self.hooks is None:
             self.worker.gradient(self.g, self.send)
         else:
-            with self.hooks.step(ticket.size > 0):
+            with self.hooks.step(lease.size > 0):
                 self.worker.gradient(self.g, self.send)
         if self.worker.clipping.norm is not None and any(piece.by_errors for piece in self.dense):
             # Possible in the first step after a resumption, or of a worker that had no samples.
@@ -159,7 +159,7 @@ class MultistepWorker(TrainingWorker):
         if isinstance(piece, DenseWeight) and self.x.is_meta:
             piece.send_activations()
 
-    def finish(self, piece: Piece) -> None:
+    def finish(self, piece: LayerPiece) -> None:
         """Wait for all parts of a piece, if they are on their way."""
         if not piece.gathering:
             return
@@ -209,7 +209,7 @@ class MultistepWorker(TrainingWorker):
                 self.tell(f"{piece.layer.name or 'the model'} exchanges gradients: {reason}")
 
     def _verdict(self, piece: DenseWeight) -> int:
-        if not self.worker.ticket.size:
+        if not self.worker.lease.size:
             return UNKNOWN
         fits = piece.capture.is_complete and self.worker.clipping.tells_at_once
         return FITS if fits else UNFIT
@@ -225,15 +225,15 @@ class MultistepWorker(TrainingWorker):
         for piece, exchanging in zip(self.dense, state["exchanging"], strict=True):
             piece.exchanging = exchanging
 
-    def resize(self, former: Former) -> None:
+    def resize(self, merged: MergedState) -> None:
         """This rank's part of the momentum; which layers exchange what is decided anew."""
-        velocity = former.worker["optimizer"]["velocity"]
+        velocity = merged.worker["optimizer"]["velocity"]
         if velocity is not None:
             places = self.places()
             # Of memory that there is not only the length counts.
             velocity = velocity[: len(places)] if velocity.is_meta else velocity[places]
-        former.worker["optimizer"] = {"velocity": velocity}
-        super().resize(former)
+        merged.worker["optimizer"] = {"velocity": velocity}
+        super().resize(merged)
 
 
 def own_places(
@@ -260,10 +260,12 @@ def _share(numel: int, workers: int, worker: int) -> slice:
     return slice(min(part * worker, numel), min(part * (worker + 1), numel))
 
 
-def _pieces(ground: Ground, layout: Layout, exchanged: list[DenseLayer], batch: int) -> list[Piece]:
+def _pieces(
+    ground: LayerContext, layout: Layout, exchanged: list[DenseLayer], batch: int
+) -> list[LayerPiece]:
     """One for each bucket."""
     at = {bucket.start: bucket for bucket in layout.buckets}
-    found: dict[int, Piece] = {}
+    found: dict[int, LayerPiece] = {}
     for layer in exchanged:
         weight = DenseWeight(ground, at[layer.weight.start], layer, batch)
         found[weight.bucket.index] = weight

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from aladdin_mpi.algorithms.multistep_layers import DenseWeight, Piece
+from aladdin_mpi.algorithms.multistep_layers import DenseWeight, LayerPiece
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.gradients import Hooks, Listen
 from aladdin_mpi.flat.layout import BYTES_PER_MB, BYTES_PER_VALUE, Bucket, Layout
@@ -114,8 +114,8 @@ class LayerHooks:
     def __init__(
         self,
         module: nn.Module,
-        pieces: Sequence[Piece],
-        finish: Callable[[Piece], None],
+        pieces: Sequence[LayerPiece],
+        finish: Callable[[LayerPiece], None],
         send_activations: Callable[[], None],
         deliver: Callable[[nn.Parameter], None],
     ) -> None:
@@ -229,10 +229,10 @@ class LayerHooks:
             raise _misused(self._dense[part])
 
 
-def _needs(module: nn.Module, pieces: Sequence[Piece]) -> dict[nn.Module, list[Piece]]:
+def _needs(module: nn.Module, pieces: Sequence[LayerPiece]) -> dict[nn.Module, list[LayerPiece]]:
     """The pieces in which the own parameters of every layer lie."""
     at = places(module)
-    needs: dict[nn.Module, list[Piece]] = {}
+    needs: dict[nn.Module, list[LayerPiece]] = {}
     for part in module.modules():
         own = [at[p] for p in part.parameters(recurse=False) if p in at]
         if own:

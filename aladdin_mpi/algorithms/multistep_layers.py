@@ -24,7 +24,7 @@ from aladdin_mpi.transport.base import Event, Transport
 
 
 @dataclass(frozen=True)
-class Ground:
+class LayerContext:
     """What all pieces of a rank stand on.
 
     Attributes:
@@ -67,12 +67,12 @@ class Ground:
         return total.div_(self.n).to(self.x.dtype)
 
 
-class Piece(ABC):
+class LayerPiece(ABC):
     """One piece, on one rank; ``numel`` is the length of the part that this rank updates."""
 
     numel: int
 
-    def __init__(self, ground: Ground, bucket: Bucket) -> None:
+    def __init__(self, ground: LayerContext, bucket: Bucket) -> None:
         self.ground = ground
         self.bucket = bucket
         self.gathering = False
@@ -104,10 +104,10 @@ class Piece(ABC):
         """Wait for everyone's parts, if they are on their way, and store them."""
 
 
-class GradientPiece(Piece):
+class GradientPiece(LayerPiece):
     """A bucket in n equal parts, the last of which may be filled up."""
 
-    def __init__(self, ground: Ground, bucket: Bucket) -> None:
+    def __init__(self, ground: LayerContext, bucket: Bucket) -> None:
         super().__init__(ground, bucket)
         n = ground.n
         part = -(-bucket.numel // n)
@@ -205,7 +205,7 @@ def stacked(parts: list[tuple[int, Tensor]], rows: int, width: int, like: Tensor
     return whole
 
 
-class DenseWeight(Piece):
+class DenseWeight(LayerPiece):
     """The weight of a fully connected layer, dealt to the ranks by columns.
 
     ``exchanging`` says whether activations and errors make the gradient; None: not known
@@ -215,7 +215,7 @@ class DenseWeight(Piece):
         batch: the largest number of samples of one rank's step.
     """
 
-    def __init__(self, ground: Ground, bucket: Bucket, layer: DenseLayer, batch: int) -> None:
+    def __init__(self, ground: LayerContext, bucket: Bucket, layer: DenseLayer, batch: int) -> None:
         super().__init__(ground, bucket)
         n, rank = ground.n, ground.transport.rank
         self.layer = layer
@@ -362,10 +362,10 @@ class DenseWeight(Piece):
         self.gathering = False
 
 
-class DenseBias(Piece):
+class DenseBias(LayerPiece):
     """The bias of such a layer: updated in full by every rank, and never sent."""
 
-    def __init__(self, ground: Ground, bucket: Bucket, weight: DenseWeight) -> None:
+    def __init__(self, ground: LayerContext, bucket: Bucket, weight: DenseWeight) -> None:
         super().__init__(ground, bucket)
         self.numel = bucket.numel
         self._weight = weight

@@ -10,7 +10,7 @@ from torch import Tensor
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.exchange.server import ParameterServer
-from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.flat.layout import Layout
 from aladdin_mpi.flat.replica import PhantomReplica, Replica
 from aladdin_mpi.optimizers.base import Optimizer
@@ -22,7 +22,7 @@ from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
 MakeWorker = Callable[[Worker, Optimizer, GradientCodec, GeneralOptions], TrainingWorker]
-MakeServer = Callable[[ParameterServer, Optimizer, GeneralOptions], Server]
+MakeServer = Callable[[ParameterServer, Optimizer, GeneralOptions], ServerAlgorithm]
 OwnPlaces = Callable[[Replica | PhantomReplica, int, int, GeneralOptions], Tensor]
 """Of the replica, the number of workers, and one of them."""
 MakeLayout = Callable[[Replica | PhantomReplica, int, GeneralOptions], Layout]

@@ -40,7 +40,7 @@ from aladdin_mpi.options.algorithms import OSGP, SGP, OsgpOptions, SgpOptions, o
 from aladdin_mpi.options.general import GeneralOptions
 from aladdin_mpi.transport.base import Event, Request
 from aladdin_mpi.transport.checksums import intact, is_void
-from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -210,10 +210,10 @@ class SgpWorker(TrainingWorker):
         """The push-sum weight w."""
         return self.w
 
-    def resize(self, former: Former) -> None:
+    def resize(self, merged: MergedState) -> None:
         """From the weighted mean of all, each with the weight 1; the graph goes on."""
-        super().resize(former)
-        self.steps = former.worker["steps"]
+        super().resize(merged)
+        self.steps = merged.worker["steps"]
 
     def common(self) -> dict[str, Any]:
         """The number of steps, on which the graph depends."""

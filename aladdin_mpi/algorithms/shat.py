@@ -12,15 +12,15 @@ from math import log, log2
 from aladdin_mpi.algorithms.asp import who_steps
 from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.codec.base import GradientCodec
-from aladdin_mpi.exchange.receiver import Arrival
+from aladdin_mpi.exchange.receiver import ReceivedBucket
 from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_link import GradientLink
-from aladdin_mpi.exchange.server_role import Server
 from aladdin_mpi.flat.state import saved
 from aladdin_mpi.flat.vectors import add
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import SHAT, ShatOptions, own
-from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -63,13 +63,13 @@ class ShatWorker(TrainingWorker):
         self.link.close()
 
 
-class ShatServer(Server):
+class ShatServer(ServerAlgorithm):
     """``x~ <- x~ - lr g_i`` for every gradient, each answered with x~ and alpha_i.
 
     ``at_last`` has, for each bucket and worker, the updates at the worker's last answer.
     """
 
-    SAVED = Server.SAVED | saved("at_last")
+    SAVED = ServerAlgorithm.SAVED | saved("at_last")
 
     def __init__(self, server: ParameterServer, optimizer: Optimizer, options: ShatOptions) -> None:
         super().__init__(server, *who_steps(server, optimizer, options))
@@ -83,16 +83,16 @@ class ShatServer(Server):
             alpha = staleness_weight(self._others(arrival), self.server.surviving_workers, self.log)
             self.server.send_model(arrival.worker, arrival.bucket, alpha)
 
-    def _others(self, arrival: Arrival) -> int:
+    def _others(self, arrival: ReceivedBucket) -> int:
         """c_i, updates by other workers since this one's last."""
         index, worker = arrival.bucket.index, arrival.worker
         before = self.at_last[index][worker]
         self.at_last[index][worker] = self.applied[index]
         return self.applied[index] - arrival.count - before
 
-    def resize(self, former: Former) -> None:
+    def resize(self, merged: MergedState) -> None:
         """All workers have just got a model."""
-        super().resize(former)
+        super().resize(merged)
         self.at_last = {index: [total] * self.n for index, total in self.applied.items()}
 
 

@@ -14,8 +14,8 @@ from aladdin_mpi.algorithms.asp import who_steps
 from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm, StalenessBound
 from aladdin_mpi.exchange.server_link import GradientLink
-from aladdin_mpi.exchange.server_role import Server, StalenessBound
 from aladdin_mpi.flat.state import saved
 from aladdin_mpi.flat.vectors import add
 from aladdin_mpi.optimizers.base import Optimizer
@@ -55,7 +55,7 @@ class SspWorker(TrainingWorker):
         self.link.close()
 
 
-class SspServer(Server):
+class SspServer(ServerAlgorithm):
     """``x~ <- x~ - lr g_i`` for every gradient, answered when the slowest worker is near."""
 
     def __init__(self, server: ParameterServer, optimizer: Optimizer, options: SspOptions) -> None:

@@ -78,7 +78,7 @@ LONGEST_NAP = 0.0002
 """Seconds of sleep, at most, between two looks at an operation of another library."""
 
 
-class Pending(ABC):
+class PendingSum(ABC):
     """A sum that is under way."""
 
     @abstractmethod
@@ -107,7 +107,7 @@ class AllReduce(ABC):
     """``ring``, ``mpi``, ``horovod`` or ``torch``."""
 
     @abstractmethod
-    def start(self, values: Tensor, key: int) -> Pending:
+    def start(self, values: Tensor, key: int) -> PendingSum:
         """Begin to sum ``values`` over all ranks.
 
         Args:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from aladdin_mpi import accelerator
 from aladdin_mpi.allreduce import horovod, torch_distributed
-from aladdin_mpi.allreduce.base import AllReduce, Pending
+from aladdin_mpi.allreduce.base import AllReduce, PendingSum
 from aladdin_mpi.allreduce.horovod import HorovodAllReduce
 from aladdin_mpi.allreduce.messages import DirectAllReduce, RingAllReduce, SingleAllReduce
 from aladdin_mpi.allreduce.torch_distributed import TorchAllReduce
@@ -33,7 +33,7 @@ class BySize(AllReduce):
         self._most = most
         self.name = long.name
 
-    def start(self, values: Tensor, key: int) -> Pending:
+    def start(self, values: Tensor, key: int) -> PendingSum:
         """See :meth:`AllReduce.start`."""
         of = self._short if values.nbytes <= self._most else self._long
         return of.start(values, key)

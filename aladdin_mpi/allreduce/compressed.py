@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from aladdin_mpi.allreduce.base import AllReduce, Pending
+from aladdin_mpi.allreduce.base import AllReduce, PendingSum
 from aladdin_mpi.codec.dgc import DeepGradientCompression
 from aladdin_mpi.codec.difference import index_dtype, index_values
 from aladdin_mpi.flat.layout import Bucket, Layout
@@ -170,16 +170,16 @@ class CompressedAllReduce(AllReduce):
         self._codec = codec
         self._samples = samples
         self._order = InOrder(transport, most=None)
-        self._rooms: dict[int, _Room] = {}
+        self._rooms: dict[int, _BucketBuffers] = {}
 
-    def start(self, values: Tensor, key: int) -> Pending:
+    def start(self, values: Tensor, key: int) -> PendingSum:
         """See :meth:`AllReduce.start`; what is left out of ``values`` stays in the codec."""
         bucket, codec = self._layout.buckets[key], self._codec
         samples = self._samples()
         length = packed_length(codec, bucket, samples)
         room = self._rooms.get(key)
         if room is None or room.part.numel() != length:
-            room = self._rooms[key] = _Room(codec, bucket, length, self._transport.size)
+            room = self._rooms[key] = _BucketBuffers(codec, bucket, length, self._transport.size)
         message, event = codec.compress(bucket, values, samples, room.message)
 
         def gather() -> Request:
@@ -201,7 +201,7 @@ class CompressedAllReduce(AllReduce):
         return "all-gather of compressed gradients"
 
 
-class _Room:
+class _BucketBuffers:
     """A bucket's memory: its message, that brought to everyone's length, and everyone's."""
 
     def __init__(
@@ -212,7 +212,7 @@ class _Room:
         self.gathered = codec.plain.buffer(length * ranks)
 
 
-class _Gathering(Pending):
+class _Gathering(PendingSum):
     def __init__(
         self,
         owner: CompressedAllReduce,

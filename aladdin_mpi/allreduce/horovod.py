@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aladdin_mpi.allreduce.base import AllReduce, Buffers, Pending, wait_until
+from aladdin_mpi.allreduce.base import AllReduce, Buffers, PendingSum, wait_until
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.wrapper import allreduce_bytes
@@ -97,7 +97,7 @@ class HorovodAllReduce(AllReduce):
         on_device = device.type == "cuda"
         self._buffers = Buffers(dtype, device, moves_bytes=True, on_device=on_device)
 
-    def start(self, values: Tensor, key: int) -> Pending:
+    def start(self, values: Tensor, key: int) -> PendingSum:
         """See :meth:`AllReduce.start`."""
         buffer, _ = self._buffers.load(values, key)
         self._transport.traffic.bytes_sent += allreduce_bytes(buffer.nbytes, self._transport.size)
@@ -119,7 +119,7 @@ class HorovodAllReduce(AllReduce):
             self._hvd.shutdown()  # else its thread would still call MPI after MPI has ended
 
 
-class _Handle(Pending):
+class _Handle(PendingSum):
     def __init__(
         self,
         hvd: Any,

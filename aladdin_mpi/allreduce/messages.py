@@ -7,13 +7,13 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from aladdin_mpi.allreduce.base import AllReduce, Buffers, Pending
+from aladdin_mpi.allreduce.base import AllReduce, Buffers, PendingSum
 from aladdin_mpi.allreduce.compressed import InOrder, Queued
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.transport import collectives
 from aladdin_mpi.transport.base import Event, Request, Transport
-from aladdin_mpi.transport.group import Channel, Stepper
+from aladdin_mpi.transport.group import GroupChannel, Stepper
 
 
 class SingleAllReduce(AllReduce):
@@ -27,7 +27,7 @@ class SingleAllReduce(AllReduce):
         self._buffers = Buffers(dtype, device, self._moves_bytes)
         self._order = InOrder(transport, most=None)
 
-    def start(self, values: Tensor, key: int) -> Pending:
+    def start(self, values: Tensor, key: int) -> PendingSum:
         """See :meth:`AllReduce.start`."""
         buffer, event = self._buffers.load(values, key)
         total = self._buffers.total(buffer, key) if self._moves_bytes else None
@@ -48,7 +48,7 @@ class SingleAllReduce(AllReduce):
         return describe(self._transport, f"all-reduce in {self._buffers.name}")
 
 
-class _Single(Pending):
+class _Single(PendingSum):
     """``total`` is where the sum comes; None: into ``buffer``."""
 
     def __init__(
@@ -91,11 +91,11 @@ class DirectAllReduce(AllReduce):
         self._scatter, self._gather = tags
         self._buffers = Buffers(wire_dtype, device, transport.needs_memory)
         self._spaces: dict[int, _Space] = {}
-        self._scattering: deque[_Direct] = deque()
-        self._under_way: list[_Direct] = []
+        self._scattering: deque[_DirectSum] = deque()
+        self._under_way: list[_DirectSum] = []
         self._dead: int | None = None
 
-    def start(self, values: Tensor, key: int) -> Pending:
+    def start(self, values: Tensor, key: int) -> PendingSum:
         """See :meth:`AllReduce.start`."""
         self._check()
         self._advance()
@@ -104,14 +104,14 @@ class DirectAllReduce(AllReduce):
         if space is None or space.gathered.numel() != values.numel():
             gathered = self._buffers.like(buffer)
             space = self._spaces[key] = _Space(self._transport, buffer, gathered)
-        pending = _Direct(self, values, buffer, event, space)
+        pending = _DirectSum(self, values, buffer, event, space)
         self._under_way.append(pending)
         self._exchange(pending)
         self._scattering.append(pending)
         self._check()
         return pending
 
-    def _exchange(self, pending: _Direct) -> None:
+    def _exchange(self, pending: _DirectSum) -> None:
         """Send everyone's part to its owner; post the receives."""
         transport, space = self._transport, pending.space
         for peer in space.peers:
@@ -126,7 +126,7 @@ class DirectAllReduce(AllReduce):
                 send = transport.isend(piece, peer, self._scatter, after=pending.event)
                 pending.others.append(send)
 
-    def _await_sums(self, pending: _Direct) -> None:
+    def _await_sums(self, pending: _DirectSum) -> None:
         """Post the receives of the second half.
 
         The last sums may still be on their way from there to the device. They are no more when the
@@ -143,10 +143,10 @@ class DirectAllReduce(AllReduce):
         while self._scattering and self._ready(self._scattering[0]):
             self._reduce(self._scattering.popleft())
 
-    def _ready(self, pending: _Direct) -> bool:
+    def _ready(self, pending: _DirectSum) -> bool:
         return _happened(pending.event) and all(map(self._transport.test, pending.own))
 
-    def _reduce(self, pending: _Direct) -> None:
+    def _reduce(self, pending: _DirectSum) -> None:
         """Add this rank's part and send the sum to everyone."""
         transport, space = self._transport, pending.space
         if pending.event is not None:
@@ -158,7 +158,7 @@ class DirectAllReduce(AllReduce):
                 pending.others.append(transport.isend(total, peer, self._gather))
         pending.reduced = True
 
-    def finish(self, pending: _Direct) -> None:
+    def finish(self, pending: _DirectSum) -> None:
         """Wait for one sum; the second half of those before it has to begin first."""
         while not pending.reduced:
             first = self._scattering[0]
@@ -191,7 +191,7 @@ class DirectAllReduce(AllReduce):
         return describe(self._transport, f"messages in {self._buffers.name}, added in float32")
 
 
-class _Direct(Pending):
+class _DirectSum(PendingSum):
     """``own`` are the receives of the first half, ``others`` all that has to end besides."""
 
     def __init__(
@@ -293,7 +293,7 @@ class RingAllReduce(AllReduce):
         self._under_way: list[_Sum] = []
         self._dead: int | None = None
 
-    def start(self, values: Tensor, key: int) -> Pending:
+    def start(self, values: Tensor, key: int) -> PendingSum:
         """See :meth:`AllReduce.start`."""
         self._check()
         buffer, event = self._buffers.load(values, key)
@@ -327,7 +327,7 @@ class RingAllReduce(AllReduce):
         return describe(self._transport, f"messages around a ring, added in {self._buffers.name}")
 
 
-class _Sum(Pending):
+class _Sum(PendingSum):
     """One sum: as soon as a step's messages have ended, by whichever thread, the next begins."""
 
     def __init__(
@@ -344,7 +344,7 @@ class _Sum(Pending):
         self._owner = owner
         self._transport = transport
         self._event = event
-        channel = Channel(
+        channel = GroupChannel(
             transport.rank,
             transport.size,
             lambda part, dest: transport.isend(part, dest, tag),

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.allreduce import choose
-from aladdin_mpi.allreduce.base import AllReduce, Pending
+from aladdin_mpi.allreduce.base import AllReduce, PendingSum
 from aladdin_mpi.allreduce.messages import DirectAllReduce, RingAllReduce
 from aladdin_mpi.control.tags import COORDINATOR, Tag, of_generation
 from aladdin_mpi.errors import PeerFailedError
@@ -45,7 +45,7 @@ class _Begun(NamedTuple):
 
     bucket: Bucket
     values: Tensor
-    pending: Pending | None
+    pending: PendingSum | None
 
 
 class _Agreed(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from aladdin_mpi.allreduce.base import AllReduce, Buffers, Pending, timeout_of, wait_until
+from aladdin_mpi.allreduce.base import AllReduce, Buffers, PendingSum, timeout_of, wait_until
 from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.transport.base import Transport
@@ -95,7 +95,7 @@ class TorchAllReduce(AllReduce):
         self._waits_there = on_device
         self._buffers = Buffers(wire_dtype, device, moves_bytes=True, on_device=on_device)
 
-    def start(self, values: Tensor, key: int) -> Pending:
+    def start(self, values: Tensor, key: int) -> PendingSum:
         """See :meth:`AllReduce.start`."""
         buffer, _ = self._buffers.load(values, key)
         self._transport.traffic.bytes_sent += allreduce_bytes(buffer.nbytes, self._transport.size)
@@ -113,7 +113,7 @@ class TorchAllReduce(AllReduce):
         end_group()
 
 
-class _Work(Pending):
+class _Work(PendingSum):
     """``waits_there``: the GPU waits for the sum, in the order of its stream, and not the host."""
 
     def __init__(

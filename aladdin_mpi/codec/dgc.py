@@ -75,7 +75,7 @@ def select(values: Tensor, k: int, sample: float, start: int = 0) -> Tensor:
     return indices
 
 
-class _Parts(NamedTuple):
+class _BucketParts(NamedTuple):
     """What a bucket holds of matrices and kernels, and of vectors; relative to its start."""
 
     matrices: tuple[slice, ...]
@@ -256,7 +256,7 @@ def _share(numel: int, ratio: float) -> int:
     return max(1, ceil(ratio * numel))
 
 
-def _parts(bucket: Bucket, shapes: Sequence[tuple[int, ...]]) -> _Parts:
+def _parts(bucket: Bucket, shapes: Sequence[tuple[int, ...]]) -> _BucketParts:
     """Where matrices and where vectors lie in ``bucket``."""
     matrices: list[slice] = []
     vectors: list[slice] = []
@@ -269,7 +269,7 @@ def _parts(bucket: Bucket, shapes: Sequence[tuple[int, ...]]) -> _Parts:
             (matrices if len(shape) > 1 else vectors).append(part)
         start = stop
     always_sent = sum(part.stop - part.start for part in vectors)
-    return _Parts(tuple(matrices), tuple(vectors), always_sent)
+    return _BucketParts(tuple(matrices), tuple(vectors), always_sent)
 
 
 def _joined(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:

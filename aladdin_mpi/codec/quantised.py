@@ -19,11 +19,11 @@ from aladdin_mpi.codec.quantise import (
 )
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.vectors import cut, full
-from aladdin_mpi.options.general import FEW_BITS
+from aladdin_mpi.options.general import QUANTISED_BITS
 from aladdin_mpi.transport.base import Event
 
 
-class FewBitsCodec(GradientCodec):
+class QuantisedCodec(GradientCodec):
     """The codec, with ``left``: what a worker has not sent yet, less than a step of any value.
 
     Buckets of less than five values are sent as they are. Decoding needs no state.
@@ -73,13 +73,13 @@ class FewBitsCodec(GradientCodec):
         whole = bucket.numel * self.dtype.itemsize
         return 2 * (whole - nbytes)
 
-    def model_encoder(self) -> FewBitsEncoder:
+    def model_encoder(self) -> QuantisedEncoder:
         """See :meth:`GradientCodec.model_encoder`."""
-        return FewBitsEncoder(self.bits)
+        return QuantisedEncoder(self.bits)
 
-    def model_decoder(self) -> FewBitsDecoder:
+    def model_decoder(self) -> QuantisedDecoder:
         """See :meth:`GradientCodec.model_decoder`."""
-        return FewBitsDecoder()
+        return QuantisedDecoder()
 
     # -- memory ----------------------------------------------------------------
     def buffer(self, numel: int) -> Tensor:
@@ -130,7 +130,7 @@ class FewBitsCodec(GradientCodec):
         self.left = None if saved is None else saved.to(self._wire.device, copy=True)
 
 
-class FewBitsEncoder(ModelEncoder):
+class QuantisedEncoder(ModelEncoder):
     """A shadow of what every receiver has: as many models as there are receivers.
 
     Args:
@@ -188,7 +188,7 @@ class FewBitsEncoder(ModelEncoder):
         return 3 * whole - nbytes if nbytes < whole else whole
 
 
-class FewBitsDecoder(ModelDecoder):
+class QuantisedDecoder(ModelDecoder):
     """A copy that is, to the bit, the sender's shadow; kept where messages are read."""
 
     def __init__(self) -> None:
@@ -222,8 +222,8 @@ def _room(room: Tensor, values: Tensor) -> Tensor:
 def bits_of(name: str) -> tuple[int, ...]:
     """Of a value, from generous to thrifty, between which a ``--wire`` leaves the choice."""
     if name == "auto":
-        return tuple(sorted(FEW_BITS.values(), reverse=True))
-    return (FEW_BITS.get(name, 8 * _dtype(name).itemsize),)
+        return tuple(sorted(QUANTISED_BITS.values(), reverse=True))
+    return (QUANTISED_BITS.get(name, 8 * _dtype(name).itemsize),)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -250,4 +250,4 @@ def make_codec(
     if name == "fp32" and dtype is not None:
         on_wire = full(dtype)
     wire = DenseWire(on_wire, device, moves_bytes)
-    return FewBitsCodec(wire, layout, FEW_BITS[name]) if name in FEW_BITS else wire
+    return QuantisedCodec(wire, layout, QUANTISED_BITS[name]) if name in QUANTISED_BITS else wire

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aladdin_mpi.comparison.figures import RunFigures, read_figures
-from aladdin_mpi.comparison.options import Request
-from aladdin_mpi.comparison.plan import Entry, Run, ranks_of
+from aladdin_mpi.comparison.options import ComparisonRequest
+from aladdin_mpi.comparison.plan import PlanEntry, Run, ranks_of
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import command_line
 from aladdin_mpi.options.algorithms import ALGORITHMS
@@ -69,7 +69,7 @@ def given(value: float) -> Baseline:
     return Baseline(value, GIVEN)
 
 
-def measuring_run(request: Request, out: Path) -> Run:
+def measuring_run(request: ComparisonRequest, out: Path) -> Run:
     """The short run over MPI that measures one worker, with an algorithm without server if any.
 
     Its options go into a file in the comparison's folder.
@@ -94,7 +94,7 @@ def measuring_run(request: Request, out: Path) -> Run:
     # Named by what may change from one comparison to the next, so that none is overwritten.
     folder = out / LABEL / f"{algorithm}-{options.baseline_steps}-steps"
     words = ("--config", str(folder / OPTIONS))
-    entry = Entry(LABEL, algorithm)
+    entry = PlanEntry(LABEL, algorithm)
     return Run(entry, options.seeds[0], folder, words, built, ranks_of(algorithm, built, 1))
 
 

@@ -18,7 +18,7 @@ from aladdin_mpi.comparison import children, figures, folder, plots, report
 from aladdin_mpi.comparison.children import Child
 from aladdin_mpi.comparison.figures import read_figures
 from aladdin_mpi.comparison.folder import machine
-from aladdin_mpi.comparison.options import Request
+from aladdin_mpi.comparison.options import ComparisonRequest
 from aladdin_mpi.comparison.plan import Run, plan, read_runs, unequal
 from aladdin_mpi.comparison.report import Findings
 from aladdin_mpi.errors import UserError
@@ -152,7 +152,7 @@ class Runner:
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
-def compare(request: Request) -> int:
+def compare(request: ComparisonRequest) -> int:
     """Run or read what a command line asks for; returns the exit status.
 
     Raises:
@@ -168,7 +168,7 @@ def compare(request: Request) -> int:
 
 
 # -- finished runs ------------------------------------------------------------------------
-def _read(request: Request) -> int:
+def _read(request: ComparisonRequest) -> int:
     options = request.options
     finished = read_runs(options.read)
     if options.out is not None:
@@ -198,7 +198,7 @@ def _read(request: Request) -> int:
 
 
 # -- new runs -----------------------------------------------------------------------------
-def _run(request: Request) -> int:
+def _run(request: ComparisonRequest) -> int:
     options = request.options
     out = options.out or _default_out(request)
     folder.check_out(out, options)
@@ -216,14 +216,16 @@ def _run(request: Request) -> int:
         return _report(request, runs, alone, runner.failures, out)
 
 
-def _default_out(request: Request) -> Path:
+def _default_out(request: ComparisonRequest) -> Path:
     """``comparisons/ENGINE-MODEL-DATASET``, so that the same command finds its runs again."""
     options = plan(request, Path("comparisons"))[0].options
     name = f"{request.options.engine}-{options.model}-{options.dataset}"
     return Path("comparisons") / name.replace("/", "_").replace(":", "_")
 
 
-def _baseline(request: Request, runs: Sequence[Run], out: Path) -> baselines.Baseline | Run:
+def _baseline(
+    request: ComparisonRequest, runs: Sequence[Run], out: Path
+) -> baselines.Baseline | Run:
     """One worker's throughput, or the run that measures it."""
     options = request.options
     if options.baseline is not None:
@@ -233,7 +235,7 @@ def _baseline(request: Request, runs: Sequence[Run], out: Path) -> baselines.Bas
     return baselines.from_options(plain.options) or baselines.measuring_run(request, out)
 
 
-def _command(request: Request, run: Run) -> list[str]:
+def _command(request: ComparisonRequest, run: Run) -> list[str]:
     start = [sys.executable, "-m", request.options.run_module, *run.start_words()]
     if request.options.engine == "virtual":
         return start
@@ -247,7 +249,7 @@ def _announce(runs: Sequence[Run], out: Path) -> None:
 
 
 def _report(
-    request: Request,
+    request: ComparisonRequest,
     runs: Sequence[Run],
     alone: baselines.Baseline | Run,
     failures: Sequence[Failure],

@@ -128,7 +128,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A line of the table."""
 
     label: str
@@ -159,25 +159,25 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 
 def make_rows(
     runs: Sequence[RunFigures], target: float | None, baseline: float | None
-) -> list[Row]:
+) -> list[TableRow]:
     """A row for each label: the highest accuracy first, of equal ones the shortest time."""
     rows = []
     for label in dict.fromkeys(run.label for run in runs):
         same = [run for run in runs if run.label == label]
         values = [run.all_values(target, baseline) for run in same]
         figures = {key: spread(each[key] for each in values) for key in KEYS}
-        rows.append(Row(label, str(same[0].summary["algorithm"]), len(same), figures))
+        rows.append(TableRow(label, str(same[0].summary["algorithm"]), len(same), figures))
     return sorted(rows, key=_rank)
 
 
-def _rank(row: Row) -> tuple[float, float]:
+def _rank(row: TableRow) -> tuple[float, float]:
     accuracy, seconds = row.mean("test_accuracy"), row.mean("seconds")
     last = math.inf
     return last if accuracy is None else -accuracy, last if seconds is None else seconds
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """A column: its key, its heading, and how a value is shown."""
 
     key: str
@@ -196,21 +196,21 @@ def _three_digits(value: float) -> int:
     return min(4, max(0, four_digits(value) - 1))
 
 
-def columns(target: float | None) -> list[Column]:
+def columns(target: float | None) -> list[TableColumn]:
     """All columns, with the accuracy that times were measured to."""
     return [
-        Column("test_accuracy", "accuracy", decimals=lambda value: 4),
-        Column("seconds", "time, s"),
-        Column("seconds_to_target", f"time to {target or 0:g}, s"),
-        Column("samples_per_second", "samples/s"),
-        Column("speed_up", "speed-up", decimals=lambda value: 2),
-        Column("wait_fraction", "waiting, %", scale=100.0, decimals=_three_digits),
-        Column("bytes_sent_per_step", "bytes/step", decimals=lambda value: 0),
-        Column("coalesced_fraction", "coalesced, %", scale=100.0, decimals=_three_digits),
+        TableColumn("test_accuracy", "accuracy", decimals=lambda value: 4),
+        TableColumn("seconds", "time, s"),
+        TableColumn("seconds_to_target", f"time to {target or 0:g}, s"),
+        TableColumn("samples_per_second", "samples/s"),
+        TableColumn("speed_up", "speed-up", decimals=lambda value: 2),
+        TableColumn("wait_fraction", "waiting, %", scale=100.0, decimals=_three_digits),
+        TableColumn("bytes_sent_per_step", "bytes/step", decimals=lambda value: 0),
+        TableColumn("coalesced_fraction", "coalesced, %", scale=100.0, decimals=_three_digits),
     ]
 
 
-def cells(rows: Sequence[Row], target: float | None, sign: str) -> list[list[str]]:
+def cells(rows: Sequence[TableRow], target: float | None, sign: str) -> list[list[str]]:
     """Headings and lines; columns without any value are left out.
 
     Args:
@@ -226,7 +226,7 @@ def cells(rows: Sequence[Row], target: float | None, sign: str) -> list[list[str
     return table
 
 
-def _cell(found: Spread | None, column: Column, runs: int, sign: str) -> str:
+def _cell(found: Spread | None, column: TableColumn, runs: int, sign: str) -> str:
     if found is None:
         return "never" if column.key == "seconds_to_target" else "-"
     mean = found.mean * column.scale
@@ -255,7 +255,7 @@ def markdown(table: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def as_csv(rows: Sequence[Row]) -> str:
+def as_csv(rows: Sequence[TableRow]) -> str:
     """For programs: SI units, fractions from 0 to 1; an empty field where there is no value."""
     shown = [c.key for c in columns(None) if any(row.has(c.key) for row in rows)]
     parts = ("mean", "std", "low", "high", "n")

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
-from aladdin_mpi.comparison.options import PROG, CompareOptions, Request
+from aladdin_mpi.comparison.options import PROG, CompareOptions, ComparisonRequest
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.settings import build, read_toml, to_toml
 from aladdin_mpi.process.files import open_own, write_whole
@@ -136,7 +136,7 @@ FIXED = ("engine", "workers")
 """What a comparison cannot change when it goes on; each run's options are checked as well."""
 
 
-def command_line(request: Request) -> str:
+def command_line(request: ComparisonRequest) -> str:
     """The command that was typed."""
     return shlex.join(["python", "-m", PROG, *request.words])
 
@@ -175,7 +175,7 @@ def check_out(out: Path, options: CompareOptions) -> None:
 
 
 @contextmanager
-def claimed(out: Path, request: Request) -> Iterator[int]:
+def claimed(out: Path, request: ComparisonRequest) -> Iterator[int]:
     """Make the folder, keep other comparisons out of it; gives the lock's descriptor.
 
     Children inherit it: the folder stays locked until the last of them has ended,

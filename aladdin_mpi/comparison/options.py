@@ -162,7 +162,7 @@ class CompareOptions(BaseModel):
 
 
 @dataclass(frozen=True)
-class Request:
+class ComparisonRequest:
     """What was asked for."""
 
     options: CompareOptions
@@ -172,7 +172,7 @@ class Request:
     """The whole command line, without the program's name."""
 
 
-def read_request(argv: Sequence[str] | None) -> Request:
+def read_request(argv: Sequence[str] | None) -> ComparisonRequest:
     """Return what a command line asks for; the words behind ``--`` are not yet checked.
 
     ``argv`` is the command line without the program's name; ``None`` takes the
@@ -198,7 +198,7 @@ def read_request(argv: Sequence[str] | None) -> Request:
             )
     if not set(shared).isdisjoint(command_line.ANSWERED_AT_ONCE):
         read_run_words(options, shared)
-    return Request(options, shared, words)
+    return ComparisonRequest(options, shared, words)
 
 
 def read_run_words(options: CompareOptions, words: Sequence[str]) -> Settings:

@@ -15,7 +15,7 @@ from aladdin_mpi.comparison.options import (
     ALL,
     SET_HERE,
     CompareOptions,
-    Request,
+    ComparisonRequest,
     read_run_words,
     set_here,
 )
@@ -40,7 +40,7 @@ _VARIANT = re.compile(r"([A-Za-z0-9][\w.+-]*)=(.*)", re.DOTALL | re.ASCII)
 
 
 @dataclass(frozen=True)
-class Entry:
+class PlanEntry:
     """A line of the table: an algorithm, perhaps with options of its own."""
 
     label: str
@@ -52,7 +52,7 @@ class Entry:
 class Run:
     """A single run of a comparison."""
 
-    entry: Entry
+    entry: PlanEntry
     seed: int
     folder: Path
     words: tuple[str, ...]
@@ -85,7 +85,7 @@ class Run:
         return [*self.words, "--run-dir", str(self.folder), *again]
 
 
-def plan(request: Request, out: Path) -> list[Run]:
+def plan(request: ComparisonRequest, out: Path) -> list[Run]:
     """The runs, seed after seed, so that an unfinished comparison has all algorithms.
 
     Raises:
@@ -103,7 +103,7 @@ def plan(request: Request, out: Path) -> list[Run]:
     return runs
 
 
-def entries(options: CompareOptions) -> list[Entry]:
+def entries(options: CompareOptions) -> list[PlanEntry]:
     """The algorithms and variants to compare.
 
     Raises:
@@ -114,7 +114,7 @@ def entries(options: CompareOptions) -> list[Entry]:
         names = tuple(ALGORITHMS)
     for name in names:
         _check_name("--algorithms", name, [*ALGORITHMS, ALL])
-    found = {name: Entry(name, name) for name in names}
+    found = {name: PlanEntry(name, name) for name in names}
     for text in options.variants:
         entry = _variant(text)
         if entry.label in found:
@@ -126,7 +126,7 @@ def entries(options: CompareOptions) -> list[Entry]:
     return list(found.values())
 
 
-def _variant(text: str) -> Entry:
+def _variant(text: str) -> PlanEntry:
     match = _VARIANT.fullmatch(text.strip())
     try:
         words = shlex.split(match[2]) if match else []
@@ -138,7 +138,7 @@ def _variant(text: str) -> Entry:
             f"and . _ + -, got {text!r}; write for example 'pi1=aladdin --aladdin-pi 1'"
         )
     _check_name(f"--variants {match[1]}", words[0], list(ALGORITHMS))
-    return Entry(match[1], words[0], tuple(words[1:]))
+    return PlanEntry(match[1], words[0], tuple(words[1:]))
 
 
 def _check_name(origin: str, name: str, known: Sequence[str]) -> None:
@@ -149,7 +149,7 @@ def _check_name(origin: str, name: str, known: Sequence[str]) -> None:
         )
 
 
-def _variants(entry: Entry) -> str:
+def _variants(entry: PlanEntry) -> str:
     return f"--variants {entry.label}: "
 
 
@@ -176,7 +176,7 @@ def _check_words(options: CompareOptions, words: Sequence[str], where: str) -> S
     return given
 
 
-def _run(request: Request, entry: Entry, seed: int, out: Path) -> Run:
+def _run(request: ComparisonRequest, entry: PlanEntry, seed: int, out: Path) -> Run:
     options = request.options
     words = [*request.shared, *entry.words, "--algorithm", entry.algorithm, "--seed", str(seed)]
     if options.engine == "virtual":

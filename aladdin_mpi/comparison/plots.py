@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aladdin_mpi.comparison.figures import Evaluation, Row, RunFigures, four_digits
+from aladdin_mpi.comparison.figures import Evaluation, RunFigures, TableRow, four_digits
 from aladdin_mpi.process import extras
 from aladdin_mpi.process.files import written_whole
 
@@ -106,7 +106,9 @@ HALF = 0.35
 SMALL = 8
 
 
-def throughput(rows: Sequence[Row], colours: Mapping[str, str], ideals: Mapping[str, float]) -> Any:
+def throughput(
+    rows: Sequence[TableRow], colours: Mapping[str, str], ideals: Mapping[str, float]
+) -> Any:
     """The highest on top, with the standard deviation over the runs; None without any figure.
 
     Args:
@@ -132,7 +134,7 @@ def throughput(rows: Sequence[Row], colours: Mapping[str, str], ideals: Mapping[
     return figure
 
 
-def _bar(axis: Any, place: int, row: Row, colour: str) -> float:
+def _bar(axis: Any, place: int, row: TableRow, colour: str) -> float:
     """Returns where it ends, its error bar with it."""
     found = row.figures["samples_per_second"]
     assert found is not None
@@ -147,7 +149,7 @@ def _bar(axis: Any, place: int, row: Row, colour: str) -> float:
     return found.mean + found.std
 
 
-def _label(axis: Any, ranked: Sequence[Row], has_ideal: bool) -> None:
+def _label(axis: Any, ranked: Sequence[TableRow], has_ideal: bool) -> None:
     """Names to the left, figures to the right, where neither bars nor lines run through them."""
     axis.set_yticks(range(len(ranked)), [row.label for row in ranked])
     axis.set_ylim(-0.6, len(ranked) - 0.4)
@@ -171,7 +173,7 @@ GREY = "0.35"
 
 
 @dataclass(frozen=True)
-class Curve:
+class PlottedCurve:
     """What is drawn for a label."""
 
     label: str
@@ -194,15 +196,15 @@ class Axes:
     """A value to draw a line at: the target."""
 
 
-def mean_curve(label: str, look: Style, lines: Sequence[Line]) -> Curve:
+def mean_curve(label: str, look: Style, lines: Sequence[Line]) -> PlottedCurve:
     """One run as it is; of several the mean, where all of them are."""
     if len(lines) == 1:
-        return Curve(label, look, *lines[0])
+        return PlottedCurve(label, look, *lines[0])
     first, last = max(xs[0] for xs, _ in lines), min(xs[-1] for xs, _ in lines)
     inside = {value for xs, _ in lines for value in xs if first < value < last}
     grid = sorted(inside | {first, last})
     mean = np.mean([np.interp(grid, xs, ys) for xs, ys in lines], axis=0)
-    return Curve(label, look, grid, mean.tolist(), lines)
+    return PlottedCurve(label, look, grid, mean.tolist(), lines)
 
 
 def empty_figure(width: float, height: float) -> Any:
@@ -215,7 +217,7 @@ def empty_figure(width: float, height: float) -> Any:
     return figure
 
 
-def figure(curves: Sequence[Curve], axes: Axes) -> Any:
+def figure(curves: Sequence[PlottedCurve], axes: Axes) -> Any:
     """The curves, and a legend beside them in their order.
 
     On a logarithmic axis those that are 0 throughout have no curve, and the legend says so.
@@ -252,7 +254,7 @@ def _scale(axis: Any, axes: Axes) -> None:
     axis.xaxis.set_major_formatter("{x:,.10g}")
 
 
-def _parts(axis: Any, curves: Sequence[Curve]) -> list[Part]:
+def _parts(axis: Any, curves: Sequence[PlottedCurve]) -> list[Part]:
     """How the curves share the way where they coincide, as far as can be seen on these axes."""
     for curve in curves:
         for xs, ys in [*curve.singles, (curve.xs, curve.ys)]:
@@ -265,7 +267,7 @@ def _parts(axis: Any, curves: Sequence[Curve]) -> list[Part]:
         return parts([scale * axis.transData.transform(place) for place in places])
 
 
-def _draw(axis: Any, curve: Curve, part: Part) -> Any:
+def _draw(axis: Any, curve: PlottedCurve, part: Part) -> Any:
     """The line, then its markers on top of all lines; returns what the legend shows."""
     from matplotlib.lines import Line2D
 
@@ -325,7 +327,7 @@ def not_drawn() -> list[str]:
 
 def draw(
     runs: Sequence[RunFigures],
-    rows: Sequence[Row],
+    rows: Sequence[TableRow],
     out: Path,
     title: str,
     target: float | None,
@@ -371,7 +373,7 @@ def style(place: int) -> Style:
     }
 
 
-def _looks(runs: Iterable[RunFigures], rows: Iterable[Row]) -> dict[str, Style]:
+def _looks(runs: Iterable[RunFigures], rows: Iterable[TableRow]) -> dict[str, Style]:
     """By the order of the command, so that a colour does not depend on who wins."""
     labels = dict.fromkeys(run.label for run in runs)
     styles = {label: style(place) for place, label in enumerate(labels)}
@@ -404,7 +406,7 @@ def _variance(runs: Sequence[RunFigures], looks: Mapping[str, Style]) -> Any:
 
 def _curves(
     runs: Sequence[RunFigures], looks: Mapping[str, Style], x: Value, y: Value
-) -> list[Curve]:
+) -> list[PlottedCurve]:
     """Of each label its runs, where they have both values."""
     found = []
     for label, look in looks.items():

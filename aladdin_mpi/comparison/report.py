@@ -11,7 +11,7 @@ from typing import Any
 import aladdin_mpi
 from aladdin_mpi.comparison import figures, plots
 from aladdin_mpi.comparison.baseline import Baseline
-from aladdin_mpi.comparison.figures import KEYS, Row, RunFigures, make_rows
+from aladdin_mpi.comparison.figures import KEYS, RunFigures, TableRow, make_rows
 from aladdin_mpi.comparison.folder import Machine
 from aladdin_mpi.process import files
 from aladdin_mpi.process.files import write_whole
@@ -42,7 +42,7 @@ class Findings:
     notes: Sequence[str] = ()
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TableRow]:
         """The table."""
         alone = None if self.baseline is None else self.baseline.samples_per_second
         return make_rows(self.runs, self.target, alone)

@@ -20,17 +20,17 @@ from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.transport.base import Request, Transport, numbers_of
 
 MOST_AHEAD = 32
-"""Largest number of tickets that a worker asks for ahead."""
+"""Largest number of leases that a worker asks for ahead."""
 STOP = -0.5
 """In place of a number of samples: end the run."""
 CLOSE = -0.25
 """In place of a number of samples: end the run without its results."""
 
 
-class Ticket(NamedTuple):
+class SampleLease(NamedTuple):
     """The right to ``size`` samples out of a round of ``whole``, number ``start`` and following.
 
-    Without rounds a ticket is a round of its own. ``whole`` is 0 when none are left;
+    Without rounds a lease is a round of its own. ``whole`` is 0 when none are left;
     ``size`` alone is 0 for a worker that gets nothing of a last, small round. ``absent``
     are the ranks of failed workers that take no part in the round, the same for all. ``scale`` is
     that of losses in half precision.
@@ -51,7 +51,7 @@ class Ticket(NamedTuple):
         return len(range(worker, self.whole, workers))
 
 
-class Report(NamedTuple):
+class WorkerReport(NamedTuple):
     """What a worker says of its last step and of its run so far.
 
     ``samples`` and ``loss`` (mean over them) are the last step's; 0 samples: there
@@ -74,14 +74,14 @@ class Report(NamedTuple):
 class _Round(NamedTuple):
     """A round of all workers, and those among whom it is dealt."""
 
-    ticket: Ticket
+    lease: SampleLease
     workers: list[int]
 
-    def part(self, rank: int) -> Ticket:
+    def part(self, rank: int) -> SampleLease:
         if rank not in self.workers:
-            return self.ticket._replace(size=0)
+            return self.lease._replace(size=0)
         place = self.workers.index(rank)
-        return self.ticket._replace(size=self.ticket.size_of(place, len(self.workers)))
+        return self.lease._replace(size=self.lease.size_of(place, len(self.workers)))
 
 
 class Budget:
@@ -101,7 +101,7 @@ class Budget:
         self,
         transport: Transport,
         total: int,
-        on_report: Callable[[int, Report], None],
+        on_report: Callable[[int, WorkerReport], None],
         lockstep: Sequence[int] = (),
     ) -> None:
         self._transport = transport
@@ -127,14 +127,16 @@ class Budget:
         """Samples granted to each rank before this segment, by a budget of as many ranks."""
         self._computed = [0] * transport.size
         transport.on_failure(self._lose)
-        transport.on_numbers(Tag.DRAW, 1 + len(Report._fields), self._draw)
+        transport.on_numbers(Tag.DRAW, 1 + len(WorkerReport._fields), self._draw)
 
     def _draw(self, source: int, numbers: Sequence[float]) -> None:
         want, samples, loss, waiting, sent, steps, *rate = numbers
         if samples > 0:
             self._computed[source] += 1
             self.loss_scale.count()
-        self._on_report(source, Report(int(samples), loss, waiting, int(sent), int(steps), *rate))
+        self._on_report(
+            source, WorkerReport(int(samples), loss, waiting, int(sent), int(steps), *rate)
+        )
         if want == STOP:
             self.total = self.limit = self.drawn
         elif want == CLOSE:
@@ -153,26 +155,26 @@ class Budget:
         self.passed_over += self.drawn - before
 
     def _grant(self, rank: int, want: int) -> None:
-        ticket = self._part_of_round(rank, want) if self._lockstep else self._take(want)
-        if ticket.size:
-            self._granted[rank].append(ticket.size)
-        numbers = (*ticket[:3], log2(ticket.scale), *ticket.absent)
+        lease = self._part_of_round(rank, want) if self._lockstep else self._take(want)
+        if lease.size:
+            self._granted[rank].append(lease.size)
+        numbers = (*lease[:3], log2(lease.scale), *lease.absent)
         self._transport.isend_numbers(numbers, rank, Tag.GRANT)
 
-    def _take(self, want: int) -> Ticket:
+    def _take(self, want: int) -> SampleLease:
         count = min(want, max(self.limit - self.drawn, 0))
         self.drawn += count
         scale = 2.0**self.loss_scale.exponent
-        return Ticket(self.drawn - count, count, count, scale=scale)
+        return SampleLease(self.drawn - count, count, count, scale=scale)
 
-    def _part_of_round(self, rank: int, want: int) -> Ticket:
+    def _part_of_round(self, rank: int, want: int) -> SampleLease:
         """The worker's part of its next round, which is decided when the first one asks."""
         turn = self._turns[rank]
         self._turns[rank] += 1
         if turn == len(self._rounds):
             workers = list(self._workers)
-            ticket = self._take(want * len(workers))._replace(absent=tuple(self._absent))
-            self._rounds.append(_Round(ticket, workers))
+            lease = self._take(want * len(workers))._replace(absent=tuple(self._absent))
+            self._rounds.append(_Round(lease, workers))
         return self._rounds[turn].part(rank)
 
     def _lose(self, rank: int) -> None:
@@ -248,7 +250,7 @@ class Budget:
         return self.drawn >= self.total
 
 
-class Draws:
+class SampleClient:
     """A worker's side of the budget."""
 
     def __init__(self, transport: Transport) -> None:
@@ -266,7 +268,7 @@ class Draws:
 
     @property
     def short(self) -> int:
-        """How many tickets should be asked for now.
+        """How many leases should be asked for now.
 
         One is asked for ahead; twice as many each time that one came too late.
         """
@@ -274,40 +276,40 @@ class Draws:
 
     @property
     def outstanding(self) -> int:
-        """How many tickets have been asked for and not been taken."""
+        """How many leases have been asked for and not been taken."""
         return len(self._grants)
 
-    def request(self, want: int, report: Report) -> None:
+    def request(self, want: int, report: WorkerReport) -> None:
         """Ask for ``want`` samples, and report; :meth:`take` gets the answer."""
         numbers = 4 + self._transport.size
         grant = self._free.pop() if self._free else torch.empty(numbers, dtype=torch.float64)
         self._grants.append(self._transport.irecv(grant, COORDINATOR, Tag.GRANT))
         self._send(want, report)
 
-    def report(self, report: Report) -> None:
+    def report(self, report: WorkerReport) -> None:
         """Report and ask for nothing."""
         self._send(0, report)
 
     def stop(self) -> None:
         """Ask that nothing more is granted to any worker, and the run ends."""
-        self._send(STOP, Report())
+        self._send(STOP, WorkerReport())
 
     def close_run(self) -> None:
         """Ask that nothing more is granted to any worker, and the run ends without results."""
-        self._send(CLOSE, Report())
+        self._send(CLOSE, WorkerReport())
 
     def pass_over(self, samples: int) -> None:
         """Ask that nothing before number ``samples`` is granted any more."""
-        self._send(-samples, Report())
+        self._send(-samples, WorkerReport())
 
-    def _send(self, want: float, report: Report) -> None:
+    def _send(self, want: float, report: WorkerReport) -> None:
         self._transport.isend_numbers((want, *report.pack()), COORDINATOR, Tag.DRAW)
 
-    def take(self) -> Ticket:
-        """The first ticket asked for; waits for it if it has not come."""
+    def take(self) -> SampleLease:
+        """The first lease asked for; waits for it if it has not come."""
         receive = self._grants.popleft()
         if not self._transport.test(receive):
-            # A segment's first ticket cannot have come: that is no sign of a slow network.
+            # A segment's first lease cannot have come: that is no sign of a slow network.
             if self._computing:
                 self._ahead = min(2 * self._ahead, MOST_AHEAD)
             self._transport.wait(receive)
@@ -315,4 +317,6 @@ class Draws:
         start, size, whole, exponent, *absent = numbers_of(receive)
         assert receive.buffer is not None
         self._free.append(receive.buffer)
-        return Ticket(int(start), int(size), int(whole), tuple(map(int, absent)), 2.0**exponent)
+        return SampleLease(
+            int(start), int(size), int(whole), tuple(map(int, absent)), 2.0**exponent
+        )

@@ -85,7 +85,7 @@ def _pass_on(transport: Transport, values: Tensor, source: int, dests: list[int]
         transport.wait(transport.irecv(values, source, Tag.SETUP))
 
 
-def agree(transport: Transport, attempt: Callable[[], T]) -> T:
+def all_or_none(transport: Transport, attempt: Callable[[], T]) -> T:
     """Let every rank make an attempt; if one cannot, none goes on.
 
     Raises:

@@ -106,14 +106,14 @@ class Heartbeats:
 
     # -- silence ------------------------------------------------------------------
     def _judge(self, now: float) -> None:
-        rank, deputy = self._transport.rank, self._deputy
+        rank, standby = self._transport.rank, self._deputy
         if rank == 0:
             for other in self._silent(now, self._timeout):
                 self._cut_off(other)
             return
-        patience = DEPUTY_PATIENCE if rank == deputy else PATIENCE
+        patience = DEPUTY_PATIENCE if rank == standby else PATIENCE
         if 0 in self._silent(now, patience * self._timeout):
-            self._without_rank_0(now, rank == deputy)
+            self._without_rank_0(now, rank == standby)
 
     def _silent(self, now: float, limit: float) -> list[int]:
         failed = self._transport.failed
@@ -142,7 +142,7 @@ class Heartbeats:
         The latter where only its own link is cut.
         """
         silence = f"{self._name(0)} has sent no heartbeat for {now - self._heard[0]:.0f} s"
-        if is_deputy and self._transport.comes_apart_without(0) and self._hears_most(now):
+        if is_deputy and self._transport.is_revoked_without(0) and self._hears_most(now):
             self._cut_off(0)
             return
         if self._transport.survives and not (is_deputy and self._hears_others(now)):

@@ -17,7 +17,7 @@ from torch import Tensor
 from aladdin_mpi.data import builtin_sets, imagefolder
 from aladdin_mpi.data.augment import CIFAR10, CLASSES, LargeImages, Policy, SmallImages
 from aladdin_mpi.data.builtin_sets import parse_synthetic
-from aladdin_mpi.data.imagefolder import Fault, Listing
+from aladdin_mpi.data.imagefolder import Fault, SplitListing
 from aladdin_mpi.data.images import ImageArrays, SkippedImages
 from aladdin_mpi.data.shards import ShardImages, find_shards, indexed
 from aladdin_mpi.data.user_code import call_with_accepted, import_function
@@ -278,12 +278,12 @@ def _load_shards(data_dir: Path | None, look: Look, skip: bool, shuffle_buffer: 
 
 def _mended(
     split: int,
-    listing: Listing,
+    listing: SplitListing,
     size: tuple[int, int] | None,
     cache: str,
     faults: tuple[Fault, ...] | None,
     skipped: SkippedImages,
-) -> Listing:
+) -> SplitListing:
     """One split with stand-ins for the images that cannot be read, or, to test with, without.
 
     Those of a set that is decoded as needed may not be known yet.

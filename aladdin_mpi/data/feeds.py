@@ -69,7 +69,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Share:
+class FeedShare:
     """Whose batches a feed is asked for.
 
     Attributes:
@@ -134,7 +134,7 @@ class Feed(ABC):
         return {}
 
     @abstractmethod
-    def source(self, share: Share) -> Source:
+    def source(self, share: FeedShare) -> Source:
         """The batches of one worker."""
 
 
@@ -175,7 +175,7 @@ class SampleFeed(Feed):
             sample = _outline(self._dataset[0])
         return {"length": len(self._dataset), "sample": sample, **_facts_of(self._loader)}
 
-    def source(self, share: Share) -> Source:
+    def source(self, share: FeedShare) -> Source:
         """See :meth:`Feed.source`."""
         size = share.batch_size
         length = self.length(size, share.first_workers)
@@ -193,7 +193,7 @@ class SampleFeed(Feed):
             arguments=arguments_of(self._loader, share.seed, share.worker),
         )
 
-    def _ordered(self, share: Share, length: int) -> Callable[[int], Int64Array] | None:
+    def _ordered(self, share: FeedShare, length: int) -> Callable[[int], Int64Array] | None:
         """The first ``length`` samples of each epoch's order; None: a permutation of all."""
         whole = self._whole_order(share)
         if whole is None:
@@ -203,7 +203,7 @@ class SampleFeed(Feed):
             return lambda epoch: permutation(count, share.seed, epoch)[:length]
         return lambda epoch: whole(epoch)[:length]
 
-    def _whole_order(self, share: Share) -> Callable[[int], Int64Array] | None:
+    def _whole_order(self, share: FeedShare) -> Callable[[int], Int64Array] | None:
         if self._order is not None:
             return self._order.indices(share.seed)
         if isinstance(self._dataset, ShardImages):
@@ -236,7 +236,7 @@ class BatchListFeed(Feed):
         """See :class:`SampleFeed`."""
         return {**SampleFeed(self._loader.dataset).facts(), **_facts_of(self._loader)}
 
-    def source(self, share: Share) -> Source:
+    def source(self, share: FeedShare) -> Source:
         """See :meth:`Feed.source`."""
         count, seed = self._order.length, share.seed
         by_batch = [_by_batch(period, share.batch_size) for period in share.past]
@@ -294,7 +294,7 @@ class StreamFeed(Feed):
         """Return what the generators of all workers that read the same batches have in common."""
         return {} if self._sharded else _facts_of(self._batches)
 
-    def source(self, share: Share) -> Source:
+    def source(self, share: FeedShare) -> Source:
         """See :meth:`Feed.source`."""
         if self._sharded:
             return _Batches(every(self._batches, 0, 1))
@@ -414,7 +414,7 @@ def _by_batch(period: Period, batch_size: int) -> Period:
     return Period(tuple(None if n is None else n // batch_size for n in period.taken))
 
 
-def _as_it_lies(dataset: ShardImages, share: Share) -> Callable[[int], Int64Array]:
+def _as_it_lies(dataset: ShardImages, share: FeedShare) -> Callable[[int], Int64Array]:
     """Each worker reads shards of its own."""
     if share.past:
         raise UserError(

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from aladdin_mpi.control.exchange import agree, broadcast, gather
+from aladdin_mpi.control.exchange import all_or_none, broadcast, gather
 from aladdin_mpi.data import imagefolder
-from aladdin_mpi.data.imagefolder import Fault, Listing
+from aladdin_mpi.data.imagefolder import Fault, SplitListing
 from aladdin_mpi.data.loader_processes import Start
 from aladdin_mpi.data.loading import load_in_order
 from aladdin_mpi.errors import UserError
@@ -32,19 +32,21 @@ def check_images(options: RunOptions, transport: Transport) -> tuple[Fault, ...]
     """
     if not options.check_images:
         return None
-    listings, _ = agree(transport, lambda: imagefolder.list_splits(options.data_dir))
+    listings, _ = all_or_none(transport, lambda: imagefolder.list_splits(options.data_dir))
     count = sum(len(listing.names) for listing in listings)
     if transport.rank == 0 and not options.quiet:
         console.say(f"--check-images: reading {count} images", sys.stdout)
-    mine = agree(transport, lambda: _faults(listings, options, transport))
+    mine = all_or_none(transport, lambda: _faults(listings, options, transport))
     found = [each for part in gather(transport, mine) for each in part or ()]
     faults = tuple(sorted(Fault(*each) for each in broadcast(transport, found)))
     if faults and options.corrupt_images == "stop":
-        agree(transport, lambda: _refuse(listings, faults, count))
+        all_or_none(transport, lambda: _refuse(listings, faults, count))
     return faults
 
 
-def _faults(listings: Sequence[Listing], options: RunOptions, transport: Transport) -> list[Fault]:
+def _faults(
+    listings: Sequence[SplitListing], options: RunOptions, transport: Transport
+) -> list[Fault]:
     """Those in this rank's part: every n-th image."""
     places = [
         (split, index)
@@ -60,7 +62,7 @@ def _faults(listings: Sequence[Listing], options: RunOptions, transport: Transpo
 class _Look(Dataset[Fault | None]):
     """Says of each image whether it can be read."""
 
-    def __init__(self, listings: Sequence[Listing]) -> None:
+    def __init__(self, listings: Sequence[SplitListing]) -> None:
         self._listings = listings
 
     def __getitem__(self, place: tuple[int, int]) -> Fault | None:
@@ -73,7 +75,7 @@ def _found(looked: list[Any]) -> list[Fault]:
     return [each for each in looked if each is not None]
 
 
-def _refuse(listings: Sequence[Listing], faults: Sequence[Fault], count: int) -> None:
+def _refuse(listings: Sequence[SplitListing], faults: Sequence[Fault], count: int) -> None:
     named = [f"\n  {listings[each.split].path(each.place)}: {each.why}" for each in faults]
     more = f"\n  and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
     raise UserError(

@@ -32,7 +32,7 @@ UNSURE = 2.0
 """Seconds within which a folder may change again without its time telling."""
 
 
-class Found(NamedTuple):
+class ScannedFolder(NamedTuple):
     """``names`` of files and of all ``folders``, below the root; when each of these was changed."""
 
     names: list[str]
@@ -69,7 +69,7 @@ def files_below(root: Path, is_wanted: Callable[[str], bool]) -> list[str]:
     return found.names
 
 
-def _walk(root: Path, is_wanted: Callable[[str], bool]) -> Found:
+def _walk(root: Path, is_wanted: Callable[[str], bool]) -> ScannedFolder:
     names: list[str] = []
     folders, changed = ["."], [root.stat().st_mtime_ns]
     with os.scandir(root) as entries:
@@ -82,10 +82,10 @@ def _walk(root: Path, is_wanted: Callable[[str], bool]) -> Found:
             changed.append(os.stat(folder).st_mtime_ns)
             found += [f"{inside}/{each}" for each in files if is_wanted(each)]
         names += sorted(found)
-    return Found(names, folders, changed)
+    return ScannedFolder(names, folders, changed)
 
 
-def _is_current(root: Path, kept: Found) -> bool:
+def _is_current(root: Path, kept: ScannedFolder) -> bool:
     try:
         now = [(root / folder).stat().st_mtime_ns for folder in kept.folders]
     except OSError:
@@ -98,7 +98,7 @@ def _note(path: Path, looked: int) -> None:
     os.utime(path, ns=(looked, looked))
 
 
-def _is_just_seen(path: Path, root: Path, kept: Found, asked: int) -> bool:
+def _is_just_seen(path: Path, root: Path, kept: ScannedFolder, asked: int) -> bool:
     """Whether another rank has looked while this one waited.
 
     One of another host, with the same cache folder, may have looked at another disk.
@@ -106,7 +106,7 @@ def _is_just_seen(path: Path, root: Path, kept: Found, asked: int) -> bool:
     return path.stat().st_mtime_ns >= asked and root.stat().st_mtime_ns == kept.changed[0]
 
 
-def _save(path: Path, found: Found) -> None:
+def _save(path: Path, found: ScannedFolder) -> None:
     with written_whole(path) as temporary, temporary.open("wb") as file:
         np.savez(
             file,
@@ -116,11 +116,11 @@ def _save(path: Path, found: Found) -> None:
         )
 
 
-def _load(path: Path) -> Found | None:
+def _load(path: Path) -> ScannedFolder | None:
     try:
         with np.load(path) as kept:
             names, folders = (list(_unpacked(kept[name])) for name in ("names", "folders"))
-            return Found(names, folders, kept["changed"].tolist())
+            return ScannedFolder(names, folders, kept["changed"].tolist())
     except (OSError, ValueError, KeyError, BadZipFile):
         return None
 
@@ -142,7 +142,7 @@ MEMORY_LIMIT = 2 * 2**30
 
 
 @dataclass(frozen=True)
-class Listing:
+class SplitListing:
     """The files of one split, in a fixed order: names below ``root``, and labels."""
 
     root: Path
@@ -153,10 +153,10 @@ class Listing:
         """Of one file."""
         return self.root / self.names[index]
 
-    def taking(self, indices: Sequence[int]) -> Listing:
+    def taking(self, indices: Sequence[int]) -> SplitListing:
         """Return those of ``indices``, in their order; some may come twice."""
         names = [self.names[i] for i in indices]
-        return Listing(self.root, names, [self.labels[i] for i in indices])
+        return SplitListing(self.root, names, [self.labels[i] for i in indices])
 
 
 class Fault(NamedTuple):
@@ -167,7 +167,7 @@ class Fault(NamedTuple):
     why: str
 
 
-def list_splits(data_dir: Path | None) -> tuple[list[Listing], list[str]]:
+def list_splits(data_dir: Path | None) -> tuple[list[SplitListing], list[str]]:
     """Return the images to train and to test with, and the names of the classes.
 
     Raises:
@@ -202,7 +202,7 @@ def class_names(root: Path) -> list[str]:
         return sorted(entry.name for entry in entries if entry.is_dir())
 
 
-def list_images(root: Path, classes: Sequence[str]) -> Listing:
+def list_images(root: Path, classes: Sequence[str]) -> SplitListing:
     """Find the images below ``root``; ``classes`` are those of the training set.
 
     Raises:
@@ -215,14 +215,14 @@ def list_images(root: Path, classes: Sequence[str]) -> Listing:
     names = files_below(root, _is_image)
     if not names:
         raise UserError(f"--data-dir: no images in {root}/CLASS/; known: {' '.join(SUFFIXES)}")
-    return Listing(root, names, [numbers[name.partition("/")[0]] for name in names])
+    return SplitListing(root, names, [numbers[name.partition("/")[0]] for name in names])
 
 
 def _is_image(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
 
 
-def common_small_size(listings: Sequence[Listing], skip: bool) -> tuple[int, int] | None:
+def common_small_size(listings: Sequence[SplitListing], skip: bool) -> tuple[int, int] | None:
     """Return (width, height) if the images are small and of one size, else None.
 
     Only the first image of each class is opened, with ``skip`` the first that can be read: a
@@ -240,7 +240,7 @@ def common_small_size(listings: Sequence[Listing], skip: bool) -> tuple[int, int
     return sizes.pop() if sizes else None
 
 
-def _first_size(listing: Listing, first: int, skip: bool) -> tuple[int, int] | None:
+def _first_size(listing: SplitListing, first: int, skip: bool) -> tuple[int, int] | None:
     """Of the first image of a class, which begins at ``first``."""
     if not skip:
         return decode(listing.path(first)).size
@@ -253,7 +253,7 @@ def _first_size(listing: Listing, first: int, skip: bool) -> tuple[int, int] | N
     return None
 
 
-def is_held(listing: Listing, size: tuple[int, int] | None, cache: str) -> bool:
+def is_held(listing: SplitListing, size: tuple[int, int] | None, cache: str) -> bool:
     """Whether the images are decoded once and held in memory.
 
     Raises:
@@ -271,7 +271,7 @@ def is_held(listing: Listing, size: tuple[int, int] | None, cache: str) -> bool:
 
 
 def load_split(
-    listing: Listing,
+    listing: SplitListing,
     recipe: SmallImages | LargeImages,
     size: tuple[int, int] | None,
     cache: str,
@@ -288,7 +288,7 @@ def load_split(
 
 
 # -- images that cannot be read -----------------------------------------------------------------
-def unreadable(listing: Listing) -> dict[int, str]:
+def unreadable(listing: SplitListing) -> dict[int, str]:
     """The images that cannot be read, by their place, and why.
 
     All are decoded, once for each host and state of the files.
@@ -312,7 +312,7 @@ def fault(path: Path) -> str | None:
     return None
 
 
-def with_stand_ins(listing: Listing, faults: Collection[int]) -> Listing:
+def with_stand_ins(listing: SplitListing, faults: Collection[int]) -> SplitListing:
     """Put the next image in for each that cannot be read, as :class:`ImageFiles` does."""
     _check_some_left(listing, faults)
     count = len(listing.names)
@@ -322,13 +322,13 @@ def with_stand_ins(listing: Listing, faults: Collection[int]) -> Listing:
     )
 
 
-def without(listing: Listing, faults: Collection[int]) -> Listing:
+def without(listing: SplitListing, faults: Collection[int]) -> SplitListing:
     """Leave out those that cannot be read."""
     _check_some_left(listing, faults)
     return listing.taking([i for i in range(len(listing.names)) if i not in faults])
 
 
-def _check_some_left(listing: Listing, faults: Collection[int]) -> None:
+def _check_some_left(listing: SplitListing, faults: Collection[int]) -> None:
     if len(faults) == len(listing.names):
         raise UserError(
             f"--corrupt-images skip: expected readable images in {listing.root}, got "
@@ -337,7 +337,7 @@ def _check_some_left(listing: Listing, faults: Collection[int]) -> None:
 
 
 # -- decoded sets -------------------------------------------------------------------------------
-def fingerprint(listing: Listing) -> str:
+def fingerprint(listing: SplitListing) -> str:
     """Return a name for the decoded images that changes when any of the files does."""
     digest = hashlib.sha256(b"uint8 NCHW RGB, version 1")
     for name in listing.names:
@@ -353,7 +353,7 @@ def _state(path: Path) -> str:
     return f"{state.st_size}\0{state.st_mtime_ns}"
 
 
-def decode_all(listing: Listing, size: tuple[int, int]) -> npt.NDArray[np.uint8]:
+def decode_all(listing: SplitListing, size: tuple[int, int]) -> npt.NDArray[np.uint8]:
     """Return all images as one array (N, 3, H, W); ``size`` is (width, height)."""
     pixels = np.empty((len(listing.names), 3, size[1], size[0]), dtype=np.uint8)
     for i, name in enumerate(listing.names):

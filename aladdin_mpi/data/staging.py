@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from aladdin_mpi.control.exchange import agree, broadcast, gather
+from aladdin_mpi.control.exchange import all_or_none, broadcast, gather
 from aladdin_mpi.data.host_cache import index_beside, one_at_a_time
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process import console
@@ -41,7 +41,7 @@ class File(NamedTuple):
     changed: int
 
 
-class Listing(NamedTuple):
+class FolderListing(NamedTuple):
     """What is in a folder, by paths below it."""
 
     files: list[File]
@@ -93,8 +93,8 @@ class DiskCopy:
                 "folder on the host's own disk that can be written, or leave the option out"
             ) from error
 
-    def _listed(self) -> Listing:
-        found = Listing([], set())
+    def _listed(self) -> FolderListing:
+        found = FolderListing([], set())
         for folder, _, names in os.walk(self.source, followlinks=True):
             found.folders.add(os.path.relpath(folder, self.source))
             for name in names:
@@ -125,7 +125,7 @@ class DiskCopy:
             return False
         return (state.st_size, int(state.st_mtime)) == (file.size, file.changed)
 
-    def _prepare(self, listing: Listing, missing: list[File]) -> None:
+    def _prepare(self, listing: FolderListing, missing: list[File]) -> None:
         """See that there is room, and make the folders.
 
         What the source no longer has would be trained on, as an image or a class too many.
@@ -140,7 +140,7 @@ class DiskCopy:
         for folder in listing.folders:
             (self.target / folder).mkdir(parents=True, exist_ok=True)
 
-    def _surplus(self, listing: Listing) -> Iterator[Path]:
+    def _surplus(self, listing: FolderListing) -> Iterator[Path]:
         kept = listing.folders | {file.name for file in listing.files}
         for folder, folders, names in os.walk(self.target):
             inside = Path(os.path.relpath(folder, self.target))
@@ -220,7 +220,7 @@ def _wait_for_all(
     start = told = time.monotonic()
     busy = True
     while busy:
-        has_ended = agree(transport, lambda: copying is None or copying.has_ended(pause))
+        has_ended = all_or_none(transport, lambda: copying is None or copying.has_ended(pause))
         copy = copying.copy if copying is not None else None
         mine = [not has_ended, copy.copied, copy.needed] if copy is not None else None
         hosts = [each for each in gather(transport, mine) if each is not None]

@@ -52,7 +52,7 @@ class Step:
     base: list[int]
 
 
-class GlobalTrack(Stateful):
+class GlobalModelPredictor(Stateful):
     """x, V and M of all buckets.
 
     Args:

@@ -39,7 +39,7 @@ class Level(NamedTuple):
     pi: int
 
 
-class Room(Stateful):
+class CompressionController(Stateful):
     """One worker's level.
 
     Args:
@@ -110,7 +110,7 @@ EARLIER = 0.2
 """Taken from f after a step for which none did."""
 
 
-class Timing:
+class ModelRequestScheduler:
     """One worker's wishes, for each server apart: they may be near or far.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import PeerFailedError
-from aladdin_mpi.exchange.receiver import Arrival, Header, Kind
+from aladdin_mpi.exchange.receiver import Header, Kind, ReceivedBucket
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.vectors import cut
 from aladdin_mpi.transport.base import Event, Request, Transport, WaitSet
@@ -65,7 +65,7 @@ class ModelSender:
         if self._differences is not None:
             self._differences.lost(source, int(message.view(torch.int64)))
 
-    def note(self, arrival: Arrival) -> None:
+    def note(self, arrival: ReceivedBucket) -> None:
         """Take note of a gradient, which will change the model."""
         if self._differences is not None and arrival.length is not None:
             bucket = arrival.bucket

@@ -14,7 +14,7 @@ from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.state import Stateful, saved
 from aladdin_mpi.flat.vectors import add
 from aladdin_mpi.transport.base import Request, Transport
-from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.worker import Worker
 
 Notes = tuple[float, ...]
@@ -194,7 +194,7 @@ class Outbox(Stateful):
             self._transport.isend(message, bucket.server, Tag.GRADIENT, after=event)
         )
 
-    def resize(self, former: Former, worker: Worker) -> None:
+    def resize(self, merged: MergedState, worker: Worker) -> None:
         """Go on with what other numbers of workers have held back, in the mean."""
-        self.coalesced = int(former.carried("coalesced", worker.index, worker.count))
-        self._codec.load_state_dict(former.worker["outbox"]["codec"])
+        self.coalesced = int(merged.carried("coalesced", worker.index, worker.count))
+        self._codec.load_state_dict(merged.worker["outbox"]["codec"])

@@ -82,7 +82,7 @@ RECEIVES_AHEAD = 8
 
 
 @dataclass(slots=True)
-class Arrival:
+class ReceivedBucket:
     """One bucket of a worker's gradient.
 
     The message may be kept until the next arrival is asked for, or for good by
@@ -157,7 +157,7 @@ class Arrival:
         return mine
 
 
-class Intake:
+class GradientReceiver:
     """The gradients of one worker: receives posted in the order in which it sends.
 
     That order is known, header then this server's buckets, so every receive is
@@ -210,7 +210,7 @@ class Intake:
         request = self._transport.irecv(buffer, self._source, Tag.GRADIENT)
         self._posted.append((request, storage))
 
-    def take(self, worker: int) -> Arrival | None:
+    def take(self, worker: int) -> ReceivedBucket | None:
         """The message at the head: a bucket, or None for a header."""
         request, storage = self._posted.popleft()
         turn = self._take_next % (1 + len(self._buckets))
@@ -224,7 +224,7 @@ class Intake:
                 self._post()
             return None
         bucket, header = self._buckets[turn - 1], self.header
-        return Arrival(
+        return ReceivedBucket(
             worker,
             bucket,
             header.gradients,
@@ -235,7 +235,7 @@ class Intake:
             weight=header.alpha,
         )
 
-    def give_back(self, arrival: Arrival) -> None:
+    def give_back(self, arrival: ReceivedBucket) -> None:
         """The arrival's storage is free for the next receive."""
         self._storages.append(arrival.storage)
         self._post()

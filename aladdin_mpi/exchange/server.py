@@ -17,7 +17,7 @@ from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.exchange.model_sender import ModelSender, NotesThen
-from aladdin_mpi.exchange.receiver import TAKEN, Arrival, Header, Intake, Kind
+from aladdin_mpi.exchange.receiver import TAKEN, GradientReceiver, Header, Kind, ReceivedBucket
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.replica import Projections
 from aladdin_mpi.flat.unused import Unused, UnusedMarks
@@ -25,7 +25,7 @@ from aladdin_mpi.flat.vectors import add_if_finite, copy, cut, full, is_finite
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.checksums import is_void
 from aladdin_mpi.worker.clipping import divisor, unscaled
-from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.merged_state import MergedState
 
 
 class GradientSum:
@@ -46,7 +46,7 @@ class GradientSum:
         """The sum; meaningless while ``count`` is 0."""
         return cut(self._storage, 0, self._numel)
 
-    def add(self, arrival: Arrival) -> bool:
+    def add(self, arrival: ReceivedBucket) -> bool:
         """Add an arrived bucket; False: it is refused, as the sum would not be finite.
 
         It counts in either case: zeros stand in for what is refused.
@@ -63,7 +63,7 @@ class GradientSum:
         self.count += arrival.count
         return refused or not arrival.refused
 
-    def _add_to_message(self, arrival: Arrival) -> None:
+    def _add_to_message(self, arrival: ReceivedBucket) -> None:
         """Let the message's memory hold the sum; if that fails, the old one is still whole."""
         if arrival.refused:
             return
@@ -72,7 +72,7 @@ class GradientSum:
         else:
             arrival.refuse()
 
-    def _add_message(self, arrival: Arrival) -> None:
+    def _add_message(self, arrival: ReceivedBucket) -> None:
         if self.count:
             arrival.add_to(self.values)
         elif self._is_kept(arrival):
@@ -83,7 +83,7 @@ class GradientSum:
             self.values.zero_()
             arrival.add_to(self.values)
 
-    def _is_kept(self, arrival: Arrival) -> bool:
+    def _is_kept(self, arrival: ReceivedBucket) -> bool:
         """Whether the memory that it was received in can hold the sum."""
         return arrival.is_dense and arrival.storage.dtype == self._storage.dtype
 
@@ -150,7 +150,9 @@ class ParameterServer:
         self._sender = ModelSender(transport, codec, layout.largest)
         transport.on_message(Tag.WHOLE, 8, self._sender.lost)
         self._intakes = [
-            Intake(transport, layout.servers + w, self.buckets, layout.largest, codec, notes)
+            GradientReceiver(
+                transport, layout.servers + w, self.buckets, layout.largest, codec, notes
+            )
             for w in range(self.worker_count)
         ]
 
@@ -168,7 +170,7 @@ class ParameterServer:
 
     def gradients(
         self, on_end: Callable[[int], None] | None = None, look: bool = True
-    ) -> Iterator[Arrival]:
+    ) -> Iterator[ReceivedBucket]:
         """Buckets of gradients in their order of arrival, until every worker has ended.
 
         What is not finite is refused.
@@ -217,7 +219,7 @@ class ParameterServer:
         self._is_open = False
         self._sender.flush(heads)
 
-    def _take(self, worker: int, look: bool) -> Iterator[Arrival]:
+    def _take(self, worker: int, look: bool) -> Iterator[ReceivedBucket]:
         intake = self._intakes[worker]
         arrival = intake.take(worker)
         if arrival is None:
@@ -291,7 +293,7 @@ class ParameterServer:
         accounts = {"applied": total - dropped, "dropped": dropped}
         return accounts | ({"from_failed": self.from_failed} if self.from_failed else {})
 
-    def _look(self, arrival: Arrival, thoroughly: bool) -> None:
+    def _look(self, arrival: ReceivedBucket, thoroughly: bool) -> None:
         """Refuse what is damaged or, with ``thoroughly``, not finite: it would spoil the model.
 
         That costs one reading of the values, which the cache holds then for the addition that
@@ -306,7 +308,7 @@ class ParameterServer:
             arrival.refuse()
             self.tell_refused(arrival)
 
-    def tell_refused(self, arrival: Arrival) -> None:
+    def tell_refused(self, arrival: ReceivedBucket) -> None:
         """Tell rank 0 of a gradient that is refused because it is not finite."""
         rank = self.layout.servers + arrival.worker
         where = rank, arrival.bucket.index, self._intakes[arrival.worker].header.samples
@@ -375,15 +377,15 @@ class ParameterServer:
         assert isinstance(given, list)
         self.given = given
 
-    def resize(self, former: Former) -> None:
+    def resize(self, merged: MergedState) -> None:
         """Take this server's part of the global model, and the books as far as they go on."""
         for bucket in self.buckets:
-            copy(self.values[bucket.index], former.model[bucket.part])
-        joined, n = former.server, self.worker_count
+            copy(self.values[bucket.index], merged.model[bucket.part])
+        joined, n = merged.server, self.worker_count
         self.samples, self.received = joined["samples"], joined["received"]
         self.staleness, self.from_former = joined["staleness"], joined["from_failed"]
         self._seen = [self.received] * n
-        self.given = [int(former.carried("computed", worker, n)) for worker in range(n)]
+        self.given = [int(merged.carried("computed", worker, n)) for worker in range(n)]
 
 
 def _nobody(bucket: Bucket) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from aladdin_mpi.codec.base import GradientCodec
-from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.exchange.inbox import Model, ModelInbox
 from aladdin_mpi.exchange.outbox import Outbox
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.vectors import add, copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.worker import Worker
 
 
@@ -52,7 +52,7 @@ class ServerLink:
         notes: tuple[float, ...] = (),
     ) -> None:
         """Push ``values``, or ``values - less``, which stand for so many gradients."""
-        vector = self.outbox.begin(self.worker.ticket.start, gradients, notes)
+        vector = self.outbox.begin(self.worker.lease.start, gradients, notes)
         copy(vector, values)
         if less is not None:
             add(vector, less, alpha=-1.0)
@@ -77,9 +77,9 @@ class ServerLink:
         """Take up a state from :meth:`state_dict`."""
         self.outbox.load_state_dict(state)
 
-    def resize(self, former: Former) -> None:
+    def resize(self, merged: MergedState) -> None:
         """Go on with what other numbers of workers have held back, in the mean."""
-        self.outbox.resize(former, self.worker)
+        self.outbox.resize(merged, self.worker)
 
 
 class GradientLink(ServerLink):
@@ -99,7 +99,7 @@ class GradientLink(ServerLink):
         self.sends_settings = not momentum and bool(optimizer.settings())
         """The servers make the steps, by rates that are set at the workers."""
 
-    def push(self, batch: Ticket) -> Tensor:
+    def push(self, batch: SampleLease) -> Tensor:
         """Compute the gradient and push it.
 
         Returns the gradient, to be read only, until the next is begun.
@@ -112,7 +112,7 @@ class GradientLink(ServerLink):
         self.outbox.end()
         return g
 
-    def gradients_in(self, batch: Ticket) -> int:
+    def gradients_in(self, batch: SampleLease) -> int:
         """Gradients that go into what is pushed for this batch."""
         return int(batch.size > 0)
 

@@ -126,7 +126,7 @@ def track_advance(
     weight: float,
     ahead: float,
 ) -> None:
-    """Do what :meth:`aladdin_mpi.exchange.global_model.GlobalTrack.advance` does.
+    """Do what :meth:`aladdin_mpi.exchange.global_model.GlobalModelPredictor.advance` does.
 
     ``mine <- lr mine; p <- p + ahead v; v <- momentum v + weight raw; p <- p - (1 + ahead) v``.
     """
@@ -145,7 +145,7 @@ def track_rebase(
     momentum: float,
     ahead: float,
 ) -> None:
-    """Do what :meth:`aladdin_mpi.exchange.global_model.GlobalTrack.rebase` does.
+    """Do what :meth:`aladdin_mpi.exchange.global_model.GlobalModelPredictor.rebase` does.
 
     ``v <- (model - now) / rounds; model <- now`` if ``rounds > 0``; then ``p <- now``, for each own
     step ``v <- momentum v + weight raw; p <- p - v``, and last ``p <- p - ahead v``.

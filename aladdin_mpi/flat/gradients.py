@@ -303,7 +303,7 @@ def _unbound() -> UserError:
     )
 
 
-OnBucket = Callable[[int], None]
+OnBucketIndex = Callable[[int], None]
 """Called with the number of a bucket when all of its gradients are there."""
 
 LARGE = 1 << 16
@@ -330,7 +330,7 @@ class BucketWatch:
     def __init__(
         self,
         layout: Layout,
-        on_bucket: OnBucket,
+        on_bucket: OnBucketIndex,
         gradients: BoundGradients,
         parameters: Sequence[nn.Parameter],
     ) -> None:

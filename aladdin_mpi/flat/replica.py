@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.dtypes import OtherDtypes, common_dtype
-from aladdin_mpi.flat.gradients import BoundGradients, BucketWatch, OnBucket
+from aladdin_mpi.flat.gradients import BoundGradients, BucketWatch, OnBucketIndex
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.vectors import sizes as sizes_alone
 
@@ -89,8 +89,8 @@ def shared_outline(module: nn.Module) -> Outline:
     """As :func:`outline`, which is made once where all ranks of a simulation have one module."""
     # The module may have been changed since: other layers, or frozen ones.
     trained = tuple((id(p), tuple(p.shape)) for p in module.parameters() if p.requires_grad)
-    former, found = _outlines.get(module, (None, None))
-    if found is None or former != trained:
+    merged, found = _outlines.get(module, (None, None))
+    if found is None or merged != trained:
         found = outline(module)
         _outlines[module] = trained, found
     return found
@@ -264,7 +264,7 @@ class Replica(_Flat):
         """Backward is over, or there was none: see :meth:`BoundGradients.end_backward`."""
         self.gradients.end_backward(is_skipped)
 
-    def watch(self, layout: Layout, on_bucket: OnBucket, at_once: bool = True) -> BucketWatch:
+    def watch(self, layout: Layout, on_bucket: OnBucketIndex, at_once: bool = True) -> BucketWatch:
         """Call ``on_bucket`` during backward, in order, as buckets are completed.
 
         ``at_once``: they are used then; :meth:`end_backward` refuses gradients that are changed

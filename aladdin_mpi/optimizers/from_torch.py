@@ -18,7 +18,7 @@ from aladdin_mpi.flat.vectors import blocks
 from aladdin_mpi.optimizers.base import Inherited, Optimizer
 from aladdin_mpi.optimizers.part import (
     OptimizerPart,
-    Piece,
+    PartPiece,
     same_kind,
     states_of_parameters,
     states_of_rows,
@@ -276,7 +276,7 @@ class TorchOptimizer(Optimizer):
 
     def _rows(self, part: slice) -> OptimizerPart:
         """For each run of values in one group, one piece."""
-        pieces: list[Piece] = []
+        pieces: list[PartPiece] = []
         segments: list[list[Segment]] = []
         for where, group, parameter in self._owned:
             start, stop = max(where.start, part.start), min(where.stop, part.stop)
@@ -289,7 +289,7 @@ class TorchOptimizer(Optimizer):
                 pieces[-1] = pieces[-1].longer(stop - start)
                 segments[-1].append(segment)
             else:
-                pieces.append(Piece(group, begins, stop - start))
+                pieces.append(PartPiece(group, begins, stop - start))
                 segments.append([segment])
         states = [initial_state(self.given, each) for each in segments]
         return OptimizerPart(self.given, pieces, self._like, states)
@@ -301,7 +301,7 @@ class TorchOptimizer(Optimizer):
         pieces, states = [], []
         for where, group, parameter in self._owned:
             shape, stride = tuple(parameter.shape), parameter.stride()
-            pieces.append(Piece(group, where.start, parameter.numel(), shape, stride))
+            pieces.append(PartPiece(group, where.start, parameter.numel(), shape, stride))
             states.append(deepcopy(self.given.state.get(parameter, {})))
         return OptimizerPart(self.given, pieces, self._like, states)
 

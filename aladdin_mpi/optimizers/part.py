@@ -81,7 +81,7 @@ def _shaped(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PartPiece:
     """Values of a part that the optimizer sees as one tensor.
 
     Attributes:
@@ -103,11 +103,11 @@ class Piece:
         """Its end, in the part."""
         return self.start + self.numel
 
-    def longer(self, numel: int) -> Piece:
+    def longer(self, numel: int) -> PartPiece:
         """With so many more values."""
         return replace(self, numel=self.numel + numel)
 
-    def split(self, at: int) -> tuple[Piece, Piece]:
+    def split(self, at: int) -> tuple[PartPiece, PartPiece]:
         """Two rows of values in place of one; ``at`` is in the part."""
         return (
             replace(self, numel=at - self.start),
@@ -148,7 +148,7 @@ class OptimizerPart:
     def __init__(
         self,
         given: torch.optim.Optimizer,
-        pieces: list[Piece],
+        pieces: list[PartPiece],
         like: Tensor,
         states: list[dict[str, Any]],
     ) -> None:
@@ -216,7 +216,7 @@ class OptimizerPart:
             group.update(_changed(before, now))
             self._seen[place] = now
 
-    def leaves(self) -> list[tuple[nn.Parameter, Piece]]:
+    def leaves(self) -> list[tuple[nn.Parameter, PartPiece]]:
         """What the optimizer sees of each piece."""
         return list(zip(self._leaves, self.pieces, strict=True))
 

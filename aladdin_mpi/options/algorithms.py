@@ -18,7 +18,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options.general import FEW_BITS, GeneralOptions
+from aladdin_mpi.options.general import QUANTISED_BITS, GeneralOptions
 
 ENTRY_POINTS = "aladdin_mpi.algorithms"
 VARIABLE = "ALADDIN_MPI_ALGORITHMS"
@@ -88,7 +88,7 @@ class Algorithm:
     has_centre: bool = False
     least_workers: int = 1
     compresses: bool = False
-    few_bits: bool = False
+    quantises: bool = False
     whole_models: bool = True
     auto_wire: str = "fp32"
     node_sums: bool = False
@@ -241,7 +241,7 @@ ALADDIN = declare(
         has_servers=True,
         node_sums=True,
         compresses=True,
-        few_bits=True,
+        quantises=True,
         optimizers="by-value",
         check=_check_lookahead,
     )
@@ -291,7 +291,7 @@ ALADDIN_AHEAD = declare(
         AladdinAheadOptions,
         has_servers=True,
         node_sums=True,
-        few_bits=True,
+        quantises=True,
         whole_models=False,
         auto_wire="int8",
         clips="parts",
@@ -332,7 +332,7 @@ def _check_host_first(run: GeneralOptions) -> None:
             f"--compression {run.compression}: expected without --bsp-host-first, which adds up "
             "whole gradients; leave one of the two out"
         )
-    if run.wire in FEW_BITS:
+    if run.wire in QUANTISED_BITS:
         raise UserError(
             f"--wire {run.wire}: expected without --bsp-host-first, which adds up whole "
             "gradients; use --wire bf16, or leave one of the two out"
@@ -347,7 +347,7 @@ BSP = declare(
         node_sums=True,
         lockstep=True,
         compresses=True,
-        few_bits=True,
+        quantises=True,
         server_steps=True,
         needs_all=lambda run: own(run, BspOptions).host_first,
         optimizers="by-value",
@@ -378,7 +378,7 @@ ASP = declare(
         has_servers=True,
         node_sums=True,
         compresses=True,
-        few_bits=True,
+        quantises=True,
         optimizers="by-value",
     )
 )
@@ -416,7 +416,7 @@ SSP = declare(
         SspOptions,
         has_servers=True,
         compresses=True,
-        few_bits=True,
+        quantises=True,
         optimizers="by-value",
     )
 )
@@ -439,7 +439,7 @@ SHAT = declare(
         ShatOptions,
         has_servers=True,
         compresses=True,
-        few_bits=True,
+        quantises=True,
         optimizers="by-value",
     )
 )
@@ -473,7 +473,7 @@ EASGD = declare(
         EasgdOptions,
         has_servers=True,
         has_centre=True,
-        few_bits=True,
+        quantises=True,
         on_resize="what the workers' own models were ahead of the centre is dropped",
     )
 )
@@ -484,7 +484,7 @@ EAMSGD = declare(
         options_of="easgd",
         has_servers=True,
         has_centre=True,
-        few_bits=True,
+        quantises=True,
         optimizers="sgd",
         steps_unused=True,
         on_resize="what the workers' own models were ahead of the centre is dropped",
@@ -777,7 +777,7 @@ ASHL = declare(
         "ashl",
         AshlOptions,
         has_servers=True,
-        few_bits=True,
+        quantises=True,
         on_resize="the workers are measured for a new plan",
     )
 )
@@ -824,7 +824,7 @@ ADSP = declare(
         "adsp",
         AdspOptions,
         has_servers=True,
-        few_bits=True,
+        quantises=True,
         on_resize="the rate of commits is searched anew",
     )
 )

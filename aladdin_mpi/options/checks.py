@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS, Algorithm, find_algorithm
-from aladdin_mpi.options.general import FEW_BITS, GeneralOptions
+from aladdin_mpi.options.general import QUANTISED_BITS, GeneralOptions
 
 
 def place_of_momentum(algorithm: Algorithm, options: GeneralOptions) -> str:
@@ -29,7 +29,7 @@ def steps_unused(algorithm: Algorithm, options: GeneralOptions) -> bool:
     Quantised gradients have no sign of zero, which would mark these parameters for other ranks
     (:mod:`aladdin_mpi.flat.unused`).
     """
-    is_quantised = algorithm.wire(options) in FEW_BITS
+    is_quantised = algorithm.wire(options) in QUANTISED_BITS
     return algorithm.steps_unused or (is_quantised and _servers_step(algorithm, options))
 
 
@@ -68,10 +68,10 @@ def check_wire(algorithm: Algorithm, options: GeneralOptions) -> None:
             f"--wire bf16: expected a wire that keeps the differences of models for "
             f"{algorithm.name}, got one that rounds whole models; use --wire int8, which sends less"
         )
-    if options.wire not in FEW_BITS:
+    if options.wire not in QUANTISED_BITS:
         return
-    if not algorithm.few_bits:
-        able = ", ".join(sorted(a.name for a in ALGORITHMS.values() if a.few_bits))
+    if not algorithm.quantises:
+        able = ", ".join(sorted(a.name for a in ALGORITHMS.values() if a.quantises))
         raise UserError(
             f"--wire {options.wire}: expected an algorithm that sends gradients to servers "
             f"({able}), got {algorithm.name}; use --wire bf16"

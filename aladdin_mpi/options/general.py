@@ -142,7 +142,7 @@ SHUFFLE_BUFFER = 4096
 
 FORWARD_SHARE = 1 / 3
 """Of a step's time: the forward pass, the rest is backward."""
-FEW_BITS = {"int8": 8, "int4": 4}
+QUANTISED_BITS = {"int8": 8, "int4": 4}
 """The wires that round to so many bits, and send later what that has lost."""
 
 SGD_RATE, OTHER_RATE = 0.01, 0.001

@@ -75,7 +75,7 @@ HINT = "Edit what is wrong. What is left out is left to the options of aladdin_m
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """A line of the file.
 
     Attributes:
@@ -94,7 +94,7 @@ class Section:
     """Lines that belong together, and facts that are no option of a simulation."""
 
     title: str
-    entries: Sequence[Entry] = ()
+    entries: Sequence[FileEntry] = ()
     notes: Sequence[str] = ()
 
 
@@ -118,7 +118,7 @@ def rendered(source: str, sections: Sequence[Section]) -> str:
     return "\n".join([*lines, *tables]) + "\n"
 
 
-def _line(entry: Entry) -> str:
+def _line(entry: FileEntry) -> str:
     if entry.value is None:
         return f"# {entry.key}: {entry.comment}"
     text = f"{entry.key} = {_value(entry.value)}"
@@ -134,7 +134,7 @@ def _value(value: Any) -> str:
     return tomli_w.dumps({"x": value}).strip().removeprefix("x = ")
 
 
-def _table(entry: Entry) -> list[str]:
+def _table(entry: FileEntry) -> list[str]:
     """After all else: what follows a table's head belongs to it."""
     rows = [f"{key} = {value!r}" for key, value in sorted(entry.value.items())]
     return ["", *_comments(entry.comment), f"[{entry.key}]", *rows]

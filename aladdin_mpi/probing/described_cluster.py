@@ -8,7 +8,7 @@ from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.fields import shown
 from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.probing import cluster_file
-from aladdin_mpi.probing.cluster_file import Entry, Section, check, check_free, rendered, write
+from aladdin_mpi.probing.cluster_file import FileEntry, Section, check, check_free, rendered, write
 from aladdin_mpi.probing.options import ProbeOptions
 
 UNKNOWN = "not said; the default is"
@@ -27,7 +27,7 @@ def sections(options: ProbeOptions) -> list[Section]:
     """What the file says of the cluster that the options describe; ``nodes`` is given."""
     network = [_figure(options, name, about) for name, about in NETWORK.items()]
     if options.links:
-        network.append(Entry("links", options.links, LINKS))
+        network.append(FileEntry("links", options.links, LINKS))
     return [
         Section("hosts and workers", _hosts(options)),
         Section("network", network),
@@ -35,39 +35,43 @@ def sections(options: ProbeOptions) -> list[Section]:
     ]
 
 
-def _hosts(options: ProbeOptions) -> list[Entry]:
+def _hosts(options: ProbeOptions) -> list[FileEntry]:
     assert options.nodes is not None
     each = options.gpus_per_node or 1
     return [
-        Entry("hosts", options.nodes, "counted from 0"),
-        Entry("workers", options.nodes * each, f"{each} on each host"),
-        Entry("placement", "workers", "one host after the other; servers are on host 0 as well"),
+        FileEntry("hosts", options.nodes, "counted from 0"),
+        FileEntry("workers", options.nodes * each, f"{each} on each host"),
+        FileEntry(
+            "placement", "workers", "one host after the other; servers are on host 0 as well"
+        ),
     ]
 
 
-def _figure(options: ProbeOptions, name: str, about: str) -> Entry:
+def _figure(options: ProbeOptions, name: str, about: str) -> FileEntry:
     value = getattr(options, name)
     key = name.replace("_", "-")
     if value is None:
         default = shown(Cluster.model_fields[name].default)
-        return Entry(key, None, f"{UNKNOWN} {default} ({about})")
-    return Entry(key, value, about)
+        return FileEntry(key, None, f"{UNKNOWN} {default} ({about})")
+    return FileEntry(key, value, about)
 
 
-def _steps(options: ProbeOptions) -> list[Entry]:
+def _steps(options: ProbeOptions) -> list[FileEntry]:
     step = options.step_seconds
     default = shown(SimulateOptions.model_fields["compute_time"].default)
     found = [
-        Entry("compute-time", step, "seconds of a step of a worker that is not slow")
+        FileEntry("compute-time", step, "seconds of a step of a worker that is not slow")
         if step is not None
-        else Entry("compute-time", None, f"{UNKNOWN} {default} (seconds of a step)"),
-        Entry("jitter", options.jitter, "relative standard deviation of a step's time")
+        else FileEntry("compute-time", None, f"{UNKNOWN} {default} (seconds of a step)"),
+        FileEntry("jitter", options.jitter, "relative standard deviation of a step's time")
         if options.jitter is not None
-        else Entry("jitter", None, f"{UNKNOWN} 0 (relative standard deviation of a step's time)"),
+        else FileEntry(
+            "jitter", None, f"{UNKNOWN} 0 (relative standard deviation of a step's time)"
+        ),
     ]
     slow = slow_workers(options)
     if slow:
-        found.append(Entry("slowdown", slow, SLOW))
+        found.append(FileEntry("slowdown", slow, SLOW))
     return found
 
 

@@ -98,7 +98,7 @@ class Length(NamedTuple):
     messages: int
 
 
-class Passed(NamedTuple):
+class FlowResult(NamedTuple):
     """One flow of a stream: bytes/s, and seconds from its start to its end."""
 
     rate: float
@@ -133,7 +133,7 @@ def _length(total: int) -> Length:
     return Length(nbytes, messages - messages % WINDOW)
 
 
-def _stream(transport: Transport, flows: Sequence[Flow], length: Length) -> list[Passed]:
+def _stream(transport: Transport, flows: Sequence[Flow], length: Length) -> list[FlowResult]:
     """Each flow once, all at the same time; at rank 0."""
     barrier(transport)
     ends = {
@@ -151,7 +151,7 @@ def _stream(transport: Transport, flows: Sequence[Flow], length: Length) -> list
     told: dict[str, tuple[float, float]] = {}
     for each in gather(transport, own):
         told |= each
-    return [Passed(*told[str(number)]) for number in range(len(flows))] if told else []
+    return [FlowResult(*told[str(number)]) for number in range(len(flows))] if told else []
 
 
 class _End:
@@ -185,10 +185,10 @@ class _End:
             self._first = self._last
         self._begin()
 
-    def passed(self) -> Passed:
+    def passed(self) -> FlowResult:
         """From the end of the first messages that were under way to that of the last one."""
         behind = self._length.nbytes * (self._ended - WINDOW)
-        return Passed(behind / max(self._last - self._first, 1e-9), self._last - self._start)
+        return FlowResult(behind / max(self._last - self._first, 1e-9), self._last - self._start)
 
 
 def latencies(transport: Transport, pair: Flow, seconds: float) -> list[float]:
@@ -261,7 +261,7 @@ GoOn = Callable[[], bool]
 
 
 @dataclass
-class Network:
+class NetworkFigures:
     """What was found, in Gbit/s and microseconds; None, or missing: it was not measured.
 
     Attributes:
@@ -327,7 +327,7 @@ class Network:
         }
 
 
-def measure_network(transport: Transport, seconds: float, go_on: GoOn) -> Network:
+def measure_network(transport: Transport, seconds: float, go_on: GoOn) -> NetworkFigures:
     """Measure it in about so many seconds; complete at rank 0.
 
     Args:
@@ -336,7 +336,7 @@ def measure_network(transport: Transport, seconds: float, go_on: GoOn) -> Networ
         go_on: asked at rank 0 before each pair of hosts but the first.
     """
     first = _first_ranks(transport.hosts)
-    found = Network(len(first))
+    found = NetworkFigures(len(first))
     if len(first) > 1:
         _measure_between(transport, found, first, seconds, go_on)
     _measure_inside(transport, found, seconds)
@@ -356,7 +356,7 @@ def _pairs(hosts: int) -> Iterator[Flow]:
 
 
 def _measure_between(
-    transport: Transport, found: Network, first: Sequence[int], seconds: float, go_on: GoOn
+    transport: Transport, found: NetworkFigures, first: Sequence[int], seconds: float, go_on: GoOn
 ) -> None:
     pairs = list(_pairs(found.hosts))
     streams = STREAMS * (len(pairs) + 1) + STREAMS * min(BOTH_WAYS, found.hosts)
@@ -384,7 +384,9 @@ def _measure_between(
         found.overhead = max(0.0, 1e6 * row)
 
 
-def _measure_crowd(transport: Transport, found: Network, first: Sequence[int], slot: float) -> None:
+def _measure_crowd(
+    transport: Transport, found: NetworkFigures, first: Sequence[int], slot: float
+) -> None:
     """All at once: each host sends to one that is far from it, and hears from another."""
     shift = max(1, found.hosts // 2)
     pairs = [(host, (host + shift) % found.hosts) for host in range(found.hosts)]
@@ -393,7 +395,7 @@ def _measure_crowd(transport: Transport, found: Network, first: Sequence[int], s
         found.at_once[pair] = _gbit(rate).value
 
 
-def _measure_inside(transport: Transport, found: Network, seconds: float) -> None:
+def _measure_inside(transport: Transport, found: NetworkFigures, seconds: float) -> None:
     pairs = [
         (ranks[0], ranks[1])
         for host in range(found.hosts)

@@ -15,7 +15,7 @@ from aladdin_mpi.control.exchange import barrier, broadcast, gather
 from aladdin_mpi.probing.cluster_file import Figure, figure
 from aladdin_mpi.probing.links import (
     Flow,
-    Network,
+    NetworkFigures,
     measure_network,
     memory_bandwidth,
     message_cost,
@@ -65,7 +65,7 @@ class Measured:
 
     hosts: Sequence[int]
     names: Sequence[str]
-    network: Network
+    network: NetworkFigures
     steps: dict[int, RankSteps] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     memory: Figure | None = None
@@ -111,7 +111,7 @@ def measure(transport: Transport, time_steps: TimeSteps, seconds: float, cores: 
     """
     start = transport.now()
     names = [transport.host_name(transport.hosts.index(h)) for h in range(max(transport.hosts) + 1)]
-    found = Measured(transport.hosts, names, Network(len(names)))
+    found = Measured(transport.hosts, names, NetworkFigures(len(names)))
     _tell(transport, f"timing steps of {transport.size} rank{'s' * (transport.size > 1)}")
     _measure_steps(transport, found, time_steps, STEPS * seconds)
     _measure_own(transport, found, MEMORY * seconds, cores)

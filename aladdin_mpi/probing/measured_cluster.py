@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import partial
 
-from aladdin_mpi.control.exchange import agree
+from aladdin_mpi.control.exchange import all_or_none
 from aladdin_mpi.errors import LostError, WaitTimeoutError
 from aladdin_mpi.probing.cluster_file import (
-    Entry,
     Figure,
+    FileEntry,
     Section,
     check,
     check_free,
@@ -22,10 +22,10 @@ from aladdin_mpi.probing.cluster_file import (
     write,
 )
 from aladdin_mpi.probing.described_cluster import LINKS, SLOW, tell_written
-from aladdin_mpi.probing.links import Network
+from aladdin_mpi.probing.links import NetworkFigures
 from aladdin_mpi.probing.measure import Measured, measure
 from aladdin_mpi.probing.options import ProbeOptions
-from aladdin_mpi.probing.steps import Task, make_task, time_steps
+from aladdin_mpi.probing.steps import ProbeTask, make_task, time_steps
 from aladdin_mpi.process.console import percent
 from aladdin_mpi.run.job import choose_device
 from aladdin_mpi.run.placement import tell_placement
@@ -49,14 +49,14 @@ def sections(found: Measured) -> list[Section]:
 
 
 # -- hosts
-def _hosts(found: Measured) -> list[Entry]:
+def _hosts(found: Measured) -> list[FileEntry]:
     hosts, size = len(found.names), len(found.hosts)
     each = -(-size // hosts)
-    entries = [Entry("hosts", hosts, "counted from 0"), Entry("workers", size, "the ranks")]
+    entries = [FileEntry("hosts", hosts, "counted from 0"), FileEntry("workers", size, "the ranks")]
     if list(found.hosts) == [rank // each for rank in range(size)]:
         about = f"{each} on each host, one host after the other; servers on host 0"
-        return [*entries, Entry("placement", "workers", about)]
-    return [*entries, Entry("worker-hosts", list(found.hosts), "the host of each worker")]
+        return [*entries, FileEntry("placement", "workers", about)]
+    return [*entries, FileEntry("worker-hosts", list(found.hosts), "the host of each worker")]
 
 
 def _named(found: Measured) -> list[str]:
@@ -76,36 +76,38 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 # -- network
-def _figure(key: str, found: Figure | None, unit: str, why: str, of: str = "") -> Entry:
+def _figure(key: str, found: Figure | None, unit: str, why: str, of: str = "") -> FileEntry:
     if found is None:
-        return Entry(key, None, f"{why} ({unit})")
-    return Entry(key, rounded(found.value), f"{unit}; {found.spread_of(of)}")
+        return FileEntry(key, None, f"{why} ({unit})")
+    return FileEntry(key, rounded(found.value), f"{unit}; {found.spread_of(of)}")
 
 
-def _between(network: Network) -> list[Entry]:
+def _between(network: NetworkFigures) -> list[FileEntry]:
     unit = "Gbit/s of a host's link, each way"
     entries = [_figure("bandwidth-gbit", network.usual_rate(), unit, ONE_HOST, "hosts")]
     others = {host: rounded(rate) for host, rate in network.other_links().items()}
     if others:
-        entries.append(Entry("links", others, LINKS))
+        entries.append(FileEntry("links", others, LINKS))
     latency = network.latency
     if latency is not None and network.overhead is not None:
         value = rounded(max(0.0, latency.value - network.overhead))
         unit = "microseconds between two hosts"
-        entries.append(Entry("latency-us", value, f"{unit}; {latency.spread}"))
+        entries.append(FileEntry("latency-us", value, f"{unit}; {latency.spread}"))
         entries.append(_overhead(network.overhead))
     else:
-        entries.append(Entry("latency-us", None, f"{ONE_HOST} (microseconds between two hosts)"))
+        entries.append(
+            FileEntry("latency-us", None, f"{ONE_HOST} (microseconds between two hosts)")
+        )
     return entries
 
 
-def _overhead(overhead: float) -> Entry:
+def _overhead(overhead: float) -> FileEntry:
     unit = "microseconds of a link for each message"
     found = "; too little to be measured" if overhead == 0 else ""
-    return Entry("message-overhead-us", rounded(overhead), unit + found)
+    return FileEntry("message-overhead-us", rounded(overhead), unit + found)
 
 
-def _inside(network: Network) -> list[Entry]:
+def _inside(network: NetworkFigures) -> list[FileEntry]:
     rate, latency = network.local_rate, network.local_latency
     return [
         _figure("local-bandwidth-gbit", rate, "Gbit/s of the path inside a host", ONE_EACH),
@@ -113,7 +115,7 @@ def _inside(network: Network) -> list[Entry]:
     ]
 
 
-def _server(found: Measured) -> list[Entry]:
+def _server(found: Measured) -> list[FileEntry]:
     memory = "GB/s of one process"
     message = "microseconds of a server for each message"
     return [
@@ -123,23 +125,27 @@ def _server(found: Measured) -> list[Entry]:
 
 
 # -- steps
-def _steps(found: Measured) -> list[Entry]:
+def _steps(found: Measured) -> list[FileEntry]:
     alike = found.alike()
     if not alike:
-        return [Entry("compute-time", None, "not measured: no rank could take a step (seconds)")]
+        return [
+            FileEntry("compute-time", None, "not measured: no rank could take a step (seconds)")
+        ]
     times = figure([steps.seconds.value for steps in alike])
     jitters = figure([steps.jitter for steps in alike])
     forwards = figure([steps.forward for steps in alike])
     shape = [list(point) for point in alike[0].backward]
     entries = [
         _figure("compute-time", times, "seconds of a step", "", "ranks"),
-        Entry("jitter", _jitter(jitters.value), f"of its logarithm; {jitters.spread_of('ranks')}"),
+        FileEntry(
+            "jitter", _jitter(jitters.value), f"of its logarithm; {jitters.spread_of('ranks')}"
+        ),
         _figure("forward-share", forwards, "of a step, forward", "", "ranks"),
-        Entry("backward-shape", shape, "share of the gradient, by when in backward"),
+        FileEntry("backward-shape", shape, "share of the gradient, by when in backward"),
     ]
     slow = {rank: max(1.0, rounded(factor)) for rank, factor in found.stragglers().items()}
     if slow:
-        entries.append(Entry("slowdown", slow, "\n".join([SLOW, *stragglers(found)])))
+        entries.append(FileEntry("slowdown", slow, "\n".join([SLOW, *stragglers(found)])))
     return entries
 
 
@@ -235,7 +241,7 @@ def measure_cluster(options: ProbeOptions, transport: Transport, cores: int) -> 
         RefusedError: at the other ranks, then.
         LostError: a rank does not answer.
     """
-    task = agree(transport, lambda: _prepare(options, transport))
+    task = all_or_none(transport, lambda: _prepare(options, transport))
     was_chosen = options.device != "auto"
     tell_placement(transport, task.device, 0, quiet=True, was_chosen=was_chosen)
     steps = partial(time_steps, transport, task)
@@ -256,7 +262,7 @@ def measure_cluster(options: ProbeOptions, transport: Transport, cores: int) -> 
     tell_written(write(options.out, text, options.overwrite), options)
 
 
-def _prepare(options: ProbeOptions, transport: Transport) -> Task:
+def _prepare(options: ProbeOptions, transport: Transport) -> ProbeTask:
     if transport.rank == 0:
         check_free(options.out, options.overwrite)
     return make_task(options, choose_device(options.device, transport, 0))

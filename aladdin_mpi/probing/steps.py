@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from aladdin_mpi.accelerator import Stopwatch, enter
-from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.control.exchange import barrier, gather
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.data.datasets import describe_set
@@ -29,7 +29,7 @@ from aladdin_mpi.probing.links import Flow, Length
 from aladdin_mpi.probing.options import ProbeOptions
 from aladdin_mpi.run.trainer import AUTOCAST, SIZE_PREFIX
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.worker.step import Pace, RealStep
+from aladdin_mpi.worker.step import RealStep, StepTimeModel
 
 WARM_UP = 2
 """Steps that are not counted: memory is found, kernels are chosen."""
@@ -41,7 +41,7 @@ Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Task:
+class ProbeTask:
     """A model with a batch, and the device that they are for."""
 
     module: nn.Module
@@ -50,7 +50,7 @@ class Task:
     precision: str
     device: torch.device
 
-    def moved(self) -> Task:
+    def moved(self) -> ProbeTask:
         """The same on its device."""
         module = self.module.to(self.device)
         inputs, labels = self.inputs.to(self.device), self.labels.to(self.device)
@@ -72,7 +72,7 @@ class StepTimes:
     backward: Points
 
 
-def make_task(options: ProbeOptions, device: torch.device) -> Task:
+def make_task(options: ProbeOptions, device: torch.device) -> ProbeTask:
     """The model and a batch of its data set's shape.
 
     Raises:
@@ -88,10 +88,10 @@ def make_task(options: ProbeOptions, device: torch.device) -> Task:
     module = build_model(options.model, data.classes, data.channels, data.size).train()
     inputs = torch.randn(options.batch_size, data.channels, data.size, data.size)
     labels = torch.randint(data.classes, (options.batch_size,))
-    return Task(module, inputs, labels, options.precision, device)
+    return ProbeTask(module, inputs, labels, options.precision, device)
 
 
-def time_steps(transport: Transport, task: Task, seconds: float) -> StepTimes:
+def time_steps(transport: Transport, task: ProbeTask, seconds: float) -> StepTimes:
     """Take steps for about so many seconds, and at least a few.
 
     Raises:
@@ -105,7 +105,7 @@ def time_steps(transport: Transport, task: Task, seconds: float) -> StepTimes:
     begun: list[Any] = []
     there: list[tuple[Bucket, Any]] = []
 
-    def compute(ticket: Ticket) -> float:
+    def compute(lease: SampleLease) -> float:
         loss = _loss(task)
         begun.append(watch.stamp())
         loss.backward()
@@ -116,7 +116,7 @@ def time_steps(transport: Transport, task: Task, seconds: float) -> StepTimes:
         layout,
         replica,
         compute,
-        Pace(),
+        StepTimeModel(),
         lambda bucket: there.append((bucket, watch.stamp())),
         wait_free=True,
     )
@@ -127,7 +127,7 @@ def time_steps(transport: Transport, task: Task, seconds: float) -> StepTimes:
         step.close()
 
 
-def _loss(task: Task) -> Tensor:
+def _loss(task: ProbeTask) -> Tensor:
     dtype = AUTOCAST.get(task.precision)
     with torch.autocast(task.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
         outputs = task.module(task.inputs)
@@ -150,7 +150,7 @@ def _one_step(
         begun.clear()
         there.clear()
         start = watch.stamp()
-        step.compute_into(vector, Ticket(0, 1, 1))
+        step.compute_into(vector, SampleLease(0, 1, 1))
         end = watch.stamp()
         watch.finish()
         backward = watch.between(begun[0], end)

@@ -127,12 +127,12 @@ class _Process:
         except OSError:
             return None
         if os.isatty(descriptor):
-            return Terminal(_Direct(descriptor), descriptor)
+            return Terminal(_DirectWriter(descriptor), descriptor)
         os.close(descriptor)
         return None
 
 
-class _Direct(StringIO):
+class _DirectWriter(StringIO):
     """Writes to somebody else's terminal, and never waits for it: what it does not take is lost.
 
     It is no failure either: the terminal may be gone.

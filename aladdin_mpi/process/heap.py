@@ -27,12 +27,12 @@ def collected_seldom() -> Iterator[None]:
     For many objects that all live on, of which every look passes over more: with a thousand
     simulated ranks, which leave hardly a cycle behind, that takes a fifth of the time.
     """
-    former = gc.get_threshold()
+    merged = gc.get_threshold()
     gc.set_threshold(*SELDOM)
     try:
         yield
     finally:
-        gc.set_threshold(*former)
+        gc.set_threshold(*merged)
 
 
 @cache

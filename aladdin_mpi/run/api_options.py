@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from aladdin_mpi.control.exchange import agree
+from aladdin_mpi.control.exchange import all_or_none
 from aladdin_mpi.errors import ClosedError, UserError
 from aladdin_mpi.options.algorithms import find_algorithm
 from aladdin_mpi.options.fields import leaves
@@ -95,10 +95,10 @@ def agreed_options(
 ) -> RunOptions:
     """The options of the run; for a run that is complete the program ends here."""
     if options is not None:
-        agree(transport, lambda: _check_alone(settings))
+        all_or_none(transport, lambda: _check_alone(settings))
         return options
     given = _named(settings, module)
-    asked = agree(transport, lambda: build(RunOptions, given))
+    asked = all_or_none(transport, lambda: build(RunOptions, given))
     agreed = agree_on_resume(transport, RunOptions, given, asked)
     if agreed is None:
         transport.close()

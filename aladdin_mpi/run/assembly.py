@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from aladdin_mpi.control.budget import Ticket
-from aladdin_mpi.control.exchange import agree
+from aladdin_mpi.control.budget import SampleLease
+from aladdin_mpi.control.exchange import all_or_none
 from aladdin_mpi.control.heartbeats import Heartbeats
 from aladdin_mpi.data.images import SkippedImages, SkipRecord, SkipReports
-from aladdin_mpi.exchange.mirror import Kept, Mirror
-from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
+from aladdin_mpi.exchange.server_replica import ServerReplica, StoredReplicas
 from aladdin_mpi.flat.replica import Projection
 from aladdin_mpi.flat.vectors import full
 from aladdin_mpi.optimizers.base import Optimizer
@@ -36,21 +36,21 @@ from aladdin_mpi.run.building import (
 )
 from aladdin_mpi.run.checkpoint import CheckpointStore, LocalState
 from aladdin_mpi.run.context import Context, make_context, server_count, share_model
-from aladdin_mpi.run.coordinator import Coordinator, Deputy
+from aladdin_mpi.run.coordinator import Coordinator, StandbyCoordinator
 from aladdin_mpi.run.divided_evaluation import DividedEvaluation, is_divided
 from aladdin_mpi.run.evaluation import Snapshots
 from aladdin_mpi.run.failures import record_losses
 from aladdin_mpi.run.handshake import check_agreement
-from aladdin_mpi.run.measurement import Evaluate, Measurement, SeenInputs
+from aladdin_mpi.run.measurement import BatchNormRecalibrator, Evaluate, Measurement
 from aladdin_mpi.run.plan import Origin, Plan, make_plan
 from aladdin_mpi.run.rank import Measuring, Rank
 from aladdin_mpi.run.report import not_written
-from aladdin_mpi.run.reporter import Books, make_coordinator, open_books
+from aladdin_mpi.run.reporter import RunReporter, make_coordinator, open_books
 from aladdin_mpi.run.resumption import Resumption, go_on
 from aladdin_mpi.run.segments import Segments, Suspension
 from aladdin_mpi.run.takeover import Takeover, take_over, tell
-from aladdin_mpi.run.user_metrics import OwnFigures
-from aladdin_mpi.run.user_optimizer import LearningRate, OwnOptimizer
+from aladdin_mpi.run.user_metrics import UserMetrics
+from aladdin_mpi.run.user_optimizer import LearningRate, UserOptimizer
 from aladdin_mpi.run.variance import ModelVariance, draw_places
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.role import Role
@@ -58,7 +58,7 @@ from aladdin_mpi.worker.step import Loss
 
 
 @dataclass(frozen=True)
-class Task:
+class UserTask:
     """What the user's side brings to a rank.
 
     Attributes:
@@ -79,10 +79,10 @@ class Task:
 
     epoch: int
     data: Mapping[str, Any]
-    compute: Callable[[Ticket], Loss]
-    on_empty: Callable[[Ticket], None]
+    compute: Callable[[SampleLease], Loss]
+    on_empty: Callable[[SampleLease], None]
     evaluate: Evaluate | None
-    optimizer: OwnOptimizer | None
+    optimizer: UserOptimizer | None
     schedule: Callable[[int], float] | None
     may_clip: bool
     may_draw: bool
@@ -98,7 +98,7 @@ def assemble(
     options: RunOptions,
     algorithm: Algorithm,
     module: nn.Module,
-    task: Task,
+    task: UserTask,
     takeover: Takeover | None = None,
 ) -> Rank:
     """Put a rank together, from its checkpoint where the run goes on. Every rank calls it.
@@ -136,10 +136,12 @@ def assemble(
     with _on_error(folder.release):
         local = LocalState(context.replica, transport.shares_process, task.state)
         steps = plan.total // plan.schedule_step if takeover is None else None
-        optimizer = agree(transport, lambda: make_optimizer(context, task.optimizer, steps))
+        optimizer = all_or_none(transport, lambda: make_optimizer(context, task.optimizer, steps))
         record = SkipRecord()
         skips = SkipReports(transport, task.skipped, record if transport.rank == 0 else None)
-        role = agree(transport, lambda: _role(context, task, plan, lr, local, optimizer, skips))
+        role = all_or_none(
+            transport, lambda: _role(context, task, plan, lr, local, optimizer, skips)
+        )
         with _on_error(role.close):
             coordinator = None
             if transport.rank == 0:
@@ -154,21 +156,21 @@ def assemble(
                 context, role, coordinator, local, store, plan, task.origin, described
             )
             means = coordinator.own_figures if coordinator else None
-            figures = OwnFigures(transport, means, lambda: segments.over)
+            figures = UserMetrics(transport, means, lambda: segments.over)
             if takeover is not None:
                 take_over(context, local, segments, takeover)
             elif options.resume is not None:
                 go_on(Resumption(context, role, local, segments, store, task.origin, lr))
             suspension = Suspension(transport, coordinator)
             heartbeats = Heartbeats(transport, options.worker_timeout)
-            deputy = Deputy(transport, coordinator.knowledge if coordinator else None)
+            standby = StandbyCoordinator(transport, coordinator.knowledge if coordinator else None)
             books = None
             if coordinator is not None:
-                coordinator.on_report(deputy.hear)
-                coordinator.on_open(deputy.send)
-                transport.on_failure(lambda rank: deputy.send())
+                coordinator.on_report(standby.hear)
+                coordinator.on_open(standby.send)
+                transport.on_failure(lambda rank: standby.send())
                 books = _open(context, role, coordinator, folder.path, skips, measuring, takeover)
-                deputy.send()
+                standby.send()
             if seen is not None:
                 seen.open()
             return Rank(
@@ -183,14 +185,14 @@ def assemble(
                 segments,
                 suspension,
                 heartbeats,
-                deputy,
+                standby,
                 _mirrors(context, role),
                 books,
             )
 
 
 def _initial_state(
-    optimizer: OwnOptimizer | None, options: RunOptions, algorithm: Algorithm
+    optimizer: UserOptimizer | None, options: RunOptions, algorithm: Algorithm
 ) -> str:
     """Describe the state that the optimizers of all ranks need, if they make the same steps."""
     if optimizer is None or options.resume is not None or algorithm.holder != "first":
@@ -208,14 +210,16 @@ def _on_error(undo: Callable[[], None]) -> Iterator[None]:
         raise
 
 
-def _mirrors(context: Context, role: Role) -> Kept | None:
+def _mirrors(context: Context, role: Role) -> StoredReplicas | None:
     """Have servers' states kept a second time, where one of them may be lost."""
     transport, every = context.transport, context.options.mirror_every
-    if not every or not context.servers or not transport.comes_apart_without(0):
+    if not every or not context.servers or not transport.is_revoked_without(0):
         return None
-    if isinstance(role, Server) and (context.algorithm.has_centre or role.optimizer is not None):
-        Mirror(transport, role, context.servers, every)
-    return Kept(transport, context.servers)
+    if isinstance(role, ServerAlgorithm) and (
+        context.algorithm.has_centre or role.optimizer is not None
+    ):
+        ServerReplica(transport, role, context.servers, every)
+    return StoredReplicas(transport, context.servers)
 
 
 def _seen(
@@ -224,15 +228,17 @@ def _seen(
     algorithm: Algorithm,
     module: nn.Module,
     evaluate: Evaluate | None,
-) -> SeenInputs | None:
+) -> BatchNormRecalibrator | None:
     if options.compute != "real" or isinstance(evaluate, Measurement):
         return None
-    return SeenInputs(transport, module, server_count(options, algorithm), options.bn_batches)
+    return BatchNormRecalibrator(
+        transport, module, server_count(options, algorithm), options.bn_batches
+    )
 
 
 def _role(
     context: Context,
-    task: Task,
+    task: UserTask,
     plan: Plan,
     lr: LearningRate,
     local: LocalState,
@@ -243,13 +249,13 @@ def _role(
     if context.is_server:
         return make_server(context, optimizer, wire, lr)
 
-    def advance(ticket: Ticket) -> None:
+    def advance(lease: SampleLease) -> None:
         """A step is complete.
 
         The schedule goes by the samples that all have drawn: as far as it would in one process,
         and no further with a fast worker. Where the run is so many steps, those are its steps.
         """
-        optimizer.advance((ticket.start + ticket.whole) // plan.schedule_step)
+        optimizer.advance((lease.start + lease.whole) // plan.schedule_step)
         if context.projections:
             with context.transport.atomic():
                 role.worker.project(role.own_model)
@@ -265,7 +271,7 @@ def _role(
 def _measuring(
     context: Context,
     role: Role,
-    seen: SeenInputs | None,
+    seen: BatchNormRecalibrator | None,
     evaluate: Evaluate | None,
     skips: SkipReports,
 ) -> Measuring:
@@ -322,7 +328,7 @@ def _open(
     skips: SkipReports,
     measuring: Measuring,
     takeover: Takeover | None,
-) -> Books:
+) -> RunReporter:
     """The books of a run that begins or goes on; the user is told how it was set up."""
     if takeover is None and context.options.resume is not None and not coordinator.budget.used_up:
         run_folder.reopen(folder, context.options)
@@ -351,7 +357,7 @@ def _prospects(context: Context) -> str:
     """What becomes of the run if a worker dies, where something can be done."""
     if context.transport.models_time or not context.transport.survives:
         return ""
-    if context.transport.comes_apart_without(0):
+    if context.transport.is_revoked_without(0):
         return "ULFM: if ranks die the others go on"
     if context.needs_all is not None:
         return f"ULFM: is there, but {context.needs_all} needs every worker"

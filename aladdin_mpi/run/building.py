@@ -15,22 +15,22 @@ from aladdin_mpi.algorithms.registry import implementation
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.codec.dgc import DeepGradientCompression
 from aladdin_mpi.codec.quantised import make_codec
-from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.exchange.server import ParameterServer
-from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.from_torch import TorchOptimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.checks import marks_unused, steps_unused
-from aladdin_mpi.options.general import FEW_BITS
+from aladdin_mpi.options.general import QUANTISED_BITS
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.run.context import Context
-from aladdin_mpi.run.user_optimizer import OwnOptimizer, check_length, scale_of
+from aladdin_mpi.run.user_optimizer import UserOptimizer, check_length, scale_of
 from aladdin_mpi.worker.clipping import Clipping
-from aladdin_mpi.worker.node import LedDraws, NodeLeader
+from aladdin_mpi.worker.node import LedSampleClient, NodeLeader
 from aladdin_mpi.worker.role import LedWorker, TrainingWorker
-from aladdin_mpi.worker.step import Compute, Pace
+from aladdin_mpi.worker.step import Compute, StepTimeModel
 from aladdin_mpi.worker.worker import Worker
 
 
@@ -40,7 +40,7 @@ def momentum_sgd(options: RunOptions, x: Tensor) -> MomentumSGD:
 
 
 def make_optimizer(
-    context: Context, own: OwnOptimizer | None, steps: int | None = None
+    context: Context, own: UserOptimizer | None, steps: int | None = None
 ) -> Optimizer:
     """The user's ``own``, or momentum SGD.
 
@@ -71,7 +71,7 @@ def make_wire(context: Context, optimizer: Optimizer, epoch: int) -> GradientCod
     options, x, layout = context.options, context.replica.parameters, context.layout
     moves_bytes = context.transport.needs_memory
     name = context.algorithm.wire(options)
-    if options.wire == "auto" and name in FEW_BITS and x.dtype == torch.float64:
+    if options.wire == "auto" and name in QUANTISED_BITS and x.dtype == torch.float64:
         raise UserError(
             f"model: the parameters are float64, which {context.algorithm.name} rounds to {name} "
             "on the wire unless --wire says otherwise. Pass --wire fp32, which sends float64 as "
@@ -92,12 +92,12 @@ def make_wire(context: Context, optimizer: Optimizer, epoch: int) -> GradientCod
     )
 
 
-def make_pace(context: Context) -> Pace:
+def make_pace(context: Context) -> StepTimeModel:
     """How fast this rank computes."""
     options = context.options
     index = context.number
     modelled = options.compute == "timed" or context.transport.models_time
-    return Pace(
+    return StepTimeModel(
         options.compute_time if modelled else None,
         options.slowdown.get(index, 1.0),
         options.jitter,
@@ -113,7 +113,7 @@ def make_server(
     wire: GradientCodec,
     lr: Callable[[int], float],
     kind: type[ParameterServer] = ParameterServer,
-) -> Server:
+) -> ServerAlgorithm:
     """The algorithm's part on a server, which stands on a ``kind`` of :class:`ParameterServer`.
 
     ``lr`` is the learning rate as a function of samples.
@@ -143,10 +143,10 @@ class Computing:
     """How a worker computes; see :class:`Worker`."""
 
     compute: Compute
-    pace: Pace
+    pace: StepTimeModel
     may_clip: bool = False
-    after_step: Callable[[Ticket], None] = lambda ticket: None
-    on_empty: Callable[[Ticket], None] = lambda ticket: None
+    after_step: Callable[[SampleLease], None] = lambda lease: None
+    on_empty: Callable[[SampleLease], None] = lambda lease: None
 
 
 def make_worker(
@@ -183,7 +183,7 @@ def make_worker(
         computing.on_empty,
         transport,
         node,
-        LedDraws(transport, context.node[0]) if is_led else None,
+        LedSampleClient(transport, context.node[0]) if is_led else None,
         marks_unused(algorithm, options),
         steps_unused(algorithm, options),
         context.projections.apply,

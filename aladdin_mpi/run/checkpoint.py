@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.accelerator import is_accelerator, random_state, set_random_state
-from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.errors import UserError, system_error
 from aladdin_mpi.flat.replica import PhantomReplica, Replica
 from aladdin_mpi.options.resume import RESIZE_FIELDS, differences
@@ -307,7 +307,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-Compute = Callable[[Ticket], Loss]
+Compute = Callable[[SampleLease], Loss]
 
 
 def check_plain(value: object, place: str) -> None:
@@ -383,10 +383,10 @@ class LocalState:
         if not self._shared:
             return compute
 
-        def compute_so(ticket: Ticket) -> Loss:
+        def compute_so(lease: SampleLease) -> Loss:
             kept = self._position()
             self._go_to(self._random)
-            loss = compute(ticket)
+            loss = compute(lease)
             self._random = self._position()
             self._go_to(kept)
             return loss

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from aladdin_mpi.algorithms.bsp import host_groups
 from aladdin_mpi.algorithms.registry import implementation
-from aladdin_mpi.control.exchange import agree, allreduce_tensor, broadcast_tensor, gather
+from aladdin_mpi.control.exchange import all_or_none, allreduce_tensor, broadcast_tensor, gather
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.layout import Bucket, Layout, between_parameters, cut
 from aladdin_mpi.flat.replica import (
@@ -167,7 +167,7 @@ def make_context(
         UserError: more servers than the model has parts, or too few workers; projections that the
             algorithm cannot apply.
     """
-    replica = agree(transport, lambda: _make_replica(transport, options, module))
+    replica = all_or_none(transport, lambda: _make_replica(transport, options, module))
     servers = server_count(options, algorithm)
     workers = transport.size - servers
     if isinstance(replica, Replica):
@@ -179,14 +179,14 @@ def make_context(
         layout = transport.once(
             key, lambda: make_layout(options, algorithm, replica, servers, workers)
         )
-    agree(transport, lambda: _check(options, replica, layout))
+    all_or_none(transport, lambda: _check(options, replica, layout))
     if not numbers:  # else the run began with more
-        agree(transport, lambda: check_workers(options, workers))
-    nodes = agree(transport, lambda: make_nodes(options, algorithm, transport, servers))
+        all_or_none(transport, lambda: check_workers(options, workers))
+    nodes = all_or_none(transport, lambda: make_nodes(options, algorithm, transport, servers))
     context = Context(
         transport, options, algorithm, module, replica, layout, nodes, numbers, project
     )
-    agree(transport, lambda: _check_projections(context))
+    all_or_none(transport, lambda: _check_projections(context))
     return context
 
 

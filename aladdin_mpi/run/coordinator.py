@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aladdin_mpi.control.budget import Budget, Report
+from aladdin_mpi.control.budget import Budget, WorkerReport
 from aladdin_mpi.control.exchange import packed, unpacked
 from aladdin_mpi.control.ledger import Ledger
 from aladdin_mpi.control.tags import COORDINATOR, Tag
@@ -21,7 +21,7 @@ from aladdin_mpi.run.plan import Plan
 from aladdin_mpi.run.progress import State
 from aladdin_mpi.run.user_metrics import Means
 from aladdin_mpi.transport.base import Request, Transport
-from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.merged_state import MergedState
 
 EVERY = 8
 """Reports of workers between two copies, ..."""
@@ -37,7 +37,7 @@ def deputy_of(transport: Transport) -> int | None:
     return next(iter(away or others), None)
 
 
-class Deputy:
+class StandbyCoordinator:
     """This rank's side of the copies; there are none where a rank's death ends the job.
 
     Any rank may become the deputy, as the one before it is lost: so all listen.
@@ -82,7 +82,7 @@ class Deputy:
             found["seconds"] += self._transport.now() - self._came_at
         return found
 
-    def hear(self, report: Report) -> None:
+    def hear(self, report: WorkerReport) -> None:
         """At rank 0, of every report."""
         self._reports += 1
         if self._reports >= EVERY and self._transport.now() - self._sent_at >= PAUSE:
@@ -90,13 +90,13 @@ class Deputy:
 
     def send(self) -> None:
         """At rank 0: send a copy now."""
-        deputy = deputy_of(self._transport) if self._transport.survives else None
-        if self._look is None or deputy is None:
+        standby = deputy_of(self._transport) if self._transport.survives else None
+        if self._look is None or standby is None:
             return
         self._reports, self._sent_at = 0, self._transport.now()
         data = packed(self._look())
         if len(data) <= MOST_BYTES:  # not so with thousands of refusals of many kinds
-            self._transport.isend(data, deputy, Tag.DEPUTY)
+            self._transport.isend(data, standby, Tag.DEPUTY)
 
 
 SHOWN = ("wire_bits", "pi")
@@ -120,7 +120,7 @@ class Losses:
 
 
 @dataclass
-class Marks:
+class MetricMarks:
     """How far the metrics have come, kept by those who write them.
 
     Attributes:
@@ -149,7 +149,7 @@ class Coordinator:
         server: rank 0's server, whose gradients and staleness are shown, if it has one.
         skips: rank 0's record of images that were skipped.
         lockstep: see :class:`Budget`.
-        needed: see :class:`Failures`; ``silence`` likewise.
+        needed: see :class:`MpiFailures`; ``silence`` likewise.
     """
 
     def __init__(
@@ -177,9 +177,9 @@ class Coordinator:
         )
         self.own_figures = Means()
         self.skips = skips
-        self.marks = Marks(plan.log_every, plan.eval_every)
+        self.marks = MetricMarks(plan.log_every, plan.eval_every)
         self.losses = Losses()
-        self._on_report: list[Callable[[Report], None]] = []
+        self._on_report: list[Callable[[WorkerReport], None]] = []
         self._on_open: list[Callable[[], None]] = []
         self._on_close: list[Callable[[], None]] = []
         self._seconds = 0.0
@@ -193,7 +193,7 @@ class Coordinator:
         self.suspended = 0
         """The signal after which the run is to end before its budget is used up."""
 
-    def on_report(self, action: Callable[[Report], None]) -> None:
+    def on_report(self, action: Callable[[WorkerReport], None]) -> None:
         """Have ``action`` called with every report, when it is counted."""
         self._on_report.append(action)
 
@@ -255,7 +255,7 @@ class Coordinator:
             action()
 
     # -- reports ----------------------------------------------------------------
-    def _report(self, rank: int, report: Report) -> None:
+    def _report(self, rank: int, report: WorkerReport) -> None:
         self._waiting[rank] = report.waiting
         self._sent[rank] = report.sent
         self._steps[rank] = report.steps
@@ -351,7 +351,7 @@ class Coordinator:
         self.losses = Losses(*state["loss"])
         self.ledger.load_state_dict(state["ledger"])
         next_log, next_eval = state["next"]
-        self.marks = Marks(next_log, next_eval, state["last_log"], state["measuring"])
+        self.marks = MetricMarks(next_log, next_eval, state["last_log"], state["measuring"])
         self.failures.records[:0] = state["failures"]
         self._rate = state.get("rate")
         self.skips.load_state_dict(state.get("skipped", {}))
@@ -366,27 +366,27 @@ class Coordinator:
         marks.last_log = max(marks.last_log, (samples, seconds))
         self._seconds = max(self._seconds, seconds)
 
-    def take_over(self, known: dict[str, Any], drawn: int, former: Former) -> None:
+    def take_over(self, known: dict[str, Any], drawn: int, merged: MergedState) -> None:
         """Go on with the books of a former group.
 
         Args:
             known: see :meth:`knowledge`.
             drawn: samples that its ranks have drawn and not given back.
-            former: its ranks, put together.
+            merged: its ranks, put together.
         """
         self.load_state_dict({**known, "drawn": drawn})
         self.suspended = known["suspended"]
         if known["budget"]["total"] < self.plan.total:  # the loop has been left
             self.budget.total = drawn
-        self.resize(former)
+        self.resize(merged)
 
-    def resize(self, former: Former) -> None:
+    def resize(self, merged: MergedState) -> None:
         """Go on with the books of another number of workers; after :meth:`load_state_dict`."""
         n = self._workers
         ranks = enumerate(range(self._first_worker, self._transport.size))
         self._waiting, self._sent, self._steps = {}, {}, {}
         for worker, rank in ranks:
-            self._waiting[rank] = former.carried("waiting", worker, n)
-            self._sent[rank] = int(former.carried("bytes_sent", worker, n))
-            self._steps[rank] = int(former.carried("computed", worker, n))
-        self._other_workers += self._seconds * (former.workers - n)
+            self._waiting[rank] = merged.carried("waiting", worker, n)
+            self._sent[rank] = int(merged.carried("bytes_sent", worker, n))
+            self._steps[rank] = int(merged.carried("computed", worker, n))
+        self._other_workers += self._seconds * (merged.workers - n)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from aladdin_mpi.accelerator import configure
-from aladdin_mpi.control.exchange import agree
+from aladdin_mpi.control.exchange import all_or_none
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import SEALED
 from aladdin_mpi.errors import UserError
@@ -33,8 +33,8 @@ from aladdin_mpi.run.api_options import (
     in_own_words,
     simulated_options,
 )
-from aladdin_mpi.run.assembly import Task, assemble
-from aladdin_mpi.run.deal import Deal, deal
+from aladdin_mpi.run.assembly import UserTask, assemble
+from aladdin_mpi.run.elastic_runner import ElasticRunner
 from aladdin_mpi.run.ending import Ending, end_other_run
 from aladdin_mpi.run.handshake import with_bucket_size
 from aladdin_mpi.run.job import TIMEOUT, choose_device, start_mpi
@@ -45,11 +45,11 @@ from aladdin_mpi.run.placement import bind_to_near, tell_placement
 from aladdin_mpi.run.plan import find_origin
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.script import OptionsFound, simulated_rank
-from aladdin_mpi.run.succession import Succession
 from aladdin_mpi.run.takeover import LoopProgress, Takeover
+from aladdin_mpi.run.training_data import TrainingData, deal
 from aladdin_mpi.run.user_optimizer import Asked, resolve, settings_for
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.checksums import SealedTransport
+from aladdin_mpi.transport.checksums import ChecksumTransport
 
 
 class DataParallel:
@@ -154,19 +154,19 @@ class DataParallel:
             transport = _over_mpi(float(settings.get("timeout", TIMEOUT)))
             self._ending.own(transport)
         self.transport = transport
-        agree(transport, lambda: check_given(module, evaluate, settings))
-        brought = agree(transport, lambda: settings_for(optimizer, self._schedule, settings))
+        all_or_none(transport, lambda: check_given(module, evaluate, settings))
+        brought = all_or_none(transport, lambda: settings_for(optimizer, self._schedule, settings))
         asked = {**brought, **settings}
         if self._is_own_loop and transport.size == 1 and simulated is None:
-            asked = agree(transport, lambda: for_one_process(asked))
+            asked = all_or_none(transport, lambda: for_one_process(asked))
         if simulated is not None:
             self.options = simulated_options(simulated, asked, module)
         else:
             self.options = agreed_options(transport, options, asked, module)
-        self.algorithm = agree(transport, lambda: _checked(self.options, transport))
+        self.algorithm = all_or_none(transport, lambda: _checked(self.options, transport))
         servers = self.options.servers if self.algorithm.has_servers else 0
         self.is_server = transport.rank < servers
-        self.device = agree(
+        self.device = all_or_none(
             transport, lambda: choose_device(self.options.device, transport, servers)
         )
         self.options = with_bucket_size(transport, self.options, self.device)
@@ -181,15 +181,15 @@ class DataParallel:
         )
         # Timed computing needs no more than the parameters' sizes: they may be on "meta".
         is_real = self.options.compute == "real"
-        agree(transport, lambda: self._check(module, needs_values=is_real))
+        all_or_none(transport, lambda: self._check(module, needs_values=is_real))
         self.module = self._placed(module) if is_real else module
-        self._optimizer = agree(
+        self._optimizer = all_or_none(
             transport, lambda: resolve(self.module, self.options, optimizer, scheduler)
         )
         self._evaluate = evaluate
         self._servers = servers
         seal = _sealed if self.options.checksum else _plain
-        self._succession = Succession(transport, self.options, self.algorithm, seal)
+        self._succession = ElasticRunner(transport, self.options, self.algorithm, seal)
         self._loop = Loop(
             self.options.batch_size, Delivery(self.device, self.options.channels_last)
         )
@@ -331,8 +331,8 @@ class DataParallel:
 
     def _drawn(self) -> int:
         """Where in the run the present batch is; its end where there is none."""
-        ticket = self._loop.ticket
-        return self._ready().plan.total if ticket is None else ticket.start
+        lease = self._loop.lease
+        return self._ready().plan.total if lease is None else lease.start
 
     def _in_words(self, data: Any, sharded: bool) -> Generator[Any, None, None]:
         with self._words():
@@ -340,13 +340,13 @@ class DataParallel:
 
     def _run(self, data: Any, sharded: bool) -> Iterator[Any]:
         origin = find_origin(self.transport, self.options, self.algorithm)
-        dealt = agree(
+        dealt = all_or_none(
             self.transport,
             lambda: deal(data, sharded, self.options, self._given, self._is_own_loop, origin),
         )
-        facts = agree(self.transport, lambda: dealt.facts(self.is_server))
+        facts = all_or_none(self.transport, lambda: dealt.facts(self.is_server))
         self.options, self._loop.batch_size = dealt.options, dealt.options.batch_size
-        task = Task(
+        task = UserTask(
             dealt.length,
             facts,
             self._loop.compute,
@@ -378,7 +378,7 @@ class DataParallel:
         self._ending.conclude()
 
     def _assemble(
-        self, task: Task, transport: Transport, options: RunOptions, takeover: Takeover | None
+        self, task: UserTask, transport: Transport, options: RunOptions, takeover: Takeover | None
     ) -> Rank:
         if takeover is not None:
             task = replace(task, origin=takeover.origin)
@@ -386,7 +386,7 @@ class DataParallel:
         self.transport = transport
         return assemble(transport, options, self.algorithm, self.module, task, takeover)
 
-    def _follow(self, dealt: Deal, rank: Rank) -> None:
+    def _follow(self, dealt: TrainingData, rank: Rank) -> None:
         """This rank has a place in a group."""
         self.run_dir = rank.folder.path
         self._servers = rank.context.servers
@@ -605,7 +605,7 @@ def _sealed(transport: Transport) -> Transport:
     def damaged(source: int, tag: int) -> None:
         report(transport, Refusal(Reason.CHECKSUM, source, value=tag))
 
-    return SealedTransport(transport, SEALED, damaged)
+    return ChecksumTransport(transport, SEALED, damaged)
 
 
 def _over_mpi(timeout: float) -> Transport:

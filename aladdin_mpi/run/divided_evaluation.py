@@ -185,9 +185,9 @@ class DividedEvaluation:
             )
             self._thread.start()
 
-    def _run(self, arrived: _Arriving, former: threading.Thread | None) -> None:
-        if former is not None:
-            former.join()  # of an evaluation that was given up
+    def _run(self, arrived: _Arriving, merged: threading.Thread | None) -> None:
+        if merged is not None:
+            merged.join()  # of an evaluation that was given up
         sums = self._measured(arrived.vector, arrived.ranks)
         packed = json.dumps([arrived.number, sums]).encode()
         message = torch.frombuffer(bytearray(packed), dtype=torch.uint8)

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from aladdin_mpi.control.exchange import agree
+from aladdin_mpi.control.exchange import all_or_none
 from aladdin_mpi.errors import SUSPENDED_STATUS, ClosedError, SuspendedError, UserError
 from aladdin_mpi.flat.gradients import Hooks
 from aladdin_mpi.process import guard
+from aladdin_mpi.run.elastic_runner import ElasticRunner
 from aladdin_mpi.run.loop import Loop
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.script import SimulatedRank
-from aladdin_mpi.run.succession import Succession
 from aladdin_mpi.transport.base import Transport
 
 
@@ -42,7 +42,7 @@ class Ending:
         self._simulated: SimulatedRank | None = None
         self._module: nn.Module
         self._loop: Loop
-        self._succession: Succession | None = None
+        self._succession: ElasticRunner | None = None
         self._is_left = False
         self._is_concluding = False
         self._hooks = Hooks()
@@ -59,7 +59,7 @@ class Ending:
         Ending._open = self
         atexit.register(self._at_exit)
 
-    def of(self, module: nn.Module, loop: Loop, succession: Succession) -> None:
+    def of(self, module: nn.Module, loop: Loop, succession: ElasticRunner) -> None:
         """The run is ready for its loop."""
         self._module, self._loop, self._succession = module, loop, succession
 
@@ -287,7 +287,7 @@ def end_other_run() -> None:
         )
         return
     if other.batches is None:
-        agree(other._transport, _refuse_second)
+        all_or_none(other._transport, _refuse_second)
     _refuse_second()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aladdin_mpi.control.budget import Report
+from aladdin_mpi.control.budget import WorkerReport
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.data.loading import global_generators_kept
 from aladdin_mpi.flat.layout import Bucket, Layout
@@ -265,7 +265,7 @@ class Evaluations:
         return (drawn // every + 1) * every
 
     # -- during training ----------------------------------------------------------
-    def _hear(self, report: Report) -> None:
+    def _hear(self, report: WorkerReport) -> None:
         marks, plan = self._coordinator.marks, self._coordinator.plan
         drawn = self._coordinator.budget.drawn
         if plan.eval_every and marks.next_eval <= drawn < plan.total:

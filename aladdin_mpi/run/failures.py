@@ -8,7 +8,7 @@ from typing import Any
 from aladdin_mpi.control.budget import Budget
 from aladdin_mpi.control.exchange import gather
 from aladdin_mpi.errors import LostError
-from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.process import console
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.role import Role
@@ -95,7 +95,7 @@ class Failures:
         self._check_goes_on(rank, what)
         excluded = rank in self._transport.excluded
         prospect = self._prospect()
-        if self._transport.comes_apart_without(rank):
+        if self._transport.is_revoked_without(rank):
             prospect = "the others go on from what they have"
         console.say(f"aladdin_mpi: {what}; {'it is excluded, and ' * excluded}{prospect}")
         fate = "left out" if excluded else "died"
@@ -110,7 +110,7 @@ class Failures:
 
     def _check_goes_on(self, rank: int, what: str) -> None:
         """Raise LostError if the run cannot go on without the rank."""
-        if self._transport.comes_apart_without(rank):
+        if self._transport.is_revoked_without(rank):
             return
         if rank < self._first_worker and not self._is_complete:
             raise LostError(f"{what}; it kept a part of the model")
@@ -156,7 +156,7 @@ class Failures:
 
 def taken_from_failed(transport: Transport, role: Role, first_worker: int) -> dict[str, int]:
     """Of a server: the gradients that it has taken, in this segment, from ranks that failed."""
-    if not isinstance(role, Server):
+    if not isinstance(role, ServerAlgorithm):
         return {}
     workers = [rank for rank in transport.failed if rank >= first_worker]
     return {str(rank): role.taken_from(rank - first_worker) for rank in workers}

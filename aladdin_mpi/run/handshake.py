@@ -10,7 +10,7 @@ import torch
 
 import aladdin_mpi
 from aladdin_mpi.accelerator import is_accelerator
-from aladdin_mpi.control.exchange import agree, broadcast, gather
+from aladdin_mpi.control.exchange import all_or_none, broadcast, gather
 from aladdin_mpi.errors import LostError, UserError
 from aladdin_mpi.options.run import RunOptions, agreed, differences
 from aladdin_mpi.transport.base import Transport
@@ -71,7 +71,7 @@ def check_agreement(
     everyone = gather(transport, dict(data))
     reference = broadcast(transport, everyone and _first_told(everyone[first_worker:]))
     expected = {name: reference[name] for name in data}
-    agree(transport, lambda: _compare(first, mine, expected, data))
+    all_or_none(transport, lambda: _compare(first, mine, expected, data))
 
 
 def _first_told(facts: list[Any]) -> Any:

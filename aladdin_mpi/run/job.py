@@ -17,7 +17,7 @@ from aladdin_mpi.process import guard, startup, stop_signal
 from aladdin_mpi.run.script import SimulatedRank, simulated_rank
 
 
-class Place(Protocol):
+class RankInfo(Protocol):
     """What has to be known of the ranks: see :class:`.Transport`."""
 
     rank: int
@@ -29,7 +29,7 @@ class Place(Protocol):
         """The number of this rank's host."""
 
 
-def choose_device(wanted: str, transport: Place, servers: int) -> torch.device:
+def choose_device(wanted: str, transport: RankInfo, servers: int) -> torch.device:
     """A GPU by the worker's place among the workers of its host; servers take none.
 
     A task that was given one GPU of its own sees no other, and takes that one. With more workers

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from aladdin_mpi.accelerator import CopyStream, is_accelerator
-from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.data.feeds import Source
 from aladdin_mpi.errors import LostError, PeerFailedError, UserError
@@ -79,7 +79,7 @@ def allreduce(worker: Worker, value: float | Tensor) -> tuple[Tensor, int]:
         except PeerFailedError:
             continue
         values[rank] = received[rank]
-    if transport.has_come_apart:
+    if transport.is_revoked:
         raise LostError("a rank was lost while workers waited for each other in run.reduce()")
     transport.wait_ended(sends)
     total = torch.stack([values[rank] for rank in sorted(values)]).sum(0)
@@ -195,7 +195,7 @@ class Loop:
         """The loop has been left: what is granted still is not computed any more."""
         self.has_finished = False
         """Whether the algorithm has come to its end without an error."""
-        self.ticket: Ticket | None = None
+        self.lease: SampleLease | None = None
         self.batch_size = batch_size
         self._deliver = deliver
         self._rank: Rank | None = None
@@ -206,23 +206,23 @@ class Loop:
         self._losses: list[float | Tensor | None] = []
         self._stepped = True
         self.is_last = True
-        """Whether the present batch completes its ticket."""
+        """Whether the present batch completes its lease."""
         self._handed_over = True
 
     # -- the algorithm's side -------------------------------------------------------------
-    def compute(self, ticket: Ticket) -> Loss:
-        """Let the user's loop compute a ticket's batches, to the last one's step()."""
+    def compute(self, lease: SampleLease) -> Loss:
+        """Let the user's loop compute a lease's batches, to the last one's step()."""
         assert self._user_side is not None
-        loss: Loss = self._user_side.switch(ticket)
+        loss: Loss = self._user_side.switch(lease)
         return loss
 
-    def note_empty(self, ticket: Ticket) -> None:
-        """Let the user's loop end the epochs that are over by this ticket, which has no samples.
+    def note_empty(self, lease: SampleLease) -> None:
+        """Let the user's loop end the epochs that are over by this lease, which has no samples.
 
         The other workers may have come to a later one, and wait at its beginning for this one.
         """
         assert self._user_side is not None
-        self._user_side.switch(ticket)
+        self._user_side.switch(lease)
 
     # -- the user's side ------------------------------------------------------------------
     @property
@@ -249,7 +249,7 @@ class Loop:
     def batches(self, train: Callable[[], None], watch: LoopWatch | None) -> Iterator[Any]:
         """The batches, until the budget is used up; None for each where there is no data.
 
-        `NO_BATCH` stands for a ticket without samples: see :meth:`note_empty`.
+        `NO_BATCH` stands for a lease without samples: see :meth:`note_empty`.
 
         Args:
             train: the algorithm's side.
@@ -263,14 +263,14 @@ class Loop:
             self.has_finished = True
 
         self._algorithm_side = greenlet(train_to_end)
-        self.ticket = self._algorithm_side.switch()
+        self.lease = self._algorithm_side.switch()
         while not self._algorithm_side.dead:
             yield from self._step_of()
 
     def _step_of(self) -> Iterator[Any]:
-        """The batches of one ticket."""
-        assert self.ticket is not None
-        left = self.ticket.size
+        """The batches of one lease."""
+        assert self.lease is not None
+        left = self.lease.size
         self._handed_over = False
         if not left:
             yield NO_BATCH
@@ -321,7 +321,7 @@ class Loop:
             )
 
     def step(self, loss: Tensor | float | None) -> None:
-        """A batch's gradient is there; the last of a ticket lets the algorithm go on."""
+        """A batch's gradient is there; the last of a lease lets the algorithm go on."""
         if self._algorithm_side is None or self._stepped:
             raise UserError(
                 "training loop: expected step() once for each batch of run.batches(); got a call "
@@ -342,7 +342,7 @@ class Loop:
         self._losses = []
         self._user_side = getcurrent()
         self._algorithm_side.parent = self._user_side
-        self.ticket = self._algorithm_side.switch(value)
+        self.lease = self._algorithm_side.switch(value)
 
     # -- loops that do not end by themselves ------------------------------------------------
     def drain(self) -> None:

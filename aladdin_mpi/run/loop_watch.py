@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.dtypes import VisibleWrites
 from aladdin_mpi.optimizers.script_access import ScriptAccess
-from aladdin_mpi.run.user_optimizer import OwnOptimizer
+from aladdin_mpi.run.user_optimizer import UserOptimizer
 
 COUNTS = "counts_for_aladdin_mpi"
 """An attribute of ``GradScaler.scale`` that counts."""
@@ -66,7 +66,7 @@ KEPT = (
 )
 
 
-class _Parts:
+class _ModuleParts:
     """The modules and parameters that a module consists of, by the dicts that hold them."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -95,7 +95,7 @@ class LoopWatch:
     """
 
     def __init__(
-        self, module: nn.Module, own: OwnOptimizer | None = None, loses_writes: str = ""
+        self, module: nn.Module, own: UserOptimizer | None = None, loses_writes: str = ""
     ) -> None:
         self._loses_writes = loses_writes
         self._module = module
@@ -104,7 +104,7 @@ class LoopWatch:
         self._trained = [p.requires_grad for p in self._names]
         self._flat = [p for p in self._names if p.requires_grad]
         self._places = [p.data_ptr() for p in self._flat]
-        self._parts = _Parts(module)
+        self._parts = _ModuleParts(module)
         self._versions = [p._version for p in self._names]
         self._writes = VisibleWrites(self._names)
         self._scaler = ScalerWatch()
@@ -162,7 +162,7 @@ class LoopWatch:
             self._refuse_moved()
         if not self._parts.are_same():
             self._refuse_others()
-            self._parts = _Parts(self._module)
+            self._parts = _ModuleParts(self._module)
 
     def _refuse_frozen(self) -> None:
         for (parameter, name), trained in zip(self._names.items(), self._trained, strict=True):

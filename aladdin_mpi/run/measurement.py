@@ -112,7 +112,7 @@ FIRST_ARRIVAL = 5.0
 """Seconds that the first evaluation waits for the first call."""
 
 
-class SeenInputs:
+class BatchNormRecalibrator:
     """The first worker's first training calls of a module, at rank 0.
 
     Nothing is kept or sent for a module without batch norm. Batch norms in eval mode, as when

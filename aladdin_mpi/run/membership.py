@@ -53,7 +53,9 @@ def begin(size: int, servers: int, spares: int) -> Membership:
     return Membership(1, tuple(range(active)), servers, tuple(range(active, size)), full)
 
 
-def succeed(before: Membership, living: Collection[int], is_over: bool = False) -> Membership:
+def next_membership(
+    before: Membership, living: Collection[int], is_over: bool = False
+) -> Membership:
     """The group that follows when only ``living`` are left.
 
     Spare ranks take the places of those who are lost, unless the training ``is_over``. The last
@@ -87,7 +89,7 @@ def succeed(before: Membership, living: Collection[int], is_over: bool = False) 
 
 
 @dataclass(frozen=True)
-class Gathered:
+class NextGroup:
     """The next group, and what its ranks bring.
 
     Attributes:
@@ -98,13 +100,13 @@ class Gathered:
     brought: dict[int, Any]
 
 
-def gather_anew(
+def rendezvous(
     base: Transport,
     before: Membership,
     mine: Any,
     patience: float,
     is_coming: Callable[[int], bool] = lambda rank: False,
-) -> Gathered:
+) -> NextGroup:
     """Agree on the group that follows ``before``; every rank that is left calls it.
 
     Args:
@@ -118,7 +120,7 @@ def gather_anew(
         LostError: too few ranks are left.
     """
     while True:
-        leader = succeed(before, base.living).ranks[0]
+        leader = next_membership(before, base.living).ranks[0]
         try:
             if base.rank == leader:
                 return _lead(base, before, mine, patience or None, is_coming)
@@ -127,14 +129,14 @@ def gather_anew(
             continue  # the leader is lost, or somebody who was one in this rank's eyes
 
 
-def _follow(base: Transport, leader: int, number: int, mine: Any) -> Gathered:
+def _follow(base: Transport, leader: int, number: int, mine: Any) -> NextGroup:
     base.wait_ended(send_object(base, [number, mine], leader, Tag.JOIN))
     told = receive_object(base, leader, Tag.MEMBERS)
     members = Membership(**{k: _frozen(v) for k, v in told["members"].items()})
     for rank in base.living:
         if rank not in told["brought"]:
             base.exclude(rank)  # it did not come in time
-    return Gathered(members, told["brought"])
+    return NextGroup(members, told["brought"])
 
 
 def _lead(
@@ -143,7 +145,7 @@ def _lead(
     mine: Any,
     patience: float | None,
     is_coming: Callable[[int], bool],
-) -> Gathered:
+) -> NextGroup:
     number, brought = before.number, {base.rank: mine}
     for rank in [rank for rank in base.living if rank != base.rank]:
         try:
@@ -157,12 +159,12 @@ def _lead(
         number, brought[rank] = max(number, other), theirs
     living = set(brought).difference(base.failed)
     is_over = any(each.get("ended_at") is not None for each in brought.values())
-    members = succeed(replace(before, number=number), living, is_over)
+    members = next_membership(replace(before, number=number), living, is_over)
     told = {"members": asdict(members), "brought": brought}
     for rank in brought:
         if rank != base.rank and rank not in base.failed:
             send_object(base, told, rank, Tag.MEMBERS)
-    return Gathered(members, brought)
+    return NextGroup(members, brought)
 
 
 def _frozen(value: Any) -> Any:

@@ -29,7 +29,7 @@ THREADS = Path("/proc/self/task")
 CPUS = Path("/sys/devices/system/cpu")
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """What one rank says of itself: ``near`` are the cores near its GPU, ``allowed`` all of its."""
 
     rank: int
@@ -38,7 +38,7 @@ class Place(NamedTuple):
     allowed: tuple[int, ...]
 
 
-class Share(NamedTuple):
+class CoreShare(NamedTuple):
     """What a rank is bound to: the part ``place`` of ``parts`` equal ones of ``cores``."""
 
     cores: tuple[int, ...]
@@ -68,9 +68,9 @@ def bind_to_near(
         bind(split(cpulist(cores), parts, cpus)[place])
 
 
-def _place(told: Sequence[Any]) -> Place:
+def _place(told: Sequence[Any]) -> RankPlace:
     rank, host, near_cores, allowed = told
-    return Place(rank, host, cpulist(near_cores), cpulist(allowed))
+    return RankPlace(rank, host, cpulist(near_cores), cpulist(allowed))
 
 
 def near(address: str | None, bus: Path = BUS) -> tuple[int, ...]:
@@ -105,15 +105,15 @@ def as_cpulist(cores: Sequence[int]) -> str:
     return ",".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in _runs(cores))
 
 
-def deal(places: Sequence[Place]) -> dict[int, Share]:
+def deal(places: Sequence[RankPlace]) -> dict[int, CoreShare]:
     """Who is bound to what; ranks that are left alone are not in it."""
-    found: dict[int, Share] = {}
+    found: dict[int, CoreShare] = {}
     for host in {place.host for place in places}:
         found |= _deal_on_host([place for place in places if place.host == host])
     return found
 
 
-def _deal_on_host(places: Sequence[Place]) -> dict[int, Share]:
+def _deal_on_host(places: Sequence[RankPlace]) -> dict[int, CoreShare]:
     if len({place.allowed for place in places}) > 1:
         return {}  # the launcher has dealt the cores
     sharing: dict[tuple[int, ...], list[int]] = {}
@@ -124,7 +124,7 @@ def _deal_on_host(places: Sequence[Place]) -> dict[int, Share]:
     if sum(map(len, bound.values())) < 2:
         return {}  # nobody to keep apart from
     return {
-        rank: Share(cores, place, len(ranks))
+        rank: CoreShare(cores, place, len(ranks))
         for cores, ranks in bound.items()
         for place, rank in enumerate(ranks)
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aladdin_mpi.control.exchange import agree, broadcast
+from aladdin_mpi.control.exchange import all_or_none, broadcast
 from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import Algorithm
@@ -62,7 +62,7 @@ def find_origin(transport: Transport, options: RunOptions, algorithm: Algorithm)
         workers = transport.size - options.spares - servers
         return Origin(workers, servers, begun=(servers, workers))
     folder = Path(options.resume)
-    manifest = agree(
+    manifest = all_or_none(
         transport, lambda: CheckpointStore(folder).manifest() if transport.rank == 0 else {}
     )
     names = ("ranks", "option", "past", "schedule_step", "begun")

@@ -12,21 +12,21 @@ from aladdin_mpi.control.exchange import broadcast
 from aladdin_mpi.control.heartbeats import Heartbeats
 from aladdin_mpi.data.images import SkipReports
 from aladdin_mpi.errors import SUSPENDED_STATUS
-from aladdin_mpi.exchange.mirror import Kept
-from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
+from aladdin_mpi.exchange.server_replica import StoredReplicas
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.process import console, guard
 from aladdin_mpi.run.context import Context, collect_model, share_buffers, warn_of_differences
-from aladdin_mpi.run.coordinator import Deputy
+from aladdin_mpi.run.coordinator import StandbyCoordinator
 from aladdin_mpi.run.divided_evaluation import DividedEvaluation
 from aladdin_mpi.run.evaluation import Snapshots
-from aladdin_mpi.run.measurement import Evaluate, SeenInputs
+from aladdin_mpi.run.measurement import BatchNormRecalibrator, Evaluate
 from aladdin_mpi.run.plan import Plan
-from aladdin_mpi.run.reporter import Books
+from aladdin_mpi.run.reporter import RunReporter
 from aladdin_mpi.run.run_folder import OpenFolder
 from aladdin_mpi.run.segments import Segments, Suspension
 from aladdin_mpi.run.summary import Trained, summarise
-from aladdin_mpi.run.user_metrics import OwnFigures
+from aladdin_mpi.run.user_metrics import UserMetrics
 from aladdin_mpi.run.variance import ModelVariance
 from aladdin_mpi.worker.role import Role, TrainingWorker
 from aladdin_mpi.worker.worker import Worker
@@ -42,7 +42,7 @@ class Measuring:
         divided: None: workers have no part in it.
     """
 
-    seen: SeenInputs | None
+    seen: BatchNormRecalibrator | None
     evaluate: Evaluate | None
     divided: DividedEvaluation | None
     snapshots: Snapshots
@@ -59,15 +59,15 @@ class Rank:
     optimizer: Optimizer
     role: Role
     skips: SkipReports
-    figures: OwnFigures
+    figures: UserMetrics
     measuring: Measuring
     segments: Segments
     suspension: Suspension
     heartbeats: Heartbeats
-    deputy: Deputy
-    kept: Kept | None
+    standby: StandbyCoordinator
+    kept: StoredReplicas | None
     """Mirrors of servers; None: nobody has any."""
-    books: Books | None
+    books: RunReporter | None
     """At rank 0."""
 
     @property
@@ -141,7 +141,7 @@ class Rank:
         context, seen = self.context, self.measuring.seen
         self.suspension.close()
         waiting = context.transport.traffic.waiting  # what follows is not training
-        if isinstance(self.role, Server):
+        if isinstance(self.role, ServerAlgorithm):
             self.role.complete()
         variance = self.measuring.variance.at_end() if context.is_real else None
         takes_writes = context.algorithm.takes_writes and context.workers > 1
@@ -162,7 +162,7 @@ class Rank:
         summary = summarise(context, self.role, self.books, self.folder.path, trained)
         if seen is not None:
             share_buffers(context, 0)
-        if context.transport.comes_apart_without(0):
+        if context.transport.is_revoked_without(0):
             broadcast(context.transport, None)  # rank 0 has written all: nobody is needed any more
         self._leave()
         return summary

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import nn
 
-from aladdin_mpi.control.budget import Report
+from aladdin_mpi.control.budget import WorkerReport
 from aladdin_mpi.data.images import SkipRecord, SkipReports
-from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.run.coordinator import Coordinator, Losses
 from aladdin_mpi.run.divided_evaluation import DividedEvaluation
@@ -38,7 +38,7 @@ class TrainingLog:
         coordinator.on_report(self._hear)
         coordinator.on_close(self._catch_up)
 
-    def _hear(self, report: Report) -> None:
+    def _hear(self, report: WorkerReport) -> None:
         coordinator = self._coordinator
         drawn, every = coordinator.budget.drawn, coordinator.plan.log_every
         self._progress.report(drawn, coordinator.seconds, report.loss, report.samples)
@@ -92,7 +92,7 @@ class TrainingLog:
 
 
 @dataclass(frozen=True)
-class Books:
+class RunReporter:
     """All that rank 0 writes and shows."""
 
     coordinator: Coordinator
@@ -116,7 +116,7 @@ def make_coordinator(
         plan,
         lr,
         context.workers,
-        role.server if isinstance(role, Server) else None,
+        role.server if isinstance(role, ServerAlgorithm) else None,
         skips,
         context.leaders if algorithm.lockstep else (),
         context.needs_all,
@@ -134,7 +134,7 @@ def open_books(
     snapshots: Snapshots,
     variance: ModelVariance,
     keeps_all: bool = False,
-) -> Books:
+) -> RunReporter:
     """At rank 0, when the coordinator knows where the run goes on, into the run's ``folder``.
 
     There are no evaluations where ``evaluate`` is None. With ``keeps_all`` the metrics go on behind
@@ -157,7 +157,7 @@ def open_books(
     evaluator = None
     if evaluate is not None:
         evaluator = _evaluator(context, skips, evaluate, divided)
-    return Books(
+    return RunReporter(
         coordinator,
         metrics,
         TrainingLog(coordinator, metrics, progress),

@@ -25,9 +25,9 @@ from aladdin_mpi.process import console
 from aladdin_mpi.run.plan import Origin
 from aladdin_mpi.run.user_optimizer import LearningRate
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.worker.former import (
+from aladdin_mpi.worker.merged_state import (
     COUNTS,
-    Former,
+    MergedState,
     join_servers,
     mean_state,
     put_mirrored,
@@ -39,7 +39,7 @@ PIECE = 1 << 26
 """Bytes that are sent at a time."""
 
 
-class Assembly:
+class StateAssembly:
     """Puts the states of all ranks together at rank 0.
 
     Of a server that is lost the workers tell what its buckets were, and a mirror what only it
@@ -74,7 +74,7 @@ class Assembly:
         device = "meta" if like.is_meta else "cpu"
         self._model = torch.zeros(layout.numel, dtype=like.dtype, device=device)
 
-    def former(self, workers: int) -> Former:
+    def merged(self, workers: int) -> MergedState:
         """All ranks of the checkpoint as one, for so many workers.
 
         Raises:
@@ -105,7 +105,7 @@ class Assembly:
         if servers and not joined:
             joined = without_servers(counts)
         self._take_mirrored(joined)
-        return Former(self._model, mean, joined, counts)
+        return MergedState(self._model, mean, joined, counts)
 
     def _workers(self) -> Iterator[tuple[int, dict[str, Any] | None]]:
         for worker in range(self._origin.workers):
@@ -167,18 +167,18 @@ def _counts(part: dict[str, Any]) -> dict[str, float]:
     return {name: found.get(name, 0) for name in COUNTS}
 
 
-def share(transport: Transport, former: Former | None) -> Former:
+def share(transport: Transport, merged: MergedState | None) -> MergedState:
     """Rank 0's, at every rank."""
     data = torch.empty(0, dtype=torch.uint8)
-    if former is not None:
-        data = packed(vars(former))
+    if merged is not None:
+        data = packed(vars(merged))
     size = broadcast(transport, data.numel())
-    if former is None:
+    if merged is None:
         data = torch.empty(size, dtype=torch.uint8)
     for start in range(0, size, PIECE):
         broadcast_tensor(transport, data[start : start + PIECE], 0)
     # Rank 0's own, too: ranks of one process must not share what they change.
-    return Former(**unpacked(data))
+    return MergedState(**unpacked(data))
 
 
 def tell(algorithm: Algorithm, before: Origin, now: Origin, lr: LearningRate) -> None:

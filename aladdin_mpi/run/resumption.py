@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from aladdin_mpi.control.exchange import agree, broadcast, gather
+from aladdin_mpi.control.exchange import all_or_none, broadcast, gather
 from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.resume import (
@@ -24,7 +24,7 @@ from aladdin_mpi.process import console, files
 from aladdin_mpi.run.checkpoint import CheckpointStore, LocalState
 from aladdin_mpi.run.context import Context, collect_model, make_layout
 from aladdin_mpi.run.plan import Origin
-from aladdin_mpi.run.resizing import Assembly, share, tell
+from aladdin_mpi.run.resizing import StateAssembly, share, tell
 from aladdin_mpi.run.segments import Segments
 from aladdin_mpi.run.user_optimizer import LearningRate
 from aladdin_mpi.transport.base import Transport
@@ -50,9 +50,9 @@ def agree_on_resume(
         UserError, RefusedError: the folder holds another run, or cannot be read.
     """
     first = transport.rank == 0
-    mine = agree(transport, lambda: decide(model, given, asked) if first else None)
+    mine = all_or_none(transport, lambda: decide(model, given, asked) if first else None)
     decision: Decision = broadcast(transport, mine)
-    return agree(transport, lambda: follow(decision, model, given, asked, quiet=not first))
+    return all_or_none(transport, lambda: follow(decision, model, given, asked, quiet=not first))
 
 
 def decide(model: type[Options], given: Settings, asked: Options) -> Decision:
@@ -199,7 +199,7 @@ def go_on(of: Resumption) -> None:
             resize(of)
         return
     may_differ = of.context.options.allow_resize
-    state = agree(of.context.transport, lambda: of.segments.load(may_differ))
+    state = all_or_none(of.context.transport, lambda: of.segments.load(may_differ))
     of.segments.restore(state)
     with of.segments.uncounted():
         _revive(of.context, of.role, state is None)
@@ -209,19 +209,19 @@ def resize(of: Resumption) -> None:
     """From a checkpoint of other numbers of workers and servers."""
     context, origin, transport = of.context, of.origin, of.context.transport
     first = transport.rank == 0
-    state = agree(transport, lambda: of.segments.load(resizes=True) if first else None)
+    state = all_or_none(transport, lambda: of.segments.load(resizes=True) if first else None)
     options, algorithm, replica = context.options, context.algorithm, context.replica
     layout = make_layout(options, algorithm, replica, origin.servers, origin.workers)
-    parts = Assembly(of.store.part, algorithm, options, origin, layout, replica)
-    former = agree(transport, lambda: parts.former(context.workers) if first else None)
-    if former is not None and state is not None:
-        former.granted = state["keeper"].get("granted", ())[origin.servers :]
-    former = share(transport, former)
-    past = (*origin.past, Period(former.taken))
+    parts = StateAssembly(of.store.part, algorithm, options, origin, layout, replica)
+    merged = all_or_none(transport, lambda: parts.merged(context.workers) if first else None)
+    if merged is not None and state is not None:
+        merged.granted = state["keeper"].get("granted", ())[origin.servers :]
+    merged = share(transport, merged)
+    past = (*origin.past, Period(merged.taken))
     begun = context.servers, context.workers
     now = Origin(context.workers, context.servers, past, origin.schedule_step, begun)
-    of.segments.resize(state, former, now)
-    agree(transport, lambda: _take_local(of))
+    of.segments.resize(state, merged, now)
+    all_or_none(transport, lambda: _take_local(of))
     if first and not options.quiet:
         tell(algorithm, origin, now, of.lr)
 

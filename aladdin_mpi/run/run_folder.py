@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from aladdin_mpi.control.exchange import agree, broadcast
+from aladdin_mpi.control.exchange import all_or_none, broadcast
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.resume import SUMMARY
 from aladdin_mpi.options.run import CONFIG_NAME, LENGTHS, RESIZE_FIELDS, RunOptions, to_toml
@@ -169,10 +169,10 @@ def open_for(transport: Transport, options: RunOptions) -> OpenFolder:
     """
     given = options.resume or options.run_dir
     if given is None:
-        given = agree(transport, lambda: make_new(options) if transport.rank == 0 else None)
+        given = all_or_none(transport, lambda: make_new(options) if transport.rank == 0 else None)
     folder = Path(broadcast(transport, str(given)))  # a script may name it by each rank's clock
-    lock = agree(transport, lambda: _take(folder, options) if transport.rank == 0 else None)
-    agree(transport, lambda: check_seen(folder))
+    lock = all_or_none(transport, lambda: _take(folder, options) if transport.rank == 0 else None)
+    all_or_none(transport, lambda: check_seen(folder))
     return OpenFolder(folder, lock)
 
 

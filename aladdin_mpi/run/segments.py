@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aladdin_mpi.control.exchange import agree, barrier, broadcast, gather
+from aladdin_mpi.control.exchange import all_or_none, barrier, broadcast, gather
 from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.vectors import is_finite
@@ -24,7 +24,7 @@ from aladdin_mpi.run.coordinator import Coordinator
 from aladdin_mpi.run.plan import Origin, Plan
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.group import RankLostError
-from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import Role, TrainingWorker
 
 SETTLE_SECONDS = 1.0
@@ -118,7 +118,7 @@ class Segments:
             suspended = 0 if budget.used_up else self._coordinator.suspended
             moment = self._transport.now() + SETTLE_SECONDS
             lost = min(self._transport.failed, default=None)
-            if not self._transport.comes_apart_without(COORDINATOR):
+            if not self._transport.is_revoked_without(COORDINATOR):
                 lost = None
             fact = (budget.drawn, budget.used_up, suspended, budget.closed_by, moment, lost)
         told = broadcast(self._transport, fact)
@@ -174,11 +174,11 @@ class Segments:
         about = {**self._about, "moment": self._moment, **manifest}
 
         def first(step: Callable[[], None]) -> None:
-            agree(transport, lambda: step() if transport.rank == 0 else None)
+            all_or_none(transport, lambda: step() if transport.rank == 0 else None)
 
         try:
             first(lambda: store.begin(drawn))
-            entry = agree(transport, lambda: store.write(drawn, transport.rank, state))
+            entry = all_or_none(transport, lambda: store.write(drawn, transport.rank, state))
             entries = gather(transport, entry)
             first(lambda: store.commit(drawn, entries, about))
         except UserError:  # at rank 0, when every rank has tried
@@ -246,26 +246,26 @@ class Segments:
         self._saved = self.began_at = self._drawn
         return granted
 
-    def resize(self, state: dict[str, Any] | None, former: Former, origin: Origin) -> None:
+    def resize(self, state: dict[str, Any] | None, merged: MergedState, origin: Origin) -> None:
         """Go on from a checkpoint of other numbers of ranks.
 
         Args:
             state: of its rank 0, at rank 0.
-            former: its ranks, put together.
+            merged: its ranks, put together.
             origin: of the run from here on.
         """
         self.origin = origin
         self._go_on_from(state)
         if self._coordinator is not None and state is not None:
             self._coordinator.load_state_dict(state["keeper"])
-            self._coordinator.resize(former)
-        agree(self._transport, lambda: self._role.resize(former))
-        self._count_on(former)
+            self._coordinator.resize(merged)
+        all_or_none(self._transport, lambda: self._role.resize(merged))
+        self._count_on(merged)
 
     def take_over(
         self,
         drawn: int,
-        former: Former,
+        merged: MergedState,
         known: dict[str, Any] | None = None,
         losses: Sequence[Mapping[str, Any]] = (),
     ) -> None:
@@ -273,25 +273,25 @@ class Segments:
 
         Args:
             drawn: the samples that its ranks have drawn and not given back.
-            former: its ranks, put together.
+            merged: its ranks, put together.
             known: what its coordinator knew, at rank 0.
-            losses: likewise, see :meth:`.Failures.take_over`.
+            losses: likewise, see :meth:`.MpiFailures.take_over`.
         """
         transport = self._transport
         self._moment = broadcast(transport, transport.now() + SETTLE_SECONDS)
         self._drawn = drawn
         self.over = drawn >= self._plan.total
         if self._coordinator is not None and known is not None:
-            self._coordinator.take_over(known, drawn, former)
+            self._coordinator.take_over(known, drawn, merged)
             self._coordinator.failures.take_over(losses)
-        agree(transport, lambda: self._role.resize(former))
-        self._count_on(former)
+        all_or_none(transport, lambda: self._role.resize(merged))
+        self._count_on(merged)
 
-    def _count_on(self, former: Former) -> None:
+    def _count_on(self, merged: MergedState) -> None:
         if isinstance(self._role, TrainingWorker):
             traffic, worker = self._transport.traffic, self._role.worker
-            traffic.waiting = former.carried("waiting", worker.index, worker.count)
-            traffic.bytes_sent = int(former.carried("bytes_sent", worker.index, worker.count))
+            traffic.waiting = merged.carried("waiting", worker.index, worker.count)
+            traffic.bytes_sent = int(merged.carried("bytes_sent", worker.index, worker.count))
 
     def load(self, resizes: bool = False) -> dict[str, Any] | None:
         """Read and check this rank's part of the last checkpoint; None: it has none.

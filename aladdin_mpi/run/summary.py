@@ -13,15 +13,15 @@ from torch import Tensor
 
 import aladdin_mpi
 from aladdin_mpi.control.exchange import gather
-from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.process import console
 from aladdin_mpi.process.files import written_whole
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.run.coordinator import Coordinator
-from aladdin_mpi.run.measurement import SeenInputs
+from aladdin_mpi.run.measurement import BatchNormRecalibrator
 from aladdin_mpi.run.recorder import rounded
 from aladdin_mpi.run.report import CURVES, draw_curves, table
-from aladdin_mpi.run.reporter import Books
+from aladdin_mpi.run.reporter import RunReporter
 from aladdin_mpi.run.run_folder import MODEL, write_summary
 from aladdin_mpi.worker.role import Role
 
@@ -48,13 +48,13 @@ class Trained:
     variance: float | None
     waiting: float
     late: Sequence[dict[str, float]]
-    seen: SeenInputs | None
+    seen: BatchNormRecalibrator | None
     measured: Mapping[str, float] | None
     may_skip: bool
 
 
 def summarise(
-    context: Context, role: Role, books: Books | None, folder: Path, trained: Trained
+    context: Context, role: Role, books: RunReporter | None, folder: Path, trained: Trained
 ) -> dict[str, Any]:
     """Gather the accounts; at rank 0 evaluate, write into ``folder`` and print.
 
@@ -105,7 +105,7 @@ def summarise(
     return summary
 
 
-def _measure(context: Context, books: Books, trained: Trained) -> dict[str, float]:
+def _measure(context: Context, books: RunReporter, trained: Trained) -> dict[str, float]:
     """The trained model's figures; its module gets the buffers that belong to it."""
     measured = None
     if trained.model is not None:
@@ -157,7 +157,7 @@ def _failures(coordinator: Coordinator) -> dict[str, Any]:
 
 def _given(role: Role) -> dict[str, Any]:
     """Of a server: the gradients that it has taken from each worker."""
-    if not isinstance(role, Server):
+    if not isinstance(role, ServerAlgorithm):
         return {}
     return {"given": role.server.given, "from_former": role.server.from_former}
 

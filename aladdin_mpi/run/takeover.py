@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.control.exchange import (
-    agree,
+    all_or_none,
     broadcast,
     broadcast_tensor,
     gather,
@@ -25,19 +25,19 @@ from aladdin_mpi.control.exchange import (
 from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import LostError, RefusedError
-from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.process import console, guard
 from aladdin_mpi.run import run_folder
 from aladdin_mpi.run.checkpoint import LocalState
 from aladdin_mpi.run.context import Context, make_layout
-from aladdin_mpi.run.membership import Gathered, Membership
+from aladdin_mpi.run.membership import Membership, NextGroup
 from aladdin_mpi.run.plan import Origin
 from aladdin_mpi.run.rank import Rank
-from aladdin_mpi.run.resizing import Assembly, share
+from aladdin_mpi.run.resizing import StateAssembly, share
 from aladdin_mpi.run.run_folder import OpenFolder
 from aladdin_mpi.run.segments import Segments
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
 
 
@@ -81,11 +81,11 @@ class LoopProgress:
 
 
 Brought = Mapping[str, Any]
-"""What a rank tells the next group's first rank of itself; see :func:`what_is_left`."""
+"""What a rank tells the next group's first rank of itself; see :func:`snapshot`."""
 
 
 @dataclass(frozen=True)
-class Left:
+class RankSnapshot:
     """What is left of this rank's part in a group that has come apart.
 
     Attributes:
@@ -101,16 +101,16 @@ class Left:
     brought: dict[str, Any]
 
 
-def what_is_left(rank: Rank, group: Membership, progress: LoopProgress) -> Left:
+def snapshot(rank: Rank, group: Membership, progress: LoopProgress) -> RankSnapshot:
     """Of ``rank``, when its group has come apart, and of the ``progress`` of its loop."""
     segments, computed, taken, not_given = rank.segments, 0, None, None
     if isinstance(rank.role, TrainingWorker):
         computed = rank.role.worker.samples - segments.computed_before
-    elif isinstance(rank.role, Server):
+    elif isinstance(rank.role, ServerAlgorithm):
         workers = range(rank.role.n)
         taken = [rank.role.taken_from(worker) for worker in workers]
         not_given = [rank.role.server.not_given_by(worker) for worker in workers]
-    keeper = rank.deputy.copy
+    keeper = rank.standby.copy
     if rank.books is not None:
         keeper = rank.books.coordinator.knowledge()
     origin = segments.origin
@@ -120,7 +120,7 @@ def what_is_left(rank: Rank, group: Membership, progress: LoopProgress) -> Left:
         "drawn": segments.began_at,
         "ended_at": segments.ended_at,
         "computed": computed,
-        "progress": None if isinstance(rank.role, Server) else progress.as_plain(),
+        "progress": None if isinstance(rank.role, ServerAlgorithm) else progress.as_plain(),
         "taken": taken,
         "not_given": not_given,
         "keeper": keeper,
@@ -138,7 +138,7 @@ def what_is_left(rank: Rank, group: Membership, progress: LoopProgress) -> Left:
     local = {**local, "user": dict(local["user"])}
     with rank.context.transport.atomic():  # mirrors come by a handler
         mirrors = {} if rank.kept is None else {k: dict(v) for k, v in rank.kept.of.items()}
-    return Left({**segments.part(), "mirrors": mirrors}, local, rank.folder, brought)
+    return RankSnapshot({**segments.part(), "mirrors": mirrors}, local, rank.folder, brought)
 
 
 @dataclass(frozen=True)
@@ -155,9 +155,9 @@ class Takeover:
 
     base: Transport
     members: Membership
-    former: Sequence[int]
+    merged: Sequence[int]
     brought: Mapping[int, Brought]
-    mine: Left | None
+    mine: RankSnapshot | None
 
     @property
     def told(self) -> list[Brought]:
@@ -165,13 +165,13 @@ class Takeover:
         return [
             each
             for rank, each in self.brought.items()
-            if rank in self.members.ranks and each.get("ranks") == [*self.former]
+            if rank in self.members.ranks and each.get("ranks") == [*self.merged]
         ]
 
     @property
     def _known(self) -> list[Brought]:
         """The same, with that of ranks which have been lost since."""
-        return [each for each in self.brought.values() if each.get("ranks") == [*self.former]]
+        return [each for each in self.brought.values() if each.get("ranks") == [*self.merged]]
 
     @property
     def origin(self) -> Origin:
@@ -205,7 +205,7 @@ class Takeover:
         if self.base.rank != self.members.ranks[0]:
             self.base.sleep(guard.YIELD_SECONDS)  # that one ends the job meanwhile
             raise RefusedError
-        first = self.former[0]
+        first = self.merged[0]
         raise LostError(
             f"rank {first} (host {self.base.host_name(first)}), which kept the run's books, and "
             "its deputy are both lost"
@@ -228,11 +228,11 @@ class Takeover:
     @property
     def lost(self) -> list[int]:
         """Ranks of the former group that are not in the new one, by their numbers in the job."""
-        return [rank for rank in self.former if rank not in self.members.ranks]
+        return [rank for rank in self.merged if rank not in self.members.ranks]
 
     def taken_from(self, rank: int, name: str = "taken") -> int | None:
         """Gradients of a rank that all servers have got in the segment; None: there are none."""
-        worker = self.former.index(rank) - self.origin.servers
+        worker = self.merged.index(rank) - self.origin.servers
         taken = [each[name] for each in self.told if each[name] is not None]
         return min((each[worker] for each in taken if worker >= 0), default=None)
 
@@ -247,11 +247,11 @@ class Takeover:
         budget = self.keeper["budget"]
         if budget["opened"] != drawn:
             return drawn + computed
-        granted = sum(budget["granted"][self.former.index(rank)] for rank in self.lost)
+        granted = sum(budget["granted"][self.merged.index(rank)] for rank in self.lost)
         return int(drawn + computed + granted + budget["passed_over"])
 
 
-def former_ranks(gathered: Gathered) -> Sequence[int]:
+def former_ranks(gathered: NextGroup) -> Sequence[int]:
     """The ranks of the newest group in which anybody has had a part.
 
     Raises:
@@ -271,48 +271,48 @@ def take_over(context: Context, local: LocalState, segments: Segments, takeover:
     origin = takeover.origin
     options, algorithm, replica = context.options, context.algorithm, context.replica
     layout = make_layout(options, algorithm, replica, origin.servers, origin.workers)
-    parts = _Parts(transport, takeover)
-    assembly = Assembly(parts.of, algorithm, options, origin, layout, replica)
-    former = agree(transport, lambda: assembly.former(context.workers) if first else None)
+    parts = _StateParts(transport, takeover)
+    assembly = StateAssembly(parts.of, algorithm, options, origin, layout, replica)
+    merged = all_or_none(transport, lambda: assembly.merged(context.workers) if first else None)
     parts.end()
-    if former is not None:
-        former.granted = takeover.keeper["granted"][origin.servers :]
-    former = share(transport, former)
-    lost = _reconcile(former, takeover)
-    past = (*origin.past, Period(former.taken))
-    _keep_own_counts(former, takeover)
+    if merged is not None:
+        merged.granted = takeover.keeper["granted"][origin.servers :]
+    merged = share(transport, merged)
+    lost = _reconcile(merged, takeover)
+    past = (*origin.past, Period(merged.taken))
+    _keep_own_counts(merged, takeover)
     segments.origin = replace(origin, workers=context.workers, servers=context.servers, past=past)
     if first:
         losses = _losses(takeover, lost, options.step_size)
         keeper = takeover.keeper
-        segments.take_over(takeover.drawn, former, keeper, losses)
+        segments.take_over(takeover.drawn, merged, keeper, losses)
     else:
-        segments.take_over(takeover.drawn, former)
+        segments.take_over(takeover.drawn, merged)
     _take_local(context, local, takeover)
 
 
-def _keep_own_counts(former: Former, takeover: Takeover) -> None:
+def _keep_own_counts(merged: MergedState, takeover: Takeover) -> None:
     """Each worker that is left counts on from what it has counted itself.
 
-    What one has counted that is a server now goes to another: see :meth:`Former.carried`.
+    What one has counted that is a server now goes to another: see :meth:`MergedState.carried`.
     """
-    servers, counts = takeover.origin.servers, former.counts
-    was = {rank: counts[place] for place, rank in enumerate(takeover.former[servers:])}
+    servers, counts = takeover.origin.servers, merged.counts
+    was = {rank: counts[place] for place, rank in enumerate(takeover.merged[servers:])}
     now = takeover.members.ranks[takeover.members.servers :]
     kept = [was.pop(rank, None) for rank in now]
-    former.number = len(counts)
-    former.counts = [*kept, *(each for each in was.values() if each is not None)]
+    merged.number = len(counts)
+    merged.counts = [*kept, *(each for each in was.values() if each is not None)]
 
 
-def _reconcile(former: Former, takeover: Takeover) -> int:
+def _reconcile(merged: MergedState, takeover: Takeover) -> int:
     """Let the books go on as if what is lost had not been; returns how many gradients are.
 
     Those of workers that live, which are not applied to every bucket.
     """
-    books = former.server
+    books = merged.server
     if not books:
         return 0
-    computed = sum(int(each["computed"]) for each in former.counts if each is not None)
+    computed = sum(int(each["computed"]) for each in merged.counts if each is not None)
     if not any(each["taken"] is not None for each in takeover.told):
         # No server is left to say: the workers' models stand for what was applied.
         known = takeover.keeper["failures"]
@@ -331,7 +331,7 @@ def _losses(takeover: Takeover, gradients: int, step: int) -> list[dict[str, Any
     found: list[dict[str, Any]] = []
     budget, servers = takeover.keeper["budget"], takeover.origin.servers
     for rank in takeover.lost:
-        place, taken = takeover.former.index(rank), takeover.taken_from(rank)
+        place, taken = takeover.merged.index(rank), takeover.taken_from(rank)
         granted = budget["granted"][place]
         if place < servers:
             samples = 0
@@ -354,7 +354,7 @@ def _losses(takeover: Takeover, gradients: int, step: int) -> list[dict[str, Any
     return found
 
 
-class _Parts:
+class _StateParts:
     """The states of the former group, which come to rank 0 one after another."""
 
     def __init__(self, transport: Transport, takeover: Takeover) -> None:
@@ -366,7 +366,7 @@ class _Parts:
 
     def of(self, place: int) -> dict[str, Any] | None:
         """At rank 0: of a rank of the former group; None: it is lost."""
-        rank = self._takeover.former[place]
+        rank = self._takeover.merged[place]
         now = self._takeover.members.place(rank)
         if now is None or "ranks" not in self._takeover.brought[rank]:
             return None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from aladdin_mpi.accelerator import is_accelerator
-from aladdin_mpi.control.exchange import agree
+from aladdin_mpi.control.exchange import all_or_none
 from aladdin_mpi.data import loading
 from aladdin_mpi.data.datasets import DatasetPair, describe_set, load_dataset
 from aladdin_mpi.data.image_check import check_images
@@ -46,7 +46,7 @@ def train(options: RunOptions, transport: Transport) -> dict[str, Any]:
         return _rehearse(options, transport)
     local = _staged(options, transport)
     faults = check_images(local, transport)
-    data, module = agree(transport, lambda: _prepare(local, faults))
+    data, module = all_or_none(transport, lambda: _prepare(local, faults))
     run = DataParallel(module, options, transport=transport, evaluate=_evaluation(options, data))
     for inputs, labels in run.batches(data.train):
         loss = _loss(module, inputs, labels, options.precision) / options.accumulate
@@ -145,7 +145,7 @@ def _device_of(module: nn.Module) -> torch.device:
 
 def _rehearse(options: RunOptions, transport: Transport) -> dict[str, Any]:
     """Let time pass and bytes move as in training, and calculate nothing."""
-    module, length = agree(transport, lambda: _sizes(options, transport.size))
+    module, length = all_or_none(transport, lambda: _sizes(options, transport.size))
     run = DataParallel(module, options, transport=transport)
     for _ in run.batches(length):
         run.step()

@@ -58,7 +58,7 @@ class Means:
         return means
 
 
-class OwnFigures:
+class UserMetrics:
     """Brings them to rank 0.
 
     Args:

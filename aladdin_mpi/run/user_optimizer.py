@@ -88,7 +88,7 @@ AS_GIVEN: dict[str, Any] = {"lr_scaling": "none", "lr_schedule": "constant", "wa
 
 
 @dataclass(frozen=True)
-class OwnOptimizer:
+class UserOptimizer:
     """An optimizer for a module's parameters, and its scheduler if it has one."""
 
     given: torch.optim.Optimizer
@@ -143,7 +143,7 @@ def resolve(
     options: RunOptions,
     optimizer: Asked | None,
     scheduler: LRScheduler | None,
-) -> OwnOptimizer | None:
+) -> UserOptimizer | None:
     """The run's optimizer; None: the built-in one.
 
     Raises:
@@ -171,7 +171,7 @@ def resolve(
     _check_optimizer(made, module)
     _check_scheduler(made, scheduler)
     access = ScriptAccess(optimizer if isinstance(optimizer, Sequence) else [made])
-    return OwnOptimizer(made, access, scheduler)
+    return UserOptimizer(made, access, scheduler)
 
 
 def _joined(several: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
@@ -243,7 +243,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> Non
             raise UserError(f"optimizer: expected {expected}; {remedy}")
 
 
-def check_length(own: OwnOptimizer, steps: int) -> None:
+def check_length(own: UserOptimizer, steps: int) -> None:
     """Check that the scheduler lasts for ``steps`` steps.
 
     Raises:

@@ -418,11 +418,11 @@ class Transport(ABC):
         """
 
     @property
-    def has_come_apart(self) -> bool:
+    def is_revoked(self) -> bool:
         """Whether a rank is lost without which these cannot go on, so that no wait is one."""
         return False
 
-    def comes_apart_without(self, rank: int) -> bool:
+    def is_revoked_without(self, rank: int) -> bool:
         """Whether those who are left form a new group when ``rank`` is lost: see :mod:`.group`."""
         return False
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aladdin_mpi.errors import TransportError
 from aladdin_mpi.transport.base import ANY_SOURCE, Event, Handler, Request, Transport
-from aladdin_mpi.transport.wrapper import Layer
+from aladdin_mpi.transport.wrapper import TransportWrapper
 
 SEAL = 16384
 """Added to a tag for the seals of its messages."""
@@ -73,7 +73,7 @@ def checksum(message: Tensor) -> int:
     return data.numel() % 2**32 << 32 | zlib.crc32(data.numpy().data)
 
 
-class SealedTransport(Layer):
+class ChecksumTransport(TransportWrapper):
     """Checks the messages of some tags.
 
     Only messages between two ranks: what a collective sends is the engine's own. Receives

@@ -11,14 +11,14 @@ from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.transport import collectives
 from aladdin_mpi.transport.base import Event, Handler, Request, Transport
 from aladdin_mpi.transport.collectives import Part, Steps
-from aladdin_mpi.transport.wrapper import Layer
+from aladdin_mpi.transport.wrapper import TransportWrapper
 
 FIRST_TAG = 40_000
 NUMBERS = 20_000
 """Tags of collectives: so many can be under way at once."""
 
 
-class Channel:
+class GroupChannel:
     """Point to point among the ranks of one collective.
 
     Args:
@@ -132,7 +132,7 @@ def _nothing() -> None:
     """Nobody has to be told."""
 
 
-class Group(Layer):
+class Group(TransportWrapper):
     """The transport among ``ranks``, until one of them is lost that they need.
 
     Every wait then ends with :class:`RankLostError`, and so does every later one.
@@ -190,10 +190,10 @@ class Group(Layer):
             self.on_loss()
 
     @property
-    def has_come_apart(self) -> bool:
+    def is_revoked(self) -> bool:
         return self.lost is not None
 
-    def comes_apart_without(self, rank: int) -> bool:
+    def is_revoked_without(self, rank: int) -> bool:
         return self._needs(rank)
 
     def explains(self, error: PeerFailedError) -> bool:
@@ -256,7 +256,7 @@ class Group(Layer):
         """Start one; every rank of the group calls them in the same order."""
         tag = FIRST_TAG + self._collectives % NUMBERS
         self._collectives += 1
-        channel = Channel(
+        channel = GroupChannel(
             self.rank,
             self.size,
             lambda buffer, dest: self.isend(buffer, dest, tag),
@@ -325,7 +325,7 @@ class Group(Layer):
         return act
 
 
-class PartOfRanks(Layer):
+class PartOfRanks(TransportWrapper):
     """Messages between two of ``ranks``; their numbers are their places in it.
 
     Collectives of the engine need all ranks, so there are none.

@@ -31,7 +31,7 @@ def broadcast_bytes(nbytes: int, ranks: int) -> int:
     return nbytes * (ranks - 1) // ranks
 
 
-class Layer(Transport):
+class TransportWrapper(Transport):
     """A transport that hands everything on to another one, to be changed by subclasses."""
 
     def __init__(self, inner: Transport) -> None:
@@ -142,11 +142,11 @@ class Layer(Transport):
         self.inner.exclude(rank)
 
     @property
-    def has_come_apart(self) -> bool:
-        return self.inner.has_come_apart
+    def is_revoked(self) -> bool:
+        return self.inner.is_revoked
 
-    def comes_apart_without(self, rank: int) -> bool:
-        return self.inner.comes_apart_without(rank)
+    def is_revoked_without(self, rank: int) -> bool:
+        return self.inner.is_revoked_without(rank)
 
     def on_failure(self, action: Callable[[int], None]) -> None:
         self.inner.on_failure(action)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.codec.base import DenseWire
-from aladdin_mpi.control.budget import Draws, Report, Ticket
+from aladdin_mpi.control.budget import SampleClient, SampleLease, WorkerReport
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.vectors import add, full, scale
@@ -68,16 +68,16 @@ class NodeLeader:
         """Begin a segment."""
         self._has_ended = False
 
-    def deal(self, ticket: Ticket) -> Ticket:
+    def deal(self, lease: SampleLease) -> SampleLease:
         """Deal the node's samples of a step; returns this worker's part."""
-        parts = [_part(ticket.size, place, self.size) for place in range(self.size)]
-        self._shares = [part / ticket.size if ticket.size else 0.0 for part in parts]
+        parts = [_part(lease.size, place, self.size) for place in range(self.size)]
+        self._shares = [part / lease.size if lease.size else 0.0 for part in parts]
         if not self._has_ended:
             for rank, part in zip(self._others, parts[1:], strict=True):
-                numbers = (ticket.start, part, ticket.whole, log2(ticket.scale))
+                numbers = (lease.start, part, lease.whole, log2(lease.scale))
                 self._transport.isend_numbers(numbers, rank, Tag.NODE_TICKET)
-        self._has_ended = self._has_ended or ticket.whole == 0
-        return ticket._replace(size=parts[0])
+        self._has_ended = self._has_ended or lease.whole == 0
+        return lease._replace(size=parts[0])
 
     def begin(self, vector: Tensor) -> None:
         """The step begins: give the others the model; their gradients go into ``vector``."""
@@ -131,7 +131,7 @@ class NodeLeader:
                     self._taken[rank] = taken
 
 
-class LedDraws(Draws):
+class LedSampleClient(SampleClient):
     """The samples of a worker that a leader deals to; its reports go to rank 0 as any worker's."""
 
     def __init__(self, transport: Transport, leader: int) -> None:
@@ -143,15 +143,15 @@ class LedDraws(Draws):
         """One is asked for at a time."""
         return 1 - self.outstanding
 
-    def request(self, want: int, report: Report) -> None:
+    def request(self, want: int, report: WorkerReport) -> None:
         """Report, and await what the leader deals."""
         numbers = torch.empty(TICKET, dtype=torch.float64)
         self._grants.append(self._transport.irecv(numbers, self._leader, Tag.NODE_TICKET))
         self._send(0, report)
 
-    def take(self) -> Ticket:
+    def take(self) -> SampleLease:
         """The leader's next; waits for it."""
         receive = self._grants.popleft()
         self._transport.wait(receive)
         start, size, whole, exponent = numbers_of(receive)
-        return Ticket(int(start), int(size), int(whole), scale=2.0**exponent)
+        return SampleLease(int(start), int(size), int(whole), scale=2.0**exponent)

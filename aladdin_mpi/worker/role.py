@@ -16,7 +16,7 @@ from aladdin_mpi.flat.vectors import add, copy, full, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.transport.base import Event, Request
 from aladdin_mpi.transport.checksums import is_void
-from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.worker import Worker
 
 
@@ -78,7 +78,7 @@ class Role(ABC):
         load_state(self, self.SAVED, state)
 
     @abstractmethod
-    def resize(self, former: Former) -> None:
+    def resize(self, merged: MergedState) -> None:
         """Go on where other numbers of workers and servers have come to.
 
         Raises:
@@ -150,12 +150,12 @@ class TrainingWorker(Role):
         """This worker's own model."""
         return bucket.of(self.x)
 
-    def resize(self, former: Former) -> None:
+    def resize(self, merged: MergedState) -> None:
         """Begin from the global model, with the mean of what the workers had of their own."""
-        copy(self.x, former.model)
-        self.optimizer.inherit(former.worker["optimizer"])
+        copy(self.x, merged.model)
+        self.optimizer.inherit(merged.worker["optimizer"])
         for name in self.RESIZED:
-            getattr(self, name).resize(former)
+            getattr(self, name).resize(merged)
 
 
 class LedWorker(TrainingWorker):

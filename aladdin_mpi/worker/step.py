@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.accelerator import CopyStream, is_accelerator
-from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.control.refusals import Found, GradientCheck, found_in
 from aladdin_mpi.flat.gradients import BucketWatch
 from aladdin_mpi.flat.layout import Bucket, Layout
@@ -38,7 +38,7 @@ def interpolated(shape: Shape, share: float) -> float:
 
 
 @dataclass
-class Pace:
+class StepTimeModel:
     """How long a step's computing takes.
 
     Args:
@@ -74,9 +74,9 @@ class Pace:
 
 
 class Outcome(NamedTuple):
-    """Of the step of ``ticket``: ``found`` is what its gradient is refused for."""
+    """Of the step of ``lease``: ``found`` is what its gradient is refused for."""
 
-    ticket: Ticket
+    lease: SampleLease
     loss: float | None
     found: Found | None
 
@@ -113,7 +113,7 @@ class Outcomes:
         """How many have not been read."""
         return len(self._unread)
 
-    def note(self, ticket: Ticket, loss: float | Tensor | None, check: GradientCheck) -> None:
+    def note(self, lease: SampleLease, loss: float | Tensor | None, check: GradientCheck) -> None:
         """A step has been computed, or given to the device."""
         there = list(check.sums)
         known: float | None = None
@@ -124,7 +124,7 @@ class Outcomes:
         else:
             there.append(loss)
         coming = self._send(there, check.buckets) if there else None
-        self._unread.append((Outcome(ticket, known, check.found), coming))
+        self._unread.append((Outcome(lease, known, check.found), coming))
 
     def _send(self, there: list[Tensor], buckets: list[int]) -> _Coming:
         assert self._copies is not None
@@ -153,7 +153,7 @@ class Skip(Enum):
 
 SKIPPED = Skip.SKIPPED
 Loss: TypeAlias = "float | Tensor | Skip | None"
-Compute = Callable[[Ticket], Loss]
+Compute = Callable[[SampleLease], Loss]
 """Does forward and backward of a batch into the bound gradients and returns the loss; None:
 there is none. A tensor: a device is computing it."""
 
@@ -176,7 +176,7 @@ class RealStep:
         layout: Layout,
         replica: Replica,
         compute: Compute,
-        pace: Pace,
+        pace: StepTimeModel,
         on_bucket: OnBucket,
         wait_free: bool,
     ) -> None:
@@ -190,7 +190,7 @@ class RealStep:
             layout, lambda index: on_bucket(layout.buckets[index]), wait_free
         )
 
-    def compute_into(self, vector: Tensor, batch: Ticket) -> float | Tensor | None:
+    def compute_into(self, vector: Tensor, batch: SampleLease) -> float | Tensor | None:
         """The batch's gradient, into the flat ``vector``; returns the loss."""
         assert self.watch is not None
         _bind(self._replica, vector)
@@ -240,7 +240,7 @@ class ModelledStep:
         replica: Replica | PhantomReplica,
         compute: Compute,
         seconds: float,
-        pace: Pace,
+        pace: StepTimeModel,
         on_bucket: OnBucket,
     ) -> None:
         self._transport = transport
@@ -254,7 +254,7 @@ class ModelledStep:
         self._ends = [pace.completed(bucket.stop / layout.numel) for bucket in layout.buckets]
         """When each bucket is complete, as a share of the step."""
 
-    def compute_into(self, vector: Tensor, batch: Ticket) -> float | Tensor | None:
+    def compute_into(self, vector: Tensor, batch: SampleLease) -> float | Tensor | None:
         """The batch's gradient, into the flat ``vector``; returns the loss."""
         _bind(self._replica, vector)
         duration = self._pace.duration(self._seconds)

@@ -8,7 +8,7 @@ from math import isfinite, nan
 
 from torch import Tensor
 
-from aladdin_mpi.control.budget import Draws, Report, Ticket
+from aladdin_mpi.control.budget import SampleClient, SampleLease, WorkerReport
 from aladdin_mpi.control.refusals import GradientCheck, Reason, Refusal, report
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.replica import PhantomReplica, Replica
@@ -17,7 +17,7 @@ from aladdin_mpi.flat.unused import Unused, UnusedMarks, joined, shifted, within
 from aladdin_mpi.flat.vectors import clear, scale
 from aladdin_mpi.transport.base import IdleUntil, Transport
 from aladdin_mpi.worker.clipping import Clipping, divisor, unscaled
-from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.node import NodeLeader
 from aladdin_mpi.worker.step import (
     Compute,
@@ -25,12 +25,12 @@ from aladdin_mpi.worker.step import (
     OnBucket,
     Outcome,
     Outcomes,
-    Pace,
     RealStep,
+    StepTimeModel,
 )
 
 
-class Reached:
+class SampleMilestones:
     """All steps of the run's samples before ``samples`` are done.
 
     For message handlers, where workers go in rounds.
@@ -73,7 +73,7 @@ def _leave(x: Tensor) -> None:
     """Leave the model as it is."""
 
 
-def _nothing(ticket: Ticket) -> None:
+def _nothing(lease: SampleLease) -> None:
     """Nothing follows a step."""
 
 
@@ -103,7 +103,7 @@ class Worker(Stateful):
         rate: of the schedule's learning rate makes the one of the present step, where rank 0
             does not know it.
         after_step: called with a batch when the algorithm has done all that it asks for.
-        on_empty: called with a ticket without samples for this worker. Others may have some, and
+        on_empty: called with a lease without samples for this worker. Others may have some, and
             be ahead of what this worker's user has to meet them at.
         whole: the transport among all ranks, where that is another one.
         node: the other workers of this node, which this one leads.
@@ -123,18 +123,18 @@ class Worker(Stateful):
         layout: Layout,
         replica: Replica | PhantomReplica,
         compute: Compute,
-        pace: Pace,
+        pace: StepTimeModel,
         batch_size: int,
         schedule: Callable[[int], float],
         clipping: Clipping,
         lockstep: bool = False,
         max_loss: float | None = None,
         rate: Callable[[float], float | None] = _unknown,
-        after_step: Callable[[Ticket], None] = _nothing,
-        on_empty: Callable[[Ticket], None] = _nothing,
+        after_step: Callable[[SampleLease], None] = _nothing,
+        on_empty: Callable[[SampleLease], None] = _nothing,
         whole: Transport | None = None,
         node: NodeLeader | None = None,
-        draws: Draws | None = None,
+        draws: SampleClient | None = None,
         marks_unused: bool = False,
         steps_unused: bool = False,
         project: Callable[[Tensor], None] = _leave,
@@ -148,7 +148,7 @@ class Worker(Stateful):
         self.servers = layout.servers
         self.index = transport.rank - layout.servers
         self.count = transport.size - layout.servers
-        self.ticket = self.part = Ticket(0, 0, 0)
+        self.lease = self.part = SampleLease(0, 0, 0)
         """The present step's, and this rank's part of it, which is all but where it leads a node.
         """
         self.samples = 0
@@ -157,18 +157,18 @@ class Worker(Stateful):
         self.in_a_row = 0
         self.loss_scale = 1.0
         """What the loss of the present step has been multiplied by."""
-        self.reached = Reached(transport)
+        self.reached = SampleMilestones(transport)
         self.check = GradientCheck()
         self.clipping = clipping
         self._pace = pace
         self._batch_size = batch_size
         self._schedule = schedule
         self._node = node
-        self._rated: Ticket | None = None
+        self._rated: SampleLease | None = None
         self._lr = 0.0
-        self._draws = draws or Draws(self.whole)
+        self._draws = draws or SampleClient(self.whole)
         self._outcomes = Outcomes(self.whole, replica.parameters.device)
-        self._reports: deque[Report] = deque()
+        self._reports: deque[WorkerReport] = deque()
         self._on_loss: list[Callable[[float], None]] = []
         self._max_loss = max_loss
         self._lockstep = lockstep
@@ -188,7 +188,7 @@ class Worker(Stateful):
         self._lr_scale = lr_scale
         self.step = self._make_step(compute, pace)
 
-    def _make_step(self, compute: Compute, pace: Pace) -> RealStep | ModelledStep:
+    def _make_step(self, compute: Compute, pace: StepTimeModel) -> RealStep | ModelledStep:
         transport, layout, replica = self.transport, self.layout, self.replica
         if pace.seconds is not None:
             return ModelledStep(
@@ -201,8 +201,8 @@ class Worker(Stateful):
     @property
     def lr(self) -> float:
         """Learning rate of the current batch."""
-        if self._rated is not self.ticket:  # it is asked for with every bucket
-            self._rated, self._lr = self.ticket, self._schedule(self.ticket.start)
+        if self._rated is not self.lease:  # it is asked for with every bucket
+            self._rated, self._lr = self.lease, self._schedule(self.lease.start)
         return self._lr
 
     def on_loss(self, action: Callable[[float], None]) -> None:
@@ -221,7 +221,7 @@ class Worker(Stateful):
         """
         if not self._lockstep:
             return 1.0
-        return self.ticket.size * (self.count - len(self.ticket.absent)) / self.ticket.whole
+        return self.lease.size * (self.count - len(self.lease.absent)) / self.lease.whole
 
     @property
     def survivors(self) -> int:
@@ -240,15 +240,15 @@ class Worker(Stateful):
         is their number, unless a worker has failed that was to have more or fewer samples than
         others. Without samples it is 1: their gradients are zero.
         """
-        ticket, everyone = self.ticket, range(self.servers, self.transport.size)
-        dealt = [rank for rank in everyone if rank not in ticket.absent]
+        lease, everyone = self.lease, range(self.servers, self.transport.size)
+        dealt = [rank for rank in everyone if rank not in lease.absent]
         samples = sum(
-            ticket.size_of(place, len(dealt)) for place, rank in enumerate(dealt) if rank in ranks
+            lease.size_of(place, len(dealt)) for place, rank in enumerate(dealt) if rank in ranks
         )
-        return samples * len(dealt) / ticket.whole or 1.0
+        return samples * len(dealt) / lease.whole or 1.0
 
     # -- batches ------------------------------------------------------------------------
-    def batches(self) -> Iterator[Ticket]:
+    def batches(self) -> Iterator[SampleLease]:
         """This worker's batches until the segment's samples are used up.
 
         The next one is drawn while the current one is computed, or several where the
@@ -263,30 +263,30 @@ class Worker(Stateful):
         draws.request(size, self._take_report())
         has_ended = False
         while draws.outstanding:
-            self.ticket = draws.take()
-            self.part = self.ticket if node is None else node.deal(self.ticket)
+            self.lease = draws.take()
+            self.part = self.lease if node is None else node.deal(self.lease)
             if self.part.size == 0 and not has_ended:
                 self._on_empty(self.part)
-            has_ended = self.ticket.whole == 0
+            has_ended = self.lease.whole == 0
             if has_ended:
                 continue  # so are those asked for after it
             for _ in range(draws.short):
                 draws.request(size, self._take_report())
-            self.reached.advance(self.ticket.start, is_stepping=True)
-            yield self.ticket
-            self._after_step(self.ticket)
-            end = self.ticket.start + self.ticket.whole
+            self.reached.advance(self.lease.start, is_stepping=True)
+            yield self.lease
+            self._after_step(self.lease)
+            end = self.lease.start + self.lease.whole
         self.settle()
         self.reached.advance(end, is_stepping=False)
         draws.report(self._take_report())
         while self._reports:
             draws.report(self._take_report())
 
-    def _take_report(self) -> Report:
+    def _take_report(self) -> WorkerReport:
         """The oldest that has not been sent."""
         traffic = self.transport.traffic
-        report = self._reports.popleft() if self._reports else Report()
-        return Report(
+        report = self._reports.popleft() if self._reports else WorkerReport()
+        return WorkerReport(
             report.samples,
             report.loss,
             traffic.waiting,
@@ -313,7 +313,7 @@ class Worker(Stateful):
 
         Of the gradients that come from it the scale is taken off again.
         """
-        self.loss_scale = self.ticket.scale
+        self.loss_scale = self.lease.scale
         return loss * self.loss_scale
 
     def gradient(
@@ -346,7 +346,7 @@ class Worker(Stateful):
             loss = self._compute_into(vector)
         else:
             self._leave_out(vector)
-        self.clipping.end(vector, is_computed=self.ticket.size > 0)
+        self.clipping.end(vector, is_computed=self.lease.size > 0)
         for bucket in self._completed:
             on_bucket(bucket)
         self._completed.clear()
@@ -396,7 +396,7 @@ class Worker(Stateful):
             return
         if self._warns_unused and self.part.size:
             self._warns_unused = False
-            report(self.whole, Refusal(Reason.UNUSED, self.whole.rank, sample=self.ticket.start))
+            report(self.whole, Refusal(Reason.UNUSED, self.whole.rank, sample=self.lease.start))
         if self._node is None:
             found = self._marks.parts(bucket, unused)
         else:
@@ -455,9 +455,9 @@ class Worker(Stateful):
 
     def _judge(self, outcome: Outcome) -> None:
         """A step is computed, and perhaps refused: take note, and tell rank 0 of that."""
-        ticket, loss, found = outcome
+        lease, loss, found = outcome
         reason, bucket = found or (None, -1)
-        was_scaled = reason is not None and ticket.scale != 1.0
+        was_scaled = reason is not None and lease.scale != 1.0
         if was_scaled:
             reason = Reason.SCALE
         if reason is None and self._is_too_large(loss):
@@ -475,18 +475,18 @@ class Worker(Stateful):
             self.in_a_row = self.in_a_row + 1 if refused else 0
         value = nan if loss is None else loss
         if reason is not None:
-            where = self.whole.rank, bucket, ticket.start
+            where = self.whole.rank, bucket, lease.start
             report(self.whole, Refusal(reason, *where, value, self.in_a_row))
-        self._reports.append(Report(ticket.size, nan if refused else value))
+        self._reports.append(WorkerReport(lease.size, nan if refused else value))
 
     def close(self) -> None:
         """The run is over: take the hooks off the model."""
         self.step.close()
 
-    def resize(self, former: Former) -> None:
+    def resize(self, merged: MergedState) -> None:
         """Begin a period with another number of workers."""
-        self.computed = int(former.carried("computed", self.index, self.count))
-        self.refused = int(former.carried("refused", self.index, self.count))
+        self.computed = int(merged.carried("computed", self.index, self.count))
+        self.refused = int(merged.carried("refused", self.index, self.count))
 
 
 def _ignore(bucket: Bucket) -> None:

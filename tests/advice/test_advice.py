@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from aladdin_mpi.advice import bottleneck, candidates, learning, options, report
-from aladdin_mpi.advice.candidates import Candidate, Ground
-from aladdin_mpi.advice.learning import Share
-from aladdin_mpi.advice.race import Entry
+from aladdin_mpi.advice.candidate_search import CandidateResult
+from aladdin_mpi.advice.candidates import Candidate, ClusterTraits
+from aladdin_mpi.advice.learning import SampleEfficiency
 from aladdin_mpi.advice.report import knee
-from aladdin_mpi.advice.timed_run import Link, Timed, rate_of
+from aladdin_mpi.advice.timed_run import LinkUse, TimedRun, rate_of
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.options.run import SimulateOptions
 
 GBIT = 1e9 / 8
-FOUR = Ground([1.0] * 8, [2] * 4, [GBIT] * 4, 20.0, 0.1)
+FOUR = ClusterTraits([1.0] * 8, [2] * 4, [GBIT] * 4, 20.0, 0.1)
 
 
 def simulated(**changes: Any) -> SimulateOptions:
@@ -39,7 +39,7 @@ def test_every_algorithm_has_a_candidate_and_its_options_are_the_trainers() -> N
     bsp = [each.describe() for each in candidates.variants("bsp", FOUR)]
     assert "bsp, 4 servers spread, int8" in bsp and "bsp, 1 server" in bsp
     assert "bsp, 4 servers spread, node sums" in bsp
-    lone = Ground([1.0] * 4, [1] * 4, [GBIT] * 4, 20.0, 0.1)
+    lone = ClusterTraits([1.0] * 4, [1] * 4, [GBIT] * 4, 20.0, 0.1)
     assert not any(each.has_nodes for each in candidates.variants("bsp", lone))
 
 
@@ -52,7 +52,7 @@ def test_a_bound_is_what_links_and_the_slowest_allow() -> None:
     )
     int8 = Candidate("bsp", 1, False, (("wire", "int8"),))
     assert candidates.bound(int8, FOUR) == pytest.approx(4 * candidates.bound(bsp, FOUR))
-    slow = Ground([4.0, *[1.0] * 7], [2] * 4, [100 * GBIT] * 4, 20.0, 0.1)
+    slow = ClusterTraits([4.0, *[1.0] * 7], [2] * 4, [100 * GBIT] * 4, 20.0, 0.1)
     assert candidates.bound(bsp, slow) == 2.0 and candidates.bound(asp, slow) == 7.25
     assert candidates.bound(Candidate("aladdin", 1, False), slow) == slow.ideal == 7.25
 
@@ -77,7 +77,7 @@ def test_too_few_workers_and_unknown_names() -> None:
 # -- learning ------------------------------------------------------------------------------
 def test_the_table_is_read_between_its_numbers() -> None:
     rows = learning.table()["aladdin-ahead"]
-    assert learning.measured("bsp", 500) == Share(1.0)
+    assert learning.measured("bsp", 500) == SampleEfficiency(1.0)
     assert learning.measured("aladdin-ahead", 8).value == rows[8].share
     between = learning.measured("aladdin-ahead", 12)
     assert rows[8].share < between.value < rows[16].share
@@ -114,9 +114,13 @@ def test_lead_is_credited_if_it_holds_near_convergence() -> None:
 
 def test_sample_efficiency_is_shown_with_its_range_over_seeds() -> None:
     shown = report._efficiency
-    assert shown(Share(0.93, "measured", interval=(0.911, 0.949))) == "0.93 (0.91 to 0.95)"
-    assert shown(Share(0.5, "not measured", is_sure=False)) == "0.50 ?"
-    assert shown(Share(1.0, is_sure=False, interval=(1.0, 1.0))) == "1.00 (1.00 to 1.00) ?"
+    assert (
+        shown(SampleEfficiency(0.93, "measured", interval=(0.911, 0.949))) == "0.93 (0.91 to 0.95)"
+    )
+    assert shown(SampleEfficiency(0.5, "not measured", is_sure=False)) == "0.50 ?"
+    assert (
+        shown(SampleEfficiency(1.0, is_sure=False, interval=(1.0, 1.0))) == "1.00 (1.00 to 1.00) ?"
+    )
 
 
 def test_what_a_sample_teaches_is_read_off_two_curves() -> None:
@@ -132,28 +136,28 @@ def test_what_a_sample_teaches_is_read_off_two_curves() -> None:
 
 
 # -- bottlenecks -----------------------------------------------------------------------------
-def timed(waiting: float, *links: Link) -> Timed:
-    found = tuple(sorted(links, key=lambda link: -link.used)) or (Link(0, "out", 0.1),)
-    return Timed(1000.0, waiting, found, 1e6)
+def timed(waiting: float, *links: LinkUse) -> TimedRun:
+    found = tuple(sorted(links, key=lambda link: -link.used)) or (LinkUse(0, "out", 0.1),)
+    return TimedRun(1000.0, waiting, found, 1e6)
 
 
 def test_full_links_are_named_and_doubled() -> None:
     cluster = {"hosts": 4, "bandwidth_gbit": 8.0, "links": {3: 2.0}}
-    full = timed(0.4, Link(1, "in", 0.9), Link(3, "in", 0.97), Link(0, "in", 0.3))
+    full = timed(0.4, LinkUse(1, "in", 0.9), LinkUse(3, "in", 0.97), LinkUse(0, "in", 0.3))
     found = bottleneck.find(Candidate("asp", 2, True), full, FOUR, simulated(cluster=cluster))
     assert found.kind == "links" and found.text.startswith("the links of hosts 1 and 3 are full in")
     assert found.relief == {"cluster.links": {3: 4.0, 1: 16.0}}
-    everyone = timed(0.4, *(Link(host, way, 0.95) for host in range(4) for way in ("in", "out")))
+    everyone = timed(0.4, *(LinkUse(host, way, 0.95) for host in range(4) for way in ("in", "out")))
     found = bottleneck.find(Candidate("ar-sgd", 0, False), everyone, FOUR, simulated())
     assert found.text.startswith("the links of all hosts are full both ways, 95 %")
     assert found.relief == {"cluster.bandwidth_gbit": 20.0}
-    served = timed(0.4, Link(0, "in", 0.95))
+    served = timed(0.4, LinkUse(0, "in", 0.95))
     found = bottleneck.find(Candidate("asp", 2, False), served, FOUR, simulated())
     assert "the link of host 0 is full inwards" in found.text and "the servers are" in found.text
 
 
 def test_the_slowest_waiting_and_computing() -> None:
-    slow = Ground([1.0, 3.0, *[1.0] * 6], [2] * 4, [GBIT] * 4, 20.0, 0.1)
+    slow = ClusterTraits([1.0, 3.0, *[1.0] * 6], [2] * 4, [GBIT] * 4, 20.0, 0.1)
     found = bottleneck.find(Candidate("bsp", 1, False), timed(0.6), slow, simulated())
     assert (found.kind, found.relief) == ("slowest", {"slowdown": {}})
     assert found.text == "worker 1, 3 times slower, sets the pace of all"
@@ -161,7 +165,7 @@ def test_the_slowest_waiting_and_computing() -> None:
     assert found.kind == "waiting" and "wait 30 % of the time" in found.text
     found = bottleneck.find(Candidate("aladdin", 1, False), timed(0.0), slow, simulated())
     assert (found.kind, found.relief) == ("computing", {})
-    fast = Timed(7.4 / 0.1 * 32, 0.2, (Link(0, "in", 0.95),), 1e6)
+    fast = TimedRun(7.4 / 0.1 * 32, 0.2, (LinkUse(0, "in", 0.95),), 1e6)
     found = bottleneck.find(Candidate("aladdin", 1, False), fast, slow, simulated(batch_size=32))
     assert (found.kind, found.relief) == ("computing", {})
     assert found.text.endswith("though the link of host 0 has no room for more")
@@ -208,13 +212,17 @@ def test_a_rate_leaves_out_the_start_and_the_end() -> None:
 
 
 def test_an_entry_is_not_above_what_there_can_be() -> None:
-    entry = Entry(Candidate("aladdin", 1, False), 900.0, Share(1.0), timed(0.0))
+    entry = CandidateResult(
+        Candidate("aladdin", 1, False), 900.0, SampleEfficiency(1.0), timed(0.0)
+    )
     assert entry.rate == 900.0 and entry.between == (810.0, 900.0)
-    entry = Entry(Candidate("aladdin", 1, False), 2000.0, Share(1.0), timed(0.0))
+    entry = CandidateResult(
+        Candidate("aladdin", 1, False), 2000.0, SampleEfficiency(1.0), timed(0.0)
+    )
     assert entry.rate == 1000.0 and entry.between == (900.0, 1100.0)
     entry.long = [timed(0.0), timed(0.0)]
     assert entry.between == (950.0, 1050.0) and not entry.is_strained
-    entry.long = [timed(0.0, Link(1, "in", 0.9))]
+    entry.long = [timed(0.0, LinkUse(1, "in", 0.9))]
     assert entry.is_strained
 
 

@@ -16,12 +16,12 @@ from PIL import Image
 
 from aladdin_mpi.advice import candidates, report
 from aladdin_mpi.advice.bottleneck import Bottleneck
-from aladdin_mpi.advice.candidates import Candidate, Ground, ground
-from aladdin_mpi.advice.learning import Share
-from aladdin_mpi.advice.options import Request, read
-from aladdin_mpi.advice.race import Entry
+from aladdin_mpi.advice.candidate_search import CandidateResult
+from aladdin_mpi.advice.candidates import Candidate, ClusterTraits, ground
+from aladdin_mpi.advice.learning import SampleEfficiency
+from aladdin_mpi.advice.options import AdviceRequest, read
 from aladdin_mpi.advice.report import Advice, as_data, in_words
-from aladdin_mpi.advice.timed_run import Link, Timed
+from aladdin_mpi.advice.timed_run import LinkUse, TimedRun
 from aladdin_mpi.comparison.figures import markdown, plain
 from aladdin_mpi.probe import main as probe
 from tests.launch import ROOT, environment, launcher, needs
@@ -58,19 +58,19 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def asked(cluster: str, *words: str) -> Request:
+def asked(cluster: str, *words: str) -> AdviceRequest:
     return read(["--describe", f"{CLUSTERS[cluster]}, a step of 0.18 s", *words])
 
 
-def ground_of(request: Request) -> Ground:
+def ground_of(request: AdviceRequest) -> ClusterTraits:
     return ground(request.simulated({"compute": "timed"}), 10.0)
 
 
-def advice_of(request: Request, candidate: Candidate) -> Advice:
+def advice_of(request: AdviceRequest, candidate: Candidate) -> Advice:
     """Advice that recommends a candidate, whatever its figures."""
     on = ground_of(request)
-    timed = Timed(1000.0, 0.1, (Link(0, "in", 0.5),), 1e6)
-    entry = Entry(candidate, 2000.0, Share(1.0), timed)
+    timed = TimedRun(1000.0, 0.1, (LinkUse(0, "in", 0.5),), 1e6)
+    entry = CandidateResult(candidate, 2000.0, SampleEfficiency(1.0), timed)
     nothing = Bottleneck("computing", "nothing", {}, "")
     return Advice(request, on, [entry], lambda each: each.rate, nothing, None, [])
 

@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 
 from aladdin_mpi.advice import options as asked
-from aladdin_mpi.advice.candidates import MANY, Candidate, Smaller, ground, smaller
-from aladdin_mpi.advice.learning import Share
-from aladdin_mpi.advice.options import Request
-from aladdin_mpi.advice.race import CHECK, LONG, Race
-from aladdin_mpi.advice.timed_run import Link, Timed
+from aladdin_mpi.advice.candidate_search import CHECK, LONG, CandidateSearch
+from aladdin_mpi.advice.candidates import MANY, Candidate, ReducedCluster, ground, smaller
+from aladdin_mpi.advice.learning import SampleEfficiency
+from aladdin_mpi.advice.options import AdviceRequest
+from aladdin_mpi.advice.timed_run import LinkUse, TimedRun
 
 AHEAD = Candidate("aladdin-ahead", 32, True)
 
 
-def request(words: str, **fields: Any) -> Request:
+def request(words: str, **fields: Any) -> AdviceRequest:
     return asked.read(["--describe", words, "--model", "size:10"]).on(fields)
 
 
-def part(words: str, **fields: Any) -> Smaller | None:
+def part(words: str, **fields: Any) -> ReducedCluster | None:
     whole = request(words, **fields)
     return smaller(whole, ground(whole.simulated({"compute": "timed"}), 10.0))
 
@@ -34,7 +34,7 @@ def test_a_part_has_the_workers_of_a_host_and_their_share_of_servers() -> None:
     assert found is not None and found.servers == 8 and found.spread
     assert small.candidate(Candidate("bsp", 1, False)) is None
     assert small.growth(AHEAD) == 16 and small.growth(Candidate("sgp", 0, False)) == 4
-    used = Timed(1000.0, 0.1, (Link(1, "in", 0.9), Link(0, "out", 0.5)), 1e6)
+    used = TimedRun(1000.0, 0.1, (LinkUse(1, "in", 0.9), LinkUse(0, "out", 0.5)), 1e6)
     scaled = small.scaled(AHEAD, used)
     assert scaled.rate == pytest.approx(4000.0) and scaled.waiting == 0.1
     assert [(link.host, link.way) for link in scaled.links[:4]] == [(n, "in") for n in range(4, 8)]
@@ -53,7 +53,7 @@ def test_a_part_has_hosts_of_all_kinds() -> None:
     place = small.stands_for[7]
     assert small.ground.links[place] == 5e9 / 8 and small.stands_for.count(place) == 1
     # All wait for the slow ones, of whom there are as many to a worker of either.
-    used = Timed(1000.0, 0.1, (), 1e6)
+    used = TimedRun(1000.0, 0.1, (), 1e6)
     assert small.scaled(Candidate("ar-sgd", 0, False), used).rate == pytest.approx(512e3 / 136)
     ideal = (508 + 4 / 3) / (132 + 4 / 3)
     assert small.scaled(AHEAD, used).rate == pytest.approx(1000 * ideal)
@@ -88,7 +88,9 @@ def test_runs_on_a_part_say_what_the_whole_is_like() -> None:
         ]
     )
     on = ground(whole.simulated({"compute": "timed"}), 10.0)
-    race = Race(whole, on, "size:10", lambda candidate: Share(1.0), lambda *told: None)
+    race = CandidateSearch(
+        whole, on, "size:10", lambda candidate: SampleEfficiency(1.0), lambda *told: None
+    )
     assert race.part is not None and race.part.workers == 96
     first, second = race.run(["ar-sgd", "sgp"])[:2]
     for entry in (first, second):

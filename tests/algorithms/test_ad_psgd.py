@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms.ad_psgd import AdPsgdWorker, average, passive_workers
-from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.endpoint import Endpoint
@@ -83,7 +83,7 @@ def transcribed(job: Job, outcome: Outcome, log: Log) -> list[Tensor]:
     n, problem, options = job.workers, Quadratic(job.numel), job.options
     scale, optimum = problem.scale.double(), problem.optimum.double()
     noise = [noises(job, outcome, i) for i in range(n)]
-    lrs = [[job.schedule(t.start) for t in worker.tickets] for worker in outcome.workers]
+    lrs = [[job.schedule(t.start) for t in worker.leases] for worker in outcome.workers]
     x = [starts(i, job.numel).double() for i in range(n)]
     stale = [x_i.clone() for x_i in x]
     v = [torch.zeros(job.numel).double() for _ in range(n)]
@@ -122,7 +122,7 @@ def test_trajectory(seed: int, graph: dict[str, Any]) -> None:
     n = [2, 3, 4, 5, 6, 7, 8, 11, 13, 16][seed]
     log: Log = []
 
-    def read(transport: Transport, role: object, ticket: Ticket) -> None:
+    def read(transport: Transport, role: object, lease: SampleLease) -> None:
         log.append(("read", transport.rank, -1))
 
     job = Job(
@@ -141,7 +141,7 @@ def test_trajectory(seed: int, graph: dict[str, Any]) -> None:
     )
     outcome = run_spied(job, lambda endpoint: Reporter(endpoint, log))
     exchanges = [event for event in log if event[0] == "exchange"]
-    steps = sum(len(outcome.workers[i].tickets) for i in range(1, n, 2))
+    steps = sum(len(outcome.workers[i].leases) for i in range(1, n, 2))
     assert len(exchanges) == steps  # one in each step of an active worker
     assert all(active % 2 == 1 and passive % 2 == 0 for _, active, passive in exchanges)
     expected = torch.stack(transcribed(job, outcome, log)).float()
@@ -163,7 +163,7 @@ def test_passive_workers_do_not_wait_for_active_ones() -> None:
     """The only active worker is slow: passive ones have the budget to themselves."""
     job = Job("ad-psgd", workers=3, samples=4 * 300, slowdown={1: 50.0})
     outcome = run(job)
-    steps = [len(worker.tickets) for worker in outcome.workers]
+    steps = [len(worker.leases) for worker in outcome.workers]
     assert min(steps[0], steps[2]) > 100
     assert steps[1] < 10
 

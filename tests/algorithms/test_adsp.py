@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.algorithms.adsp import AdspServer, Curve, RateSearch, Schedule, fit, reward
+from aladdin_mpi.algorithms.adsp import AdspServer, LossCurve, RateSearch, Schedule, fit, reward
 from aladdin_mpi.exchange.server_link import LocalDifference
 from aladdin_mpi.options.algorithms import AdspOptions
 from tests.checks import check_converges, check_resumed
@@ -23,9 +23,11 @@ from tests.roles import Job, Outcome, any_network, run, single_process
 
 
 # -- the fit ---------------------------------------------------------------------------------
-@pytest.mark.parametrize("curve", [Curve(0.04, 0.5, 0.2), Curve(2.0, 0.1, 1.5), Curve(0.3, 1, 0)])
+@pytest.mark.parametrize(
+    "curve", [LossCurve(0.04, 0.5, 0.2), LossCurve(2.0, 0.1, 1.5), LossCurve(0.3, 1, 0)]
+)
 @pytest.mark.parametrize("times", [(0, 30, 60), (60.0, 95.5, 121.0), (1, 2, 10)])
-def test_fit_finds_the_curve(curve: Curve, times: tuple[float, float, float]) -> None:
+def test_fit_finds_the_curve(curve: LossCurve, times: tuple[float, float, float]) -> None:
     found = fit([(t, 1 / (curve.slope * t + curve.offset) + curve.floor) for t in times])
     assert found == pytest.approx(curve, rel=1e-6, abs=1e-9)
 
@@ -48,7 +50,7 @@ def test_losses_that_do_not_fall_have_no_reward(losses: tuple[float, float, floa
 
 
 def test_reward_is_one_over_the_time_to_the_end() -> None:
-    curve = Curve(slope=0.5, offset=1.0, floor=0.2)
+    curve = LossCurve(slope=0.5, offset=1.0, floor=0.2)
     assert reward(curve, 0.3) == pytest.approx(1 / 18)  # 1 / (9 + 1) + 0.2 is 0.3
     assert reward(curve, 0.2) == 0  # never
     assert reward(curve, 1.3) == inf  # from the start
@@ -216,7 +218,7 @@ def test_workers_do_not_wait() -> None:
     slow = network(hosts=4, latency_us=1.5e6)
     job = Job("adsp", workers=3, samples=2000, cluster=slow, slowdown={1: 3.0})
     job.settings = plain(period=10)
-    job.probe = lambda transport, role, ticket: waited[transport.rank - 1].append(
+    job.probe = lambda transport, role, lease: waited[transport.rank - 1].append(
         transport.traffic.waiting
     )
     end = run(job)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from aladdin_mpi.algorithms.aladdin import AladdinServer
 from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.exchange.model_sender import NotesThen
-from aladdin_mpi.exchange.receiver import Arrival
+from aladdin_mpi.exchange.receiver import ReceivedBucket
 from aladdin_mpi.exchange.server import ParameterServer
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.optimizers.sgd import MomentumSGD
@@ -335,7 +335,7 @@ def test_what_is_pending_outlives_a_segment() -> None:
     """One worker that is never pulled does in five segments what it does in one."""
     setup = replace(BASE, workers=1, aladdin=aladdin_options(pi=4, alpha=0.0), samples=130)
     whole, cut = run(setup), run(replace(setup, segments=5))
-    assert cut.workers[0].tickets == whole.workers[0].tickets
+    assert cut.workers[0].leases == whole.workers[0].leases
     assert np.array_equal(everything(cut), everything(whole))
 
 
@@ -373,7 +373,9 @@ class Script:
 
     def play(self, workers: list[int], count: int = 1) -> None:
         bucket = self.role.server.buckets[0]
-        arrivals = [Arrival(w, bucket, count, torch.full((4,), float(count))) for w in workers]
+        arrivals = [
+            ReceivedBucket(w, bucket, count, torch.full((4,), float(count))) for w in workers
+        ]
         self.role.server.gradients = lambda **_: iter(arrivals)  # type: ignore[method-assign]
         self.role.run()
 

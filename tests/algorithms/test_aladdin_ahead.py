@@ -23,7 +23,13 @@ from torch import Tensor
 from aladdin_mpi.algorithms.aladdin_ahead import AheadServer, AheadWorker, levels
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.exchange.global_model import MOST_PENDING
-from aladdin_mpi.exchange.model_requests import MOMENTS, Level, Room, Timing, fine_layout
+from aladdin_mpi.exchange.model_requests import (
+    MOMENTS,
+    CompressionController,
+    Level,
+    ModelRequestScheduler,
+    fine_layout,
+)
 from aladdin_mpi.flat.replica import PhantomReplica
 from aladdin_mpi.options.algorithms import AladdinAheadOptions, own
 from aladdin_mpi.options.cluster import Cluster
@@ -321,7 +327,7 @@ def test_a_straggler_neither_holds_up_nor_unsettles(slow: float) -> None:
     )
     end = run(it)
     end.check_accounts()
-    steps = [len(worker.tickets) for worker in end.workers]
+    steps = [len(worker.leases) for worker in end.workers]
     assert min(steps[1:]) > (slow - 1) * steps[0] * 0.9
     assert float((end.model - Quadratic(17).optimum).norm()) < 0.05
     assert all(worker.traffic.waiting < 2.5 * slow + 0.5 for worker in end.workers)  # at the end
@@ -358,7 +364,7 @@ def test_each_server_sees_all_of_a_backward_pass(servers: int) -> None:
 
 
 def test_f_rises_fast_until_a_model_is_late() -> None:
-    timing = Timing([1])
+    timing = ModelRequestScheduler([1])
     timing.note(0, 0, during=1)
     timing.end_step(1)
     assert timing.shares == [pytest.approx(0.55)]
@@ -367,7 +373,7 @@ def test_f_rises_fast_until_a_model_is_late() -> None:
     saved = copy.deepcopy(timing.state_dict())
     timing.end_step(3)
     assert timing.shares == [pytest.approx(0.36)]
-    other = Timing([1])
+    other = ModelRequestScheduler([1])
     other.load_state_dict(saved)
     other.note(0, 0, during=3)
     other.end_step(3)
@@ -375,7 +381,7 @@ def test_f_rises_fast_until_a_model_is_late() -> None:
 
 
 def test_late_models_make_f_fall_and_timely_ones_rise() -> None:
-    timing = Timing([4, 2])
+    timing = ModelRequestScheduler([4, 2])
     for bucket in range(4):
         timing.note(0, bucket, during=1)
     timing.note(1, 0, during=0)
@@ -488,7 +494,9 @@ def test_merged_steps_move_as_far_as_their_parts() -> None:
 LEVELS = (Level(8, 1), Level(4, 1), Level(4, 2))
 
 
-def steps(room: Room, measure: Callable[[Level], float], count: int) -> list[Level]:
+def steps(
+    room: CompressionController, measure: Callable[[Level], float], count: int
+) -> list[Level]:
     """With gradients that are the younger the larger the measure is."""
     found = []
     for _ in range(count):
@@ -498,14 +506,14 @@ def steps(room: Room, measure: Callable[[Level], float], count: int) -> list[Lev
 
 
 def test_a_level_that_helps_is_kept_and_given_back_when_there_is_room() -> None:
-    room = Room(LEVELS)
+    room = CompressionController(LEVELS)
     assert steps(room, lambda level: 0.2 if level.bits == 8 else 0.6, 500)[-1] == Level(4, 1)
     assert steps(room, lambda level: 0.9, 500)[-1] == Level(8, 1)
 
 
 def test_a_level_that_does_not_help_is_left_and_tried_less_and_less() -> None:
     """As where a latency is the reason, and not the bytes."""
-    room = Room(LEVELS)
+    room = CompressionController(LEVELS)
     seen = steps(room, lambda level: 0.1, 9000)
     tried = [i for i, (a, b) in enumerate(pairwise(seen)) if (a, b) == LEVELS[:2]]
     pauses = [b - a for a, b in pairwise(tried)]
@@ -518,9 +526,9 @@ def test_a_level_that_does_not_help_is_left_and_tried_less_and_less() -> None:
 
 def test_where_one_level_shows_nothing_the_next_may() -> None:
     """As on links that are overfull still."""
-    room = Room(LEVELS)
+    room = CompressionController(LEVELS)
     assert steps(room, lambda level: 0.5 if level.pi > 1 else -0.9, 300)[-1] == Level(4, 2)
-    hopeless = steps(Room(LEVELS), lambda level: -0.9, 9000)
+    hopeless = steps(CompressionController(LEVELS), lambda level: -0.9, 9000)
     assert LEVELS[2] in hopeless
     assert hopeless.count(LEVELS[0]) > 0.8 * len(hopeless)
 

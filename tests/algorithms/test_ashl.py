@@ -20,7 +20,7 @@ from aladdin_mpi.algorithms.ashl import (
     AshlWorker,
     Head,
     Phase,
-    Share,
+    PlannedShare,
     Stage,
     Times,
     TopK,
@@ -297,7 +297,7 @@ class BoundWatch:
         monkeypatch.setattr(LocalDifference, "push", counting)
         monkeypatch.setattr(Outbox, "flush", ending)
 
-    def step(self, transport: Transport, role: Any, ticket: Any) -> None:
+    def step(self, transport: Transport, role: Any, lease: Any) -> None:
         running = [n for worker, n in enumerate(self.fine) if worker not in self.ended]
         ahead = self.fine[role.worker.index] - min(running)
         self.furthest = max(self.furthest, ahead)
@@ -417,7 +417,9 @@ def test_over_mpi(tmp_path: Path, wire: str) -> None:
     found = summary(tmp_path)
     assert found["gradients_applied"] == found["gradients_computed"]
     assert found["ashl"]["fine_from"] > 0
-    rows = [Share(Stage(**row["coarse"]), Stage(**row["fine"])) for row in found["ashl"]["plan"]]
+    rows = [
+        PlannedShare(Stage(**row["coarse"]), Stage(**row["fine"])) for row in found["ashl"]["plan"]
+    ]
     for index, row in enumerate(rows):
         plan = checkpoint_part(tmp_path, 2 + index)["role"]["plan"]
         # The summary's figures are rounded, the checkpoint's are not.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aladdin_mpi.algorithms.gosgd import LEAST_ALPHA, GoSgdWorker
 from aladdin_mpi.codec.base import DenseWire
-from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.exchange.gossip import GossipInbox
 from aladdin_mpi.flat.layout import Layout, cut
@@ -21,7 +21,7 @@ from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.endpoint import Endpoint
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from aladdin_mpi.worker.clipping import Clipping
-from aladdin_mpi.worker.step import Pace
+from aladdin_mpi.worker.step import StepTimeModel
 from aladdin_mpi.worker.worker import Worker
 from tests.gossip_lab import Spy, any_job, large, run_spied, starts
 from tests.quadratic import NO_DELAY, Quadratic, network
@@ -104,7 +104,7 @@ def test_weights_add_up_to_1_at_any_moment(seed: int, p: float) -> None:
     job = any_job("gosgd", seed, **gossip(p))
     mass = Mass(job.workers, len(job.layout.buckets))
 
-    def meet(transport: Transport, found: object, ticket: Ticket) -> None:
+    def meet(transport: Transport, found: object, lease: SampleLease) -> None:
         assert isinstance(found, GoSgdWorker)
         mass.roles[transport.rank] = found
 
@@ -135,8 +135,8 @@ def test_the_weighted_mean_stays_without_gradients(seed: int, wire: str) -> None
 
 def make_inbox(transport: Transport, layout: Layout) -> GossipInbox:
     replica = Replica(Quadratic(layout.numel))
-    pace, schedule = Pace(1.0), lambda samples: 0.0
-    worker = Worker(transport, layout, replica, lambda ticket: 0.0, pace, 1, schedule, Clipping())
+    pace, schedule = StepTimeModel(1.0), lambda samples: 0.0
+    worker = Worker(transport, layout, replica, lambda lease: 0.0, pace, 1, schedule, Clipping())
     return GossipInbox(worker, DenseWire(torch.float32, torch.device("cpu")))
 
 
@@ -222,7 +222,7 @@ def test_a_weight_never_becomes_zero() -> None:
     job = Job("gosgd", workers=2, samples=1600, batch=1, slowdown={0: 3000.0}, noise=0.0)
     least = 1.0
 
-    def look(transport: Transport, found: object, ticket: Ticket) -> None:
+    def look(transport: Transport, found: object, lease: SampleLease) -> None:
         nonlocal least
         assert isinstance(found, GoSgdWorker)
         least = min(least, *found.alpha)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.options.algorithms import LocalSgdOptions, own
 from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.run.trainer import simulate
@@ -35,7 +35,7 @@ class Plain:
         self.problem = Quadratic(job.numel)
         self.models = [flat_start(job.numel).double() for _ in range(job.workers)]
         self.velocities = [torch.zeros_like(model) for model in self.models]
-        self.used: list[list[Ticket]] = [[] for _ in self.models]
+        self.used: list[list[SampleLease]] = [[] for _ in self.models]
         self.trace = [self.models[0]]
         drawn = 0
         for segment in range(job.segments):
@@ -43,7 +43,7 @@ class Plain:
             steps = 0
             while drawn < end:
                 whole = min(job.batch * job.workers, end - drawn)
-                self.step(Ticket(drawn, 0, whole))
+                self.step(SampleLease(drawn, 0, whole))
                 steps += 1
                 if (
                     drawn < own(job.options, LocalSgdOptions).post
@@ -54,20 +54,20 @@ class Plain:
                 drawn += whole
             self.average()
 
-    def step(self, whole: Ticket) -> None:
+    def step(self, whole: SampleLease) -> None:
         options, n = self.job.options, self.job.workers
         for i, x in enumerate(self.models):
-            ticket = whole._replace(size=whole.size_of(i, n))
+            lease = whole._replace(size=whole.size_of(i, n))
             gradient = torch.zeros_like(x)
-            if ticket.size:
-                noise = noise_of_samples(self.job, i, self.used[i], ticket)
+            if lease.size:
+                noise = noise_of_samples(self.job, i, self.used[i], lease)
                 gradient = self.problem.scale * (x - self.problem.optimum) + noise
-                gradient *= ticket.size * n / ticket.whole
-                self.used[i].append(ticket)
+                gradient *= lease.size * n / lease.whole
+                self.used[i].append(lease)
             gradient = gradient + options.weight_decay * x
             velocity = self.velocities[i] = options.momentum * self.velocities[i] + gradient
             direction = gradient + options.momentum * velocity if options.nesterov else velocity
-            self.models[i] = x - self.job.schedule(ticket.start) * direction
+            self.models[i] = x - self.job.schedule(lease.start) * direction
         self.trace.append(self.models[0])
 
     def average(self) -> None:
@@ -134,8 +134,8 @@ def test_models_are_averaged_when_it_is_due() -> None:
     """Before each step the workers' models are the same or not; post-local SGD switches."""
     seen: dict[int, list[Tensor]] = defaultdict(list)
 
-    def probe(transport: Transport, role: Role, ticket: Ticket) -> None:
-        seen[ticket.start].append(flat(role, job.layout))
+    def probe(transport: Transport, role: Role, lease: SampleLease) -> None:
+        seen[lease.start].append(flat(role, job.layout))
 
     job = Job("local-sgd", workers=3, batch=2, samples=6 * 12, probe=probe)
     job.settings = {**MOMENTUM, "local_sgd": {"steps": 4, "post": 6 * 3}}
@@ -197,13 +197,13 @@ def test_a_copy_of_a_model_is_that_of_one_step() -> None:
     """Asked for at any moment, also while the models are being summed."""
     shots: list[Tensor] = []
 
-    def probe(transport: Transport, role: Role, ticket: Ticket) -> None:
+    def probe(transport: Transport, role: Role, lease: SampleLease) -> None:
         if transport.rank == 1:
             # In the middle of a step, and while rank 0 waits for this, slower, worker.
             for delay in (0.5, 1.0, 1.0):
                 transport.sleep(delay)
                 transport.isend(torch.zeros(1, dtype=torch.uint8), 0, ASKED)
-        elif transport.rank == 0 and ticket.start == 0:
+        elif transport.rank == 0 and lease.start == 0:
             transport.on_message(ASKED, 1, lambda *message: shots.append(flat(role, job.layout)))
 
     slow = network(bandwidth_gbit=3e-7, local_bandwidth_gbit=3e-7, hosts=3)

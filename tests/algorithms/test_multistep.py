@@ -54,8 +54,8 @@ def test_equals_one_process(workers: int, exchange: dict[str, Any]) -> None:
     assert moved(job) > 0.05
     results = run(job)
     assert_equal(results, alone(job))
-    last = [result.tickets[-1].size for result in results]
-    assert workers == 1 or min(last) < max(last) or len({len(r.tickets) for r in results}) > 1
+    last = [result.leases[-1].size for result in results]
+    assert workers == 1 or min(last) < max(last) or len({len(r.leases) for r in results}) > 1
 
 
 @pytest.mark.parametrize("exchange", [GRADIENTS, ACTIVATIONS], ids=["gradients", "activations"])
@@ -213,7 +213,7 @@ def test_one_rank_that_cannot_is_enough() -> None:
 def test_a_rank_without_samples_has_no_say() -> None:
     job = Job(4, 4, 6, segments=2, settings={**MOMENTUM, **ACTIVATIONS})
     results = run(job)
-    assert min(len(result.tickets) for result in results) < 2
+    assert min(len(result.leases) for result in results) < 2
     assert all(piece.by_errors for result in results for piece in result.role.dense)
     assert_equal(results, alone(job))
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.algorithms.sgp import SgpWorker, _Push, hops
-from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.transport.base import Request, Transport
 from aladdin_mpi.transport.virtual.endpoint import Endpoint
@@ -168,7 +168,7 @@ def test_weights_add_up_to_n_at_any_moment(
         def switched(self) -> None:
             mass.check()
 
-    def meet(transport: Transport, found: object, ticket: Ticket) -> None:
+    def meet(transport: Transport, found: object, lease: SampleLease) -> None:
         assert isinstance(found, SgpWorker)
         mass.roles[transport.rank] = found
 
@@ -212,7 +212,7 @@ def transcribed(job: Job, outcome: Outcome, graph: str, added: Added) -> Tensor:
             decayed = x[i] if by_numerator else z
             g = scale * (z - optimum) + all_noise[i][k] + options.weight_decay * decayed
             v[i] = options.momentum * v[i] + g
-            x[i] = x[i] - job.schedule(outcome.workers[i].tickets[k].start) * v[i]
+            x[i] = x[i] - job.schedule(outcome.workers[i].leases[k].start) * v[i]
             add(i, added[i][k][0])
             x[i], w[i] = x[i] / 2, w[i] / 2
         sent.append([(x[i], w[i]) for i in range(n)])
@@ -221,10 +221,10 @@ def transcribed(job: Job, outcome: Outcome, graph: str, added: Added) -> Tensor:
     return torch.stack([x[i] / w[i] for i in range(n)])
 
 
-def log_additions(added: Added) -> Callable[[Transport, object, Ticket], None]:
+def log_additions(added: Added) -> Callable[[Transport, object, SampleLease], None]:
     """A probe that keeps what each worker adds in each step."""
 
-    def probe(transport: Transport, found: object, ticket: Ticket) -> None:
+    def probe(transport: Transport, found: object, lease: SampleLease) -> None:
         assert isinstance(found, SgpWorker)
         rows = added[transport.rank]
         rows.append(([], []))

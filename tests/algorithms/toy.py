@@ -6,8 +6,8 @@ from pydantic import Field
 
 from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.codec.base import GradientCodec
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_link import GradientLink
-from aladdin_mpi.exchange.server_role import Server
 from aladdin_mpi.flat.state import saved
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import Algorithm, OwnOptions, own
@@ -41,7 +41,7 @@ class ToyWorker(TrainingWorker):
         self.link.close()
 
 
-class ToyServer(Server):
+class ToyServer(ServerAlgorithm):
     """Update, answer."""
 
     def run(self) -> None:
@@ -52,7 +52,7 @@ class ToyServer(Server):
 
 
 register(
-    Algorithm("toy", ToyOptions, has_servers=True, few_bits=True, optimizers="by-value"),
+    Algorithm("toy", ToyOptions, has_servers=True, quantises=True, optimizers="by-value"),
     worker=lambda worker, optimizer, wire, run: ToyWorker(worker, optimizer, wire),
     server=lambda server, optimizer, run: ToyServer(server, None, own(run, ToyOptions).divisor),
 )

@@ -17,7 +17,7 @@ from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.run import trainer
 from aladdin_mpi.transport.base import EVENT_POLL, Event, Request, Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
-from aladdin_mpi.transport.wrapper import Layer
+from aladdin_mpi.transport.wrapper import TransportWrapper
 from tests.algorithms.test_multistep import ACTIVATIONS, GRADIENTS, MOMENTUM, TINY, deep
 from tests.multistep_lab import Job, alone, run_rank
 from tests.quadratic import network
@@ -27,7 +27,7 @@ UNBOUNDED = 10**6
 SIZE = 1_000_000
 
 
-class Watching(Layer):
+class Watching(TransportWrapper):
     """Notes which collectives are started, and how many are under way then."""
 
     def __init__(self, inner: Transport) -> None:

@@ -22,10 +22,15 @@ from aladdin_mpi.codec.quantise import (
     scales_of,
     steps_of,
 )
-from aladdin_mpi.codec.quantised import FewBitsCodec, FewBitsDecoder, FewBitsEncoder, make_codec
+from aladdin_mpi.codec.quantised import (
+    QuantisedCodec,
+    QuantisedDecoder,
+    QuantisedEncoder,
+    make_codec,
+)
 from aladdin_mpi.flat.layout import Bucket, Layout, cut
 from aladdin_mpi.flat.vectors import BLOCK
-from aladdin_mpi.options.general import FEW_BITS
+from aladdin_mpi.options.general import QUANTISED_BITS
 from aladdin_mpi.transport.checksums import is_void, void
 
 CPU = torch.device("cpu")
@@ -71,10 +76,10 @@ def layout_of(numel: int) -> Layout:
     return cut(numel, 1, 64.0, 64.0)
 
 
-def codec_of(numel: int, bits: int = 8) -> FewBitsCodec:
-    wire = {bits: name for name, bits in FEW_BITS.items()}[bits]
+def codec_of(numel: int, bits: int = 8) -> QuantisedCodec:
+    wire = {bits: name for name, bits in QUANTISED_BITS.items()}[bits]
     codec = make_codec(wire, layout_of(numel), CPU)
-    assert isinstance(codec, FewBitsCodec)
+    assert isinstance(codec, QuantisedCodec)
     return codec
 
 
@@ -301,7 +306,7 @@ def test_a_small_change_of_a_large_model_arrives(bits: int) -> None:
 
 def test_every_worker_has_a_shadow_and_bits_of_its_own() -> None:
     line = Line(1000, 8)
-    decoders = {1: FewBitsDecoder(), 2: FewBitsDecoder()}
+    decoders = {1: QuantisedDecoder(), 2: QuantisedDecoder()}
     line.encoder.use(2, 4)
     lengths = []
     for rank in (1, 2, 1, 1, 2):
@@ -337,10 +342,10 @@ def test_after_a_loss_nothing_is_taken_until_the_bucket_comes_whole() -> None:
     assert line.send()[0] < 1000
 
 
-@pytest.mark.parametrize("wire", FEW_BITS)
+@pytest.mark.parametrize("wire", QUANTISED_BITS)
 @pytest.mark.parametrize("moves_bytes", [False, True])
 def test_with_timed_computing_lengths_are_right(wire: str, moves_bytes: bool) -> None:
-    bits, meta = FEW_BITS[wire], torch.device("meta")
+    bits, meta = QUANTISED_BITS[wire], torch.device("meta")
     codec = make_codec(wire, layout_of(1000), meta, moves_bytes)
     bucket, values = Bucket(0, 0, 1000, 0), torch.zeros(1000, device=meta)
     room = codec.buffer_for(values)
@@ -350,7 +355,7 @@ def test_with_timed_computing_lengths_are_right(wire: str, moves_bytes: bool) ->
     assert not is_void(message)
     codec.add(bucket, message, values)
     encoder: Any = codec.model_encoder()
-    assert isinstance(encoder, FewBitsEncoder)
+    assert isinstance(encoder, QuantisedEncoder)
     lengths = [encoder.encode(1, bucket, values, codec.buffer(1000)).numel() for _ in range(2)]
     encoder.lost(1, 0)
     lengths.append(encoder.encode(1, bucket, values, codec.buffer(1000)).numel())

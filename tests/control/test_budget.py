@@ -7,32 +7,34 @@ from collections.abc import Callable
 
 import pytest
 
-from aladdin_mpi.control.budget import Budget, Draws, Report, Ticket
+from aladdin_mpi.control.budget import Budget, SampleClient, SampleLease, WorkerReport
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 
 ENOUGH = 1000.0
 """Virtual seconds after which every worker has ended."""
-Reports = list[tuple[int, Report]]
+Reports = list[tuple[int, WorkerReport]]
 Keep = Callable[[VirtualTransport, Budget], None]
 
 
-def draw_all(transport: VirtualTransport, batch: int, pause: Callable[[], float]) -> list[Ticket]:
+def draw_all(
+    transport: VirtualTransport, batch: int, pause: Callable[[], float]
+) -> list[SampleLease]:
     """Draw one step ahead until nothing is left, as a worker does."""
-    draws = Draws(transport)
-    tickets: list[Ticket] = []
-    draws.request(batch, Report())
-    while (ticket := draws.take()).size:
-        draws.request(batch, Report(samples=ticket.size, loss=1.0, steps=len(tickets)))
-        tickets.append(ticket)
+    draws = SampleClient(transport)
+    leases: list[SampleLease] = []
+    draws.request(batch, WorkerReport())
+    while (lease := draws.take()).size:
+        draws.request(batch, WorkerReport(samples=lease.size, loss=1.0, steps=len(leases)))
+        leases.append(lease)
         transport.sleep(pause())
-    return tickets
+    return leases
 
 
 def run(
     workers: int, total: int, keep: Keep, seed: int = 0, batch: int | None = None
-) -> tuple[Budget, Reports, list[list[Ticket]]]:
-    """Let workers of random speeds and batches draw; returns every worker's tickets."""
+) -> tuple[Budget, Reports, list[list[SampleLease]]]:
+    """Let workers of random speeds and batches draw; returns every worker's leases."""
 
     def main(transport: VirtualTransport) -> object:
         if transport.rank == 0:
@@ -46,9 +48,9 @@ def run(
         return draw_all(transport, size, lambda: r.uniform(0, speed))
 
     cluster = Cluster(hosts=workers, delay_us=r_delay(seed))
-    first, *tickets = VirtualCluster(workers + 1, cluster, seed).run(main)
+    first, *leases = VirtualCluster(workers + 1, cluster, seed).run(main)
     assert isinstance(first, tuple)
-    return *first, tickets
+    return *first, leases
 
 
 def r_delay(seed: int) -> float:
@@ -59,10 +61,10 @@ def open_all(transport: VirtualTransport, budget: Budget) -> None:
     budget.open(budget.total)
 
 
-def covered(tickets: list[list[Ticket]]) -> int:
-    """Check that tickets follow each other without gap or overlap; returns their end."""
+def covered(leases: list[list[SampleLease]]) -> int:
+    """Check that leases follow each other without gap or overlap; returns their end."""
     position = 0
-    for start, size, *_ in sorted(ticket for own in tickets for ticket in own):
+    for start, size, *_ in sorted(lease for own in leases for lease in own):
         assert start == position
         position += size
     return position
@@ -72,20 +74,20 @@ def covered(tickets: list[list[Ticket]]) -> int:
 def test_every_sample_is_granted_once(seed: int) -> None:
     r = random.Random(seed)
     workers, total = r.randint(1, 6), r.randint(1, 300)
-    budget, _, tickets = run(workers, total, open_all, seed)
-    assert covered(tickets) == total == budget.drawn
+    budget, _, leases = run(workers, total, open_all, seed)
+    assert covered(leases) == total == budget.drawn
     assert budget.used_up
 
 
 def test_a_fast_worker_gets_more() -> None:
-    _, _, tickets = run(5, 600, open_all, seed=2, batch=1)
-    counts = sorted(len(own) for own in tickets)
+    _, _, leases = run(5, 600, open_all, seed=2, batch=1)
+    counts = sorted(len(own) for own in leases)
     assert counts[0] * 2 < counts[-1]
 
 
 def test_only_the_last_ticket_is_short() -> None:
-    _, _, tickets = run(3, 100, open_all, batch=7)
-    sizes = [ticket.size for ticket in sorted(t for own in tickets for t in own)]
+    _, _, leases = run(3, 100, open_all, batch=7)
+    sizes = [lease.size for lease in sorted(t for own in leases for t in own)]
     assert sizes == [7] * 14 + [2]
 
 
@@ -93,26 +95,26 @@ def test_only_the_last_ticket_is_short() -> None:
 def test_last_round_completes_an_epoch(samples: int) -> None:
     """The rounds of an epoch give each worker as many samples as its share has."""
     workers, batch = 3, 4
-    rounds = [Ticket(0, 0, min(workers * batch, samples - at)) for at in range(0, samples, 12)]
+    rounds = [SampleLease(0, 0, min(workers * batch, samples - at)) for at in range(0, samples, 12)]
     for worker in range(workers):
         granted = sum(each.size_of(worker, workers) for each in rounds)
         assert granted == len(range(worker, samples, workers))
 
 
 def test_more_workers_than_samples_leave_some_without() -> None:
-    _, _, tickets = run(5, 2, open_all, batch=1)
-    assert sorted(len(own) for own in tickets) == [0, 0, 0, 1, 1]
+    _, _, leases = run(5, 2, open_all, batch=1)
+    assert sorted(len(own) for own in leases) == [0, 0, 0, 1, 1]
 
 
 def test_a_segment_ends_at_its_limit() -> None:
-    budget, _, tickets = run(3, 100, lambda _, budget: budget.open(40))
-    assert covered(tickets) == 40 == budget.drawn
+    budget, _, leases = run(3, 100, lambda _, budget: budget.open(40))
+    assert covered(leases) == 40 == budget.drawn
     assert not budget.used_up
 
 
 def test_a_limit_beyond_the_run_is_its_end() -> None:
-    _, _, tickets = run(3, 100, lambda _, budget: budget.open(1000))
-    assert covered(tickets) == 100
+    _, _, leases = run(3, 100, lambda _, budget: budget.open(1000))
+    assert covered(leases) == 100
 
 
 def test_stop_grants_nothing_more_of_the_segment() -> None:
@@ -121,8 +123,8 @@ def test_stop_grants_nothing_more_of_the_segment() -> None:
         transport.sleep(3.0)
         budget.stop()
 
-    budget, _, tickets = run(3, 100_000, keep, batch=1)
-    assert 0 < covered(tickets) == budget.drawn < 100_000
+    budget, _, leases = run(3, 100_000, keep, batch=1)
+    assert 0 < covered(leases) == budget.drawn < 100_000
     assert not budget.used_up
     assert budget.total == 100_000
 
@@ -136,13 +138,13 @@ def test_a_worker_can_end_the_run_for_all() -> None:
             return budget
         if transport.rank == 3:
             transport.sleep(3.0)
-            Draws(transport).stop()
+            SampleClient(transport).stop()
             return []
         return draw_all(transport, 2, lambda: 0.1)
 
-    budget, *tickets = VirtualCluster(4, Cluster()).run(main)
+    budget, *leases = VirtualCluster(4, Cluster()).run(main)
     assert isinstance(budget, Budget)
-    end = covered(tickets)  # type: ignore[arg-type]
+    end = covered(leases)  # type: ignore[arg-type]
     assert 0 < end == budget.drawn == budget.total < 100_000
     assert budget.used_up
 
@@ -153,22 +155,22 @@ def test_a_draw_before_the_start_is_answered_at_the_start() -> None:
         assert budget.drawn == 0
         budget.open(budget.total)
 
-    _, _, tickets = run(3, 50, keep)
-    assert covered(tickets) == 50
+    _, _, leases = run(3, 50, keep)
+    assert covered(leases) == 50
 
 
 def test_reports_come_with_the_draws() -> None:
-    _, reports, tickets = run(2, 30, open_all, batch=4)
+    _, reports, leases = run(2, 30, open_all, batch=4)
     assert sum(report.samples for _, report in reports) == 30
-    for rank, own in enumerate(tickets, start=1):
+    for rank, own in enumerate(leases, start=1):
         mine = [report for source, report in reports if source == rank]
-        assert mine[0] == Report()
-        assert [report.samples for report in mine[1:]] == [ticket.size for ticket in own]
+        assert mine[0] == WorkerReport()
+        assert [report.samples for report in mine[1:]] == [lease.size for lease in own]
         assert [report.steps for report in mine[1:]] == list(range(len(own)))
 
 
 def test_a_report_arrives_as_it_was_sent() -> None:
-    sent = Report(samples=2**40, loss=0.1, waiting=1.5e-9, sent=2**52, steps=7)
+    sent = WorkerReport(samples=2**40, loss=0.1, waiting=1.5e-9, sent=2**52, steps=7)
 
     def main(transport: VirtualTransport) -> object:
         if transport.rank == 0:
@@ -176,7 +178,7 @@ def test_a_report_arrives_as_it_was_sent() -> None:
             budget = Budget(transport, 10, lambda rank, report: got.append((rank, report)))
             transport.sleep(ENOUGH)
             return got, budget.drawn
-        Draws(transport).report(sent)
+        SampleClient(transport).report(sent)
         return None
 
     assert VirtualCluster(2, Cluster()).run(main)[0] == ([(1, sent)], 0)

@@ -18,7 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from aladdin_mpi.data.feeds import Feed, Share, feed_of
+from aladdin_mpi.data.feeds import Feed, FeedShare, feed_of
 from aladdin_mpi.errors import UserError
 
 LENGTH, WORKERS, BATCH = 23, 3, 2
@@ -64,7 +64,7 @@ def numbers(batch: Any) -> list[int]:
 
 
 def taken(feed: Feed, worker: int, batches: int, done: int = 0, count: int = BATCH) -> list[Any]:
-    source = feed.source(Share(worker, WORKERS, 7, BATCH, done))
+    source = feed.source(FeedShare(worker, WORKERS, 7, BATCH, done))
     return [numbers(source.next_batch(count)) for _ in range(batches)]
 
 
@@ -99,7 +99,7 @@ def test_a_run_that_goes_on_finds_its_place() -> None:
 
 def test_the_last_batch_of_a_round_may_be_shorter() -> None:
     feed = loader(batch_size=BATCH, shuffle=True)
-    source = feed.source(Share(0, WORKERS, 7, BATCH))
+    source = feed.source(FeedShare(0, WORKERS, 7, BATCH))
     parts = [numbers(source.next_batch(count)) for count in (2, 1, 2, 2)]
     assert [len(part) for part in parts] == [2, 1, 2, 2]
     assert flat(parts) == flat(taken(feed, 0, 4))[:7]
@@ -121,7 +121,7 @@ def test_a_samplers_draws_are_the_same_for_all_workers() -> None:
     assert set(flat(parts)) <= set(range(5))
     torch.manual_seed(99)
     feed = loader(batch_size=1, sampler=WeightedRandomSampler(weights, 30))
-    whole = [numbers(feed.source(Share(0, 1, 7, 1)).next_batch(30))]
+    whole = [numbers(feed.source(FeedShare(0, 1, 7, 1)).next_batch(30))]
     assert [whole[0][worker::WORKERS] for worker in range(WORKERS)] == parts
 
 
@@ -199,7 +199,7 @@ def test_list_of_items_with_a_scalar_has_samples(label: Any) -> None:
     feed = feed_of([(torch.ones(4), label)] * 6, False, BATCH)
     assert feed.length(BATCH) == 6
     if label is not None:  # which torch does not put together
-        inputs, _ = feed.source(Share(0, 1, 7, BATCH)).next_batch(BATCH)
+        inputs, _ = feed.source(FeedShare(0, 1, 7, BATCH)).next_batch(BATCH)
         assert inputs.shape == (BATCH, 4)
 
 

@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from aladdin_mpi.data import loading
 from aladdin_mpi.data.augment import Normalisation, SmallImages
-from aladdin_mpi.data.feeds import Feed, Share, feed_of
+from aladdin_mpi.data.feeds import Feed, FeedShare, feed_of
 from aladdin_mpi.data.images import ImageArrays
 from aladdin_mpi.errors import UserError
 
@@ -66,7 +66,7 @@ def batches_of(
     """The first batches that a worker gets."""
     feed = feed_of(given, False, BATCH)
     size = feed.batch_size or BATCH
-    share = Share(worker, workers, 7, size, done, feed.loader_workers or 0)
+    share = FeedShare(worker, workers, 7, size, done, feed.loader_workers or 0)
     source = feed.source(share)
     found = [source.next_batch(size) for _ in range(count)]
     return [each.tolist() if isinstance(each, torch.Tensor) else each for each in found]
@@ -307,7 +307,7 @@ def test_iteration_of_a_subclass_is_kept_and_shuffled_alike_on_all_workers() -> 
     torch.manual_seed(3)
     expected = next(iter(given())).tolist()
     torch.manual_seed(3)
-    assert feed.source(Share(1, 2, 7, BATCH)).next_batch(BATCH).tolist() == expected
+    assert feed.source(FeedShare(1, 2, 7, BATCH)).next_batch(BATCH).tolist() == expected
 
 
 class Wrong(Sampler[int]):

@@ -18,7 +18,7 @@ from torch import Tensor
 from aladdin_mpi.data import shards
 from aladdin_mpi.data import shards as shards_module
 from aladdin_mpi.data.datasets import load_dataset
-from aladdin_mpi.data.feeds import SampleFeed, Share
+from aladdin_mpi.data.feeds import FeedShare, SampleFeed
 from aladdin_mpi.data.sampler import Int64Array, Period
 from aladdin_mpi.data.shards import ShardImages
 from aladdin_mpi.errors import UserError
@@ -84,8 +84,8 @@ def load(root: Path, **options: str | int) -> ShardImages:
     return found
 
 
-def share(data: ShardImages, worker: int, workers: int, done: int = 0) -> Share:
-    return Share(worker, workers, seed=5, batch_size=4, done=done)
+def share(data: ShardImages, worker: int, workers: int, done: int = 0) -> FeedShare:
+    return FeedShare(worker, workers, seed=5, batch_size=4, done=done)
 
 
 def order_of(data: ShardImages, worker: int, workers: int, count: int, done: int = 0) -> Int64Array:
@@ -226,9 +226,9 @@ def test_batches_are_the_same_whoever_loads_and_after_a_break(tmp_path: Path) ->
     data = load(write(tmp_path / "data"), image_size=SIDE, shuffle_buffer=10)
     per_worker, seen = 10, []
     for worker in range(2):
-        whole = batches(data, per_worker, Share(worker, 2, seed=5, batch_size=4))
+        whole = batches(data, per_worker, FeedShare(worker, 2, seed=5, batch_size=4))
         for done, processes in ((0, 1), (0, 2), (12, 0), (12, 2)):
-            part = Share(worker, 2, seed=5, batch_size=4, done=done, processes=processes)
+            part = FeedShare(worker, 2, seed=5, batch_size=4, done=done, processes=processes)
             found = batches(data, per_worker - done // 4, part)
             for (inputs, labels), (mine, my_labels) in zip(found, whole[done // 4 :], strict=True):
                 assert torch.equal(inputs, mine) and torch.equal(labels, my_labels)
@@ -236,7 +236,7 @@ def test_batches_are_the_same_whoever_loads_and_after_a_break(tmp_path: Path) ->
     assert sum(seen) == TRAIN  # one epoch, all of which the two have together
 
 
-def batches(data: ShardImages, count: int, of: Share) -> list[tuple[Tensor, Tensor]]:
+def batches(data: ShardImages, count: int, of: FeedShare) -> list[tuple[Tensor, Tensor]]:
     source = SampleFeed(data, pairs=True).source(of)
     found = [source.next_batch(of.batch_size) for _ in range(count)]
     source.close()
@@ -245,7 +245,7 @@ def batches(data: ShardImages, count: int, of: Share) -> list[tuple[Tensor, Tens
 
 def test_other_numbers_of_workers_are_refused(tmp_path: Path) -> None:
     data = load(write(tmp_path / "data"))
-    past = Share(0, 2, seed=5, batch_size=4, past=[Period((4, 4, 4))])
+    past = FeedShare(0, 2, seed=5, batch_size=4, past=[Period((4, 4, 4))])
     with pytest.raises(UserError, match=r"--allow-resize: .* got shards"):
         SampleFeed(data, pairs=True).source(past)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.exchange.receiver import Arrival
+from aladdin_mpi.exchange.receiver import ReceivedBucket
 from aladdin_mpi.exchange.server import GradientSum
 from aladdin_mpi.flat import vectors
 from aladdin_mpi.flat.layout import Bucket
@@ -81,8 +81,8 @@ def test_adding_tells_of_a_sum_that_is_not_finite(which: int) -> None:
 BUCKET = Bucket(0, 0, NUMEL, 0)
 
 
-def arrival(message: Tensor, count: int = 1) -> Arrival:
-    return Arrival(0, BUCKET, count, message)
+def arrival(message: Tensor, count: int = 1) -> ReceivedBucket:
+    return ReceivedBucket(0, BUCKET, count, message)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -39,7 +39,7 @@ def train(job: Job, transport: MpiTransport) -> tuple[Tensor, list[bool]]:
     role, layout = mine.role, job.layout
     facts = {
         "counts": role.counts(),
-        "sizes": [ticket.size for ticket in mine.tickets],
+        "sizes": [lease.size for lease in mine.leases],
         "weights": [role.weight(bucket) for bucket in layout.buckets],
         "parts": [
             role.part(b).tolist()
@@ -72,7 +72,7 @@ def train(job: Job, transport: MpiTransport) -> tuple[Tensor, list[bool]]:
 def test_converges_and_accounts_balance(transport: MpiTransport, algorithm: str, wire: str) -> None:
     if wire != "fp32" and transport.size != 3:
         pytest.skip("once is enough")
-    if wire == "int8" and not find_algorithm(algorithm).few_bits:
+    if wire == "int8" and not find_algorithm(algorithm).quantises:
         pytest.skip("is refused")
     settings = {
         "wire": wire,

@@ -71,9 +71,9 @@ def test_a_whole_run(
         start=lambda rank: starts(rank, numel),
     )
     result = run_rank(job, transport)
-    used = sum(ticket.size for ticket in result.tickets)
+    used = sum(lease.size for lease in result.leases)
     assert total(transport, torch.tensor([used])).item() == job.samples
-    counts = torch.tensor([result.role.counts()["computed"], -len(result.tickets)])
+    counts = torch.tensor([result.role.counts()["computed"], -len(result.leases)])
     assert total(transport, counts).sum() == 0
     expected = 1.0 if algorithm == "gosgd" else float(n)
     for bucket in job.layout.buckets:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from aladdin_mpi.transport.base import ANY_SOURCE
-from aladdin_mpi.transport.mpi.requests import SMALL, MpiRequest, Pending
+from aladdin_mpi.transport.mpi.requests import SMALL, MpiRequest, PendingRequests
 
 
 def receive(peer: int, tag: int = 1) -> MpiRequest:
@@ -16,8 +16,8 @@ def send(peer: int, tag: int = 1) -> MpiRequest:
     return MpiRequest("send", None, False, peer, tag)
 
 
-def pending(*requests: MpiRequest) -> Pending:
-    found = Pending()
+def pending(*requests: MpiRequest) -> PendingRequests:
+    found = PendingRequests()
     for request in requests:
         found.add(request)
     return found

@@ -21,7 +21,7 @@ def run(job: Job, transport: MpiTransport) -> RankResult:
     """Train; every rank's own model must be sound, and no gradient may be missing."""
     mine = run_rank(job, transport)
     for bucket in job.layout.buckets:
-        if transport.rank in job.kind.holders(bucket.server, transport.size) or mine.tickets:
+        if transport.rank in job.kind.holders(bucket.server, transport.size) or mine.leases:
             assert mine.role.part(bucket).isfinite().all()
     counts = gather(transport, mine.role.counts())
     for server in counts[: job.served_by]:
@@ -44,7 +44,7 @@ def test_a_gradient_is_refused(transport: MpiTransport, algorithm: str) -> None:
     bad = torch.full((60,), nan)
     job = replace(job, spoil=lambda worker, step: bad if (worker, step % 9) == (spoilt, 3) else 0.0)
     mine = run(job, transport)
-    steps = gather(transport, len(mine.tickets))
+    steps = gather(transport, len(mine.leases))
     if transport.rank == 0:
         wanted = len([step for step in range(steps[-1]) if step % 9 == 3])
         assert wanted or not job.kind.lockstep  # one among many may take few steps

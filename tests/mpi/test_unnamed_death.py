@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from aladdin_mpi.errors import PeerFailedError
-from aladdin_mpi.transport.mpi import deaths, failures, requests
+from aladdin_mpi.transport.mpi import failures, fault_tolerance, requests
 from aladdin_mpi.transport.mpi.engine import MpiTransport
 from aladdin_mpi.transport.mpi.requests import MpiRequest
 
@@ -28,7 +28,7 @@ class EndedByDeath:
 def dead(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Who has died, as MPI tells it."""
     known: set[int] = set()
-    monkeypatch.setattr(deaths, "dead", lambda everyone: set(known))
+    monkeypatch.setattr(fault_tolerance, "dead", lambda everyone: set(known))
     return known
 
 

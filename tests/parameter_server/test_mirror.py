@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from aladdin_mpi import DataParallel
 from aladdin_mpi.control.exchange import send_object
-from aladdin_mpi.exchange import mirror
-from aladdin_mpi.exchange.mirror import keeper_of
+from aladdin_mpi.exchange import server_replica
+from aladdin_mpi.exchange.server_replica import keeper_of
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.run import summary, takeover
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
-from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.merged_state import MergedState
 
 DEATH = 20.5
 LR = 0.05
@@ -58,17 +58,17 @@ class Spy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: dict[int, list[dict[str, Any]]] = {}
-        self.formers: list[Former] = []
+        self.formers: list[MergedState] = []
         reconcile = takeover._reconcile
         monkeypatch.setattr(summary, "draw_curves", lambda *_: None)
-        monkeypatch.setattr(mirror, "send_object", self._send)
+        monkeypatch.setattr(server_replica, "send_object", self._send)
 
-        def keep(former: Former, of: Any) -> int:
-            optimizer = former.server["optimizer"]
+        def keep(merged: MergedState, of: Any) -> int:
+            optimizer = merged.server["optimizer"]
             velocity = None if optimizer is None else optimizer["velocity"].clone()
-            server = {**former.server, "optimizer": {"velocity": velocity}}
-            self.formers.append(Former(former.model.clone(), {}, server))
-            return reconcile(former, of)
+            server = {**merged.server, "optimizer": {"velocity": velocity}}
+            self.formers.append(MergedState(merged.model.clone(), {}, server))
+            return reconcile(merged, of)
 
         monkeypatch.setattr(takeover, "_reconcile", keep)
 
@@ -113,8 +113,8 @@ def test_what_only_the_lost_server_knew(
     VirtualCluster(servers + WORKERS, cluster, 0).run(
         lambda transport: train(transport, tmp_path / "run", servers, how)
     )
-    former = spy.formers[0]
-    whole = former.server["optimizer"]["velocity"] if name == "velocity" else former.model
+    merged = spy.formers[0]
+    whole = merged.server["optimizer"]["velocity"] if name == "velocity" else merged.model
     assert spy.sent
     for last_two in spy.newest(name):
         assert all(part.any() for part in last_two)
@@ -126,9 +126,9 @@ def test_a_bucket_is_mirrored_after_every_fourth_update(
 ) -> None:
     updates: Counter[int] = Counter()
     sent_at: dict[int, list[int]] = {}
-    note = mirror.Mirror.note
+    note = server_replica.ServerReplica.note
 
-    def counted(self: mirror.Mirror, bucket: Bucket) -> None:
+    def counted(self: server_replica.ServerReplica, bucket: Bucket) -> None:
         updates[bucket.index] += 1
         note(self, bucket)
 
@@ -136,8 +136,8 @@ def test_a_bucket_is_mirrored_after_every_fourth_update(
         sent_at.setdefault(told["bucket"], []).append(updates[told["bucket"]])
         return send_object(transport, told, *where)
 
-    monkeypatch.setattr(mirror.Mirror, "note", counted)
-    monkeypatch.setattr(mirror, "send_object", send)
+    monkeypatch.setattr(server_replica.ServerReplica, "note", counted)
+    monkeypatch.setattr(server_replica, "send_object", send)
     cluster = Cluster(deaths={WORKERS: 1e6}).placed(1)  # after the end: there are mirrors
     VirtualCluster(1 + WORKERS, cluster, 0).run(
         lambda transport: train(
@@ -157,7 +157,7 @@ def test_without_a_mirror_momentum_begins_again(
     VirtualCluster(2 + WORKERS, Cluster(deaths={0: DEATH}).placed(2), 0).run(
         lambda transport: train(transport, tmp_path / "run", 2, how)
     )
-    former = spy.formers[0]
+    merged = spy.formers[0]
     assert not spy.sent
-    velocity = former.server["optimizer"]["velocity"]
+    velocity = merged.server["optimizer"]["velocity"]
     assert velocity.any() and (velocity == 0).any()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aladdin_mpi.algorithms.shat import staleness_weight
 from aladdin_mpi.algorithms.ssp import SspWorker
-from aladdin_mpi.control.budget import Ticket
+from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.exchange.receiver import Header
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.base import Transport
@@ -208,15 +208,15 @@ def test_asp_follows_its_rule(place: str) -> None:
     scale, optimum = problem.scale.double(), problem.optimum.double()
     x = flat_start(job.numel).double()
     velocity = [torch.zeros_like(x) for _ in range(3)]
-    used: list[list[Ticket]] = [[], [], []]
+    used: list[list[SampleLease]] = [[], [], []]
     local = [x.clone() for _ in range(3)]
     due = sorted((job.slowdown[w], w) for w in range(3))
     drawn = 3 * job.batch
     while due:
         now, w = due.pop(0)
-        ticket = Ticket(0, job.batch, job.batch)
-        noise = noise_of_samples(job, w, used[w], ticket).double()
-        used[w].append(ticket)
+        lease = SampleLease(0, job.batch, job.batch)
+        noise = noise_of_samples(job, w, used[w], lease).double()
+        used[w].append(lease)
         g = scale * (local[w] - optimum) + noise
         where = 0 if place == "server" else w
         g = g + 0.01 * (x if place == "server" else local[w])
@@ -255,12 +255,12 @@ def test_shat_blends_by_staleness() -> None:
     centre = end.first.double()
     x = [centre.clone() for _ in range(n)]
     v = [torch.zeros_like(centre) for _ in range(n)]
-    used: list[list[Ticket]] = [[] for _ in range(n)]
-    ticket = Ticket(0, job.batch, job.batch)
+    used: list[list[SampleLease]] = [[] for _ in range(n)]
+    lease = SampleLease(0, job.batch, job.batch)
     for step in range(10):
         for w in range(n):
-            g = scale * (x[w] - optimum) + noise_of_samples(job, w, used[w], ticket).double()
-            used[w].append(ticket)
+            g = scale * (x[w] - optimum) + noise_of_samples(job, w, used[w], lease).double()
+            used[w].append(lease)
             v[w] = m * v[w] + g + decay * x[w]
             centre = centre - 0.05 / n * v[w]
             x[w] = x[w] - 0.05 * v[w]
@@ -283,9 +283,9 @@ class Ahead:
         self.roles: dict[int, Role] = {}
         self.most = 0
 
-    def __call__(self, transport: Transport, role: Role, ticket: Ticket) -> None:
+    def __call__(self, transport: Transport, role: Role, lease: SampleLease) -> None:
         self.roles[transport.rank] = role
-        if ticket.start > 120:
+        if lease.start > 120:
             return  # towards the end some have ended, and nobody waits for them
         finished = [role.counts()["computed"] for role in self.roles.values()]
         slowest = min(finished) if len(finished) == self.workers else 0
@@ -343,7 +343,7 @@ def test_ssp_reads_all_updates_up_to_its_bound() -> None:
     bound, workers = 2, 4
     first = flat_start(17)
 
-    def probe(transport: Transport, role: Role, ticket: Ticket) -> None:
+    def probe(transport: Transport, role: Role, lease: SampleLease) -> None:
         clock = role.worker.computed  # type: ignore[attr-defined]
         # Every gradient is -1, divided by n: the model counts the updates in it.
         updates = (role.x - first).mean().item() * workers / 0.01  # type: ignore[attr-defined]
@@ -475,8 +475,8 @@ def assert_equal_to(job: Job, nesterov: bool) -> None:
     x = [centre.clone() for _ in range(3)]
     v = [torch.zeros_like(centre) for _ in range(3)]
     m, decay, lr = job.options.momentum, job.options.weight_decay, 0.05
-    used: list[list[Ticket]] = [[], [], []]
-    ticket = Ticket(0, job.batch, job.batch)
+    used: list[list[SampleLease]] = [[], [], []]
+    lease = SampleLease(0, job.batch, job.batch)
     is_before = job.settings["easgd"]["exchange"] == "before"
 
     def exchange(w: int) -> None:
@@ -486,8 +486,8 @@ def assert_equal_to(job: Job, nesterov: bool) -> None:
 
     for step in range(10):  # "if tau divides t"; at t = 0 all models are the same
         for w in range(3):
-            noise = noise_of_samples(job, w, used[w], ticket).double()
-            used[w].append(ticket)
+            noise = noise_of_samples(job, w, used[w], lease).double()
+            used[w].append(lease)
             ahead = x[w] + m * v[w] if nesterov else x[w]
             g = scale * (ahead - optimum) + noise + decay * ahead
             if is_before and step and step % 2 == 0:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from aladdin_mpi.exchange.server_role import StalenessBound
+from aladdin_mpi.exchange.server_algorithm import StalenessBound
 from aladdin_mpi.flat.layout import Bucket
 
 A, B = Bucket(0, 0, 5, 0), Bucket(1, 5, 9, 0)

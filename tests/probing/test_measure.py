@@ -13,7 +13,7 @@ from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.probing import measure as measuring
 from aladdin_mpi.probing.cluster_file import check, figure, rendered
-from aladdin_mpi.probing.links import Network, measure_network
+from aladdin_mpi.probing.links import NetworkFigures, measure_network
 from aladdin_mpi.probing.measure import Measured, RankSteps, measure
 from aladdin_mpi.probing.measured_cluster import sections, stragglers, told
 from aladdin_mpi.probing.options import ProbeOptions
@@ -148,7 +148,7 @@ def test_ranks_dealt_in_turn_are_named_one_by_one() -> None:
 
 
 def test_without_time_for_all_pairs_it_says_what_is_missing() -> None:
-    def main(transport: Transport) -> Network:
+    def main(transport: Transport) -> NetworkFigures:
         asked = iter([True, False])
         return measure_network(transport, 1.0, lambda: next(asked))
 
@@ -167,7 +167,7 @@ def test_on_a_busy_machine_medians_alone_make_no_straggler() -> None:
 
     usual, busy, slow = rank(0.9, 1.0, 1.4, 1.5), rank(0.9, 1.5, 1.6, 2.0), rank(3.0, 3.1, 3.2)
     steps = {0: usual, 1: usual, 2: usual, 3: busy, 4: slow}
-    found = Measured([0] * 5, ["a"], Network(1), steps)
+    found = Measured([0] * 5, ["a"], NetworkFigures(1), steps)
     assert list(found.stragglers()) == [4]
     assert len(found.alike()) == 4
 

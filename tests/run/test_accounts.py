@@ -101,16 +101,16 @@ def any_cluster(r: random.Random, ranks: int, numel: int) -> Cluster:
 
 
 def check_budget(end: Outcome) -> None:
-    """Every sample was drawn once, in tickets of one batch but at the end of a segment."""
+    """Every sample was drawn once, in leases of one batch but at the end of a segment."""
     setup = end.setup
-    tickets = sorted(ticket for worker in end.workers for ticket in worker.tickets)
+    leases = sorted(lease for worker in end.workers for lease in worker.leases)
     position = 0
-    for start, size, *_ in tickets:
+    for start, size, *_ in leases:
         assert start == position
         assert 1 <= size <= setup.batch
         position += size
     assert position == setup.samples
-    short = [size for _, size, *_ in tickets if size < setup.batch]
+    short = [size for _, size, *_ in leases if size < setup.batch]
     assert len(short) <= setup.segments
     budget = end.servers[0].budget
     assert budget is not None
@@ -121,7 +121,7 @@ def check_budget(end: Outcome) -> None:
 def check_gradients(end: Outcome) -> None:
     """Computed = applied + dropped, on every shard by itself."""
     computed = end.total("computed")
-    assert computed == sum(len(worker.tickets) for worker in end.workers)
+    assert computed == sum(len(worker.leases) for worker in end.workers)
     shards = [shard for server in end.servers for shard in server.role.shards.values()]
     assert len(shards) == len(end.setup.layout.buckets)
     for shard in shards:

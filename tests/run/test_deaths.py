@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.allreduce.surviving import SurvivingSums
-from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import RunOptions
@@ -132,15 +132,15 @@ def check_the_living(job: Job) -> None:
     budget = living[0].budget
     assert budget is not None
     assert budget.drawn == job.samples
-    workers = [rank for rank in living if not isinstance(rank.role, Server)]
+    workers = [rank for rank in living if not isinstance(rank.role, ServerAlgorithm)]
     computed = sum(rank.role.counts()["computed"] for rank in workers)
-    used = sum(ticket.size for rank in workers for ticket in rank.tickets)
+    used = sum(lease.size for rank in workers for lease in rank.leases)
     assert used <= job.samples
     if len(workers) == job.workers:  # who was to die had ended before
         assert used == job.samples
     for rank in living:
         counts = rank.role.counts()
-        if isinstance(rank.role, Server):
+        if isinstance(rank.role, ServerAlgorithm):
             assert counts["applied"] + counts["dropped"] - counts.get("from_failed", 0) == computed
     # The model is as good as the samples that went into it, more or less.
     before = (flat_start(job.numel) - Quadratic(job.numel).optimum).norm()

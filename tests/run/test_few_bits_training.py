@@ -13,12 +13,17 @@ from torch import Tensor
 from aladdin_mpi.algorithms.ashl import TopK
 from aladdin_mpi.algorithms.easgd import EasgdServer, EasgdWorker
 from aladdin_mpi.codec.quantise import message_length
-from aladdin_mpi.codec.quantised import FewBitsCodec, FewBitsDecoder, FewBitsEncoder, make_codec
+from aladdin_mpi.codec.quantised import (
+    QuantisedCodec,
+    QuantisedDecoder,
+    QuantisedEncoder,
+    make_codec,
+)
 from aladdin_mpi.exchange.model_sender import SENT
 from aladdin_mpi.exchange.receiver import TAKEN
 from aladdin_mpi.flat.layout import cut
 from aladdin_mpi.options.algorithms import ALGORITHMS
-from aladdin_mpi.options.general import FEW_BITS
+from aladdin_mpi.options.general import QUANTISED_BITS
 from aladdin_mpi.transport.base import Transport
 from tests import compressed
 from tests.damage import DamagingTransport, is_values, sealed
@@ -26,12 +31,12 @@ from tests.quadratic import Quadratic, network
 from tests.roles import Job, Outcome, any_network, run
 from tests.run.test_refused_gradients import check_unharmed, spoilt
 
-QUANTISING = sorted(name for name, kind in ALGORITHMS.items() if kind.few_bits)
+QUANTISING = sorted(name for name, kind in ALGORITHMS.items() if kind.quantises)
 SHARES = {"int8": 0.4, "int4": 0.3}
 """Of the bytes in fp32, those of headers and of the first models included."""
 CPU = torch.device("cpu")
 SLOW = network(hosts=5, bandwidth_gbit=0.1e-3, latency_us=1e4)
-wires = pytest.mark.parametrize("wire", FEW_BITS)
+wires = pytest.mark.parametrize("wire", QUANTISED_BITS)
 
 
 def job_of(algorithm: str, wire: str, **values: Any) -> Job:
@@ -75,7 +80,7 @@ def test_they_are_those_with_servers() -> None:
     ],
 )
 def test_the_minimum_is_found_as_in_fp32_with_fewer_bytes(algorithm: str) -> None:
-    outcomes = {wire: run(job_of(algorithm, wire)) for wire in ("fp32", *FEW_BITS)}
+    outcomes = {wire: run(job_of(algorithm, wire)) for wire in ("fp32", *QUANTISED_BITS)}
     whole = outcomes.pop("fp32")
     assert distance(whole) < 0.1
     for wire, outcome in outcomes.items():
@@ -88,7 +93,7 @@ def test_the_minimum_is_found_as_in_fp32_with_fewer_bytes(algorithm: str) -> Non
 def test_every_message_but_the_first_models_is_shorter(wire: str) -> None:
     whole, few = (run(job_of("asp", w, samples=400)) for w in ("fp32", wire))
     buckets = few.job.layout.buckets
-    saved = {b: 4 * (b.numel - message_length(b.numel, FEW_BITS[wire])) for b in buckets}
+    saved = {b: 4 * (b.numel - message_length(b.numel, QUANTISED_BITS[wire])) for b in buckets}
     computed = [worker.role.counts()["computed"] for worker in few.workers]
     models = sum(computed) - len(computed)
     expected = [models * sum(n for b, n in saved.items() if b.server == s) for s in range(2)]
@@ -103,10 +108,10 @@ def test_every_workers_copy_is_its_servers_shadow(algorithm: str, wire: str) -> 
     compared = 0
     for server in outcome.servers:
         encoder: Any = server.role.server._sender._differences  # type: ignore[attr-defined]
-        assert isinstance(encoder, FewBitsEncoder)
+        assert isinstance(encoder, QuantisedEncoder)
         for worker, rank in enumerate(range(2, 6)):
             decoder: Any = outcome.workers[worker].role.link.inbox._differences  # type: ignore[attr-defined]
-            assert isinstance(decoder, FewBitsDecoder)
+            assert isinstance(decoder, QuantisedDecoder)
             for bucket in server.role.server.buckets:  # type: ignore[attr-defined]
                 shadow = encoder._shadows[rank, bucket.index]
                 assert same_bits(shadow, decoder._copies[bucket.index])
@@ -127,7 +132,7 @@ def test_no_gradient_is_lost(wire: str) -> None:
     rows = []
     for worker in end.workers:
         assert worker.role.counts()["coalesced"] > 0
-        assert isinstance(worker.codec, FewBitsCodec)
+        assert isinstance(worker.codec, QuantisedCodec)
         assert worker.codec.left is not None
         rows.append(end.job.lr * worker.codec.left)
     waits = torch.stack(rows)
@@ -204,12 +209,12 @@ def test_the_centre_knows_the_workers_models_again_after_a_loss(wire: str) -> No
     )
     for rank, worker in enumerate(outcome.workers):
         assert isinstance(worker.role, EasgdWorker)
-        assert isinstance(worker.role.link.differences, FewBitsEncoder)
+        assert isinstance(worker.role.link.differences, QuantisedEncoder)
         for (server, bucket), shadow in worker.role.link.differences._shadows.items():
             centre = outcome.servers[server].role
             assert isinstance(centre, EasgdServer)
             models = centre.models[rank]
-            assert isinstance(models, FewBitsDecoder)
+            assert isinstance(models, QuantisedDecoder)
             assert same_bits(models._copies[bucket], shadow)
         assert len(worker.role.link.differences._shadows) == len(outcome.job.layout.buckets)
 
@@ -231,8 +236,8 @@ def test_pushes_of_every_size_are_read_as_they_were_meant(wire: str, rate: float
             reader.add(bucket, message.clone(), arrived)
             sent += moved
             assert reader.numbers(bucket, message).isfinite().all()
-        assert sender.few_bits is not None
-        for waits in (sender.left, sender.few_bits.left):
+        assert sender.quantises is not None
+        for waits in (sender.left, sender.quantises.left):
             if waits is not None:
                 arrived += waits
         torch.testing.assert_close(arrived, sent)

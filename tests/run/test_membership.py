@@ -6,7 +6,7 @@ import pytest
 
 from aladdin_mpi.errors import LostError
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.run.membership import Gathered, Membership, begin, gather_anew, succeed
+from aladdin_mpi.run.membership import Membership, NextGroup, begin, next_membership, rendezvous
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
@@ -28,7 +28,7 @@ def test_who_follows(
     lost: set[int], servers: tuple[int, ...], workers: tuple[int, ...], spares: tuple[int, ...]
 ) -> None:
     before = begin(SIZE, SERVERS, SPARES)
-    after = succeed(before, set(range(SIZE)) - lost)
+    after = next_membership(before, set(range(SIZE)) - lost)
     assert after.ranks[: after.servers] == servers
     assert after.ranks[after.servers :] == workers
     assert (after.spares, after.number) == (spares, 2)
@@ -36,18 +36,18 @@ def test_who_follows(
 
 def test_places_that_stayed_empty_are_filled_later() -> None:
     before = Membership(4, (1, 2), 1, (5,), (2, 2))
-    after = succeed(before, {1, 2, 5})
+    after = next_membership(before, {1, 2, 5})
     assert (after.ranks, after.servers, after.workers) == ((1, 2, 5), 1, 2)
 
 
 @pytest.mark.parametrize("lost", [{2, 3, 4, 5, 6, 7}, {0, 1, 2, 3, 4, 6, 7}])
 def test_too_few(lost: set[int]) -> None:
     with pytest.raises(LostError, match="too few ranks are left"):
-        succeed(begin(SIZE, SERVERS, SPARES), set(range(SIZE)) - lost)
+        next_membership(begin(SIZE, SERVERS, SPARES), set(range(SIZE)) - lost)
 
 
 def test_without_servers_the_first_that_is_left_keeps_the_books() -> None:
-    after = succeed(begin(4, 0, 0), {1, 3})
+    after = next_membership(begin(4, 0, 0), {1, 3})
     assert (after.ranks, after.servers) == ((1, 3), 0)
 
 
@@ -58,15 +58,15 @@ def test_all_agree_though_more_are_lost_meanwhile(seed: int) -> None:
     moments = {0: 0.0, 1: 1e-9 + latency * (0.5 + seed / 4), 5: latency * seed / 5}
     cluster = Cluster(hosts=SIZE, latency_us=1e6 * latency, deaths=moments)
 
-    def agree(transport: Transport) -> Gathered:
+    def agree(transport: Transport) -> NextGroup:
         before = begin(SIZE, SERVERS, SPARES)
         transport.sleep(1e-6 * transport.rank)
-        gathered = gather_anew(transport, before, {"rank": transport.rank}, 0.0)
+        gathered = rendezvous(transport, before, {"rank": transport.rank}, 0.0)
         while set(gathered.members.ranks) & transport.failed:  # found at the first message
-            gathered = gather_anew(transport, gathered.members, {"rank": transport.rank}, 0.0)
+            gathered = rendezvous(transport, gathered.members, {"rank": transport.rank}, 0.0)
         transport.sleep(1.0)
         if set(gathered.members.ranks) & transport.failed:
-            gathered = gather_anew(transport, gathered.members, {"rank": transport.rank}, 0.0)
+            gathered = rendezvous(transport, gathered.members, {"rank": transport.rank}, 0.0)
         return gathered
 
     found = [each for each in VirtualCluster(SIZE, cluster, seed).run(agree) if each is not None]

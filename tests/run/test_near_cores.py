@@ -14,9 +14,17 @@ import torch
 
 from aladdin_mpi import accelerator
 from aladdin_mpi.run import placement
-from aladdin_mpi.run.placement import Place, as_cpulist, bind_to_near, cpulist, deal, near, split
+from aladdin_mpi.run.placement import (
+    RankPlace,
+    as_cpulist,
+    bind_to_near,
+    cpulist,
+    deal,
+    near,
+    split,
+)
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.wrapper import Layer
+from aladdin_mpi.transport.wrapper import TransportWrapper
 from tests.launch import ROOT
 from tests.virtual_lab import lab, run
 
@@ -62,17 +70,17 @@ def tree(root: Path, gpus: dict[str, str], *cores: str) -> Path:
     return root
 
 
-def places(root: Path, gpus: list[str], cores: int, servers: int = 1) -> list[Place]:
+def places(root: Path, gpus: list[str], cores: int, servers: int = 1) -> list[RankPlace]:
     """A host with one worker for each GPU, and servers before them."""
     every = tuple(range(cores))
-    serving = [Place(rank, 0, (), every) for rank in range(servers)]
+    serving = [RankPlace(rank, 0, (), every) for rank in range(servers)]
     return serving + [
-        Place(servers + number, 0, near(address, root), every)
+        RankPlace(servers + number, 0, near(address, root), every)
         for number, address in enumerate(gpus)
     ]
 
 
-def bound(ranks: list[Place], root: Path) -> dict[int, str]:
+def bound(ranks: list[RankPlace], root: Path) -> dict[int, str]:
     """What each rank is bound to."""
     return {
         rank: as_cpulist(split(share.cores, share.parts, root)[share.place])
@@ -200,7 +208,7 @@ def test_a_rank_binds_itself_to_its_part(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
 
     def rank(transport: Transport) -> None:
-        layer = Layer(transport)
+        layer = TransportWrapper(transport)
         layer.shares_process = False  # as over MPI
         bind_to_near(layer, torch.device("cuda", transport.rank), tmp_path, tmp_path)
 

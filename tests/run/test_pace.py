@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from aladdin_mpi.options.general import FORWARD_SHARE
-from aladdin_mpi.worker.step import Pace, interpolated
+from aladdin_mpi.worker.step import StepTimeModel, interpolated
 
 
 def test_without_a_shape_backward_is_in_proportion() -> None:
-    pace = Pace()
+    pace = StepTimeModel()
     assert [pace.completed(share) for share in (0.0, 0.3, 1.0)] == [
         FORWARD_SHARE,
         FORWARD_SHARE + (1 - FORWARD_SHARE) * 0.3,
@@ -24,4 +24,6 @@ def test_without_a_shape_backward_is_in_proportion() -> None:
 def test_between_points_in_proportion(share: float, expected: float) -> None:
     shape = [(0.0, 0.1), (0.5, 0.3), (0.9, 0.3)]
     assert interpolated(shape, share) == pytest.approx(expected)
-    assert Pace(forward=0.5, backward=shape).completed(share) == pytest.approx(0.5 + expected / 2)
+    assert StepTimeModel(forward=0.5, backward=shape).completed(share) == pytest.approx(
+        0.5 + expected / 2
+    )

@@ -16,7 +16,7 @@ import pytest
 from aladdin_mpi.process import console
 from aladdin_mpi.process.console import Terminal, find_terminal
 from aladdin_mpi.run.progress import Lines, Live, Recent, State, in_columns, in_full
-from aladdin_mpi.run.user_metrics import OwnFigures
+from aladdin_mpi.run.user_metrics import UserMetrics
 from tests.commands import metrics, summary
 from tests.launch import ROOT, environment, launcher, needs, turn
 from tests.terminal import CTRL_C, run_on_terminal
@@ -148,7 +148,7 @@ def test_figures_behind_the_training_are_no_messages() -> None:
     """Nobody would wait for those: they are gathered."""
     over = False
     transport = Mock()
-    figures = OwnFigures(transport, None, lambda: over)
+    figures = UserMetrics(transport, None, lambda: over)
     figures.tell({"validation": 1.0})
     over = True
     figures.tell({"validation": 2.0})

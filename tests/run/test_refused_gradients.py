@@ -60,14 +60,14 @@ def test_every_algorithm_is_unharmed(algorithm: str, seed: int) -> None:
     outcome = run(job)
     check_unharmed(outcome)
     worker = outcome.workers[1]
-    spoilt_tickets = [worker.tickets[step] for step in STEPS]
+    spoilt_tickets = [worker.leases[step] for step in STEPS]
     heard = outcome.ranks[0].refusals
     (bucket,) = (b for b in job.layout.buckets if b.start <= PLACE < b.stop)
     assert [refusal.reason for refusal in heard] == [[1, 2][seed]] * 3
     assert {(refusal.rank, refusal.bucket) for refusal in heard} == {
         (job.served_by + 1, bucket.index)
     }
-    assert [refusal.sample for refusal in heard] == [ticket.start for ticket in spoilt_tickets]
+    assert [refusal.sample for refusal in heard] == [lease.start for lease in spoilt_tickets]
     assert [refusal.in_a_row for refusal in heard] == [1, 2, 1]
     assert [rank.role.counts().get("refused", 0) for rank in outcome.workers] == [0, 3, 0, 0]
     lost = [r for _, r in outcome.ranks[0].reports if r.samples and isnan(r.loss)]

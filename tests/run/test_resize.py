@@ -17,7 +17,7 @@ from aladdin_mpi.options.run import SimulateOptions, parse
 from aladdin_mpi.run import resumption
 from aladdin_mpi.run.resumption import Resumption
 from aladdin_mpi.run.trainer import simulate
-from aladdin_mpi.worker.former import mean_state
+from aladdin_mpi.worker.merged_state import mean_state
 from tests.commands import checkpoint, checkpoint_part, summary
 from tests.launch import needs
 from tests.run.test_own_loop import run_script

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from aladdin_mpi import DataParallel
-from aladdin_mpi.control.budget import Ticket
-from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.control.budget import SampleLease
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from aladdin_mpi.options.cluster import Cluster
@@ -109,11 +109,11 @@ class Rounds:
         self.survivors = [w for w in range(WORKERS) if outcome.ranks[self.first + w] is not None]
         self.models.append(outcome.model)
 
-    def _note(self, transport: Transport, role: Role, ticket: Ticket) -> None:
+    def _note(self, transport: Transport, role: Role, lease: SampleLease) -> None:
         worker = transport.rank - self.first
-        if ticket.start not in self.sizes:  # all have the same model then
+        if lease.start not in self.sizes:  # all have the same model then
             self.models.append(flat(role, role.layout))  # type: ignore[attr-defined]
-        self.sizes[ticket.start][worker] = ticket.size
+        self.sizes[lease.start][worker] = lease.size
 
     def check(self, one_mean: bool) -> list[int]:
         """Compare the steps with means of gradients; returns how many means each could be.
@@ -196,7 +196,7 @@ def test_gradient_weighs_as_in_a_run_of_the_survivors(
     steps: list[tuple[float, float, int]] = []
     last = {"x": 0.0, "applied": 0}
 
-    def watch(role: Server, bucket: Bucket) -> None:
+    def watch(role: ServerAlgorithm, bucket: Bucket) -> None:
         shards = getattr(role, "shards", None)
         applied = shards[0].applied if shards else role.applied[0]
         x = role.server.values[0][0].item()
@@ -227,7 +227,7 @@ def test_models_are_blended_by_number_of_survivors(
     alphas: list[tuple[float, float]] = []
     plan = job(algorithm, LOST[lost], steps=24)
 
-    def watch(role: Server, bucket: Bucket) -> None:
+    def watch(role: ServerAlgorithm, bucket: Bucket) -> None:
         server = role.server
         if server.send_model != kept.get(server):  # at the first arrival
             send = server.send_model
@@ -262,7 +262,7 @@ def test_own_step_of_a_peer_keeps_its_size(algorithm: str, lost: str, slowdown: 
     models: dict[int, list[float]] = defaultdict(list)
     plan = job(algorithm, LOST[lost], steps=24)
     plan.slowdown = dict.fromkeys(LOST[lost], slowdown)
-    plan.probe = lambda transport, role, ticket: models[transport.rank].append(
+    plan.probe = lambda transport, role, lease: models[transport.rank].append(
         flat(role, plan.layout)[0].item() / LR
     )
     workers = run(plan).workers

@@ -16,7 +16,7 @@ from aladdin_mpi.options.run import SimulateOptions, parse
 from aladdin_mpi.run.trainer import simulate
 from aladdin_mpi.run.variance import Done, ModelVariance, Places, draw_places
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
-from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import Role
 from tests.commands import checkpoint_part, metrics, train
 from tests.launch import needs
@@ -85,7 +85,7 @@ class Still(Role):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         return
 
-    def resize(self, former: Former) -> None:
+    def resize(self, merged: MergedState) -> None:
         return
 
 

@@ -19,7 +19,7 @@ from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from aladdin_mpi.options.run import SimulateOptions, parse
 from aladdin_mpi.run.trainer import simulate, train
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.checksums import SealedTransport, is_void, void
+from aladdin_mpi.transport.checksums import ChecksumTransport, is_void, void
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.conformance import CHECKS
 from tests.damage import Choice, DamagingTransport, is_values, sealed
@@ -184,7 +184,7 @@ def test_with_checksums_the_engine_is_as_without(name: str) -> None:
 
     for seed in range(2):
         run_ranks(
-            3, lambda t: CHECKS[name](SealedTransport(t, range(1000, 5000), damaged)), seed=seed
+            3, lambda t: CHECKS[name](ChecksumTransport(t, range(1000, 5000), damaged)), seed=seed
         )
 
 

@@ -39,7 +39,7 @@ def test_a_wait_for_anybody_ends_when_a_needed_rank_is_lost() -> None:
             group.wait(request)
         with pytest.raises(RankLostError):
             group.wait(group.irecv(torch.empty(1), other, TAG))
-        assert group.has_come_apart
+        assert group.is_revoked
         return caught.value.rank, group.now()
 
     found = run(main, {NEEDED: 2.0})
@@ -53,7 +53,7 @@ def test_who_is_not_needed_ends_the_waits_for_it_alone() -> None:
             group.sleep(10.0)
         with pytest.raises(PeerFailedError, match="rank 3"):
             group.wait(group.irecv(torch.empty(1), 3, TAG))
-        assert not group.has_come_apart
+        assert not group.is_revoked
         return "goes on"
 
     assert run(main, {3: 2.0}).count("goes on") == SIZE - 1
@@ -76,13 +76,13 @@ def test_in_the_users_code_a_wait_just_ends() -> None:
 
 def test_what_a_former_group_has_sent_is_not_heard() -> None:
     def main(transport: Transport) -> tuple[float, list[float]]:
-        former, heard = group_of(transport), list[float]()
-        former.on_message(TAG + 1, 4, lambda _, message: heard.append(message.numel()))
-        if former.rank == 1:
+        merged, heard = group_of(transport), list[float]()
+        merged.on_message(TAG + 1, 4, lambda _, message: heard.append(message.numel()))
+        if merged.rank == 1:
             for tag in (TAG, TAG + 1):
-                former.isend(torch.ones(1), 2, tag)
-            former.isend(torch.ones(1 << 20), 2, TAG)  # stays on its way
-        former.leave()
+                merged.isend(torch.ones(1), 2, tag)
+            merged.isend(torch.ones(1 << 20), 2, TAG)  # stays on its way
+        merged.leave()
         group = group_of(transport, 2)
         if group.rank == 1:
             group.isend(torch.full((1,), 5.0), 2, TAG)

@@ -10,7 +10,7 @@ import pytest
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.mpi.engine import MpiTransport
 from aladdin_mpi.transport.virtual.engine import VirtualTransport
-from aladdin_mpi.transport.wrapper import Layer
+from aladdin_mpi.transport.wrapper import TransportWrapper
 
 ENGINES = (MpiTransport, VirtualTransport)
 BY_OTHERS = {"isend_numbers", "on_numbers", "wait", "wait_set"}
@@ -42,7 +42,7 @@ class Recorder:
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in BY_OTHERS])
 def test_layer_hands_on_what_an_engine_implements(name: str) -> None:
     recorder = Recorder()
-    layer = Layer(recorder)  # type: ignore[arg-type]
+    layer = TransportWrapper(recorder)  # type: ignore[arg-type]
     attribute = getattr(layer, name)
     arguments: tuple[object, ...] = ()
     if callable(attribute):

@@ -13,7 +13,9 @@ from functools import partial
 from typing import Any
 
 from aladdin_mpi.process import guard, startup
-from aladdin_mpi.transport.mpi import deaths  # before MPI: it decides how that begins and ends
+from aladdin_mpi.transport.mpi import (
+    fault_tolerance,  # before MPI: it decides how that begins and ends
+)
 
 # isort: split
 from mpi4py import MPI  # before torch: Cray MPICH breaks the other way round
@@ -30,8 +32,14 @@ from aladdin_mpi.errors import (
     WaitTimeoutError,
 )
 from aladdin_mpi.transport.base import ANY_SOURCE, Event, Handler, Request, Traffic, Transport
-from aladdin_mpi.transport.mpi.failures import Failures
-from aladdin_mpi.transport.mpi.progress import HANDLER_DEPTH, Handlers, Pace, Polling, cores_of_host
+from aladdin_mpi.transport.mpi.failures import MpiFailures
+from aladdin_mpi.transport.mpi.progress import (
+    HANDLER_DEPTH,
+    Handlers,
+    PollBackoff,
+    Polling,
+    cores_of_host,
+)
 from aladdin_mpi.transport.mpi.requests import MpiRequest, Requests, Signals, check_buffer, in_bytes
 from aladdin_mpi.transport.wrapper import (
     allgather_bytes,
@@ -78,9 +86,9 @@ class MpiTransport(Transport):
         self._start = time.perf_counter()
         threads = MPI.Query_thread()
         self.progresses = progress and threads >= MPI.THREAD_SERIALIZED
-        pace = Pace(self.hosts.count(self.host), cores)
+        pace = PollBackoff(self.hosts.count(self.host), cores)
         self._signals = Signals()
-        self._failures = Failures(self._messages)
+        self._failures = MpiFailures(self._messages)
         self._requests = Requests(self._messages, self.traffic, self._failures, self._signals)
         self._handlers = Handlers(self._receive)
         self._polling = Polling(self._requests, self._handlers, self._failures, self._signals, pace)
@@ -291,17 +299,17 @@ class MpiTransport(Transport):
         last, *others = self.living
         if self.rank != last:
             if self.survives:
-                deaths.tell_exit(self._collectives, last)
-            deaths.take_leave(self._collectives, last, self.timeout)
+                fault_tolerance.tell_exit(self._collectives, last)
+            fault_tolerance.take_leave(self._collectives, last, self.timeout)
             return
-        deaths.give_leave(self._collectives, others)
+        fault_tolerance.give_leave(self._collectives, others)
         if not self.survives:
             return
-        deaths.wait_gone(self._collectives)
+        fault_tolerance.wait_gone(self._collectives)
         hanging = {rank: self.host_name(rank) for rank in self.excluded}
         if hanging:
             farewell = self._messages, self._collectives
-            end = partial(deaths.end_those_left, *farewell, hanging, others, status)
+            end = partial(fault_tolerance.end_those_left, *farewell, hanging, others, status)
             guard.before_leaving(end)
 
 
@@ -315,7 +323,7 @@ def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str], int]:
         cores = cores_of_host()
     except UserError as error:
         problem = str(error)
-    with deaths.as_failures():
+    with fault_tolerance.as_failures():
         messages, collectives = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
         told = messages.allgather((MPI.Get_processor_name(), problem))
     wrong = next(((host, each) for host, each in told if each is not None), None)

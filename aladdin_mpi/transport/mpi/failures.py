@@ -6,7 +6,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from aladdin_mpi.transport.mpi import deaths  # before MPI: it decides how that begins and ends
+from aladdin_mpi.transport.mpi import (
+    fault_tolerance,  # before MPI: it decides how that begins and ends
+)
 
 # isort: split
 from mpi4py import MPI
@@ -17,7 +19,7 @@ NAMED_WITHIN = 10.0
 """Longest time in seconds from an operation's end by a death to the name of who has died."""
 
 
-class Failures:
+class MpiFailures:
     """Who has failed.
 
     ``survives``: the others go on after a death. ``failed`` has all ranks that are dead to this
@@ -25,7 +27,7 @@ class Failures:
     """
 
     def __init__(self, messages: MPI.Intracomm) -> None:
-        self.survives = deaths.SURVIVES
+        self.survives = fault_tolerance.SURVIVES
         self.failed: frozenset[int] = frozenset()
         self.excluded: frozenset[int] = frozenset()
         self.untold: deque[int] = deque()
@@ -38,7 +40,9 @@ class Failures:
 
         Open MPI ends a collective between two of whose rounds a rank dies with any error.
         """
-        return self.survives and (of_collective or error.Get_error_class() in deaths.DEATHS)
+        return self.survives and (
+            of_collective or error.Get_error_class() in fault_tolerance.DEATHS
+        )
 
     def is_lost(self, rank: int) -> bool:
         """Whether MPI knows by now that the rank has died, though no look has found it yet.
@@ -51,7 +55,7 @@ class Failures:
         group = self._messages.Get_failed()
         is_news = group.size > len(self.failed - self.excluded)
         group.Free()
-        return is_news and rank in deaths.dead(self._messages)
+        return is_news and rank in fault_tolerance.dead(self._messages)
 
     def found(self, at_once: bool = False) -> list[int]:
         """Ranks that have died since the last look; none if that was just now.
@@ -62,7 +66,7 @@ class Failures:
         if now < self._look_again and not at_once:
             return []
         self._look_again = now + LOOK_FOR_FAILURES
-        return sorted(deaths.dead(self._messages) - self.failed)
+        return sorted(fault_tolerance.dead(self._messages) - self.failed)
 
     def add(self, rank: int) -> None:
         """A rank has died."""

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.transport.base import Event, Handler, Request
-from aladdin_mpi.transport.mpi.failures import Failures
+from aladdin_mpi.transport.mpi.failures import MpiFailures
 from aladdin_mpi.transport.mpi.requests import MpiRequest, Requests, Signals
 
 CORES = "ALADDIN_MPI_CORES"
@@ -64,7 +64,7 @@ PARKED = 0.02
 """Longest sleep of the thread that looks in the background while another one waits and looks."""
 
 
-class Pace:
+class PollBackoff:
     """The sleeps of one rank.
 
     Args:
@@ -248,9 +248,9 @@ class Polling:
         self,
         requests: Requests,
         handlers: Handlers,
-        failures: Failures,
+        failures: MpiFailures,
         signals: Signals,
-        pace: Pace,
+        pace: PollBackoff,
     ) -> None:
         self.lock = threading.Lock()
         self.closed = False

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterator
 
-from aladdin_mpi.transport.mpi import deaths  # before MPI: how that begins and ends
+from aladdin_mpi.transport.mpi import fault_tolerance  # before MPI: how that begins and ends
 
 # isort: split
 from mpi4py import MPI  # before torch: Cray MPICH breaks the other way round
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aladdin_mpi.errors import TransportError
 from aladdin_mpi.transport.base import ANY_SOURCE, Event, Request, Traffic
-from aladdin_mpi.transport.mpi.failures import NAMED_WITHIN, Failures
+from aladdin_mpi.transport.mpi.failures import NAMED_WITHIN, MpiFailures
 
 
 class Signals:
@@ -112,7 +112,7 @@ class MpiRequest(Request):
         return id(self) if self.is_collective else (self.receives, self.peer, self.tag)
 
 
-class Pending:
+class PendingRequests:
     """Requests in lines, each in the order in which they were added."""
 
     def __init__(self) -> None:
@@ -204,7 +204,7 @@ class Requests:
     """
 
     def __init__(
-        self, messages: MPI.Intracomm, traffic: Traffic, failures: Failures, signals: Signals
+        self, messages: MPI.Intracomm, traffic: Traffic, failures: MpiFailures, signals: Signals
     ) -> None:
         self.completions = 0
         self.last_news = 0.0
@@ -215,7 +215,7 @@ class Requests:
         self._failures = failures
         self._signals = signals
         self._fresh: deque[MpiRequest] = deque()
-        self._pending = Pending()
+        self._pending = PendingRequests()
         self._statuses: list[MPI.Status] = []
         self._held_back: dict[tuple[int, int], deque[tuple[MpiRequest, Event | None]]] = {}
         self._abandoned: list[MpiRequest] = []
@@ -351,7 +351,7 @@ class Requests:
         ended = [r for r in firsts if not r.done and r.handle == MPI.REQUEST_NULL]
         for request in ended:
             self._meet_failure(request, error)
-        if not ended and error.Get_error_class() not in deaths.DEATHS:
+        if not ended and error.Get_error_class() not in fault_tolerance.DEATHS:
             raise error
         self._pending.drop_all_ended()
 

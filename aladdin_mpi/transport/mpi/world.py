@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from aladdin_mpi.transport.mpi import deaths  # before MPI: it decides how that begins and ends
+from aladdin_mpi.transport.mpi import (
+    fault_tolerance,  # before MPI: it decides how that begins and ends
+)
 
 # isort: split
 from mpi4py import MPI
@@ -21,7 +23,7 @@ def everyones(fact: Any) -> list[Any]:
     Raises:
         PeerFailedError: a rank has died already.
     """
-    with deaths.as_failures():
+    with fault_tolerance.as_failures():
         found: list[Any] = MPI.COMM_WORLD.allgather(fact)
         return found
 

@@ -19,7 +19,7 @@ from aladdin_mpi.transport.virtual.fiber import Fiber, note_rank
 from aladdin_mpi.transport.virtual.messages import Operation
 
 
-class Visits:
+class ScheduledCallbacks:
     """``action(i)`` at the i-th of ``moments``, for the rank of ``fiber``.
 
     Args:
@@ -67,7 +67,7 @@ class Visits:
         Raises:
             Exception: what a call has raised; no more were made.
         """
-        self._fiber.begin_absence(Visits.come, self, self._seconds)
+        self._fiber.begin_absence(ScheduledCallbacks.come, self, self._seconds)
         if self.error is not None:
             raise self.error
 
@@ -96,7 +96,7 @@ class Visits:
         if self._index == len(self._moments):
             self._fiber.come_home()
         elif self._fiber.may_pause or not all(map(_can_tell, awaited)):
-            self._fiber.call_later(Visits.come, self, self._seconds)
+            self._fiber.call_later(ScheduledCallbacks.come, self, self._seconds)
         else:
             self._rest([each for each in awaited if isinstance(each, Operation)])
 
@@ -108,7 +108,7 @@ class Visits:
         if not self._ends:
             self._ends = True
             last = max(self._moments[self._index :])
-            self._fiber.call_later(Visits.end, self, max(0.0, last - self._clock.now))
+            self._fiber.call_later(ScheduledCallbacks.end, self, max(0.0, last - self._clock.now))
 
     def operation_done(self, operation: Request) -> None:
         """One of those that were awaited has ended."""
@@ -120,7 +120,7 @@ class Visits:
             index += 1
         self._index = index
         if index < len(moments):
-            self._fiber.call_later(Visits.come, self, self._seconds)
+            self._fiber.call_later(ScheduledCallbacks.come, self, self._seconds)
 
     def _stir(self) -> None:
         assert self._awaited is not None
@@ -145,18 +145,18 @@ class Visits:
         self._index += 1
         return self._index == len(self._moments)
 
-    def go_on(self, is_over: bool) -> Visits:
+    def go_on(self, is_over: bool) -> ScheduledCallbacks:
         """To the next event, or back to the rank; returns the visits to be served then."""
         self._callers.append(getcurrent())
         if is_over:
-            following: Visits = self._fiber.come_home()
+            following: ScheduledCallbacks = self._fiber.come_home()
         else:
-            self._fiber.call_later(Visits.come, self, self._seconds)
+            self._fiber.call_later(ScheduledCallbacks.come, self, self._seconds)
             following = self._fiber.hand_back()
         return following
 
 
-def _call_for_all(visits: Visits) -> None:
+def _call_for_all(visits: ScheduledCallbacks) -> None:
     """A caller's life: one call after another, for whichever rank is due."""
     while True:
         visits = visits.go_on(visits.call())

@@ -66,9 +66,9 @@ class VirtualWaitSet(WaitSet):
         del self.requests[name]
 
     def _forget(self, name: int) -> None:
-        former = self.requests.get(name)
-        if isinstance(former, Operation):
-            former.waiter = None
+        merged = self.requests.get(name)
+        if isinstance(merged, Operation):
+            merged.waiter = None
 
     def operation_done(self, operation: Request) -> None:
         """One of the requests is done: note it, and wake the rank if it waits for that."""
@@ -195,7 +195,7 @@ class Fabric:
         is_free = not (cluster.memory_gbyte or cluster.handling_us)
         self.handling = None if is_free else cluster.handling
         self.callers: list[greenlet] = []
-        """Those that call for ranks and are free: see :class:`Visits`."""
+        """Those that call for ranks and are free: see :class:`ScheduledCallbacks`."""
         self.endpoints = [Endpoint(self, cluster, rank, size) for rank in range(size)]
 
     def _deliver(self, message: Message) -> None:

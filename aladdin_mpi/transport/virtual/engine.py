@@ -31,7 +31,7 @@ from aladdin_mpi.transport.base import (
     WaitSet,
 )
 from aladdin_mpi.transport.collectives import Channel, Steps
-from aladdin_mpi.transport.virtual.callbacks import Visits
+from aladdin_mpi.transport.virtual.callbacks import ScheduledCallbacks
 from aladdin_mpi.transport.virtual.endpoint import Endpoint, Fabric, VirtualWaitSet
 from aladdin_mpi.transport.virtual.fiber import EARLY, Clock
 from aladdin_mpi.transport.virtual.messages import Operation
@@ -227,7 +227,9 @@ class VirtualTransport(Transport):
     ) -> None:
         """See :meth:`Transport.sleep_between`. The rank itself is resumed after the last one."""
         if self._fiber.may_be_spoken_for and moments:
-            Visits(self._fiber, self._fabric.callers, moments, action, idle_until).make()
+            ScheduledCallbacks(
+                self._fiber, self._fabric.callers, moments, action, idle_until
+            ).make()
         else:
             super().sleep_between(moments, action)
 
@@ -240,7 +242,7 @@ class VirtualTransport(Transport):
         self._clock.reseed(*key)
 
     def carried(self) -> dict[str, list[int]]:
-        """See :meth:`Network.carried`: for "out", "in" and "local" the bytes by host."""
+        """See :meth:`NetworkFigures.carried`: for "out", "in" and "local" the bytes by host."""
         return self._fabric.network.carried()
 
     # -- point to point -----------------------------------------------------

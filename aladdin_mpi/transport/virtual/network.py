@@ -354,7 +354,7 @@ class _TcpFlow(Flow):
 
 
 class TcpNetwork(Network):
-    """Carries messages as :class:`Network` does, but for what happens between two hosts."""
+    """Carries messages as :class:`NetworkFigures` does, but for what happens between two hosts."""
 
     flow_class = _TcpFlow
 

@@ -13,14 +13,14 @@ from aladdin_mpi.transport.mpi.progress import (
     SHARE,
     SHORT_NAP,
     SPINS,
-    Pace,
+    PollBackoff,
     cores_of_host,
 )
 from tests.launch import run_ranks
 
 
 def test_with_a_core_for_every_rank_a_wait_spins_first() -> None:
-    pace = Pace(ranks=4, cores=4)
+    pace = PollBackoff(ranks=4, cores=4)
     assert not pace.shares
     assert [pace.nap(turn, 0.0) for turn in range(SPINS + 1)] == [0.0] * (SPINS + 1)
     assert 0 < pace.nap(SPINS + 1, 0.0) < pace.nap(SPINS + 2, 0.0) < SHORT_NAP
@@ -29,7 +29,7 @@ def test_with_a_core_for_every_rank_a_wait_spins_first() -> None:
 
 
 def test_where_cores_are_shared_a_wait_never_spins_and_gets_an_eighth_longer() -> None:
-    pace = Pace(ranks=5, cores=4)
+    pace = PollBackoff(ranks=5, cores=4)
     assert pace.shares
     assert pace.nap(0, 0.0) > 0
     for quiet in (0.002, 0.008, 0.016):
@@ -39,17 +39,17 @@ def test_where_cores_are_shared_a_wait_never_spins_and_gets_an_eighth_longer() -
 
 @pytest.mark.parametrize("ranks", [1, 100])
 def test_the_background_looks_less_often_when_nothing_moves(ranks: int) -> None:
-    pace = Pace(ranks, cores=2)
+    pace = PollBackoff(ranks, cores=2)
     assert pace.background(0.0) < pace.background(1.0) < 0.005
 
 
 def test_while_no_data_are_under_way_a_message_is_late_by_an_eighth_of_the_quiet_time() -> None:
-    pace = Pace(ranks=2, cores=2)
+    pace = PollBackoff(ranks=2, cores=2)
     assert pace.background(0.0, is_idle=True) == pace.background(0.0)
     for quiet in (0.008, 0.016):
         assert pace.background(quiet, is_idle=True) == pytest.approx(SHARE * quiet)
     assert pace.background(60.0, is_idle=True) == 0.004
-    shared = Pace(ranks=3, cores=2)
+    shared = PollBackoff(ranks=3, cores=2)
     assert shared.background(0.0, is_idle=True) == shared.background(0.0)
     assert shared.background(60.0, is_idle=True) == 0.008
 

@@ -22,7 +22,7 @@ COUNTS = ("samples", "computed", "refused", "coalesced", "waiting", "bytes_sent"
 
 
 @dataclass
-class Former:
+class MergedState:
     """The ranks that wrote a checkpoint, put together.
 
     Attributes:
@@ -178,7 +178,7 @@ def without_servers(counts: Sequence[dict[str, float] | None]) -> dict[str, Any]
     """What stands for :func:`join_servers` where every server is lost.
 
     Args:
-        counts: see :class:`Former`.
+        counts: see :class:`MergedState`.
     """
     samples = sum(int(each["samples"]) for each in counts if each is not None)
     computed = sum(int(each["computed"]) for each in counts if each is not None)

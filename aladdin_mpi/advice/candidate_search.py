@@ -16,8 +16,8 @@ from aladdin_mpi.advice.candidates import (
     MANY,
     REFERENCE,
     Candidate,
-    Ground,
-    Smaller,
+    ClusterTraits,
+    ReducedCluster,
     bound,
     ground,
     plain,
@@ -25,9 +25,9 @@ from aladdin_mpi.advice.candidates import (
     turn,
     variants,
 )
-from aladdin_mpi.advice.learning import Share
-from aladdin_mpi.advice.options import Request
-from aladdin_mpi.advice.timed_run import Processes, Timed, workers_of
+from aladdin_mpi.advice.learning import SampleEfficiency
+from aladdin_mpi.advice.options import AdviceRequest
+from aladdin_mpi.advice.timed_run import Processes, TimedRun, workers_of
 from aladdin_mpi.options.run import SimulateOptions
 
 SHORT, LONG = 10, 30
@@ -59,7 +59,7 @@ ERROR = 0.05
 
 
 @dataclass
-class Entry:
+class CandidateResult:
     """A candidate and what is known of it.
 
     Attributes:
@@ -73,14 +73,14 @@ class Entry:
 
     candidate: Candidate
     bound: float
-    share: Share
-    short: Timed | None = None
-    long: list[Timed] = field(default_factory=list)
+    share: SampleEfficiency
+    short: TimedRun | None = None
+    long: list[TimedRun] = field(default_factory=list)
     growth: float | None = None
     why_not: str = ""
 
     @property
-    def timed(self) -> Timed | None:
+    def timed(self) -> TimedRun | None:
         """The best known of its runs."""
         return self.long[0] if self.long else self.short
 
@@ -111,10 +111,10 @@ class Entry:
         return min(rates) * (1 - error), min(self.bound, max(rates) * (1 + error))
 
 
-Futures = dict["Future[Timed | str]", Entry]
+Futures = dict["Future[TimedRun | str]", CandidateResult]
 
 
-class Race:
+class CandidateSearch:
     """Finds the best candidate.
 
     Args:
@@ -126,10 +126,10 @@ class Race:
 
     def __init__(
         self,
-        request: Request,
-        ground: Ground,
+        request: AdviceRequest,
+        ground: ClusterTraits,
         model: str,
-        share: Callable[[Candidate], Share],
+        share: Callable[[Candidate], SampleEfficiency],
         tell: Callable[[str, int, int], None],
     ) -> None:
         self._request = request
@@ -146,12 +146,12 @@ class Race:
         self._after = self._last + min(seconds / 2, AFTER)
         self._unit = request.options.batch_size / ground.step
         self._done = self._asked = 0
-        self._scale: dict[Future[Timed | str], Callable[[Timed], Timed]] = {}
+        self._scale: dict[Future[TimedRun | str], Callable[[TimedRun], TimedRun]] = {}
         """For runs on a smaller cluster: what they say of the whole one."""
-        self.entries: list[Entry] = []
+        self.entries: list[CandidateResult] = []
 
     @property
-    def part(self) -> Ground | None:
+    def part(self) -> ClusterTraits | None:
         """The smaller cluster on which runs are; None: they are on the whole one."""
         return None if self._smaller is None else self._smaller.ground
 
@@ -161,7 +161,7 @@ class Race:
         return self._on(self._request, self._ground.workers, candidate, steps, seed)
 
     def _on(
-        self, request: Request, workers: int, candidate: Candidate, steps: int, seed: int
+        self, request: AdviceRequest, workers: int, candidate: Candidate, steps: int, seed: int
     ) -> SimulateOptions:
         batch = request.options.batch_size
         jitter = {} if ("jitter",) in request.cluster else {"jitter": JITTER}
@@ -180,8 +180,13 @@ class Race:
         )
 
     def _submit(
-        self, pool: Processes, entry: Entry, steps: int, seed: int = 0, whole: bool = False
-    ) -> Future[Timed | str]:
+        self,
+        pool: Processes,
+        entry: CandidateResult,
+        steps: int,
+        seed: int = 0,
+        whole: bool = False,
+    ) -> Future[TimedRun | str]:
         """A run, on the smaller cluster if there is one; ``whole``: on the whole one anyway."""
         self._asked += 1
         candidate, small = entry.candidate, self._smaller
@@ -198,7 +203,7 @@ class Race:
         """Of a run on the whole cluster."""
         return max(CHECK, steps // 2) if self._ground.workers > MANY else steps
 
-    def _results(self, futures: Futures) -> Iterator[tuple[Future[Timed | str], Timed]]:
+    def _results(self, futures: Futures) -> Iterator[tuple[Future[TimedRun | str], TimedRun]]:
         """As they come, until the time is over; what is left then is given up."""
         left = set(futures)
         while left and (seconds := self._end - time.monotonic()) > 0:
@@ -219,7 +224,7 @@ class Race:
                 futures[future].why_not = "no time"
 
     # -- rounds ---------------------------------------------------------------------------
-    def run(self, names: Sequence[str]) -> list[Entry]:
+    def run(self, names: Sequence[str]) -> list[CandidateResult]:
         """All that has been looked at, the best first."""
         with workers_of(self._request.jobs) as pool:
             self._first([plain(name, self._ground) for name in names], pool)
@@ -231,8 +236,8 @@ class Race:
                 self._check(self._smaller, pool)
         return self.ranking()
 
-    def _entry(self, candidate: Candidate) -> Entry:
-        entry = Entry(
+    def _entry(self, candidate: Candidate) -> CandidateResult:
+        entry = CandidateResult(
             candidate, bound(candidate, self._ground) * self._unit, self._share(candidate)
         )
         self.entries.append(entry)
@@ -279,7 +284,7 @@ class Race:
         for future, timed in self._results(futures):
             futures[future].long.append(timed)
 
-    def _check(self, small: Smaller, pool: Processes) -> None:
+    def _check(self, small: ReducedCluster, pool: Processes) -> None:
         """The best on the whole cluster too, for a few steps, as far as there is time for it.
 
         And for as many on the smaller one: from a start the rate is another than later. Those that
@@ -303,24 +308,24 @@ class Race:
             elif rate := expected.get(id(whole[future])):
                 whole[future].growth = timed.rate / rate
 
-    def _fits(self, entry: Entry, small: Smaller) -> bool:
+    def _fits(self, entry: CandidateResult, small: ReducedCluster) -> bool:
         """Whether a run on the whole cluster will have ended in time."""
         if entry.timed is None or small.candidate(entry.candidate) is None:
             return False
         return self._cost(entry, small) < self._end - time.monotonic()
 
-    def _cost(self, entry: Entry, small: Smaller) -> float:
+    def _cost(self, entry: CandidateResult, small: ReducedCluster) -> float:
         """Seconds of a processor that it takes on the whole cluster, about."""
         assert entry.timed is not None
         steps = LONG if entry.long else SHORT
         return entry.timed.cost * CHECK / steps * small.growth(entry.candidate)
 
     # -- what is known ------------------------------------------------------------------
-    def score(self, entry: Entry) -> float:
+    def score(self, entry: CandidateResult) -> float:
         """What counts: samples per second, by what a sample teaches."""
         return entry.rate * entry.share.value
 
-    def possible(self, entry: Entry) -> float:
+    def possible(self, entry: CandidateResult) -> float:
         """The largest score that it may have."""
         return entry.bound * entry.share.value
 
@@ -329,7 +334,7 @@ class Race:
         """The largest score so far."""
         return max((self.score(entry) for entry in self.entries), default=0.0)
 
-    def ranking(self) -> list[Entry]:
+    def ranking(self) -> list[CandidateResult]:
         """The best first; those that have not been run last.
 
         Of those that are as good as the best the one with the fewest servers is the first, since
@@ -343,7 +348,7 @@ class Race:
 
     def try_out(
         self,
-        asked: Sequence[tuple[str, Candidate, Request]],
+        asked: Sequence[tuple[str, Candidate, AdviceRequest]],
         steps: int = LONG,
         growth: float | None = None,
     ) -> dict[str, float]:
@@ -361,8 +366,8 @@ class Race:
             names: dict[int, str] = {}
             for name, candidate, request in asked:
                 on = ground(request.simulated({"compute": "timed"}), self._ground.megabytes)
-                changed = Race(request, on, self._model, self._share, self._tell)
-                entry = Entry(candidate, inf, Share(1.0))
+                changed = CandidateSearch(request, on, self._model, self._share, self._tell)
+                entry = CandidateResult(candidate, inf, SampleEfficiency(1.0))
                 # How a number of workers scales is not seen with a part of them.
                 whole = on.workers != self._ground.workers
                 future = changed._submit(pool, entry, steps, whole=whole)
@@ -377,6 +382,6 @@ class Race:
         return found
 
 
-def _as_it_is(timed: Timed) -> Timed:
+def _as_it_is(timed: TimedRun) -> TimedRun:
     """Of a run on the whole cluster."""
     return timed

@@ -13,9 +13,9 @@ from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import LostError, PeerFailedError
 from aladdin_mpi.options.algorithms import OUTLAST_DEATHS, Algorithm
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.run.membership import begin, gather_anew, succeed
+from aladdin_mpi.run.membership import begin, next_membership, rendezvous
 from aladdin_mpi.run.rank import Rank
-from aladdin_mpi.run.takeover import Left, LoopProgress, Takeover, former_ranks, what_is_left
+from aladdin_mpi.run.takeover import LoopProgress, RankSnapshot, Takeover, former_ranks, snapshot
 from aladdin_mpi.transport.base import Request, Transport
 from aladdin_mpi.transport.group import Group, RankLostError
 
@@ -35,7 +35,7 @@ LOOK_SECONDS = 60.0
 """Of a spare rank between two looks at whether it waits still: no wait lasts longer."""
 
 
-class Succession:
+class ElasticRunner:
     """Forms groups, and trains in one after another.
 
     Args:
@@ -118,7 +118,7 @@ class Succession:
 
     def _wait_for_place(self) -> bool:
         """Until a rank is lost, or the run ends."""
-        bell = _Bell(self._base)
+        bell = _SpareWaiter(self._base)
         while self.is_spare:
             if not self._base.failed.intersection(self.members.ranks):
                 bell.wait()
@@ -139,7 +139,7 @@ class Succession:
     def _say_coming(self) -> None:
         """To whom gathers the next group: this rank lives, though its step may take long."""
         with suppress(LostError):  # which is told of by whoever gathers
-            leader = succeed(self.members, self._base.living).ranks[0]
+            leader = next_membership(self.members, self._base.living).ranks[0]
             if leader != self._base.rank:
                 self._base.isend(torch.zeros(1, dtype=torch.uint8), leader, Tag.COMING)
 
@@ -185,9 +185,9 @@ class Succession:
                     raise
             except RankLostError:
                 pass
-            self._follow(what_is_left(self.rank, self.members, self.progress))
+            self._follow(snapshot(self.rank, self.members, self.progress))
 
-    def _follow(self, left: Left) -> None:
+    def _follow(self, left: RankSnapshot) -> None:
         """Take a place in the group that follows, however often it comes apart meanwhile."""
         assert self.rank is not None and self._group is not None
         self.rank.give_up()
@@ -196,12 +196,12 @@ class Succession:
         while not self._enter(left):
             pass
 
-    def _enter(self, left: Left | None) -> bool:
+    def _enter(self, left: RankSnapshot | None) -> bool:
         """Form the next group, and take a place in it; whether that could be done."""
         brought = {} if left is None else left.brought
         patience = 0.0 if self._base.models_time else self.options.worker_timeout
         coming = self._those_who_come()
-        gathered = gather_anew(self._base, self.members, brought, patience, coming.__contains__)
+        gathered = rendezvous(self._base, self.members, brought, patience, coming.__contains__)
         coming.clear()
         self.members = gathered.members
         if self.is_spare:
@@ -222,7 +222,7 @@ class Succession:
         return True
 
 
-class _Bell:
+class _SpareWaiter:
     """Rings for a spare rank when a rank is lost, and when the run is over."""
 
     def __init__(self, base: Transport) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from aladdin_mpi.exchange.receiver import Arrival
+from aladdin_mpi.exchange.receiver import ReceivedBucket
 from aladdin_mpi.exchange.server import ParameterServer
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import saved
 from aladdin_mpi.flat.vectors import add
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.worker.former import Former
+from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import Role
 
 
@@ -89,7 +89,7 @@ class StalenessBound:
         return ahead <= self._bound or worker not in self._running
 
 
-class Server(Role):
+class ServerAlgorithm(Role):
     """A rank that keeps a part of the global model.
 
     ``n`` is the number of workers; ``applied`` counts the gradients of each bucket.
@@ -121,7 +121,7 @@ class Server(Role):
 
     def arrivals(
         self, on_end: Callable[[int], None] | None = None, look: bool = True
-    ) -> Iterator[Arrival]:
+    ) -> Iterator[ReceivedBucket]:
         """What comes until every worker has ended the segment, each to be applied at once.
 
         The arguments as in :meth:`ParameterServer.gradients`.
@@ -133,7 +133,7 @@ class Server(Role):
             self.applied[arrival.bucket.index] += arrival.count
             yield arrival
 
-    def update(self, arrival: Arrival) -> None:
+    def update(self, arrival: ReceivedBucket) -> None:
         """``x~ <- x~ - lr g_i / divisor``."""
         x = self.server.values[arrival.bucket.index]
         if self.optimizer is None:
@@ -165,10 +165,10 @@ class Server(Role):
         """Gradients applied so far, which must be alike on all buckets."""
         return self.server.books(self.applied)
 
-    def resize(self, former: Former) -> None:
+    def resize(self, merged: MergedState) -> None:
         """See :meth:`Role.resize`."""
-        self.server.resize(former)
-        self.applied = dict.fromkeys(self.applied, former.server["applied"])
-        if self.optimizer is not None and former.server["optimizer"] is not None:
+        self.server.resize(merged)
+        self.applied = dict.fromkeys(self.applied, merged.server["applied"])
+        if self.optimizer is not None and merged.server["optimizer"] is not None:
             mine = [bucket.part for bucket in self.server.buckets]
-            self.optimizer.inherit(former.server["optimizer"], mine)
+            self.optimizer.inherit(merged.server["optimizer"], mine)

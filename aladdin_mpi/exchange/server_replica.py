@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aladdin_mpi.control.exchange import send_object, unpacked
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.exchange.server_role import Server
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.transport.base import Request, Transport
 
@@ -26,14 +26,16 @@ def keeper_of(server: int, servers: int) -> int:
     return (server + 1) % servers if servers > 1 else servers
 
 
-class Mirror:
+class ServerReplica:
     """A server's side.
 
     Args:
         every: updates of a bucket between two copies of it.
     """
 
-    def __init__(self, transport: Transport, role: Server, servers: int, every: int) -> None:
+    def __init__(
+        self, transport: Transport, role: ServerAlgorithm, servers: int, every: int
+    ) -> None:
         self._transport = transport
         self._role = role
         self._keeper = keeper_of(transport.rank, servers)
@@ -78,7 +80,7 @@ class Mirror:
         return {**state, "parts": parts, "inherited": []}
 
 
-class Kept:
+class StoredReplicas:
     """The other side: what this rank keeps of servers, by their numbers and buckets."""
 
     def __init__(self, transport: Transport, servers: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aladdin_mpi.data.feeds import Feed, SampleFeed, Share, Source, feed_of
+from aladdin_mpi.data.feeds import Feed, FeedShare, SampleFeed, Source, feed_of
 from aladdin_mpi.data.loader_processes import Start
 from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import UserError
@@ -16,7 +16,7 @@ from aladdin_mpi.worker.worker import Worker
 
 
 @dataclass(frozen=True)
-class Deal:
+class TrainingData:
     """Data, and the options with what a DataLoader has decided.
 
     Attributes:
@@ -52,7 +52,7 @@ class Deal:
         if options.compute == "timed" or self.feed is None:
             return None
         index, count = worker.whole.rank - worker.servers, worker.whole.size - worker.servers
-        share = Share(
+        share = FeedShare(
             index,
             count,
             options.seed,
@@ -73,7 +73,7 @@ def deal(
     given: Mapping[str, Any],
     is_own_loop: bool,
     origin: Origin,
-) -> Deal:
+) -> TrainingData:
     """How ``data`` are dealt.
 
     Args:
@@ -88,9 +88,9 @@ def deal(
         UserError: they cannot be, or options were given that a DataLoader decides otherwise.
     """
     if options.compute == "timed" and isinstance(data, int):
-        return Deal(options, data, None)
+        return TrainingData(options, data, None)
     if not is_own_loop:
-        return Deal(options, len(data), SampleFeed(data, pairs=True))
+        return TrainingData(options, len(data), SampleFeed(data, pairs=True))
     feed = feed_of(data, sharded, options.batch_size)
     options = options.model_copy(update=_decided(feed, given))
     length = feed.length(options.batch_size, origin.first_workers)
@@ -109,7 +109,7 @@ def deal(
             f"training loop: expected data with at least one sample, got {type(data).__name__} "
             "of none; look at what it is made of"
         )
-    return Deal(options, length, feed, whole)
+    return TrainingData(options, length, feed, whole)
 
 
 def _check_rounds(options: RunOptions, length: int, workers: int) -> None:
