@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from aladdin_mpi.accelerate import Accelerator
     from aladdin_mpi.data.datasets import load_dataset
     from aladdin_mpi.errors import (
         LostError,
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
         UserError,
         WaitTimeoutError,
     )
-    from aladdin_mpi.integrations.accelerate import Accelerator
     from aladdin_mpi.run.data_parallel import DataParallel
 
 __all__ = [

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from aladdin_mpi.accelerate import Accelerator
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.integrations.accelerate import Accelerator
 from tests.commands import summary
 from tests.launch import Completed, needs, run_ranks
 from tests.run.test_own_loop import HERE

@@ -25,7 +25,7 @@ LAYERS = (
     "algorithms",
     "data",
     "run",
-    "integrations",
+    "accelerate",
     "comparison probing",
     "advice",
     "servers slurm",

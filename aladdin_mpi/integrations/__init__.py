@@ -1,1 +1,0 @@
-"""Entry points for scripts written for other libraries."""
