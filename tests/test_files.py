@@ -76,7 +76,8 @@ def test_nothing_is_added_through_a_link(tmp_path: Path, foreign: Path) -> None:
     (tmp_path / "log").symlink_to(foreign)
     with pytest.raises(UserError, match=r"/log: expected a file .* got a symbolic link.*remove it"):
         append(tmp_path / "log", "more")
-    metrics = Metrics(tmp_path, 0)
+    metrics = Metrics(tmp_path)
+    metrics.open(0)
     metrics.path.unlink()
     metrics.path.symlink_to(foreign)
     with pytest.raises(UserError, match=METRICS):

@@ -16,7 +16,7 @@ from torch import nn
 from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.control.exchange import all_or_none
 from aladdin_mpi.control.heartbeats import Heartbeats
-from aladdin_mpi.data.images import SkippedImages, SkipRecord, SkipReports
+from aladdin_mpi.data.images import SkippedImages
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_replica import ServerReplica, StoredReplicas
 from aladdin_mpi.flat.replica import Projection
@@ -36,19 +36,23 @@ from aladdin_mpi.run.building import (
 )
 from aladdin_mpi.run.checkpoint import CheckpointStore, LocalState
 from aladdin_mpi.run.context import Context, make_context, server_count, share_model
-from aladdin_mpi.run.coordinator import Coordinator, StandbyCoordinator
+from aladdin_mpi.run.coordinator import Coordinator, RunHook
 from aladdin_mpi.run.divided_evaluation import DividedEvaluation, is_divided
-from aladdin_mpi.run.evaluation import Snapshots
+from aladdin_mpi.run.evaluation import Evaluations, Evaluator, Snapshots
 from aladdin_mpi.run.failures import record_losses
 from aladdin_mpi.run.handshake import check_agreement
 from aladdin_mpi.run.measurement import BatchNormRecalibrator, Evaluate, Measurement
 from aladdin_mpi.run.plan import Origin, Plan, make_plan
-from aladdin_mpi.run.rank import Measuring, Rank
+from aladdin_mpi.run.rank import Rank
+from aladdin_mpi.run.recorder import Metrics
 from aladdin_mpi.run.report import not_written
-from aladdin_mpi.run.reporter import RunReporter, make_coordinator, open_books
 from aladdin_mpi.run.resumption import Resumption, go_on
+from aladdin_mpi.run.run_folder import OpenFolder
 from aladdin_mpi.run.segments import Segments, Suspension
+from aladdin_mpi.run.skip_reports import SkipReports
+from aladdin_mpi.run.standby import Standby
 from aladdin_mpi.run.takeover import Takeover, take_over, tell
+from aladdin_mpi.run.training_log import TrainingLog
 from aladdin_mpi.run.user_metrics import UserMetrics
 from aladdin_mpi.run.user_optimizer import LearningRate, UserOptimizer
 from aladdin_mpi.run.variance import ModelVariance, draw_places
@@ -101,28 +105,20 @@ def assemble(
     task: UserTask,
     takeover: Takeover | None = None,
 ) -> Rank:
-    """Put a rank together, from its checkpoint where the run goes on. Every rank calls it.
+    """Put a rank together, from its checkpoint if the run is resumed. Every rank calls it.
 
     The order is that of what the ranks agree on, one after another. ``module`` is on its device.
-    With ``takeover`` the run goes on from what a former group of ranks has left.
+    With ``takeover`` the run continues from what a former group of ranks has left.
 
     Raises:
         UserError, RefusedError: ranks disagree, or a folder cannot be used.
     """
-    seen = _seen(transport, options, algorithm, module, task.evaluate)
-    context = make_context(
-        transport,
-        options,
-        algorithm,
-        module,
-        () if takeover is None else takeover.numbers,
-        task.project,
-    )
-    described = "sgd" if task.optimizer is None else task.optimizer.describe()
-    if task.project:
-        described += f"; projections: {len(task.project)}"
-    parameters, servers = context.replica.describe(), context.servers
+    recalibrator = _recalibrator(transport, options, algorithm, module, task.evaluate)
+    numbers = () if takeover is None else takeover.numbers
+    context = make_context(transport, options, algorithm, module, numbers, task.project)
+    described = _described(task)
     if takeover is None:
+        parameters, servers = context.replica.describe(), context.servers
         state = _initial_state(task.optimizer, options, algorithm)
         check_agreement(transport, options, parameters, task.data, servers, described, state)
     plan = make_plan(options, task.epoch, task.origin, not transport.models_time, task.whole)
@@ -134,61 +130,89 @@ def assemble(
     else:
         folder = takeover.open_folder(transport)
     with _on_error(folder.release):
-        local = LocalState(context.replica, transport.shares_process, task.state)
-        steps = plan.total // plan.schedule_step if takeover is None else None
-        optimizer = all_or_none(transport, lambda: make_optimizer(context, task.optimizer, steps))
-        record = SkipRecord()
-        skips = SkipReports(transport, task.skipped, record if transport.rank == 0 else None)
-        role = all_or_none(
-            transport, lambda: _role(context, task, plan, lr, local, optimizer, skips)
+        return _assemble_in(folder, context, task, plan, lr, recalibrator, described, takeover)
+
+
+def _assemble_in(
+    folder: OpenFolder,
+    context: Context,
+    task: UserTask,
+    plan: Plan,
+    lr: LearningRate,
+    recalibrator: BatchNormRecalibrator | None,
+    described: str,
+    takeover: Takeover | None,
+) -> Rank:
+    """Put a rank together in the run's folder."""
+    transport, options = context.transport, context.options
+    local = LocalState(context.replica, transport.shares_process, task.state)
+    steps = plan.total // plan.schedule_step if takeover is None else None
+    optimizer = all_or_none(transport, lambda: make_optimizer(context, task.optimizer, steps))
+    skips = SkipReports(transport, task.skipped)
+    role = all_or_none(transport, lambda: _role(context, task, plan, lr, local, optimizer, skips))
+    with _on_error(role.close):
+        # It outlives this rank, so it must not hold it, with all its vectors.
+        guard.remedy = partial(_remedy, folder.path)
+        variance = _variance(context, role)
+        evaluate = _evaluate(context, task.evaluate, recalibrator)
+        divided = None
+        if isinstance(evaluate, Measurement) and is_divided(context, evaluate):
+            divided = DividedEvaluation(context, evaluate, skips.pass_on)
+        snapshots = _snapshots(context, role)
+
+        def make_evaluator() -> Evaluator:
+            assert evaluate is not None
+            return _evaluator(context, skips, evaluate, divided)
+
+        user_metrics, standby = UserMetrics(transport), Standby(transport)
+        hooks: list[RunHook] = [skips, user_metrics]
+        coordinator = log = evaluations = None
+        if transport.rank == 0:
+            metrics, keeps_all = Metrics(folder.path), takeover is not None
+            log = TrainingLog(metrics, plan, options.progress, options.quiet, keeps_all)
+            make = None if evaluate is None else make_evaluator
+            evaluations = Evaluations(transport, plan, metrics, make, snapshots, variance)
+            hooks += [log, evaluations, standby]
+            coordinator = _coordinator(context, role, plan, lr, hooks)
+        hooks.append(Suspension(transport, coordinator))
+        if takeover is None:
+            local.seed(options.seed * 1_000_003 + transport.rank + 1)
+        store = CheckpointStore(folder.path)
+        segments = _segments(context, role, coordinator, local, store, plan, task.origin, described)
+        if takeover is not None:
+            take_over(context, local, segments, takeover)
+        elif options.resume is not None:
+            go_on(Resumption(context, role, local, segments, store, task.origin, lr))
+        heartbeats = Heartbeats(transport, options.worker_timeout)
+        if coordinator is not None:
+            _begin(context, role, coordinator, folder.path, takeover)
+        if recalibrator is not None:
+            recalibrator.open()
+        return Rank(
+            context,
+            plan,
+            folder,
+            optimizer,
+            role,
+            coordinator,
+            segments,
+            heartbeats,
+            hooks,
+            user_metrics,
+            skips,
+            standby,
+            log,
+            evaluations,
+            recalibrator,
+            divided,
+            variance,
+            _replicas(context, role),
         )
-        with _on_error(role.close):
-            coordinator = None
-            if transport.rank == 0:
-                coordinator = make_coordinator(context, role, plan, lr, record)
-            # It outlives this rank, so it must not hold it, with all its vectors.
-            guard.remedy = partial(_remedy, folder.path)
-            measuring = _measuring(context, role, seen, task.evaluate, skips)
-            if takeover is None:
-                local.seed(options.seed * 1_000_003 + transport.rank + 1)
-            store = CheckpointStore(folder.path)
-            segments = _segments(
-                context, role, coordinator, local, store, plan, task.origin, described
-            )
-            means = coordinator.own_figures if coordinator else None
-            figures = UserMetrics(transport, means, lambda: segments.over)
-            if takeover is not None:
-                take_over(context, local, segments, takeover)
-            elif options.resume is not None:
-                go_on(Resumption(context, role, local, segments, store, task.origin, lr))
-            suspension = Suspension(transport, coordinator)
-            heartbeats = Heartbeats(transport, options.worker_timeout)
-            standby = StandbyCoordinator(transport, coordinator.knowledge if coordinator else None)
-            books = None
-            if coordinator is not None:
-                coordinator.on_report(standby.hear)
-                coordinator.on_open(standby.send)
-                transport.on_failure(lambda rank: standby.send())
-                books = _open(context, role, coordinator, folder.path, skips, measuring, takeover)
-                standby.send()
-            if seen is not None:
-                seen.open()
-            return Rank(
-                context,
-                plan,
-                folder,
-                optimizer,
-                role,
-                skips,
-                figures,
-                measuring,
-                segments,
-                suspension,
-                heartbeats,
-                standby,
-                _mirrors(context, role),
-                books,
-            )
+
+
+def _described(task: UserTask) -> str:
+    described = "sgd" if task.optimizer is None else task.optimizer.describe()
+    return f"{described}; projections: {len(task.project)}" if task.project else described
 
 
 def _initial_state(
@@ -210,8 +234,8 @@ def _on_error(undo: Callable[[], None]) -> Iterator[None]:
         raise
 
 
-def _mirrors(context: Context, role: Role) -> StoredReplicas | None:
-    """Have servers' states kept a second time, where one of them may be lost."""
+def _replicas(context: Context, role: Role) -> StoredReplicas | None:
+    """Have servers' states kept a second time, if the run can outlive one of them."""
     transport, every = context.transport, context.options.mirror_every
     if not every or not context.servers or not transport.is_revoked_without(0):
         return None
@@ -222,7 +246,7 @@ def _mirrors(context: Context, role: Role) -> StoredReplicas | None:
     return StoredReplicas(transport, context.servers)
 
 
-def _seen(
+def _recalibrator(
     transport: Transport,
     options: RunOptions,
     algorithm: Algorithm,
@@ -268,29 +292,59 @@ def _role(
     return role
 
 
-def _measuring(
-    context: Context,
-    role: Role,
-    seen: BatchNormRecalibrator | None,
-    evaluate: Evaluate | None,
-    skips: SkipReports,
-) -> Measuring:
-    if not context.is_real:
-        evaluate = None
-    elif evaluate is not None and seen is not None:
-        evaluate = seen.measured(evaluate)
-    transport, layout = context.transport, context.layout
+def _evaluate(
+    context: Context, evaluate: Evaluate | None, recalibrator: BatchNormRecalibrator | None
+) -> Evaluate | None:
+    if not context.is_real or evaluate is None:
+        return None
+    return evaluate if recalibrator is None else recalibrator.measured(evaluate)
+
+
+def _evaluator(
+    context: Context, skips: SkipReports, evaluate: Evaluate, divided: DividedEvaluation | None
+) -> Evaluator:
+    def measure(module: nn.Module) -> Mapping[str, float]:
+        figures = evaluate(module)
+        skips.pass_on()  # rank 0 reads images too
+        return figures
+
+    return Evaluator(context.module, measure, not context.transport.models_time, divided)
+
+
+def _snapshots(context: Context, role: Role) -> Snapshots:
     dtype = full(context.replica.parameters.dtype)
-    snapshots = Snapshots(transport, layout, role, context.holders, dtype, context.projections)
+    return Snapshots(
+        context.transport, context.layout, role, context.holders, dtype, context.projections
+    )
+
+
+def _variance(context: Context, role: Role) -> ModelVariance:
     sizes = tuple(prod(shape) for shape in context.replica.shapes)
     places = draw_places(sizes, context.options.seed)
-    variance = ModelVariance(
-        transport, layout, role, places, context.leaders, context.algorithm.lockstep
+    return ModelVariance(
+        context.transport,
+        context.layout,
+        role,
+        places,
+        context.leaders,
+        context.algorithm.lockstep,
     )
-    divided = None
-    if isinstance(evaluate, Measurement) and is_divided(context, evaluate):
-        divided = DividedEvaluation(context, evaluate, skips.pass_on)
-    return Measuring(seen, evaluate, divided, snapshots, variance)
+
+
+def _coordinator(
+    context: Context, role: Role, plan: Plan, lr: LearningRate, hooks: Sequence[RunHook]
+) -> Coordinator:
+    return Coordinator(
+        context.transport,
+        plan,
+        lr,
+        context.workers,
+        role.server if isinstance(role, ServerAlgorithm) else None,
+        hooks,
+        context.leaders if context.algorithm.lockstep else (),
+        context.needs_all,
+        context.options.worker_timeout,
+    )
 
 
 def _segments(
@@ -320,37 +374,25 @@ def _segments(
     )
 
 
-def _open(
+def _begin(
     context: Context,
     role: Role,
     coordinator: Coordinator,
     folder: Path,
-    skips: SkipReports,
-    measuring: Measuring,
     takeover: Takeover | None,
-) -> RunReporter:
-    """The books of a run that begins or goes on; the user is told how it was set up."""
+) -> None:
+    """At rank 0: begin the run, or resume it, and print how it was set up."""
     if takeover is None and context.options.resume is not None and not coordinator.budget.used_up:
         run_folder.reopen(folder, context.options)
-    books = open_books(
-        context,
-        coordinator,
-        folder,
-        skips,
-        measuring.evaluate,
-        measuring.divided,
-        measuring.snapshots,
-        measuring.variance,
-        keeps_all=takeover is not None,
-    )
+    coordinator.begin()
+    if context.options.quiet:
+        return
     if takeover is not None:
-        if not context.options.quiet:
-            tell(context, takeover)
-        return books
+        tell(context, takeover)
+        return
     texts = [role.describe(), _prospects(context), not_written()]
-    if (text := "\n".join(filter(None, texts))) and not context.options.quiet:
+    if text := "\n".join(filter(None, texts)):
         console.say(text, sys.stdout)
-    return books
 
 
 def _prospects(context: Context) -> str:

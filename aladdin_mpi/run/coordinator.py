@@ -3,151 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from enum import Enum
 from math import isfinite
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from aladdin_mpi.control.budget import Budget, WorkerReport
-from aladdin_mpi.control.exchange import packed, unpacked
 from aladdin_mpi.control.ledger import Ledger
-from aladdin_mpi.control.tags import COORDINATOR, Tag
-from aladdin_mpi.data.images import SkipRecord
 from aladdin_mpi.exchange.server import ParameterServer
 from aladdin_mpi.run.failures import Failures
 from aladdin_mpi.run.plan import Plan
 from aladdin_mpi.run.progress import State
-from aladdin_mpi.run.user_metrics import Means
-from aladdin_mpi.transport.base import Request, Transport
+from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.merged_state import MergedState
-
-EVERY = 8
-"""Reports of workers between two copies, ..."""
-PAUSE = 0.05
-"""... and seconds, at least: making one takes a third of a millisecond."""
-MOST_BYTES = 1 << 16
-
-
-def deputy_of(transport: Transport) -> int | None:
-    """The first rank on another host than rank 0's, or else the next one; None: rank 0 is alone."""
-    others = [rank for rank in transport.living if rank]
-    away = [rank for rank in others if transport.hosts[rank] != transport.hosts[0]]
-    return next(iter(away or others), None)
-
-
-class StandbyCoordinator:
-    """This rank's side of the copies; there are none where a rank's death ends the job.
-
-    Any rank may become the deputy, as the one before it is lost: so all listen.
-
-    Args:
-        look: at rank 0, what it knows now.
-    """
-
-    def __init__(self, transport: Transport, look: Callable[[], dict[str, Any]] | None) -> None:
-        self._transport = transport
-        self._look = look
-        self._reports, self._sent_at = 0, 0.0
-        self._newest: Tensor | None = None
-        self._came_at = 0.0
-        if not transport.survives:
-            return
-        transport.exclude_from_traffic(Tag.DEPUTY)
-        if transport.rank != COORDINATOR:
-            self._listen()
-
-    def _listen(self) -> None:
-        buffer = torch.empty(MOST_BYTES, dtype=torch.uint8)
-        request = self._transport.irecv(buffer, COORDINATOR, Tag.DEPUTY)
-        self._transport.when_done(request, lambda: self._take(request))
-
-    def _take(self, request: Request) -> None:
-        if request.failed is None and request.nbytes and request.buffer is not None:
-            self._newest = request.buffer[: request.nbytes]
-            self._came_at = self._transport.now()
-            self._listen()
-
-    @property
-    def copy(self) -> dict[str, Any] | None:
-        """The newest one, at a rank that is the deputy or has been; None elsewhere.
-
-        Training has gone on since it came: so its ``seconds`` are those of now.
-        """
-        if self._newest is None:
-            return None
-        found: dict[str, Any] = unpacked(self._newest)
-        if found["is_open"]:
-            found["seconds"] += self._transport.now() - self._came_at
-        return found
-
-    def hear(self, report: WorkerReport) -> None:
-        """At rank 0, of every report."""
-        self._reports += 1
-        if self._reports >= EVERY and self._transport.now() - self._sent_at >= PAUSE:
-            self.send()
-
-    def send(self) -> None:
-        """At rank 0: send a copy now."""
-        standby = deputy_of(self._transport) if self._transport.survives else None
-        if self._look is None or standby is None:
-            return
-        self._reports, self._sent_at = 0, self._transport.now()
-        data = packed(self._look())
-        if len(data) <= MOST_BYTES:  # not so with thousands of refusals of many kinds
-            self._transport.isend(data, standby, Tag.DEPUTY)
-
 
 SHOWN = ("wire_bits", "pi")
 """Of a server's own figures, those in the progress."""
 
 
-@dataclass
-class Losses:
-    """Of the steps since the last line of metrics."""
+class Ending(Enum):
+    """How a rank's part in a run ends."""
 
-    total: float = 0.0
-    """Summed over ``samples``, those with a finite loss."""
-    samples: int = 0
-    unlogged: int = 0
-    """Samples in all."""
-
-    @property
-    def mean(self) -> float | None:
-        """None: none is finite."""
-        return self.total / self.samples if self.samples else None
+    COMPLETED = "trained to the end"
+    SUSPENDED = "ended by a signal, and saved"
+    CLOSED = "closed by the user's program before its end"
+    REVOKED = "continued by another group of ranks"
 
 
-@dataclass
-class MetricMarks:
-    """How far the metrics have come, kept by those who write them.
+class RunHook:
+    """A part of a run beside training. A method does nothing unless a subclass overrides it.
 
-    Attributes:
-        last_log: samples and seconds at the last line.
-        next_log: samples at which a line is due; ``next_eval`` likewise.
-        measuring: samples of the evaluation under way.
-        measured: figures of the last evaluation; not in checkpoints.
+    At rank 0 :class:`Coordinator` calls, in this order, ``on_begin``, and for each segment
+    ``on_open``, ``on_report`` for each report of a worker, and ``on_close``. Every rank calls
+    ``on_end``. A hook saves its own state, under keys of its own.
     """
 
-    next_log: int
-    next_eval: int
-    last_log: tuple[int, float] = (0, 0.0)
-    measuring: int | None = None
-    measured: Mapping[str, float] = field(default_factory=dict)
+    def on_begin(self, run: Coordinator) -> None:
+        """The run's state is known, and training is about to begin or to resume."""
+
+    def on_open(self, run: Coordinator) -> None:
+        """A segment begins."""
+
+    def on_report(self, run: Coordinator, report: WorkerReport) -> None:
+        """A worker has reported a step, which is counted already."""
+
+    def on_close(self, run: Coordinator) -> None:
+        """A segment has ended; time stands still until the next one."""
+
+    def on_failure(self, run: Coordinator, rank: int) -> None:
+        """A rank has failed."""
+
+    def on_end(self, ending: Ending) -> None:
+        """Training is over on this rank."""
+
+    def figures(self) -> Mapping[str, float]:
+        """Return figures to be shown with the progress."""
+        return {}
+
+    def take_figures(self) -> Mapping[str, float]:
+        """Return figures for the line of metrics that is written now, each once."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has to hold."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the state of a checkpoint, which has the keys of all hooks."""
 
 
 class Coordinator:
     """Grants samples, counts time, and adds up what workers report.
 
     It acts only when a message of a worker arrives, so that it works beside whatever
-    rank 0 does for the algorithm. Who shows or writes what it knows listens to it.
+    rank 0 does for the algorithm. What shows or writes its figures is a hook.
 
     Args:
         lr: learning rate as a function of samples.
         workers: their number.
         server: rank 0's server, whose gradients and staleness are shown, if it has one.
-        skips: rank 0's record of images that were skipped.
+        hooks: called in this order.
         lockstep: see :class:`Budget`.
         needed: see :class:`MpiFailures`; ``silence`` likewise.
     """
@@ -159,7 +93,7 @@ class Coordinator:
         lr: Callable[[int], float],
         workers: int,
         server: ParameterServer | None,
-        skips: SkipRecord,
+        hooks: Sequence[RunHook] = (),
         lockstep: Sequence[int] = (),
         needed: str | None = None,
         silence: float = 0.0,
@@ -175,13 +109,9 @@ class Coordinator:
         self.failures = Failures(
             transport, self.budget, self._first_worker, needed, self.moment, silence
         )
-        self.own_figures = Means()
-        self.skips = skips
-        self.marks = MetricMarks(plan.log_every, plan.eval_every)
-        self.losses = Losses()
-        self._on_report: list[Callable[[WorkerReport], None]] = []
-        self._on_open: list[Callable[[], None]] = []
-        self._on_close: list[Callable[[], None]] = []
+        self._hooks = hooks
+        self._has_begun = False
+        transport.on_failure(self._lose)
         self._seconds = 0.0
         self._other_workers = 0.0
         """In periods with other numbers of workers: what theirs was more than that of as many."""
@@ -193,17 +123,16 @@ class Coordinator:
         self.suspended = 0
         """The signal after which the run is to end before its budget is used up."""
 
-    def on_report(self, action: Callable[[WorkerReport], None]) -> None:
-        """Have ``action`` called with every report, when it is counted."""
-        self._on_report.append(action)
+    def begin(self) -> None:
+        """Begin to train, or to resume; after :meth:`load_state_dict`."""
+        for hook in self._hooks:
+            hook.on_begin(self)
+        self._has_begun = True
 
-    def on_open(self, action: Callable[[], None]) -> None:
-        """Have ``action`` called at the beginning of every segment."""
-        self._on_open.append(action)
-
-    def on_close(self, action: Callable[[], None]) -> None:
-        """Have ``action`` called at the end of every segment, when time stands still."""
-        self._on_close.append(action)
+    def _lose(self, rank: int) -> None:
+        if self._has_begun:
+            for hook in self._hooks:
+                hook.on_failure(self, rank)
 
     @property
     def seconds(self) -> float:
@@ -239,8 +168,8 @@ class Coordinator:
             is_ending = self.suspended or self.budget.closed_by is not None
             self.budget.open(drawn if is_ending else limit)
         self._opened = self._transport.now()
-        for action in self._on_open:
-            action()
+        for hook in self._hooks:
+            hook.on_open(self)
 
     def suspend(self, number: int) -> None:
         """Grant nothing more, now and in later segments, because of this signal."""
@@ -251,27 +180,33 @@ class Coordinator:
     def close(self) -> None:
         """End a segment: time stands still."""
         self._seconds, self._opened = self.seconds, None
-        for action in self._on_close:
-            action()
+        for hook in self._hooks:
+            hook.on_close(self)
 
     # -- reports ----------------------------------------------------------------
     def _report(self, rank: int, report: WorkerReport) -> None:
         self._waiting[rank] = report.waiting
         self._sent[rank] = report.sent
         self._steps[rank] = report.steps
-        self.losses.unlogged += report.samples
         if report.samples and isfinite(report.loss):
-            self.losses.total += report.loss * report.samples
-            self.losses.samples += report.samples
             self._rate = report.rate
         self._stop_in_time()
-        for action in self._on_report:
-            action(report)
+        for hook in self._hooks:
+            hook.on_report(self, report)
 
     def _stop_in_time(self) -> None:
         limit, opened = self.plan.checkpoint_seconds, self._opened
         if limit and opened is not None and self._transport.now() - opened >= limit:
             self.budget.stop()
+
+    @property
+    def gradients(self) -> int:
+        """Gradients that rank 0's server has received; 0 without servers."""
+        return self.server.received if self.server else 0
+
+    def take_figures(self) -> dict[str, float]:
+        """Return the hooks' figures for the line of metrics that is written now."""
+        return {name: v for hook in self._hooks for name, v in hook.take_figures().items()}
 
     @property
     def lr(self) -> float:
@@ -285,9 +220,10 @@ class Coordinator:
             samples=drawn,
             total=self.plan.total,
             epoch=drawn / self.plan.epoch,
+            seconds=self.seconds,
             workers=self._workers,
             alive=sum(rank >= self._first_worker for rank in self._transport.living),
-            figures={**self.own_figures.so_far(), **self.marks.measured},
+            figures={name: value for hook in self._hooks for name, value in hook.figures().items()},
             lr=self.lr,
             waiting=self.wait_fraction if self._waiting else None,
             staleness=None if server is None else server.staleness,
@@ -318,8 +254,7 @@ class Coordinator:
     # -- checkpoint ---------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """The state between two segments."""
-        marks = self.marks
-        return {
+        state = {
             "drawn": self.budget.drawn,
             "passed_over": self.budget.passed_over,
             "granted": self.budget.granted,
@@ -328,17 +263,14 @@ class Coordinator:
             "waiting": self._waiting,
             "sent": self._sent,
             "steps": self._steps,
-            "loss": (self.losses.total, self.losses.samples, self.losses.unlogged),
             "ledger": self.ledger.state_dict(),
-            "last_log": marks.last_log,
-            "next": (marks.next_log, marks.next_eval),
             "failures": self.failures.records,
-            "measuring": marks.measuring,
             "rate": self._rate,
-            "skipped": self.skips.state_dict(),
-            "own": self.own_figures.state_dict(),
             "other_workers": self._other_workers,
         }
+        for hook in self._hooks:
+            state |= hook.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state from :meth:`state_dict`."""
@@ -348,22 +280,15 @@ class Coordinator:
         self._seconds = state["seconds"]
         self._waiting, self._sent = state["waiting"], state["sent"]
         self._steps = state["steps"]
-        self.losses = Losses(*state["loss"])
         self.ledger.load_state_dict(state["ledger"])
-        next_log, next_eval = state["next"]
-        self.marks = MetricMarks(next_log, next_eval, state["last_log"], state["measuring"])
         self.failures.records[:0] = state["failures"]
         self._rate = state.get("rate")
-        self.skips.load_state_dict(state.get("skipped", {}))
-        if "own" in state:  # not in those of older runs
-            self.own_figures.load_state_dict(state["own"])
         self._other_workers = state.get("other_workers", 0.0)
+        for hook in self._hooks:
+            hook.load_state_dict(state)
 
-    def catch_up(self, samples: int, seconds: float) -> None:
-        """Lines of metrics reach so far, which a former rank 0 has written: log behind them."""
-        marks = self.marks
-        marks.next_log = max(marks.next_log, samples + 1)
-        marks.last_log = max(marks.last_log, (samples, seconds))
+    def catch_up(self, seconds: float) -> None:
+        """The run has trained for so long already, as lines of metrics tell."""
         self._seconds = max(self._seconds, seconds)
 
     def take_over(self, known: dict[str, Any], drawn: int, merged: MergedState) -> None:

@@ -529,7 +529,8 @@ class DataParallel:
             UserError: one is no number.
         """
         with self._words():
-            self._ready().figures.tell(figures)
+            rank = self._ready()
+            rank.user_metrics.tell(figures, is_late=rank.segments.over)
 
     def reduce(self, value: float | Tensor, how: Literal["mean", "sum"] = "mean") -> Tensor:
         """The mean or the sum of a number, or a tensor, over all workers that live.

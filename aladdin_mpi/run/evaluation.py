@@ -17,9 +17,10 @@ from aladdin_mpi.data.loading import global_generators_kept
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.replica import Projections, Replica
 from aladdin_mpi.process.guard import no_exit
-from aladdin_mpi.run.coordinator import Coordinator
+from aladdin_mpi.run.coordinator import Coordinator, Ending, RunHook
 from aladdin_mpi.run.divided_evaluation import DividedEvaluation
 from aladdin_mpi.run.measurement import Evaluate
+from aladdin_mpi.run.plan import Plan
 from aladdin_mpi.run.recorder import Metrics
 from aladdin_mpi.run.variance import ModelVariance
 from aladdin_mpi.transport.base import Transport
@@ -214,84 +215,89 @@ class Evaluator:
             self._thread.join()
 
 
-class Evaluations:
-    """Asks for a copy of the model when an evaluation is due, and writes down what it measures.
+class Evaluations(RunHook):
+    """Requests a copy of the model when an evaluation is due, and logs what it measures. At rank 0.
 
     Args:
-        coordinator: whose reports it hears.
-        evaluator: None: nothing is measured.
+        metrics: another hook opens them before.
+        make_evaluator: called when training begins, as it copies the model; None: nothing is
+            measured.
     """
 
     def __init__(
         self,
         transport: Transport,
-        coordinator: Coordinator,
+        plan: Plan,
         metrics: Metrics,
-        evaluator: Evaluator | None,
+        make_evaluator: Callable[[], Evaluator] | None,
         snapshots: Snapshots,
         variance: ModelVariance,
     ) -> None:
         self._transport = transport
-        self._coordinator = coordinator
+        self._every = plan.eval_every
         self._metrics = metrics
-        self._evaluator = evaluator
+        self._make_evaluator = make_evaluator
+        self._evaluator: Evaluator | None = None
         self._snapshots = snapshots
         self._variance = variance
         self._lines: dict[int, dict[str, Any]] = {}
         self._lines_lock = threading.Lock()
-        self._make_up()
-        coordinator.on_report(self._hear)
+        self._next = plan.eval_every
+        self._measuring: int | None = None
+        """Samples of the evaluation under way."""
+        self._measured: Mapping[str, float] = {}
+        """Figures of the last evaluation; not in checkpoints."""
 
     @property
     def busy(self) -> bool:
         """Whether an evaluation goes on in a thread of its own."""
         return self._evaluator is not None and self._evaluator.busy
 
-    def _make_up(self) -> None:
+    def on_begin(self, run: Coordinator) -> None:
         """Evaluate soon, if the resumed run ended before its last evaluation did.
 
-        But not where it was evaluated at its end already, and is longer now.
+        But not if it was evaluated at its end already, and is longer now.
         """
-        marks = self._coordinator.marks
-        due, drawn = marks.measuring, self._coordinator.budget.drawn
+        due, drawn = self._measuring, run.budget.drawn
         if due is not None and not self._metrics.has("eval", due):
-            marks.next_eval = due
-        elif self._coordinator.plan.eval_every and self._metrics.has("eval", drawn):
-            marks.next_eval = max(marks.next_eval, self._behind(drawn))
-        marks.measuring = None
+            self._next = due
+        elif self._every and self._metrics.has("eval", drawn):
+            self._next = max(self._next, self._after(drawn))
+        self._measuring = None
+        if self._make_evaluator is not None:
+            self._evaluator = self._make_evaluator()
 
-    def _behind(self, drawn: int) -> int:
-        every = self._coordinator.plan.eval_every
-        return (drawn // every + 1) * every
+    def _after(self, drawn: int) -> int:
+        return (drawn // self._every + 1) * self._every
 
     # -- during training ----------------------------------------------------------
-    def _hear(self, report: WorkerReport) -> None:
-        marks, plan = self._coordinator.marks, self._coordinator.plan
-        drawn = self._coordinator.budget.drawn
-        if plan.eval_every and marks.next_eval <= drawn < plan.total:
-            marks.next_eval = self._behind(drawn)
+    def on_report(self, run: Coordinator, report: WorkerReport) -> None:
+        """Begin an evaluation if one is due."""
+        drawn = run.budget.drawn
+        if self._every and self._next <= drawn < run.plan.total:
+            self._next = self._after(drawn)
             if self._evaluator is not None:
-                self._begin(self._evaluator)
+                self._begin(run, self._evaluator)
 
-    def _begin(self, evaluator: Evaluator) -> None:
+    def _begin(self, run: Coordinator, evaluator: Evaluator) -> None:
         if evaluator.busy or self._snapshots.busy:
             return
-        moment = {**self._coordinator.moment(), "gradients": self._gradients()}
-        self._coordinator.marks.measuring = samples = moment["samples"]
+        moment, before = run.moment(), run.gradients
+        self._measuring = samples = moment["samples"]
+
+        def record(moment: dict[str, Any], measured: Mapping[str, float]) -> None:
+            self._take_figures(moment, measured, run.gradients - before)
+
         self._variance.take(samples, self._take_variance)
-        self._snapshots.take(lambda vector: evaluator.submit(vector, moment, self._take_figures))
+        self._snapshots.take(lambda vector: evaluator.submit(vector, moment, record))
 
-    def _gradients(self) -> int:
-        server = self._coordinator.server
-        return server.received if server else 0
-
-    def _take_figures(self, moment: dict[str, Any], measured: Mapping[str, float]) -> None:
-        """An evaluation of the model at ``moment`` is done."""
-        self._coordinator.marks.measured = measured
-        gradients = self._gradients()
-        before = moment.pop("gradients", gradients)
-        figures = {**measured, "gradients_meanwhile": gradients - before}
-        self._complete(moment["samples"], {**moment, **figures})
+    def _take_figures(
+        self, moment: dict[str, Any], measured: Mapping[str, float], gradients: int
+    ) -> None:
+        """An evaluation of the model at ``moment`` has ended, so many gradients later."""
+        self._measured = measured
+        figures = {**moment, **measured, "gradients_meanwhile": gradients}
+        self._complete(moment["samples"], figures)
 
     def _take_variance(self, samples: int, value: float | None) -> None:
         """The variance among the workers' models is there; see :class:`ModelVariance`."""
@@ -307,17 +313,34 @@ class Evaluations:
             del self._lines[samples]
             variance = line.pop("model_variance")
             self._metrics.append("eval", {**line, "model_variance": variance})
-            if self._coordinator.marks.measuring == samples:
-                self._coordinator.marks.measuring = None
+            if self._measuring == samples:
+                self._measuring = None
 
-    def wait(self) -> None:
-        """Wait for the evaluation under way."""
-        if self._evaluator is not None:
+    def on_end(self, ending: Ending) -> None:
+        """Wait for the evaluation under way, if the process goes on without the run."""
+        if ending is Ending.CLOSED and self._evaluator is not None:
             self._evaluator.wait()
+
+    def figures(self) -> Mapping[str, float]:
+        """Return what was measured last."""
+        return self._measured
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return when the next evaluation is due, and which is under way."""
+        return {"next_eval": self._next, "measuring": self._measuring}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the state; earlier versions kept ``next`` for it and the training log."""
+        self._next = state["next_eval"] if "next_eval" in state else state["next"][1]
+        self._measuring = state["measuring"]
 
     # -- at the end of the run ------------------------------------------------------
     def at_end(
-        self, model: Tensor, variance: float | None, measured: Mapping[str, float] | None
+        self,
+        run: Coordinator,
+        model: Tensor,
+        variance: float | None,
+        measured: Mapping[str, float] | None,
     ) -> dict[str, float] | None:
         """Measure the trained model; None: nothing measures it.
 
@@ -332,10 +355,10 @@ class Evaluations:
             self._variance.give_up()
         if measured is None:
             measured = self._evaluator.measure(model)
-        drawn = self._coordinator.budget.drawn
+        drawn = run.budget.drawn
         if not self._metrics.has("eval", drawn):
             self._take_variance(drawn, variance)
-            self._take_figures(self._coordinator.moment(), measured)
+            self._take_figures(run.moment(), measured, 0)
         return dict(measured)
 
     def buffers(self) -> list[Tensor]:

@@ -50,6 +50,7 @@ class State:
     epoch: float
     workers: int
     alive: int
+    seconds: float = 0.0
     rate: float | None = None
     loss: float | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -306,10 +307,11 @@ class Progress:
             console.close()
         self._output = None
 
-    def close(self, drawn: int, seconds: float) -> None:
+    def close(self) -> None:
         """The run is over, or suspended: leave its last state on the screen."""
         if isinstance(self._output, Live):
-            self._draw(self._output, drawn, seconds)
+            state = self._look()
+            self._draw(self._output, state.samples, state.seconds)
             console.close()
 
 

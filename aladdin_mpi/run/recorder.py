@@ -64,16 +64,21 @@ class Metrics:
 
     Args:
         folder: the run's folder.
-        samples: drop what an interrupted run wrote behind this many samples.
     """
 
-    def __init__(self, folder: Path, samples: int) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self.path = folder / METRICS
         self._lock = threading.Lock()
         self._closed = False
-        self.lines = [line for line in read_metrics(folder) if line["samples"] <= samples]
+        self.lines: list[dict[str, Any]] = []
+        self._board: Any = None
+
+    def open(self, samples: int) -> None:
+        """Continue the file, without what an interrupted run wrote after this many samples."""
+        self.lines = [line for line in read_metrics(self._folder) if line["samples"] <= samples]
         self._rewrite()
-        self._board = _open_board(folder / TENSORBOARD, samples)
+        self._board = _open_board(self._folder / TENSORBOARD, samples)
 
     def _rewrite(self) -> None:
         write_whole(self.path, "".join(files.written(line) + "\n" for line in self.lines))

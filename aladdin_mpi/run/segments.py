@@ -20,7 +20,7 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.vectors import is_finite
 from aladdin_mpi.process import stop_signal
 from aladdin_mpi.run.checkpoint import CheckpointStore, LocalState
-from aladdin_mpi.run.coordinator import Coordinator
+from aladdin_mpi.run.coordinator import Coordinator, Ending, RunHook
 from aladdin_mpi.run.plan import Origin, Plan
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.group import RankLostError
@@ -321,8 +321,8 @@ def _not_finite(state: Any, name: str = "") -> str:
     return next(filter(None, (_not_finite(value, f"{name} {key}") for key, value in items)), "")
 
 
-class Suspension:
-    """Tells the coordinator of a signal that has come to this rank.
+class Suspension(RunHook):
+    """Reports a signal that this rank has received to the coordinator.
 
     The transport looks for it, whether the rank computes, serves or waits.
 
@@ -344,8 +344,8 @@ class Suspension:
             )
         transport.watch(self._look)
 
-    def close(self) -> None:
-        """The run is over: signals change nothing any more."""
+    def on_end(self, ending: Ending) -> None:
+        """From now on signals change nothing."""
         self._transport.unwatch(self._look)
 
     def _look(self) -> None:

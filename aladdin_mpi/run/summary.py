@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ from aladdin_mpi.process import console
 from aladdin_mpi.process.files import written_whole
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.run.coordinator import Coordinator
+from aladdin_mpi.run.evaluation import Evaluations
 from aladdin_mpi.run.measurement import BatchNormRecalibrator
 from aladdin_mpi.run.recorder import rounded
 from aladdin_mpi.run.report import CURVES, draw_curves, table
-from aladdin_mpi.run.reporter import RunReporter
 from aladdin_mpi.run.run_folder import MODEL, write_summary
+from aladdin_mpi.run.skip_reports import SkipReports
+from aladdin_mpi.run.training_log import TrainingLog
+from aladdin_mpi.run.user_metrics import UserMetrics
 from aladdin_mpi.worker.role import Role
 
 
@@ -38,59 +41,68 @@ class Trained:
         model: the global one, flat; None with timed computing.
         variance: among the workers' models.
         waiting: seconds that this rank waited in training.
-        late: figures of the user's loop that came too late for a message.
-        seen: calls of the module, for batch norm; None: nobody needs them.
+        recalibrator: of batch norm's statistics; None: nothing needs it.
         measured: by the workers, whose batch norm's statistics the module has; None: they have not.
-        may_skip: whether images may have been skipped.
     """
 
     model: Tensor | None
     variance: float | None
     waiting: float
-    late: Sequence[dict[str, float]]
-    seen: BatchNormRecalibrator | None
+    user_metrics: UserMetrics
+    skips: SkipReports
+    recalibrator: BatchNormRecalibrator | None
     measured: Mapping[str, float] | None
-    may_skip: bool
 
 
 def summarise(
-    context: Context, role: Role, books: RunReporter | None, folder: Path, trained: Trained
+    context: Context,
+    role: Role,
+    coordinator: Coordinator | None,
+    log: TrainingLog | None,
+    evaluations: Evaluations | None,
+    folder: Path,
+    trained: Trained,
 ) -> dict[str, Any]:
     """Gather the accounts; at rank 0 evaluate, write into ``folder`` and print.
 
-    Returns the summary there, where the ``books`` are.
+    Returns the summary there.
     """
-    mine = {**role.counts(), **_given(role), "waiting": trained.waiting, "figures": trained.late}
+    mine = {
+        **role.counts(),
+        **_given(role),
+        "waiting": trained.waiting,
+        "figures": trained.user_metrics.late,
+    }
     totals = [total or {} for total in gather(context.transport, mine)]
-    if books is None:
+    means = trained.user_metrics.means
+    if coordinator is None or log is None or evaluations is None or means is None:
         return {}
-    coordinator, servers = books.coordinator, context.servers
+    servers = context.servers
     _part_with_failed(totals[:servers], [not totals[rank] for rank in context.leaders])
     for figures in (each for total in totals for each in total.get("figures", ())):
-        coordinator.own_figures.add(figures)
-    books.log.log_rest()
-    books.log.close()
+        means.add(figures)
+    log.complete(coordinator)
     accounts = _accounts(totals, servers)
     if lost := coordinator.failures.gradients:
         accounts["gradients_computed"] += lost
         accounts["gradients_lost"] = lost
     summary = {**_about(context, coordinator), **accounts, **role.facts()}
-    if own := coordinator.own_figures.last:
+    if own := means.last:
         summary["own"] = own
     # What workers reported ends with their last draw; this has their last wait too.
     all_waiting = sum(total.get("waiting", 0.0) for total in totals[servers:])
     whole = coordinator.worker_seconds
     summary["wait_fraction"] = all_waiting / whole if whole else 0.0
-    measured = _measure(context, books, trained)
+    measured = _measure(context, coordinator, evaluations, trained)
     summary |= measured
-    if trained.may_skip:
-        paths = coordinator.skips.paths
+    if trained.skips.are_possible:
+        paths = trained.skips.paths
         summary |= {"images_skipped": len(paths), "skipped": paths}
     if trained.model is not None:
         state = {name: each.cpu() for name, each in context.module.state_dict().items()}
         with written_whole(folder / MODEL) as temporary, temporary.open("wb") as file:
             torch.save(state, file)
-    books.metrics.close()
+    log.metrics.close()
     # Also who has died while the model was measured: all they had computed was applied by then.
     with context.transport.atomic():
         coordinator.failures.close([])
@@ -98,26 +110,30 @@ def summarise(
     summary = rounded(summary)
     write_summary(folder, summary)
     title = "{algorithm}, {model} on {dataset}, {workers} workers".format(**summary)
-    draw_curves(books.metrics.lines, folder / CURVES, title, summary["failures"])
+    draw_curves(log.metrics.lines, folder / CURVES, title, summary["failures"])
     if not context.options.quiet:
-        shown = table(summary, {**measured, **coordinator.own_figures.last})
+        shown = table(summary, {**measured, **means.last})
         console.say(f"{shown}\n  results in {folder}", sys.stdout)
     return summary
 
 
-def _measure(context: Context, books: RunReporter, trained: Trained) -> dict[str, float]:
+def _measure(
+    context: Context, coordinator: Coordinator, evaluations: Evaluations, trained: Trained
+) -> dict[str, float]:
     """The trained model's figures; its module gets the buffers that belong to it."""
     measured = None
     if trained.model is not None:
-        measured = books.evaluations.at_end(trained.model, trained.variance, trained.measured)
+        measured = evaluations.at_end(
+            coordinator, trained.model, trained.variance, trained.measured
+        )
     if trained.measured is not None:
         return measured or {}
     if measured is not None:
         buffers = context.module.buffers()
-        for buffer, theirs in zip(buffers, books.evaluations.buffers(), strict=True):
+        for buffer, theirs in zip(buffers, evaluations.buffers(), strict=True):
             buffer.copy_(theirs)
-    elif trained.seen is not None:
-        trained.seen.reestimate(context.module)
+    elif trained.recalibrator is not None:
+        trained.recalibrator.reestimate(context.module)
     return measured or {}
 
 

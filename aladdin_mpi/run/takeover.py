@@ -111,8 +111,8 @@ def snapshot(rank: Rank, group: Membership, progress: LoopProgress) -> RankSnaps
         taken = [rank.role.taken_from(worker) for worker in workers]
         not_given = [rank.role.server.not_given_by(worker) for worker in workers]
     keeper = rank.standby.copy
-    if rank.books is not None:
-        keeper = rank.books.coordinator.knowledge()
+    if rank.coordinator is not None:
+        keeper = rank.coordinator.knowledge()
     origin = segments.origin
     brought = {
         "group": group.number,
@@ -124,7 +124,7 @@ def snapshot(rank: Rank, group: Membership, progress: LoopProgress) -> RankSnaps
         "taken": taken,
         "not_given": not_given,
         "keeper": keeper,
-        "is_first": rank.books is not None,
+        "is_first": rank.coordinator is not None,
         "origin": {
             "workers": origin.workers,
             "servers": origin.servers,
@@ -137,7 +137,7 @@ def snapshot(rank: Rank, group: Membership, progress: LoopProgress) -> RankSnaps
     local = segments.local_state()
     local = {**local, "user": dict(local["user"])}
     with rank.context.transport.atomic():  # mirrors come by a handler
-        mirrors = {} if rank.kept is None else {k: dict(v) for k, v in rank.kept.of.items()}
+        mirrors = {} if rank.replicas is None else {k: dict(v) for k, v in rank.replicas.of.items()}
     return RankSnapshot({**segments.part(), "mirrors": mirrors}, local, rank.folder, brought)
 
 

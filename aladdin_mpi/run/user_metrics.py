@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.run.coordinator import RunHook
 from aladdin_mpi.transport.base import Transport
 
 TAKEN = frozenset(
@@ -58,33 +59,43 @@ class Means:
         return means
 
 
-class UserMetrics:
-    """Brings them to rank 0.
+class UserMetrics(RunHook):
+    """Sends them to rank 0, which logs their means."""
 
-    Args:
-        means: at rank 0, where they are kept.
-        is_over: whether the training has ended, so that no message would be waited for.
-    """
-
-    def __init__(
-        self, transport: Transport, means: Means | None, is_over: Callable[[], bool]
-    ) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._means = means
-        self._is_over = is_over
+        self.means = Means() if transport.rank == 0 else None
+        """At rank 0."""
         self.late: list[dict[str, float]] = []
-        """Told behind the training, as at the end of the last epoch; to be gathered."""
+        """Logged after training, as at the end of the last epoch; to be gathered."""
         transport.exclude_from_traffic(Tag.FIGURES)
-        if means is not None:
-            add = means.add
+        if self.means is not None:
+            add = self.means.add
             transport.on_message(
                 Tag.FIGURES,
                 MOST_BYTES,
                 lambda _, message: add(json.loads(message.numpy().tobytes())),
             )
 
-    def tell(self, figures: Mapping[str, float]) -> None:
-        """Send them.
+    def figures(self) -> Mapping[str, float]:
+        """Return the means so far, and those before where there are no new figures."""
+        return {} if self.means is None else self.means.so_far()
+
+    def take_figures(self) -> Mapping[str, float]:
+        """Return the means since the last line of metrics."""
+        return {} if self.means is None else self.means.take()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the figures that are not logged yet."""
+        return {} if self.means is None else {"own": self.means.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the figures that were not logged yet."""
+        if self.means is not None and "own" in state:  # not in those of older runs
+            self.means.load_state_dict(state["own"])
+
+    def tell(self, figures: Mapping[str, float], is_late: bool) -> None:
+        """Send them; or keep them to be gathered, if training is over and no message is received.
 
         Raises:
             UserError: they are no numbers, too many, or have names that are taken.
@@ -102,10 +113,10 @@ class UserMetrics:
                     f"run.log: {name}: expected a number, got {type(value).__name__}; give one"
                 )
             plain[name] = float(number)
-        if self._means is not None:
-            self._means.add(plain)
+        if self.means is not None:
+            self.means.add(plain)
             return
-        if self._is_over():
+        if is_late:
             self.late.append(plain)
             return
         packed = json.dumps(plain).encode()

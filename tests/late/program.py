@@ -307,7 +307,7 @@ def check_evaluation(folder: str) -> None:
                 assert run.run_dir is not None
                 lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
                 found.append([json.loads(line) for line in lines if '"eval"' in line])
-                parts = run._rank.measuring.divided if run._rank else None
+                parts = run._rank.divided if run._rank else None
                 expect((parts is not None) == (device == "gpu"), f"{name}, {device}: {parts}")
         if WORLD.rank == 0:
             for key, value in models[0].items():

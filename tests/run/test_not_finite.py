@@ -50,10 +50,12 @@ def test_a_run_that_diverges_is_read_resumed_and_compared(tmp_path: Path) -> Non
 
 
 def test_a_curve_without_any_finite_figure_is_not_drawn(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path, 0)
+    metrics = Metrics(tmp_path)
+    metrics.open(0)
     metrics.append("train", {"samples": 1, "epoch": 1.0, "loss": nan})
     metrics.close()
-    again = Metrics(tmp_path, 1)
+    again = Metrics(tmp_path)
+    again.open(1)
     again.close()
     for lines in (metrics.lines, again.lines):
         draw_curves(lines, tmp_path / "curves.png", "")

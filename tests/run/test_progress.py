@@ -146,12 +146,10 @@ def test_who_prints_takes_the_line_away_and_whoever_ends_leaves_it() -> None:
 
 def test_figures_behind_the_training_are_no_messages() -> None:
     """Nobody would wait for those: they are gathered."""
-    over = False
-    transport = Mock()
-    figures = UserMetrics(transport, None, lambda: over)
-    figures.tell({"validation": 1.0})
-    over = True
-    figures.tell({"validation": 2.0})
+    transport = Mock(rank=1)
+    figures = UserMetrics(transport)
+    figures.tell({"validation": 1.0}, is_late=False)
+    figures.tell({"validation": 2.0}, is_late=True)
     assert transport.isend.call_count == 1
     assert figures.late == [{"validation": 2.0}]
 

@@ -53,7 +53,8 @@ def test_what_fp32_can_tell_apart_stays_apart() -> None:
 
 def test_lines_of_metrics_are_those_of_the_file(tmp_path: Any) -> None:
     """So a resumed run, which reads them, has the lines of the uninterrupted one."""
-    metrics = Metrics(tmp_path, 0)
+    metrics = Metrics(tmp_path)
+    metrics.open(0)
     metrics.append("train", {"samples": 64, "seconds": 1 / 3, "samples_per_second": 1e9 / 7})
     metrics.close()
     assert metrics.lines == read_metrics(tmp_path)

@@ -1,0 +1,86 @@
+"""Images that cannot be read and are skipped, on whatever rank: rank 0 names and counts them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.control.tags import Tag
+from aladdin_mpi.data.images import Skip, SkippedImages
+from aladdin_mpi.process import console
+from aladdin_mpi.run.coordinator import Coordinator, RunHook
+from aladdin_mpi.transport.base import Transport
+
+MOST_BYTES = 1 << 15
+"""Of a message: a path of 4,096 bytes, each as JSON may have to write it, and a reason."""
+MOST_OF_REASON = 300
+
+
+class SkipReports(RunHook):
+    """Reports the images that this rank skips to rank 0, which names each once, on stderr.
+
+    Args:
+        skipped: of this rank's data set; None: it skips nothing. All ranks' alike.
+    """
+
+    def __init__(self, transport: Transport, skipped: SkippedImages | None) -> None:
+        self._transport = transport
+        self._skipped = skipped
+        self._reasons: dict[str, str] = {}
+        self._lock = threading.Lock()  # an evaluation's thread adds to it too
+        if skipped is None:
+            return
+        transport.exclude_from_traffic(Tag.SKIPPED)
+        if transport.rank == 0:
+            transport.on_message(Tag.SKIPPED, MOST_BYTES, self._collect)
+
+    @property
+    def are_possible(self) -> bool:
+        """Whether images may be skipped in this run."""
+        return self._skipped is not None
+
+    @property
+    def paths(self) -> list[str]:
+        """The images, sorted; at rank 0."""
+        return sorted(self._reasons)
+
+    def on_begin(self, run: Coordinator) -> None:
+        """Name those that were known before training, but for those named before a resume."""
+        if self._skipped is not None:
+            self._add(self._skipped.known)
+
+    def pass_on(self) -> None:
+        """Report what is new to rank 0. Never waits."""
+        skips = self._skipped.take() if self._skipped is not None else []
+        if self._transport.rank == 0:
+            self._add(skips)
+            return
+        for path, why in skips:
+            message = json.dumps([path, why[:MOST_OF_REASON]]).encode()
+            self._transport.isend(
+                torch.frombuffer(bytearray(message), dtype=torch.uint8), 0, Tag.SKIPPED
+            )
+
+    def _collect(self, source: int, message: Tensor) -> None:
+        path, why = json.loads(message.numpy().tobytes())
+        self._add([(path, why)])
+
+    def _add(self, skips: Sequence[Skip]) -> None:
+        with self._lock:
+            for path, why in skips:
+                if path not in self._reasons:
+                    self._reasons[path] = why
+                    console.say(f"aladdin_mpi: {path}: not a readable image ({why}); skipped")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the images, so that a resumed run names and counts none again."""
+        return {"skipped": dict(self._reasons)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the images."""
+        self._reasons = dict(state.get("skipped", {}))

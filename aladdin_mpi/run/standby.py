@@ -1,0 +1,96 @@
+"""What rank 0 alone knows of the run, copied to a standby on another host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.control.budget import WorkerReport
+from aladdin_mpi.control.exchange import packed, unpacked
+from aladdin_mpi.control.tags import COORDINATOR, Tag
+from aladdin_mpi.run.coordinator import Coordinator, RunHook
+from aladdin_mpi.transport.base import Request, Transport
+
+EVERY = 8
+"""Reports of workers between two copies, ..."""
+PAUSE = 0.05
+"""... and seconds, at least: making one takes a third of a millisecond."""
+MOST_BYTES = 1 << 16
+
+
+def standby_of(transport: Transport) -> int | None:
+    """The first rank on another host than rank 0's, or else the next one; None: rank 0 is alone."""
+    others = [rank for rank in transport.living if rank]
+    away = [rank for rank in others if transport.hosts[rank] != transport.hosts[0]]
+    return next(iter(away or others), None)
+
+
+class Standby(RunHook):
+    """This rank's side of the copies; there are none if the failure of a rank ends the job.
+
+    Any rank may become the standby, when the one before it fails: so all listen.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._reports, self._sent_at = 0, 0.0
+        self._newest: Tensor | None = None
+        self._came_at = 0.0
+        if not transport.survives:
+            return
+        transport.exclude_from_traffic(Tag.DEPUTY)
+        if transport.rank != COORDINATOR:
+            self._listen()
+
+    def _listen(self) -> None:
+        buffer = torch.empty(MOST_BYTES, dtype=torch.uint8)
+        request = self._transport.irecv(buffer, COORDINATOR, Tag.DEPUTY)
+        self._transport.when_done(request, lambda: self._take(request))
+
+    def _take(self, request: Request) -> None:
+        if request.failed is None and request.nbytes and request.buffer is not None:
+            self._newest = request.buffer[: request.nbytes]
+            self._came_at = self._transport.now()
+            self._listen()
+
+    @property
+    def copy(self) -> dict[str, Any] | None:
+        """The newest copy, at a rank that is the standby or has been; None elsewhere.
+
+        Training has continued since it was made: its ``seconds`` are advanced to now.
+        """
+        if self._newest is None:
+            return None
+        knowledge: dict[str, Any] = unpacked(self._newest)
+        if knowledge["is_open"]:
+            knowledge["seconds"] += self._transport.now() - self._came_at
+        return knowledge
+
+    def on_begin(self, run: Coordinator) -> None:
+        """Send a first copy."""
+        self._send(run)
+
+    def on_open(self, run: Coordinator) -> None:
+        """Send a copy at the beginning of each segment."""
+        self._send(run)
+
+    def on_failure(self, run: Coordinator, rank: int) -> None:
+        """Send a copy at once: the failed rank may have been the standby."""
+        self._send(run)
+
+    def on_report(self, run: Coordinator, report: WorkerReport) -> None:
+        """Send a copy now and then."""
+        self._reports += 1
+        if self._reports >= EVERY and self._transport.now() - self._sent_at >= PAUSE:
+            self._send(run)
+
+    def _send(self, run: Coordinator) -> None:
+        standby = standby_of(self._transport) if self._transport.survives else None
+        if standby is None:
+            return
+        self._reports, self._sent_at = 0, self._transport.now()
+        data = packed(run.knowledge())
+        if len(data) <= MOST_BYTES:  # not so with thousands of refusals of many kinds
+            self._transport.isend(data, standby, Tag.DEPUTY)
