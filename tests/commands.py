@@ -62,7 +62,7 @@ def simulate(
     start = time.monotonic()
     args = [*SIMULATE, *words(run_dir, options)]
     surroundings = {**os.environ, **_python_path(modules), **(env or {})}
-    done = subprocess.run(
+    process = subprocess.run(
         [warm.python() if is_warm else sys.executable, *args],
         env=surroundings,
         cwd=ROOT,
@@ -71,8 +71,10 @@ def simulate(
         stdin=subprocess.DEVNULL,
         timeout=timeout,
     )
-    completed = Completed(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
-    assert not check or done.returncode == 0, completed
+    completed = Completed(
+        process.returncode, process.stdout, process.stderr, time.monotonic() - start
+    )
+    assert not check or process.returncode == 0, completed
     return completed
 
 
@@ -87,8 +89,8 @@ def _python_path(modules: Path | None) -> dict[str, str]:
 
 # -- what a run leaves ----------------------------------------------------------------
 def summary(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    return found
+    result: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return result
 
 
 def metrics(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
@@ -122,26 +124,26 @@ def leftovers(run_dir: Path) -> list[str]:
 
 
 # -- what a job prints and leaves running -----------------------------------------------
-def refusal(done: Completed) -> str:
+def refusal(completed: Completed) -> str:
     """The one line that says why nothing was done; checks that it is all there is to see."""
-    lines = [line for line in done.stderr.splitlines() if "aladdin_mpi: error" in line]
-    assert done.returncode != 0, repr(done)
-    assert len(lines) == 1, repr(done)
-    assert "Traceback" not in done.stdout + done.stderr, repr(done)
+    lines = [line for line in completed.stderr.splitlines() if "aladdin_mpi: error" in line]
+    assert completed.returncode != 0, repr(completed)
+    assert len(lines) == 1, repr(completed)
+    assert "Traceback" not in completed.stdout + completed.stderr, repr(completed)
     return lines[0]
 
 
 def running(mark: str) -> list[int]:
     """Processes with ``mark`` in their command line or environment, zombies left out."""
-    found = []
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             seen = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
         except OSError:
             continue
         if mark.encode() in seen and int(process.name) != os.getpid():
-            found.append(int(process.name))
-    return found
+            pids.append(int(process.name))
+    return pids
 
 
 def end_of(mark: str, seconds: float) -> bool:

@@ -126,15 +126,15 @@ class Outcome:
         Replica(module).parameters.copy_(self.model)
         images, labels = digits()
         with torch.no_grad():
-            found = module(images[TRAINING:]).argmax(1)
-        return float((found == labels[TRAINING:]).float().mean())
+            predicted = module(images[TRAINING:]).argmax(1)
+        return float((predicted == labels[TRAINING:]).float().mean())
 
 
 @cache
 def digits() -> tuple[Tensor, Tensor]:
     """Images from 0 to 1 and labels, shuffled."""
-    found = read_digits()
-    images, labels = found["pixels"].flatten(1) / 16, found["labels"].long()
+    arrays = read_digits()
+    images, labels = arrays["pixels"].flatten(1) / 16, arrays["labels"].long()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     return images[order], labels[order]
 

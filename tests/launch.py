@@ -172,9 +172,9 @@ class Job:
             except OSError:
                 continue
             if wanted.intersection(environment):
-                found = warm.process_of(pid, environment)
-                if found is not None:
-                    return found
+                process_id = warm.process_of(pid, environment)
+                if process_id is not None:
+                    return process_id
         raise JobError(f"rank {rank} is not running\n{self.so_far()}")
 
     def kill(self) -> None:

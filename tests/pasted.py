@@ -55,10 +55,10 @@ def check(command: str, images: Path) -> None:
     if module == "aladdin_mpi.train":
         _check_train(options, ranks=ranks)
     elif module == "aladdin_mpi.simulate":
-        found = parse(SimulateOptions, options, module, "")
-        servers = found.servers if find_algorithm(found.algorithm).has_servers else 0
-        check_cluster(found, found.workers + servers)
-        checked_algorithm(found, found.workers + servers)
+        simulated = parse(SimulateOptions, options, module, "")
+        servers = simulated.servers if find_algorithm(simulated.algorithm).has_servers else 0
+        check_cluster(simulated, simulated.workers + servers)
+        checked_algorithm(simulated, simulated.workers + servers)
     elif module == "aladdin_mpi.probe":
         read_probe(options)
     elif module == "aladdin_mpi.slurm":

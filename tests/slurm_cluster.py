@@ -151,7 +151,7 @@ class SlurmCluster:
         Raises:
             UserError: with ``check``, it failed.
         """
-        done = subprocess.run(
+        completed = subprocess.run(
             self.inside(self.server, program),
             env={**os.environ, **(env or {})},
             capture_output=True,
@@ -159,9 +159,11 @@ class SlurmCluster:
             stdin=subprocess.DEVNULL,
             timeout=timeout,
         )
-        if check and done.returncode != 0:
-            raise UserError(f"'{program[0]}' failed: {done.stderr.strip() or done.stdout.strip()}")
-        return done
+        if check and completed.returncode != 0:
+            raise UserError(
+                f"'{program[0]}' failed: {completed.stderr.strip() or completed.stdout.strip()}"
+            )
+        return completed
 
     def start(self, host: str, *program: object) -> subprocess.Popen[bytes]:
         """Start a daemon on a node; it lives on when this process ends."""
@@ -355,8 +357,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("Slurm: removed" if down(NAME) else "Slurm: nothing to remove")
             return 0
         if args.action == "run":
-            found = find(NAME)
-            return subprocess.call(found.inside(found.server, args.command or ["sinfo"]))
+            result = find(NAME)
+            return subprocess.call(result.inside(result.server, args.command or ["sinfo"]))
         made = up(args.nodes, NAME)
         print(f"Slurm: {made.size} nodes are up: {' '.join(made.hosts)}")
         print(f"a folder for runs: {made.shared}; configuration and logs: {made.folder}")

@@ -36,10 +36,10 @@ class Seen:
 
         What others print behind it begins on the next line, as a terminal shows it.
         """
-        found = re.findall(r"\r( *\d+ %[^\r\n]*)", self.text)
-        alone = [each for each in found if len(each) <= columns]
+        states = re.findall(r"\r( *\d+ %[^\r\n]*)", self.text)
+        alone = [each for each in states if len(each) <= columns]
         assert alone and {len(each) for each in alone} == {columns}, self.text
-        return [each[:columns] for each in found]
+        return [each[:columns] for each in states]
 
     @property
     def lines(self) -> list[str]:

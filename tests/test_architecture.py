@@ -60,11 +60,11 @@ def top(place: str) -> str:
     return place.split("/")[0].removesuffix(".py")
 
 
-def test_every_file_has_a_layer() -> None:
+def test_every_package_file_has_a_layer() -> None:
     assert {top(place) for place, _ in files()} == set(LEVEL)
 
 
-def test_layers_use_only_those_below() -> None:
+def test_layers_import_only_layers_below() -> None:
     upwards = [
         f"{place} imports {module}"
         for place, path in files()
@@ -91,7 +91,7 @@ def uses() -> dict[str, set[str]]:
     }
 
 
-def test_no_circle_of_imports() -> None:
+def test_package_has_no_import_cycle() -> None:
     """Not for type checking either."""
     order = TopologicalSorter(uses())
     order.prepare()  # raises CycleError, which names the files
@@ -99,16 +99,16 @@ def test_no_circle_of_imports() -> None:
 
 def bases() -> dict[str, list[str]]:
     """The classes of the package that each class of it names as its bases."""
-    found = {
+    result = {
         node.name: [base.id for base in node.bases if isinstance(base, ast.Name)]
         for _, path in files()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
     }
-    return {name: [base for base in named if base in found] for name, named in found.items()}
+    return {name: [base for base in named if base in result] for name, named in result.items()}
 
 
-def test_what_is_shared_is_composed() -> None:
+def test_classes_have_at_most_two_package_ancestors() -> None:
     """A class has at most two ancestors of the package, but for errors."""
     known = bases()
 
@@ -123,7 +123,7 @@ def test_what_is_shared_is_composed() -> None:
     assert deep == {}
 
 
-def test_algorithms_know_neither_engine() -> None:
+def test_algorithms_import_no_engine() -> None:
     """So one text of theirs runs over MPI and in virtual time."""
     engines = ("mpi4py", f"{PACKAGE}.transport.mpi", f"{PACKAGE}.transport.virtual")
     knowing = {
@@ -135,7 +135,7 @@ def test_algorithms_know_neither_engine() -> None:
     assert knowing == {"advice", "probe", "process", "transport", "run", "train"}
 
 
-def test_only_reports_ask_which_engine_it_is() -> None:
+def test_only_reports_query_engine_name() -> None:
     """Everybody else asks the transport what it can do."""
     asking = {
         place

@@ -30,7 +30,7 @@ def copied(recipe: str) -> set[str]:
 
 
 @pytest.mark.parametrize("recipe", ["Dockerfile", "aladdin_mpi.def"])
-def test_what_is_copied_is_enough_to_install(recipe: str, tmp_path: Path) -> None:
+def test_container_recipe_copies_all_that_install_needs(recipe: str, tmp_path: Path) -> None:
     for name in copied(recipe):
         source = ROOT / name
         if source.is_dir():
@@ -39,14 +39,14 @@ def test_what_is_copied_is_enough_to_install(recipe: str, tmp_path: Path) -> Non
         else:
             shutil.copy(source, tmp_path / name)
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run(
+    completed = subprocess.run(
         [*build, "--wheel-dir", "wheel", "."],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=200,
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     (wheel,) = (tmp_path / "wheel").glob("aladdin_mpi-*.whl")
     packed = set(zipfile.ZipFile(wheel).namelist())
     sources = [*(ROOT / "aladdin_mpi").rglob("*.py"), ROOT / "aladdin_mpi" / "data" / "digits.npz"]
@@ -55,7 +55,7 @@ def test_what_is_copied_is_enough_to_install(recipe: str, tmp_path: Path) -> Non
     assert {f"aladdin_mpi/slurm_scripts/{name}" for name in scripts} <= packed
 
 
-def test_both_recipes_make_the_same() -> None:
+def test_container_recipes_copy_and_install_the_same() -> None:
     assert copied("Dockerfile") == copied("aladdin_mpi.def")
     installs = {
         re.findall(r"pip install .*", (FOLDER / name).read_text())[0]
@@ -64,13 +64,13 @@ def test_both_recipes_make_the_same() -> None:
     assert len(installs) == 1
 
 
-def test_the_builder_is_sent_what_is_copied() -> None:
+def test_dockerignore_allows_exactly_copied_files() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert lines[1] == "*"
     assert {line[1:] for line in lines if line.startswith("!")} == copied("Dockerfile")
 
 
-def test_what_is_installed_is_there_to_install() -> None:
+def test_container_installs_existing_extra_with_constraints() -> None:
     (line,) = re.findall(r"pip install .*", (FOLDER / "Dockerfile").read_text())
     (extra,) = re.findall(r"'\.\[(.*)\]'", line)
     assert f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text()
@@ -87,9 +87,9 @@ def has_docker() -> bool:
 
 
 def run(*command: str) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 @pytest.mark.long

@@ -27,7 +27,7 @@ def anchors(document: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(document: Path) -> None:
+def test_document_links_have_targets(document: Path) -> None:
     broken = []
     for link in LINK.findall(without_code(document.read_text())):
         name, _, anchor = link.partition("#")
@@ -37,5 +37,5 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert broken == []
 
 
-def test_the_readme_stays_on_one_page() -> None:
+def test_readme_has_at_most_120_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120

@@ -15,11 +15,11 @@ def slowly(value: int, seconds: float) -> int:
 
 @settings(max_examples=7)
 @given(st.integers().map(lambda value: slowly(value, 0.2)))
-def test_inputs_may_be_drawn_slowly(value: int) -> None:
+def test_hypothesis_profile_allows_slow_inputs(value: int) -> None:
     assert isinstance(value, int)
 
 
 @settings(max_examples=1)
 @given(st.integers())
-def test_a_test_may_take_long(value: int) -> None:
+def test_hypothesis_profile_allows_slow_tests(value: int) -> None:
     assert slowly(value, 0.3) == value

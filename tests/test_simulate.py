@@ -36,7 +36,7 @@ def results(run_dir: Path) -> list[bytes]:
     return [(run_dir / name).read_bytes() for name in names]
 
 
-def test_one_seed_one_result(tmp_path: Path) -> None:
+def test_simulation_is_deterministic_for_a_seed(tmp_path: Path) -> None:
     simulate(tmp_path / "a", *PLAN)
     with a_busy_machine():
         simulate(tmp_path / "b", *PLAN, "--quiet", env={"PYTHONHASHSEED": "1"}, is_warm=False)
@@ -54,7 +54,7 @@ def test_config_begins_with_a_command_that_repeats_the_run(tmp_path: Path) -> No
     check(first.removeprefix("# "), tmp_path)
 
 
-def test_a_cluster_from_a_file_and_from_the_command_line(tmp_path: Path) -> None:
+def test_simulation_merges_cluster_file_and_command_line(tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text("hosts = 3\nbandwidth-gbit = 0.1\nlatency-us = 20\n")
     (tmp_path / "run.toml").write_text(
         "workers = 6\nmodel = 'size:4'\nsamples = 960\ncompute = 'timed'\ncompute-time = 0.05\n"
@@ -72,7 +72,7 @@ def test_a_cluster_from_a_file_and_from_the_command_line(tmp_path: Path) -> None
     assert slow["seconds"] > 2 * fast["seconds"]
 
 
-def test_a_cluster_of_unequal_hosts_is_one_file(tmp_path: Path) -> None:
+def test_cluster_file_describes_unequal_hosts(tmp_path: Path) -> None:
     """Its computing too; the slow link holds up its own worker, and typed options go over it."""
     (tmp_path / "cluster.toml").write_text(
         "hosts = 4\nworkers = 4\nplacement = 'workers'\nbandwidth-gbit = 10\ncompute-time = 0.05\n"
@@ -88,29 +88,29 @@ def test_a_cluster_of_unequal_hosts_is_one_file(tmp_path: Path) -> None:
     assert (slow["workers"], slow["samples"]) == (4, 1280)
 
 
-def test_throughput_alone(tmp_path: Path) -> None:
+def test_timed_simulation_measures_throughput_without_model(tmp_path: Path) -> None:
     options = ["--model", "resnet50", "--compute", "timed", "--compute-time", 0.2]
     options += ["--samples", 6400, "--workers", 64, "--servers", 8, "--hosts", 16]
     options += ["--bandwidth-gbit", 100]
-    done = simulate(tmp_path / "run", *options, "--dataset", "synthetic:3x224x224:1000:6400")
-    found = summary(tmp_path / "run")
-    assert found["parameters"] == 25_557_032
-    assert found["test_accuracy"] is None
-    assert found["gradients_computed"] == found["gradients_applied"] == 200
-    assert found["bytes_sent_per_step"] == pytest.approx(
+    completed = simulate(tmp_path / "run", *options, "--dataset", "synthetic:3x224x224:1000:6400")
+    run_summary = summary(tmp_path / "run")
+    assert run_summary["parameters"] == 25_557_032
+    assert run_summary["test_accuracy"] is None
+    assert run_summary["gradients_computed"] == run_summary["gradients_applied"] == 200
+    assert run_summary["bytes_sent_per_step"] == pytest.approx(
         25_557_032 * (1 + 4 / 256), rel=0.01
     )  # in 8 bits, with a scale for each block
     assert not (tmp_path / "run" / "model.pt").exists()
     assert metrics(tmp_path / "run", "eval") == []
-    assert "test accuracy" not in done.stdout
+    assert "test accuracy" not in completed.stdout
 
 
-def test_progress_and_table(tmp_path: Path) -> None:
-    done = simulate(tmp_path / "run", *PLAN, "--slowdown", "0=4", "1=2")
-    percents = [int(p) for p in re.findall(r"^ *(\d+) %  ", done.stderr, re.M)]
+def test_simulation_prints_progress_and_table(tmp_path: Path) -> None:
+    completed = simulate(tmp_path / "run", *PLAN, "--slowdown", "0=4", "1=2")
+    percents = [int(p) for p in re.findall(r"^ *(\d+) %  ", completed.stderr, re.M)]
     assert len(percents) >= 4
     assert percents == sorted(percents)
     assert percents[-1] == 100
-    assert str(tmp_path / "run") in done.stdout
-    assert re.search(r"engine +virtual\n", done.stdout)
-    assert not re.findall(r"[^\n\x20-\x7e]", done.stdout + done.stderr)
+    assert str(tmp_path / "run") in completed.stdout
+    assert re.search(r"engine +virtual\n", completed.stdout)
+    assert not re.findall(r"[^\n\x20-\x7e]", completed.stdout + completed.stderr)

@@ -41,35 +41,37 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     yield folder, train(4, folder, *options)
 
 
-def test_reaches_its_accuracy(run: Run) -> None:
+def test_training_reaches_accuracy(run: Run) -> None:
     assert summary(run[0])["test_accuracy"] >= 0.97
 
 
-def test_summary_has_every_field_and_right_accounts(run: Run) -> None:
-    found = summary(run[0])
-    assert not [name for name in FIELDS.split() if name not in found]
-    algorithm = "aladdin-ahead" if found["servers"] == 1 else "aladdin"
-    assert (found["algorithm"], found["engine"]) == (algorithm, "mpi")
-    assert found["workers"] + found["servers"] == 4
-    assert found["samples"] == 12 * EPOCH
-    assert found["gradients_applied"] == found["gradients_computed"] >= 12 * EPOCH / 32
-    assert found["samples_per_second"] == pytest.approx(
-        found["samples"] / found["seconds"], rel=1e-5
+def test_training_summary_has_all_fields_and_consistent_counters(run: Run) -> None:
+    run_summary = summary(run[0])
+    assert not [name for name in FIELDS.split() if name not in run_summary]
+    algorithm = "aladdin-ahead" if run_summary["servers"] == 1 else "aladdin"
+    assert (run_summary["algorithm"], run_summary["engine"]) == (algorithm, "mpi")
+    assert run_summary["workers"] + run_summary["servers"] == 4
+    assert run_summary["samples"] == 12 * EPOCH
+    assert run_summary["gradients_applied"] == run_summary["gradients_computed"] >= 12 * EPOCH / 32
+    assert run_summary["samples_per_second"] == pytest.approx(
+        run_summary["samples"] / run_summary["seconds"], rel=1e-5
     )
-    assert 0 <= found["wait_fraction"] <= 1
-    assert found["failures"] == []
+    assert 0 <= run_summary["wait_fraction"] <= 1
+    assert run_summary["failures"] == []
     model = build_model("digits", 10, 1, 8)
     numel = sum(p.numel() for p in model.parameters())
-    assert found["parameters"] == numel
+    assert run_summary["parameters"] == numel
     # A step sends the whole gradient, and besides it draws, reports and headers only. On a
     # busy machine gradients are added up and sent as one; the last reports miss some steps.
-    computed, coalesced = found["gradients_computed"], found["gradients_coalesced"]
+    computed, coalesced = run_summary["gradients_computed"], run_summary["gradients_coalesced"]
     sent = (computed - coalesced) / computed
-    per_step = numel * (1 if found["servers"] == 1 else 2)
-    assert 0.95 * sent * per_step <= found["bytes_sent_per_step"] < 1.05 * sent * per_step + 1000
+    per_step = numel * (1 if run_summary["servers"] == 1 else 2)
+    assert (
+        0.95 * sent * per_step <= run_summary["bytes_sent_per_step"] < 1.05 * sent * per_step + 1000
+    )
 
 
-def test_metrics_rise_to_the_budget(run: Run) -> None:
+def test_training_metrics_rise_to_sample_budget(run: Run) -> None:
     for kind in ("train", "eval"):
         lines = metrics(run[0], kind)
         assert len(lines) >= 3
@@ -86,7 +88,7 @@ def read_back(run_dir: Path) -> TrainOptions:
     return parse(TrainOptions, ["--config", str(run_dir / "config.toml")], "test", "")
 
 
-def test_configuration_reads_back(run: Run) -> None:
+def test_training_configuration_reads_back(run: Run) -> None:
     config = read_back(run[0])
     assert config.epochs == 12
     assert config.servers == summary(run[0])["servers"]
@@ -96,18 +98,18 @@ def test_configuration_reads_back(run: Run) -> None:
     check(first.removeprefix("# "), run[0])
 
 
-def test_model_is_a_plain_state_dict(run: Run) -> None:
+def test_trained_model_is_a_plain_state_dict(run: Run) -> None:
     model = build_model("digits", 10, 1, 8)
     model.load_state_dict(torch.load(run[0] / "model.pt", weights_only=True))
 
 
-def test_curves_are_a_picture(run: Run) -> None:
+def test_training_curves_are_a_png(run: Run) -> None:
     content = (run[0] / "curves.png").read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert b"IEND" in content[-12:]
 
 
-def test_tensorboard_shows_the_metrics(run: Run) -> None:
+def test_tensorboard_has_training_metrics(run: Run) -> None:
     board = EventAccumulator(str(run[0] / "tensorboard")).Reload()
     shown = board.Scalars("eval/test_accuracy")
     lines = metrics(run[0], "eval")
@@ -117,10 +119,10 @@ def test_tensorboard_shows_the_metrics(run: Run) -> None:
     assert "train/loss" in board.Tags()["scalars"]
 
 
-def test_the_log_is_plain_text(run: Run) -> None:
+def test_training_log_is_plain_text(run: Run) -> None:
     printed = run[1].stdout + run[1].stderr
     assert not re.findall(r"[^\n\x20-\x7e]", printed)
-    assert run[1].stderr.startswith("aladdin_mpi: starting 4 ranks\n")
+    assert re.match(r"aladdin_mpi: .*\b4 ranks\n", run[1].stderr)
     line = r" *\d+ % +[\d,]+ of 17,244 samples  [\d,.]+ samples/s +loss .*  [23] workers( .* left)?"
     lines = [each for each in run[1].stderr.splitlines() if " samples/s" in each]
     assert len(lines) >= 10
@@ -129,7 +131,7 @@ def test_the_log_is_plain_text(run: Run) -> None:
     assert "  accuracy 0.9" in lines[-1]
 
 
-def test_ends_with_a_table(run: Run) -> None:
+def test_training_prints_final_table(run: Run) -> None:
     lines = run[1].stdout.splitlines()
     assert str(run[0]) in lines[-1]
     accuracy = summary(run[0])["test_accuracy"]
@@ -137,57 +139,43 @@ def test_ends_with_a_table(run: Run) -> None:
     assert sum("gradients computed" in line for line in lines) == 1
 
 
-def test_nothing_half_done_is_left(run: Run) -> None:
+def test_training_leaves_no_temporary_files(run: Run) -> None:
     assert leftovers(run[0]) == []
     assert [p.name for p in (run[0] / "checkpoint").iterdir()] == ["samples-000000017244"]
 
 
-def test_options_from_a_file(tmp_path: Path) -> None:
+def test_training_reads_options_from_config_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("samples = 1001\nbatch-size = 16\nmodel = 'mlp'\n[aladdin]\npi = 2\n")
     options = ["--config", file, "--batch-size", 10, "--quiet"]
-    done = train(2, tmp_path / "run", *options)
+    completed = train(2, tmp_path / "run", *options)
     config = read_back(tmp_path / "run")
     assert (config.batch_size, config.model, own(config, AladdinOptions).pi) == (10, "mlp", 2)
-    found = summary(tmp_path / "run")
+    run_summary = summary(tmp_path / "run")
     # 100 batches of 10, and the rest.
-    assert (found["samples"], found["gradients_computed"], found["workers"]) == (1001, 101, 1)
-    assert done.stdout == ""
-    assert "%" not in done.stderr
+    assert (run_summary["samples"], run_summary["gradients_computed"], run_summary["workers"]) == (
+        1001,
+        101,
+        1,
+    )
+    assert completed.stdout == ""
+    assert "%" not in completed.stderr
 
 
-SLOW_MODEL = """
-import time
-from torch import nn
-
-class Slow(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(64, 10)
-    def forward(self, x):
-        time.sleep(0.01 if self.training else 0)
-        return self.layer(x.flatten(1))
-
-def build():
-    return Slow()
-"""
-
-
-def test_a_slow_worker_takes_fewer_samples(tmp_path: Path) -> None:
-    (tmp_path / "slow_model.py").write_text(SLOW_MODEL)
+def test_slow_worker_takes_fewer_samples(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    options = ["--model", "slow_model:build", "--epochs", 2, "--slowdown", "0=5"]
-    train(3, run_dir, *options, modules=tmp_path)
+    options = ["--model", "tests.programs.slow_model:build", "--epochs", 2, "--slowdown", "0=5"]
+    train(3, run_dir, *options)
     slow, fast = (checkpoint_part(run_dir, rank)["role"]["worker"]["samples"] for rank in (1, 2))
     assert slow + fast == summary(run_dir)["samples"] == 2 * EPOCH
     assert 0 < slow < fast / 2
 
 
 @needs("mpich")
-def test_under_mpich(tmp_path: Path) -> None:
-    done = train(2, tmp_path / "run", "--epochs", 6, mpi="mpich")
-    found = summary(tmp_path / "run")
-    assert found["test_accuracy"] >= 0.9
-    assert found["samples"] == 6 * EPOCH
-    assert found["gradients_applied"] == found["gradients_computed"]
-    assert "\n100 %  8,622 of 8,622 samples  " in done.stderr
+def test_training_runs_under_mpich(tmp_path: Path) -> None:
+    completed = train(2, tmp_path / "run", "--epochs", 6, mpi="mpich")
+    run_summary = summary(tmp_path / "run")
+    assert run_summary["test_accuracy"] >= 0.9
+    assert run_summary["samples"] == 6 * EPOCH
+    assert run_summary["gradients_applied"] == run_summary["gradients_computed"]
+    assert "\n100 %  8,622 of 8,622 samples  " in completed.stderr

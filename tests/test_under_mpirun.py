@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 
@@ -42,54 +41,33 @@ def ignored(names: Iterable[str]) -> list[str]:
         ]
     ],
 )
-def test_suite_passes_on_every_rank(mpi: str, ranks: int, tests: list[str]) -> None:
-    done = run_ranks(ranks, [*PYTEST, *tests], mpi=mpi, timeout=280, check=False)
-    assert done.returncode == 0, repr(done)
-    passed = re.findall(r"(\d+) passed", done.stdout)
-    assert len(passed) == 1, f"one rank reports: {done}"
+def test_mpi_suite_passes_on_every_rank(mpi: str, ranks: int, tests: list[str]) -> None:
+    completed = run_ranks(ranks, [*PYTEST, *tests], mpi=mpi, timeout=280, check=False)
+    assert completed.returncode == 0, repr(completed)
+    passed = re.findall(r"(\d+) passed", completed.stdout)
+    assert len(passed) == 1, f"one rank reports: {completed}"
     assert int(passed[0]) >= 2
 
 
-ONE_RANK_FAILS = """
-from mpi4py import MPI
-
-def test_uneven():
-    world = MPI.COMM_WORLD
-    assert world.rank != 1, "only here"
-    world.Barrier()
-"""
-
-ONE_RANK_HANGS = """
-import threading
-from mpi4py import MPI
-
-def test_uneven():
-    if MPI.COMM_WORLD.rank == 1:
-        threading.Event().wait()
-    MPI.COMM_WORLD.Barrier()
-"""
-
-
-def run_file(tmp_path: Path, content: str, mpi: str, seconds: str = "60") -> str:
+def run_file(name: str, mpi: str, seconds: str = "60") -> str:
     """Run a test file on three ranks, which must fail, and return what it printed."""
-    file = tmp_path / "test_uneven.py"
-    file.write_text(content)
-    args = [*PYTEST, "-p", "tests.mpi.conftest", "-c", "pyproject.toml", str(file)]
+    file = f"tests/programs/{name}"
+    args = [*PYTEST, "-p", "tests.mpi.conftest", "-c", "pyproject.toml", file]
     env = {"ALADDIN_MPI_TEST_SECONDS": seconds}
-    done = run_ranks(3, args, mpi=mpi, timeout=100, env=env, check=False)
-    assert done.returncode != 0, repr(done)
-    return done.stdout + done.stderr
+    completed = run_ranks(3, args, mpi=mpi, timeout=100, env=env, check=False)
+    assert completed.returncode != 0, repr(completed)
+    return completed.stdout + completed.stderr
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-def test_failure_on_one_rank_ends_all(tmp_path: Path, mpi: str) -> None:
-    printed = run_file(tmp_path, ONE_RANK_FAILS, mpi)
+def test_mpi_suite_failure_on_one_rank_ends_all_ranks(mpi: str) -> None:
+    printed = run_file("uneven_failure.py", mpi)
     assert re.search(r"rank 1: .*::test_uneven failed", printed), printed
     assert "only here" in printed
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-def test_hang_ends_with_stacks(tmp_path: Path, mpi: str) -> None:
-    printed = run_file(tmp_path, ONE_RANK_HANGS, mpi, seconds="3")
+def test_mpi_suite_hang_ends_with_stack_traces(mpi: str) -> None:
+    printed = run_file("uneven_hang.py", mpi, seconds="3")
     assert "Timeout" in printed, printed
     assert "in test_uneven" in printed

@@ -14,7 +14,7 @@ import pytest
 from aladdin_mpi.advice.timed_run import workers_of
 
 
-def test_what_is_left_at_the_end_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_exit_cancels_remaining_calls_without_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in the threads behind the processes: a program may end by such an error."""
     told: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
@@ -30,7 +30,7 @@ def test_what_is_left_at_the_end_is_no_error(monkeypatch: pytest.MonkeyPatch) ->
     assert told == []
 
 
-def test_those_behind_a_cancelled_call_are_made() -> None:
+def test_pool_runs_calls_after_a_cancelled_one() -> None:
     with workers_of(1) as pool:
         first = pool.submit(time.sleep, 0.2)
         second, third = pool.submit(pow, 2, 2), pool.submit(pow, 3, 2)
@@ -39,7 +39,7 @@ def test_those_behind_a_cancelled_call_are_made() -> None:
         assert first.done()
 
 
-def test_a_process_that_is_killed_is_an_error_of_its_call() -> None:
+def test_killed_pool_process_fails_its_call() -> None:
     with workers_of(1) as pool, pytest.raises(BrokenExecutor):
         pid = pool.submit(os.getpid).result(timeout=60)
         sleeping = pool.submit(time.sleep, 100)

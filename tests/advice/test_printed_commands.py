@@ -89,9 +89,7 @@ def printed(advice: Advice) -> Iterator[str]:
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("data", SETS)
-def test_training_accepts_every_command_of_the_adviser(
-    cluster: str, data: str, images: Path
-) -> None:
+def test_training_accepts_every_printed_command(cluster: str, data: str, images: Path) -> None:
     model = [] if data == "size" else ["--model", MODELS.get(data, "resnet18")]
     words = [str(images) if word == "IMAGES" else word for word in SETS[data]]
     for batch in ("1", "64"):
@@ -104,7 +102,7 @@ def test_training_accepts_every_command_of_the_adviser(
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_training_accepts_every_candidate(cluster: str, images: Path) -> None:
+def test_training_accepts_command_of_every_candidate(cluster: str, images: Path) -> None:
     request = asked(cluster, "--model", "digits", "--dataset", "digits")
     on = ground_of(request)
     for name in candidates.names((), on.workers):
@@ -113,18 +111,18 @@ def test_training_accepts_every_candidate(cluster: str, images: Path) -> None:
             check(report.sbatch(candidate, on, request.options), images)
 
 
-def test_placeholder_is_explained(images: Path) -> None:
+def test_data_folder_placeholder_is_explained(images: Path) -> None:
     candidate = Candidate("ar-sgd", 0, False)
     text = in_words(advice_of(asked("large"), candidate), plain, 12)
-    assert "Replace /path/to/imagenet with the folder" in text
+    assert re.search(r"^.*Replace /path/to/imagenet\b", text, re.MULTILINE)
     text = in_words(advice_of(asked("large", "--data-dir", str(images)), candidate), plain, 12)
     assert "/path/to" not in text and str(images) in text
     text = in_words(advice_of(asked("large", "--model", "size:94"), candidate), plain, 12)
-    assert "size:94 has no gradients" in text
+    assert re.search(r"\bsize:94\b.*\bgradients\b", text)
 
 
 @pytest.mark.parametrize("cluster", ["large", "one host"])
-def test_batch_script_accepts_the_command(cluster: str) -> None:
+def test_batch_script_accepts_printed_command(cluster: str) -> None:
     request = asked(cluster)
     on = ground_of(request)
     candidate = candidates.plain("aladdin-ahead", on)
@@ -143,16 +141,15 @@ def test_batch_script_accepts_the_command(cluster: str) -> None:
         **{"SLURM_JOB_ID": "1", "SLURM_GPUS_ON_NODE": str(on.on_host[0])},
         "PYTHONPATH": str(ROOT),
     }
-    done = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-c", script], cwd=ROOT, env=environment("openmpi", env),
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     each = on.on_host[0] + 1
     places = " ".join(f"n{host}:{each}" for host in range(on.hosts))
-    assert done.stdout.strip() == (
-        f"{on.hosts * each} ranks, of which {on.hosts} serve; host:ranks {places}"
-    )
+    summary = rf"{on.hosts * each} ranks\b.*\b{on.hosts}\b.*\bhost:ranks {places}"
+    assert re.fullmatch(summary, completed.stdout.strip())
 
 
 @needs("openmpi")
@@ -164,7 +161,7 @@ def test_batch_script_accepts_the_command(cluster: str) -> None:
         (Candidate("sgp", 0, False), [[0, 1], [2, 3], [4, 5]]),
     ],
 )
-def test_mpirun_gives_each_host_its_workers(candidate: Candidate, hosts: list[list[int]]) -> None:
+def test_printed_mpirun_maps_workers_to_hosts(candidate: Candidate, hosts: list[list[int]]) -> None:
     request = asked("three hosts")
     command = shlex.split(report.mpirun(candidate, ground_of(request), request.options))
     mapping = command[1 : command.index("python")]
@@ -173,12 +170,12 @@ def test_mpirun_gives_each_host_its_workers(candidate: Candidate, hosts: list[li
     env = environment("openmpi", {})
     del env["PRTE_MCA_rmaps_default_mapping_policy"]
     shown = ["--host", slots, "--do-not-launch", "--display", "map"]
-    done = subprocess.run(
+    completed = subprocess.run(
         [launcher("openmpi"), *shown, *mapping, "true"],
         env=env, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    places = done.stdout.split("Data for node: ")[1:]
+    assert completed.returncode == 0, completed.stderr
+    places = completed.stdout.split("Data for node: ")[1:]
     ranks = [
         [int(rank) for rank in re.findall(r"Data for proc: \[\S+,(\d+)\]", place)]
         for place in places
@@ -188,7 +185,7 @@ def test_mpirun_gives_each_host_its_workers(candidate: Candidate, hosts: list[li
 
 
 @pytest.mark.parametrize("text", ["1 node x 1 GPU", "3 nodes x 2 GPUs, one worker 2x slower"])
-def test_command_of_the_probe_is_accepted(
+def test_training_accepts_command_printed_by_probe(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "my cluster.toml"

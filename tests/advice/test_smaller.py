@@ -25,13 +25,13 @@ def part(words: str, **fields: Any) -> ReducedCluster | None:
     return smaller(whole, ground(whole.simulated({"compute": "timed"}), 10.0))
 
 
-def test_a_part_has_the_workers_of_a_host_and_their_share_of_servers() -> None:
+def test_smaller_cluster_keeps_workers_per_host_and_share_of_servers() -> None:
     small = part("128 nodes x 4 GPUs, 25 Gbit/s, step 0.18 s")
     assert small is not None
     assert (small.ground.workers, small.ground.hosts) == (MANY, 32)
     assert small.ground.links == small.whole.links[:32]
-    found = small.candidate(AHEAD)
-    assert found is not None and found.servers == 8 and found.spread
+    result = small.candidate(AHEAD)
+    assert result is not None and result.servers == 8 and result.spread
     assert small.candidate(Candidate("bsp", 1, False)) is None
     assert small.growth(AHEAD) == 16 and small.growth(Candidate("sgp", 0, False)) == 4
     used = TimedRun(1000.0, 0.1, (LinkUse(1, "in", 0.9), LinkUse(0, "out", 0.5)), 1e6)
@@ -41,7 +41,7 @@ def test_a_part_has_the_workers_of_a_host_and_their_share_of_servers() -> None:
     assert len(scaled.links) == 8
 
 
-def test_a_part_has_hosts_of_all_kinds() -> None:
+def test_smaller_cluster_keeps_hosts_of_every_kind() -> None:
     slow = {worker: 3.0 for worker in range(400, 404)}
     small = part(
         "128 nodes x 4 GPUs, 25 Gbit/s, step 0.18 s", slowdown=slow, **{"cluster.links": {7: 5.0}}
@@ -68,18 +68,20 @@ def test_a_part_has_hosts_of_all_kinds() -> None:
         ("64 nodes x 4 GPUs, step 0.18 s", {"cluster.pauses": ((3, 1.0, 1.0),)}),
     ],
 )
-def test_some_clusters_have_no_part(words: str, fields: dict[str, Any]) -> None:
+def test_smaller_cluster_is_none_for_small_or_irregular_clusters(
+    words: str, fields: dict[str, Any]
+) -> None:
     assert part(words, **fields) is None
 
 
-def test_large_clusters_have_more_time() -> None:
+def test_search_time_grows_with_cluster_size() -> None:
     few, many = request("8 nodes, step 0.18 s"), request("128 nodes x 4 GPUs, step 0.18 s")
     assert few.seconds(8) < many.seconds(512) <= 600
     assert asked.read(["--describe", "8 nodes, step 1 s", "--seconds", "7"]).seconds(512) == 7
 
 
 @pytest.mark.long
-def test_runs_on_a_part_say_what_the_whole_is_like() -> None:
+def test_smaller_cluster_predicts_rates_of_whole_cluster() -> None:
     """The best are run on all hosts too; the rate is that of the long runs by what that changes."""
     whole = asked.read(
         [

@@ -22,7 +22,7 @@ GRAPHS: list[dict[str, Any]] = [{"ad_psgd": {"graph": g}} for g in ("random", "e
 
 
 @pytest.mark.parametrize("n", range(2, 17))
-def test_the_graph_is_bipartite(n: int) -> None:
+def test_ad_psgd_graph_is_bipartite(n: int) -> None:
     passive = set(passive_workers(n))
     active = set(range(n)) - passive
     assert len(passive) - len(active) in (0, 1)
@@ -30,7 +30,7 @@ def test_the_graph_is_bipartite(n: int) -> None:
 
 # -- the sum ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_exchange_keeps_the_sum(dtype: torch.dtype) -> None:
+def test_ad_psgd_exchange_keeps_sum_of_models(dtype: torch.dtype) -> None:
     a, b = starts(0, 1000), starts(1, 1000)
     total, spread = a.double() + b.double(), (a - b).norm()
     sent_a, sent_b = a.to(dtype, copy=True), b.to(dtype, copy=True)
@@ -42,7 +42,7 @@ def test_an_exchange_keeps_the_sum(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("seed", range(10))
-def test_the_sum_stays_without_gradients(seed: int, graph: dict[str, Any]) -> None:
+def test_ad_psgd_keeps_sum_of_models_without_gradients(seed: int, graph: dict[str, Any]) -> None:
     job = any_job("ad-psgd", seed, **graph)
     job = replace(
         job,
@@ -118,7 +118,7 @@ def transcribed(job: Job, outcome: Outcome, log: Log) -> list[Tensor]:
 
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("seed", range(10))
-def test_trajectory(seed: int, graph: dict[str, Any]) -> None:
+def test_ad_psgd_trajectory_matches_paper(seed: int, graph: dict[str, Any]) -> None:
     n = [2, 3, 4, 5, 6, 7, 8, 11, 13, 16][seed]
     log: Log = []
 
@@ -153,13 +153,13 @@ def test_trajectory(seed: int, graph: dict[str, Any]) -> None:
 # -- whole runs ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("seed", range(12))
-def test_any_run_ends_with_its_accounts_in_order(seed: int, graph: dict[str, Any]) -> None:
+def test_ad_psgd_counters_balance_under_any_conditions(seed: int, graph: dict[str, Any]) -> None:
     job = any_job("ad-psgd", 300 + seed, **graph)
     outcome = run(large(job) if seed % 5 == 0 else job)
     outcome.check_accounts()
 
 
-def test_passive_workers_do_not_wait_for_active_ones() -> None:
+def test_ad_psgd_passive_workers_do_not_wait_for_active_ones() -> None:
     """The only active worker is slow: passive ones have the budget to themselves."""
     job = Job("ad-psgd", workers=3, samples=4 * 300, slowdown={1: 50.0})
     outcome = run(job)
@@ -168,7 +168,7 @@ def test_passive_workers_do_not_wait_for_active_ones() -> None:
     assert steps[1] < 10
 
 
-def test_the_exchange_is_hidden_behind_computing() -> None:
+def test_ad_psgd_exchange_overlaps_with_computing() -> None:
     """A round trip of 0.8 steps costs an active worker nothing."""
     slow = network(latency_us=4e5, local_latency_us=4e5)
     outcome = run(Job("ad-psgd", workers=4, samples=4 * 4 * 50, cluster=slow))
@@ -177,7 +177,7 @@ def test_the_exchange_is_hidden_behind_computing() -> None:
 
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("n", [2, 5, 8])
-def test_converges(n: int, graph: dict[str, Any]) -> None:
+def test_ad_psgd_converges(n: int, graph: dict[str, Any]) -> None:
     job = Job(
         "ad-psgd",
         workers=n,

@@ -17,6 +17,7 @@ from aladdin_mpi.exchange.server_link import LocalDifference
 from aladdin_mpi.options.algorithms import AdspOptions
 from tests.checks import check_converges, check_resumed
 from tests.commands import simulate, summary, train
+from tests.drawn_jobs import any_served_job
 from tests.launch import needs
 from tests.quadratic import network
 from tests.roles import Job, Outcome, any_network, run, single_process
@@ -27,29 +28,31 @@ from tests.roles import Job, Outcome, any_network, run, single_process
     "curve", [LossCurve(0.04, 0.5, 0.2), LossCurve(2.0, 0.1, 1.5), LossCurve(0.3, 1, 0)]
 )
 @pytest.mark.parametrize("times", [(0, 30, 60), (60.0, 95.5, 121.0), (1, 2, 10)])
-def test_fit_finds_the_curve(curve: LossCurve, times: tuple[float, float, float]) -> None:
-    found = fit([(t, 1 / (curve.slope * t + curve.offset) + curve.floor) for t in times])
-    assert found == pytest.approx(curve, rel=1e-6, abs=1e-9)
+def test_adsp_fit_finds_loss_curve(curve: LossCurve, times: tuple[float, float, float]) -> None:
+    result = fit([(t, 1 / (curve.slope * t + curve.offset) + curve.floor) for t in times])
+    assert result == pytest.approx(curve, rel=1e-6, abs=1e-9)
 
 
-def test_losses_that_fall_faster_and_faster_are_fitted_without_a_floor() -> None:
-    found = fit([(0, 1.0), (1, 0.9), (2, 0.5)])  # 1/l: 1, 1.111, 2
-    assert found is not None
-    assert found.floor == 0
-    assert found.slope == pytest.approx(0.5)
-    assert found.offset == pytest.approx((1 + 1 / 0.9 + 2) / 3 - 0.5)
+def test_adsp_fit_uses_no_floor_for_accelerating_losses() -> None:
+    result = fit([(0, 1.0), (1, 0.9), (2, 0.5)])  # 1/l: 1, 1.111, 2
+    assert result is not None
+    assert result.floor == 0
+    assert result.slope == pytest.approx(0.5)
+    assert result.offset == pytest.approx((1 + 1 / 0.9 + 2) / 3 - 0.5)
 
 
 @pytest.mark.parametrize(
     "losses", [(1.0, 1.0, 1.0), (1.0, 0.5, 1.5), (nan, nan, nan), (1.0, 0.5, nan), (inf, 1, inf)]
 )
-def test_losses_that_do_not_fall_have_no_reward(losses: tuple[float, float, float]) -> None:
+def test_adsp_reward_is_zero_for_losses_that_do_not_fall(
+    losses: tuple[float, float, float],
+) -> None:
     curve = fit(list(zip((0.0, 1.0, 2.0), losses, strict=True)))
     assert curve is None
     assert reward(curve, 0.1) == 0
 
 
-def test_reward_is_one_over_the_time_to_the_end() -> None:
+def test_adsp_reward_is_inverse_time_to_end_loss() -> None:
     curve = LossCurve(slope=0.5, offset=1.0, floor=0.2)
     assert reward(curve, 0.3) == pytest.approx(1 / 18)  # 1 / (9 + 1) + 0.2 is 0.3
     assert reward(curve, 0.2) == 0  # never
@@ -68,7 +71,9 @@ def test_reward_is_one_over_the_time_to_the_end() -> None:
         ({1: 1.0, 2: 2.0}, 1, 1),
     ],
 )
-def test_search_stops_at_the_best_rate(rewards: dict[int, float], most: int, best: int) -> None:
+def test_adsp_rate_search_stops_at_best_rate(
+    rewards: dict[int, float], most: int, best: int
+) -> None:
     search = RateSearch()
     for _ in range(2):  # a second search begins at 1 again
         search.start()
@@ -103,19 +108,19 @@ class Drive:
             schedule.commit(0, self.now, self.level, 1, 0.5)
 
 
-def test_schedule_finds_the_rate_at_which_the_loss_falls_fastest() -> None:
+def test_adsp_schedule_finds_rate_of_fastest_loss_decrease() -> None:
     drive = Drive(end_loss=1e-3)
-    found = []
+    result = []
     for seconds in (9, 10, 10, 10, 10):  # a rate a check period
         drive.run(seconds)
-        found.append((drive.schedule.search.active, drive.schedule.search.rate))
-    assert found == [(True, 1), (True, 2), (True, 3), (True, 4), (False, 3)]
+        result.append((drive.schedule.search.active, drive.schedule.search.rate))
+    assert result == [(True, 1), (True, 2), (True, 3), (True, 4), (False, 3)]
     target = drive.schedule.target
     drive.run(20)
     assert drive.schedule.target == target + 2 * 3
 
 
-def test_a_new_search_comes_with_the_next_epoch() -> None:
+def test_adsp_search_restarts_with_next_epoch() -> None:
     drive = Drive(epoch=100, end_loss=1e-3)
     drive.run(90)
     assert not drive.schedule.search.active
@@ -124,7 +129,7 @@ def test_a_new_search_comes_with_the_next_epoch() -> None:
     assert (drive.schedule.search.active, drive.schedule.search.rate) == (True, 1)
 
 
-def test_a_rise_of_the_loss_starts_a_search() -> None:
+def test_adsp_search_restarts_when_loss_rises() -> None:
     drive = Drive(epoch=1e6, end_loss=1e-3)
     drive.run(100)
     assert not drive.schedule.search.active
@@ -137,7 +142,7 @@ def test_a_rise_of_the_loss_starts_a_search() -> None:
     assert drive.schedule.search.active
 
 
-def test_remaining_commits_are_spread_over_the_rest_of_the_period() -> None:
+def test_adsp_spreads_remaining_commits_over_rest_of_period() -> None:
     schedule = Schedule(2, options(period=12.0, min_interval=2.0))
     schedule.open(0.0)
     schedule.commit(0, 1.0, 1.0, 1, 0.1)
@@ -155,7 +160,7 @@ def test_remaining_commits_are_spread_over_the_rest_of_the_period() -> None:
     assert schedule.interval(0, 5.0) == pytest.approx(9 + 12 / 3)
 
 
-def test_the_papers_proportions_are_the_defaults() -> None:
+def test_adsp_default_intervals_have_proportions_of_paper() -> None:
     schedule = Schedule(2, options())
     schedule.open(0.0)
     schedule.commit(0, 1.0, 1.0, 1, 0.1)
@@ -179,19 +184,19 @@ def schedule_of(end: Outcome) -> Schedule:
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, list[int]]]]:
     """At every check: whether the rate is being searched, and the commits of all workers."""
-    found: list[tuple[bool, list[int]]] = []
+    result: list[tuple[bool, list[int]]] = []
     check = Schedule._check
 
     def recording(self: Schedule, time: float) -> None:
-        found.append((self.search.active, list(self.commits)))
+        result.append((self.search.active, list(self.commits)))
         check(self, time)
 
     monkeypatch.setattr(Schedule, "_check", recording)
-    yield found
+    yield result
 
 
 @pytest.mark.parametrize("period", [12.0, 24.0, 40.0])
-def test_workers_of_unequal_speed_commit_equally_often(
+def test_adsp_workers_of_unequal_speed_commit_equally_often(
     checks: list[tuple[bool, list[int]]], period: float
 ) -> None:
     samples = round(250 * period)
@@ -200,7 +205,7 @@ def test_workers_of_unequal_speed_commit_equally_often(
     job.settings = plain(period=period, min_interval=period / 2, epoch=1e9, loss_rise=1e9)
     end = run(job)
     differences = [max(counts) - min(counts) for _, counts in checks]
-    assert max(differences) <= 2  # who has just committed does not know of a new rate yet
+    assert max(differences) <= 2  # a worker that has just committed does not know a new rate yet
     steady = [
         difference
         for difference, before, now in zip(differences[1:], checks, checks[1:], strict=False)
@@ -212,7 +217,7 @@ def test_workers_of_unequal_speed_commit_equally_often(
     assert steps[3] > 4 * steps[0]
 
 
-def test_workers_do_not_wait() -> None:
+def test_adsp_workers_do_not_wait() -> None:
     """Answers take three steps; from its second batch on a worker has not waited at all."""
     waited: dict[int, list[float]] = {0: [], 1: [], 2: []}
     slow = network(hosts=4, latency_us=1.5e6)
@@ -230,7 +235,7 @@ def test_workers_do_not_wait() -> None:
 
 
 @pytest.mark.parametrize("latency", [0, 1.2e6])
-def test_one_worker_is_plain_sgd(latency: float) -> None:
+def test_adsp_with_one_worker_equals_plain_sgd(latency: float) -> None:
     """Whatever it does while an answer is under way is neither lost nor counted twice."""
     job = Job("adsp", workers=1, cluster=network(hosts=2, latency_us=latency), samples=300)
     job.settings = plain(period=4)
@@ -238,7 +243,7 @@ def test_one_worker_is_plain_sgd(latency: float) -> None:
 
 
 @pytest.mark.parametrize("servers", [1, 3])
-def test_model_moves_by_the_mean_of_what_workers_have_moved(
+def test_adsp_model_moves_by_mean_of_worker_updates(
     monkeypatch: pytest.MonkeyPatch, servers: int
 ) -> None:
     moved: list[Tensor] = []
@@ -254,73 +259,48 @@ def test_model_moves_by_the_mean_of_what_workers_have_moved(
     end = run(job)
     mean = torch.stack(moved).sum(0) / 3
     torch.testing.assert_close(end.model - end.first, mean, rtol=1e-4, atol=1e-5)
-    # Who was the last to be answered has the model.
+    # The worker that was answered last has the model.
     assert (end.locals - end.model).norm(dim=1).min() < 1e-5
 
 
-def any_job(seed: int) -> Job:
-    """A run drawn from its seed."""
-    r = random.Random(seed)
-    workers = r.randint(1, 5)
-    servers = r.randint(1, min(3, workers))
-    options: dict[str, Any] = {}
+def draw_options(r: random.Random) -> dict[str, Any]:
     if r.random() < 0.5:
-        options = {"period": r.uniform(2, 40), "min_interval": r.uniform(0.1, 5)}
-    return Job(
-        "adsp",
-        workers=workers,
-        servers=servers,
-        numel=r.randint(9, 60),
-        bucket=r.randint(5, 60),
-        samples=r.choice([r.randint(1, 9), r.randint(100, 600)]),
-        batch=r.randint(1, 4),
-        segments=r.randint(1, 3),
-        settings={"adsp": options, "wire": r.choice(["fp32", "fp32", "bf16"])},
-        slowdown={w: r.uniform(1, 8) for w in range(workers) if r.random() < 0.5},
-        jitter=r.choice([0.0, 0.5]),
-        cluster=any_network(seed, workers + servers),
-        seed=seed,
-    )
+        return {"period": r.uniform(2, 40), "min_interval": r.uniform(0.1, 5)}
+    return {}
 
 
-@pytest.mark.parametrize("group", range(4))
-def test_accounts_balance_under_any_conditions(group: int) -> None:
-    for seed in range(group * 8, group * 8 + 8):
-        job = any_job(seed)
-        try:
-            run(job).check_accounts()
-        except BaseException:
-            print(f"seed {seed}: {job}")
-            raise
+@pytest.mark.parametrize("seed", range(32))
+def test_adsp_counters_balance_under_any_conditions(seed: int) -> None:
+    run(any_served_job("adsp", seed, draw_options)).check_accounts()
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
-def test_converges_to_the_minimum(wire: str) -> None:
+def test_adsp_converges_to_minimum(wire: str) -> None:
     job = Job("adsp", workers=4, servers=2, bucket=5, slowdown={0: 3.0}, samples=6000, noise=0.0)
     job.settings = {**plain(), "wire": wire}
     check_converges(job)
 
 
 # -- the commands --------------------------------------------------------------------------
-def test_resumed_run_is_the_same_to_the_bit(tmp_path: Path) -> None:
+def test_adsp_resumed_run_is_bit_identical(tmp_path: Path) -> None:
     check_resumed(tmp_path, "adsp")
 
 
-def test_timed_computing_has_no_loss_to_search_by(tmp_path: Path) -> None:
+def test_adsp_rate_stays_at_one_with_timed_computing(tmp_path: Path) -> None:
     timed = ["--compute", "timed", "--model", "size:25", "--samples", 6400, "--workers", 4]
     simulate(tmp_path, "--algorithm", "adsp", *timed, "--servers", 2, "--slowdown", "0=2")
-    found = summary(tmp_path)
-    assert found["gradients_applied"] == 200
-    assert found["adsp"]["rate"] == 1
-    assert max(found["adsp"]["commits"]) - min(found["adsp"]["commits"]) <= 1
+    run_summary = summary(tmp_path)
+    assert run_summary["gradients_applied"] == 200
+    assert run_summary["adsp"]["rate"] == 1
+    assert max(run_summary["adsp"]["commits"]) - min(run_summary["adsp"]["commits"]) <= 1
 
 
 @pytest.mark.long
 @needs("openmpi")
-def test_over_mpi(tmp_path: Path) -> None:
+def test_adsp_trains_over_mpi(tmp_path: Path) -> None:
     options = ["--epochs", 4, "--servers", 2, "--slowdown", "1=3", "--bucket-mb", 0.005]
     train(5, tmp_path, "--algorithm", "adsp", *options, "--wire", "bf16")
-    found = summary(tmp_path)
-    assert found["gradients_applied"] == found["gradients_computed"]
-    assert min(found["adsp"]["commits"]) >= 2
-    assert found["test_accuracy"] > 0.5
+    run_summary = summary(tmp_path)
+    assert run_summary["gradients_applied"] == run_summary["gradients_computed"]
+    assert min(run_summary["adsp"]["commits"]) >= 2
+    assert run_summary["test_accuracy"] > 0.5

@@ -6,72 +6,21 @@ from pathlib import Path
 
 import torch
 
-from tests.launch import ROOT, needs, run_ranks
-from tests.run.test_own_loop import HERE
+from tests.launch import ROOT, needs
+from tests.run_program import run_program
 
-SCRIPT = """
-import importlib.util
-import inspect
-import sys
-
-from mpi4py import MPI
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
-from aladdin_mpi import DataParallel
-
-which, source, store, out = sys.argv[1:]
-spec = importlib.util.spec_from_file_location("char_gpt", source)
-gpt = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(gpt)
-text = inspect.getsource(inspect)[:16000]
-letters = "".join(sorted(set(text)))
-data = gpt.Text(text, letters, 32)
-torch.manual_seed(0)
-model = gpt.GPT(len(letters), 32, width=32)
-optimizer = torch.optim.AdamW(gpt.groups(model), lr=3e-3, betas=(0.9, 0.95))
-rank, ranks, batch = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, 4
-steps = len(data) // (ranks * batch)
-scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps + 1)
-
-if which == "ddp":
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    net = DistributedDataParallel(model)
-    sampler = DistributedSampler(data, shuffle=False, drop_last=True)
-    for _, batch in zip(range(steps), DataLoader(data, batch, sampler=sampler,
-                                                 collate_fn=gpt.collate)):
-        optimizer.zero_grad()
-        gpt.loss_of(net, batch).backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-    dist.destroy_process_group()
-else:
-    run = DataParallel(
-        model, algorithm="ar-sgd", optimizer=optimizer, scheduler=scheduler, clip=1.0,
-        steps=steps, quiet=True, run_dir=store,
-    )
-    for batch in run.batches(DataLoader(data, batch, collate_fn=gpt.collate)):
-        loss = gpt.loss_of(model, batch)
-        loss.backward()
-        run.step(loss)
-if rank == 0:
-    torch.save([gpt.validate(model, data), model.state_dict()], out)
-"""
+PROGRAM = Path(__file__).parent / "programs" / "ddp_or_ar_sgd.py"
 
 
 @needs("openmpi")
-def test_ar_sgd_is_ddp_to_rounding(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
+def test_ar_sgd_matches_ddp_up_to_rounding(tmp_path: Path) -> None:
     source = str(ROOT / "examples" / "parallel" / "char_gpt.py")
-    found = {}
+    result = {}
     for which in ("ddp", "ours"):
         out = tmp_path / f"{which}.pt"
-        words = ["script.py", which, source, str(tmp_path / f"{which}-store"), str(out)]
-        run_ranks(2, words, env=HERE, cwd=tmp_path, timeout=120)
-        found[which] = torch.load(out)
-    (theirs, their_model), (ours, our_model) = found["ddp"], found["ours"]
+        run_program(PROGRAM, 2, which, source, tmp_path / f"{which}-store", out, cwd=tmp_path)
+        result[which] = torch.load(out)
+    (theirs, their_model), (ours, our_model) = result["ddp"], result["ours"]
     assert theirs < 3.4  # they have learnt: chance is 4.2
     assert abs(ours - theirs) < 1e-5 * theirs
     for name, values in their_model.items():

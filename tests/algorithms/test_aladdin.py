@@ -201,8 +201,8 @@ class Transcription:
         self.workers[i].begin(start)
         seconds = setup.seconds * setup.slowdown_of(i)
         for bucket, part in enumerate(self.buckets):
-            done = FORWARD_SHARE + (1 - FORWARD_SHARE) * part.stop / setup.numel
-            heapq.heappush(self.events, (now + seconds * done, SEND, i, bucket))
+            finished = FORWARD_SHARE + (1 - FORWARD_SHARE) * part.stop / setup.numel
+            heapq.heappush(self.events, (now + seconds * finished, SEND, i, bucket))
         heapq.heappush(self.events, (now + seconds, END, i, 0))
         heapq.heappush(self.events, (now + seconds, BEGIN, i, 0))
 
@@ -247,11 +247,11 @@ def name_of(options: AladdinOptions) -> str:
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=name_of)
-def test_every_variant_equals_the_paper(options: AladdinOptions) -> None:
+def test_aladdin_variant_equals_paper(options: AladdinOptions) -> None:
     check(replace(BASE, aladdin=options))
 
 
-def test_the_variants_differ_by_more_than_the_tolerance() -> None:
+def test_aladdin_variants_differ_by_more_than_tolerance() -> None:
     ends = {
         name_of(options): Transcription(replace(BASE, aladdin=options)).run().everything
         for options in VARIANTS
@@ -263,7 +263,7 @@ def test_the_variants_differ_by_more_than_the_tolerance() -> None:
 @pytest.mark.parametrize("momentum", ["worker", "split"])
 @pytest.mark.parametrize("normalize", ["count", "workers", "none"])
 @pytest.mark.parametrize(("self_update", "lazy"), [(False, True), (True, False), (False, False)])
-def test_each_strategy_switched_off(
+def test_aladdin_equals_paper_without_strategies(
     self_update: bool, lazy: bool, normalize: str, momentum: str
 ) -> None:
     def setup(**strategies: bool) -> Setup:
@@ -282,7 +282,7 @@ def test_each_strategy_switched_off(
 
 @pytest.mark.parametrize("pi", [1, 2, 5])
 @pytest.mark.parametrize("workers", [1, 2, 5])
-def test_any_number_of_workers_and_period(workers: int, pi: int) -> None:
+def test_aladdin_equals_paper_for_any_workers_and_period(workers: int, pi: int) -> None:
     setup = replace(BASE, workers=workers, samples=40 * workers, slowdown=SPREAD)
     check(replace(setup, aladdin=aladdin_options(pi=pi)))
 
@@ -292,14 +292,18 @@ def test_any_number_of_workers_and_period(workers: int, pi: int) -> None:
     [(1, 100, 100), (1, 1, 100), (2, 100, 100), (2, 3, 6), (3, 4, 5), (3, 2, 2)],
 )
 @pytest.mark.parametrize("trigger", ["accumulate", "drop"])
-def test_any_cut(servers: int, bucket: int, shard: int, trigger: str) -> None:
+def test_aladdin_equals_paper_for_any_layout(
+    servers: int, bucket: int, shard: int, trigger: str
+) -> None:
     options = aladdin_options(pi=2, trigger=trigger)
     check(replace(BASE, aladdin=options, servers=servers, bucket=bucket, shard=shard))
 
 
 @pytest.mark.parametrize("momentum", ["worker", "split"])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_falling_rate_weight_decay_and_unequal_workers(momentum: str, nesterov: bool) -> None:
+def test_aladdin_equals_paper_with_decaying_rate_and_unequal_workers(
+    momentum: str, nesterov: bool
+) -> None:
     check(
         replace(
             BASE,
@@ -315,7 +319,7 @@ def test_falling_rate_weight_decay_and_unequal_workers(momentum: str, nesterov: 
 
 @pytest.mark.parametrize("momentum", ["worker", "split"])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_a_worker_that_looks_ahead(momentum: str, nesterov: bool) -> None:
+def test_aladdin_equals_paper_with_lookahead(momentum: str, nesterov: bool) -> None:
     def setup(steps: float) -> Setup:
         options = aladdin_options(pi=2, momentum=momentum, lookahead=steps)
         schedule = partial(falling, 0.06, 130)
@@ -331,7 +335,7 @@ def falling(rate: float, end: int, samples: int) -> float:
     return rate * (1 - samples / end)
 
 
-def test_what_is_pending_outlives_a_segment() -> None:
+def test_aladdin_pending_gradients_outlive_segment() -> None:
     """One worker that is never pulled does in five segments what it does in one."""
     setup = replace(BASE, workers=1, aladdin=aladdin_options(pi=4, alpha=0.0), samples=130)
     whole, cut = run(setup), run(replace(setup, segments=5))
@@ -397,7 +401,7 @@ def by_hand(options: AladdinOptions, workers: list[int], count: int = 1) -> Scri
     return script
 
 
-def test_the_printed_count_includes_the_dropped_gradient() -> None:
+def test_aladdin_drop_trigger_counts_dropped_gradient_in_mean() -> None:
     """Worker 0's second gradient triggers: three counted, two summed, x~ -= 2/3."""
     script = by_hand(aladdin_options(pi=2, trigger="drop", **MEAN), [0, 1, 0])
     assert script.x == pytest.approx(-2 / 3)
@@ -405,20 +409,20 @@ def test_the_printed_count_includes_the_dropped_gradient() -> None:
     assert script.role.counts() == {"applied": 2, "dropped": 1}
 
 
-def test_with_the_trigger_accumulated_the_mean_is_applied() -> None:
+def test_aladdin_accumulate_trigger_applies_mean() -> None:
     script = by_hand(aladdin_options(pi=2, **MEAN), [0, 1, 0])
     assert script.x == pytest.approx(-1)
     assert script.alphas == [pytest.approx(1 - 1 / sqrt(3))]
     assert script.role.counts() == {"applied": 3, "dropped": 0}
 
 
-def test_dropping_every_gradient_moves_nothing_and_pulls_nobody() -> None:
+def test_aladdin_drop_with_period_one_moves_nothing() -> None:
     script = by_hand(aladdin_options(pi=1, trigger="drop", **MEAN), [0, 1, 0])
     assert (script.x, script.alphas) == (0.0, [0.0, 0.0, 0.0])
     assert script.role.counts() == {"applied": 0, "dropped": 3}
 
 
-def test_a_coalesced_gradient_counts_for_all_that_are_in_it() -> None:
+def test_aladdin_coalesced_gradient_counts_all_its_parts() -> None:
     script = by_hand(aladdin_options(pi=3, alpha="since-last", normalize="count"), [0, 1, 0, 1], 2)
     # c_0: 2, then 4 >= 3; meanwhile 2 of worker 1: 6 in all. Then c_1 = 4: 8 since the start.
     assert script.alphas == [pytest.approx(1 - 1 / sqrt(6)), pytest.approx(1 - 1 / sqrt(8))]
@@ -429,7 +433,7 @@ def test_a_coalesced_gradient_counts_for_all_that_are_in_it() -> None:
 @pytest.mark.parametrize("trigger", ["accumulate", "drop"])
 @pytest.mark.parametrize("momentum", ["worker", "split"])
 @pytest.mark.parametrize("cut_at", range(1, 7))
-def test_a_server_restored_at_any_point_goes_on_alike(
+def test_aladdin_server_restored_at_any_point_continues_identically(
     cut_at: int, momentum: str, trigger: str
 ) -> None:
     options = aladdin_options(pi=2, trigger=trigger, momentum=momentum, **MEAN)

@@ -30,7 +30,7 @@ ROUGH = network(hosts=2, latency_us=2e5, delay_us=8e5, bandwidth_gbit=1e-6)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.02])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("workers", [1, 2, 5])
-def test_the_global_model_is_the_mean_of_the_locals(
+def test_global_model_is_mean_of_local_models(
     workers: int, momentum: float, weight_decay: float
 ) -> None:
     """Exactly so without blending: every gradient is applied twice with the same rate,
@@ -66,7 +66,7 @@ def test_the_global_model_is_the_mean_of_the_locals(
     ],
     ids=lambda options: f"{options.normalize}-{options.trigger}-{options.alpha}",
 )
-def test_the_other_variants_leave_the_mean(options: AladdinOptions) -> None:
+def test_other_aladdin_variants_deviate_from_mean(options: AladdinOptions) -> None:
     end = run(Setup(workers=3, samples=300, aladdin=options, slowdown=(1.0, 1.7, 2.9), noise=1.0))
     assert (end.model - end.locals.mean(0)).abs().max() > 0.02
 
@@ -96,7 +96,7 @@ GRID = [(n, period) for n in (2, 3, 8, 32) for period in (1, 2, 4)]
 
 
 @pytest.mark.parametrize(("n", "period"), GRID)
-def test_one_blend_is_doubly_stochastic_only_in_expectation(n: int, period: int) -> None:
+def test_single_blend_is_doubly_stochastic_only_in_expectation(n: int, period: int) -> None:
     """A single blend keeps consensus (its rows sum to 1) but moves the mean. With workers
     due equally often, the expected blend is symmetric and doubly stochastic, and has the
     spectral gap alpha / n.
@@ -114,7 +114,7 @@ def test_one_blend_is_doubly_stochastic_only_in_expectation(n: int, period: int)
 
 
 @pytest.mark.parametrize(("n", "period"), GRID)
-def test_a_round_of_blends_is_doubly_stochastic(n: int, period: int) -> None:
+def test_round_of_blends_is_doubly_stochastic(n: int, period: int) -> None:
     """Every worker once, while the server stands still: its gap is alpha, and what is left
     of a deviation from the mean is 1 / sqrt(n pi).
     """
@@ -128,7 +128,7 @@ def test_a_round_of_blends_is_doubly_stochastic(n: int, period: int) -> None:
 
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize(("n", "period"), [(2, 1), (3, 2), (5, 4)])
-def test_the_code_draws_workers_together_by_that_eigenvalue(
+def test_aladdin_contracts_workers_by_predicted_eigenvalue(
     n: int, period: int, servers: int
 ) -> None:
     """At rate 0 nothing but the blends acts: after k of them a deviation is (n pi)^(-k/2)."""
@@ -164,7 +164,7 @@ def cosine(rate: float, total: int) -> Any:
 
 
 @pytest.mark.parametrize("workers", range(2, 9))
-def test_the_defaults_converge_to_the_minimum(workers: int) -> None:
+def test_aladdin_defaults_converge_to_minimum(workers: int) -> None:
     """Strongly convex, noisy, unequal workers, a network with delays: down to the minimum."""
     samples = 150 * workers
     setup = Setup(
@@ -192,7 +192,7 @@ def distance(x: Tensor, optimum: Tensor) -> float:
     return float((x - optimum).norm())
 
 
-def test_looking_ahead_calms_what_age_and_momentum_stir_up() -> None:
+def test_lookahead_damps_oscillation_of_stale_models_and_momentum() -> None:
     """A model that lacks the others' newest steps lets a large momentum swing."""
     away = {}
     for steps in (0.0, 0.5, 1.0):
@@ -210,7 +210,7 @@ def test_looking_ahead_calms_what_age_and_momentum_stir_up() -> None:
     assert away[1.0] < 0.3 * away[0.5]
 
 
-def test_less_noise_ends_nearer() -> None:
+def test_aladdin_final_error_shrinks_with_gradient_noise() -> None:
     """What is left at the end is the noise of the gradients, not a bias of the algorithm."""
     setup = Setup(
         workers=4, batch=1, samples=1000, schedule=cosine(0.4, 1000), slowdown=(1.0, 2.0, 3.0, 4.0)
@@ -221,7 +221,7 @@ def test_less_noise_ends_nearer() -> None:
     assert left[2] < 0.05 * left[0]
 
 
-def test_the_public_interface_converges_with_the_defaults(tmp_path: Path) -> None:
+def test_data_parallel_with_defaults_converges(tmp_path: Path) -> None:
     """Three lines around one's own loop; afterwards every rank holds the same trained model."""
 
     def main(transport: VirtualTransport) -> tuple[Tensor, dict[str, Any]]:

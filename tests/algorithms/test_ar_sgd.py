@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
 from aladdin_mpi.options.cluster import Cluster
+from tests.drawn_jobs import any_lockstep_job
 from tests.quadratic import Quadratic
 from tests.roles import Job, any_network, run, single_process
 
@@ -16,7 +15,7 @@ MOMENTUM = {"momentum": 0.9, "weight_decay": 0.01}
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5, 8, 16])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_is_a_single_process_with_the_n_fold_batch(workers: int, nesterov: bool) -> None:
+def test_ar_sgd_equals_single_process_with_n_fold_batch(workers: int, nesterov: bool) -> None:
     job = Job(
         "ar-sgd",
         workers=workers,
@@ -36,43 +35,21 @@ def test_is_a_single_process_with_the_n_fold_batch(workers: int, nesterov: bool)
         assert torch.equal(mine, end.model)
 
 
-@pytest.mark.parametrize("group", range(4))
-def test_accounts_balance_under_any_conditions(group: int) -> None:
-    for seed in range(group * 8, group * 8 + 8):
-        r = random.Random(seed)
-        workers = r.randint(1, 9)
-        settings = {
-            "momentum": r.choice([0.0, 0.9]),
-            "wait_free": r.random() < 0.7,
-            "wire": r.choice(["fp32", "bf16"]),
-        }
-        job = Job(
-            "ar-sgd",
-            workers=workers,
-            numel=r.randint(20, 60),
-            bucket=r.randint(5, 30),
-            samples=r.choice([r.randint(1, 9), r.randint(30, 160)]),
-            batch=r.randint(1, 5),
-            segments=r.randint(1, 3),
-            settings=settings,
-            slowdown={0: r.choice([1.0, 8.0])},
-            jitter=r.choice([0.0, 0.3]),
-            cluster=any_network(seed, workers),
-            seed=seed,
-        )
-        end = run(job)
-        end.check_accounts()
-        for mine in end.locals:
-            assert torch.equal(mine, end.model)
+@pytest.mark.parametrize("seed", range(32))
+def test_ar_sgd_counters_balance_under_any_conditions(seed: int) -> None:
+    end = run(any_lockstep_job("ar-sgd", seed))
+    end.check_accounts()
+    for mine in end.locals:
+        assert torch.equal(mine, end.model)
 
 
-def test_converges_to_the_known_minimum() -> None:
+def test_ar_sgd_converges_to_known_minimum() -> None:
     job = Job("ar-sgd", workers=5, samples=4000, noise=0.0, schedule=lambda samples: 0.2)
     job.settings = {"momentum": 0.5, "weight_decay": 0.0}
     assert (run(job).model - Quadratic(job.numel).optimum).abs().max() < 0.01
 
 
-def test_sums_overlap_with_backward() -> None:
+def test_ar_sgd_sums_overlap_with_backward() -> None:
     """Where the sum of a bucket takes as long as its backward pass, most of it is hidden."""
     seconds = {}
     for wait_free in (True, False):

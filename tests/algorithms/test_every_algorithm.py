@@ -43,7 +43,7 @@ def start(*words: object) -> dict[str, Any]:
 
 
 @each
-def test_a_resumed_run_is_the_same_to_the_bit(
+def test_resumed_run_of_every_algorithm_is_bit_identical(
     tmp_path: Path, variant: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = ["--model", "tests.failing:build", "--workers", 5, "--hosts", 2, "--epochs", 2]
@@ -62,17 +62,17 @@ def test_a_resumed_run_is_the_same_to_the_bit(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_number_of_workers(tmp_path: Path, name: str) -> None:
+def test_algorithm_runs_with_any_number_of_workers_from_least(tmp_path: Path, name: str) -> None:
     """Odd ones too, from the fewest on; fewer are refused with the number needed."""
     least = find_algorithm(name).least_workers
     plan = ["--compute", "timed", "--model", "size:0.02", "--samples", 300, "--batch-size", 8]
     plan += ["--algorithm", name, "--hosts", 3, "--slowdown", "0=4", "--jitter", 0.2, "--quiet"]
     for workers in [least, 3, 5, 8]:
-        done = start(
+        completed = start(
             *plan, "--workers", workers, "--run-dir", tmp_path / f"{workers}", "--overwrite"
         )
-        assert done["samples"] == 300
-        assert done["gradients_applied"] == done["gradients_computed"] > 0
+        assert completed["samples"] == 300
+        assert completed["gradients_applied"] == completed["gradients_computed"] > 0
     if least > 1:
         with pytest.raises(UserError, match=f"--workers {least}"):
             start(*plan, "--workers", least - 1, "--run-dir", tmp_path / "few")
@@ -83,7 +83,7 @@ def test_every_number_of_workers(tmp_path: Path, name: str) -> None:
     "name",  # every one of them runs over MPI in tests/mpi/test_algorithms.py
     [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.long) for name in OVER_MPI],
 )
-def test_trains_over_mpi(tmp_path: Path, name: str) -> None:
+def test_algorithm_trains_over_mpi(tmp_path: Path, name: str) -> None:
     plan = ["--algorithm", name, "--epochs", 2, "--lr-scaling", "none", "--lr", 0.05]
     train(3, tmp_path / "run", *plan)
     end = summary(tmp_path / "run")
@@ -95,50 +95,50 @@ def test_trains_over_mpi(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "cause"),
     [
-        (["easgd"], "sends gradients"),
+        (["easgd"], r"\beasgd\b"),
         (["asp", "--asp-momentum", "server"], "--asp-momentum worker"),
         (["aladdin", "--aladdin-momentum", "split"], "--aladdin-momentum worker"),
         (["bsp", "--bsp-host-first"], "--bsp-host-first"),
     ],
 )
-def test_compression_is_refused_where_it_does_not_fit(
-    tmp_path: Path, words: list[str], message: str
+def test_compression_rejects_unsuitable_algorithm_or_option(
+    tmp_path: Path, words: list[str], cause: str
 ) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"--compression dgc: .*{cause}"):
         start("--compression", "dgc", "--algorithm", *words, "--run-dir", tmp_path / "run")
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "cause"),
     [
-        (["ar-sgd"], r"--wire int8: .* \(adsp, aladdin, .*\), got ar-sgd; use --wire bf16"),
-        (["local-sgd"], "got local-sgd"),
-        (["gosgd"], "got gosgd"),
-        (["multistep"], "got multistep"),
-        (["bsp", "--bsp-host-first"], "--wire int8: expected without --bsp-host-first"),
-        (["asp", "--compression", "dgc"], "--wire int8: expected without --compression dgc"),
+        (["ar-sgd"], r"\(adsp, aladdin, .*\bar-sgd\b.*--wire bf16"),
+        (["local-sgd"], r"\blocal-sgd\b"),
+        (["gosgd"], r"\bgosgd\b"),
+        (["multistep"], r"\bmultistep\b"),
+        (["bsp", "--bsp-host-first"], "--bsp-host-first"),
+        (["asp", "--compression", "dgc"], "--compression dgc"),
     ],
 )
-def test_few_bits_are_refused_where_they_do_not_fit(
-    tmp_path: Path, words: list[str], message: str
+def test_quantised_wire_rejects_unsuitable_algorithm_or_option(
+    tmp_path: Path, words: list[str], cause: str
 ) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"--wire int8: .*{cause}"):
         start("--wire", "int8", "--algorithm", *words, "--run-dir", tmp_path / "run")
 
 
-def test_looking_ahead_without_a_momentum_is_refused(tmp_path: Path) -> None:
+def test_aladdin_lookahead_requires_momentum(tmp_path: Path) -> None:
     words = ["--algorithm", "aladdin", "--aladdin-lookahead", 0.5, "--momentum", 0]
-    with pytest.raises(UserError, match="--aladdin-lookahead: expected 0 with --momentum 0"):
+    with pytest.raises(UserError, match=r"--aladdin-lookahead: .*--momentum 0"):
         start(*words, "--run-dir", tmp_path / "run")
 
 
-def test_compression_sends_fewer_bytes(tmp_path: Path) -> None:
-    for name in COMPRESSING:
-        sent = {}
-        for how in ("none", "dgc"):
-            plan = ["--algorithm", name, "--workers", 3, "--samples", 960, "--quiet"]
-            plan += ["--compression", how, "--dgc-ratio", 0.01, "--dgc-warmup-epochs", 0]
-            sent[how] = start(*plan, "--run-dir", tmp_path / name / how)["bytes_sent_per_step"]
-        assert sent["dgc"] < 0.25 * sent["none"], name
+@pytest.mark.parametrize("name", COMPRESSING)
+def test_compression_sends_fewer_bytes(tmp_path: Path, name: str) -> None:
+    sent = {}
+    for how in ("none", "dgc"):
+        plan = ["--algorithm", name, "--workers", 3, "--samples", 960, "--quiet"]
+        plan += ["--compression", how, "--dgc-ratio", 0.01, "--dgc-warmup-epochs", 0]
+        sent[how] = start(*plan, "--run-dir", tmp_path / how)["bytes_sent_per_step"]
+    assert sent["dgc"] < 0.25 * sent["none"]

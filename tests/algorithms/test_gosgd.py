@@ -33,9 +33,9 @@ def gossip(p: float) -> dict[str, Any]:
 
 
 def role(outcome: Outcome, worker: int) -> GoSgdWorker:
-    found = outcome.workers[worker].role
-    assert isinstance(found, GoSgdWorker)
-    return found
+    result = outcome.workers[worker].role
+    assert isinstance(result, GoSgdWorker)
+    return result
 
 
 def sums(outcome: Outcome) -> list[float]:
@@ -100,13 +100,13 @@ class Weigher(Spy):
 
 @pytest.mark.parametrize("p", [0.3, 1.0])
 @pytest.mark.parametrize("seed", range(10))
-def test_weights_add_up_to_1_at_any_moment(seed: int, p: float) -> None:
+def test_gosgd_weights_sum_to_one_at_any_moment(seed: int, p: float) -> None:
     job = any_job("gosgd", seed, **gossip(p))
     mass = Mass(job.workers, len(job.layout.buckets))
 
-    def meet(transport: Transport, found: object, lease: SampleLease) -> None:
-        assert isinstance(found, GoSgdWorker)
-        mass.roles[transport.rank] = found
+    def meet(transport: Transport, worker: object, lease: SampleLease) -> None:
+        assert isinstance(worker, GoSgdWorker)
+        mass.roles[transport.rank] = worker
 
     job = replace(job, probe=meet, samples=30 * job.workers, slowdown={})
     outcome = run_spied(job, lambda endpoint: Weigher(endpoint, mass))
@@ -118,7 +118,7 @@ def test_weights_add_up_to_1_at_any_moment(seed: int, p: float) -> None:
 # -- mixing -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
-def test_the_weighted_mean_stays_without_gradients(seed: int, wire: str) -> None:
+def test_gosgd_keeps_weighted_mean_without_gradients(seed: int, wire: str) -> None:
     job = any_job("gosgd", seed, **gossip(0.5))
     job = replace(
         job,
@@ -168,7 +168,7 @@ def mix(weights: list[float], alpha: float) -> tuple[Tensor, Tensor, list[float]
 
 
 @pytest.mark.parametrize("alpha", [0.25, 1e-60])
-def test_messages_that_wait_are_mixed_by_their_weights(alpha: float) -> None:
+def test_gosgd_mixes_waiting_messages_by_their_weights(alpha: float) -> None:
     """Also with weights that single precision does not know."""
     weights = [alpha * factor for factor in (1, 0.5, 2, 0.25, 0.125)]
     x, expected, alphas = mix(weights, alpha)
@@ -191,7 +191,7 @@ def gossips(p: float, job: Job, seed: int = 0) -> dict[tuple[int, int], int]:
     return count
 
 
-def test_peers_are_drawn_evenly_with_probability_p() -> None:
+def test_gosgd_draws_peers_evenly_with_probability_p() -> None:
     job = Job("gosgd", workers=5, samples=4 * 5 * 400)
     short = replace(job, samples=4 * 5 * 100)
     count = gossips(0.25, job)
@@ -204,7 +204,7 @@ def test_peers_are_drawn_evenly_with_probability_p() -> None:
     assert sum(gossips(1.0, short).values()) == 5 * 100
 
 
-def test_nobody_waits_and_nothing_piles_up_on_a_slow_network() -> None:
+def test_gosgd_neither_waits_nor_queues_on_slow_network() -> None:
     """A model takes 20 steps on the wire: what cannot be sent is not sent."""
     numel = 33_000
     slow = network(hosts=2, bandwidth_gbit=numel * 32e-9 / 20)
@@ -217,15 +217,15 @@ def test_nobody_waits_and_nothing_piles_up_on_a_slow_network() -> None:
     assert sums(outcome) == pytest.approx([1, 1], abs=1e-12)
 
 
-def test_a_weight_never_becomes_zero() -> None:
+def test_gosgd_weight_never_becomes_zero() -> None:
     """A worker a thousand times as fast as the other hears nothing while it sends."""
     job = Job("gosgd", workers=2, samples=1600, batch=1, slowdown={0: 3000.0}, noise=0.0)
     least = 1.0
 
-    def look(transport: Transport, found: object, lease: SampleLease) -> None:
+    def look(transport: Transport, worker: object, lease: SampleLease) -> None:
         nonlocal least
-        assert isinstance(found, GoSgdWorker)
-        least = min(least, *found.alpha)
+        assert isinstance(worker, GoSgdWorker)
+        least = min(least, *worker.alpha)
 
     outcome = run(replace(job, settings=gossip(1.0), probe=look))
     assert LEAST_ALPHA / 2 <= least < 1e-200
@@ -236,7 +236,7 @@ def test_a_weight_never_becomes_zero() -> None:
 # -- whole runs ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("p", [0.01, 0.3, 1.0])
 @pytest.mark.parametrize("seed", range(12))
-def test_any_run_ends_with_its_accounts_in_order(seed: int, p: float) -> None:
+def test_gosgd_counters_balance_under_any_conditions(seed: int, p: float) -> None:
     job = any_job("gosgd", 200 + seed, **gossip(p))
     outcome = run(large(job) if seed % 5 == 0 else job)
     outcome.check_accounts()
@@ -247,7 +247,7 @@ def test_any_run_ends_with_its_accounts_in_order(seed: int, p: float) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 5, 8])
-def test_converges(n: int) -> None:
+def test_gosgd_converges(n: int) -> None:
     job = Job(
         "gosgd",
         workers=n,

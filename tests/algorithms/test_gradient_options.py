@@ -61,13 +61,13 @@ def assert_is_clipped(trained: Trained) -> None:
     assert 0 < trained.moved < LR * CLIP * trained.summary["gradients_computed"]
 
 
-def test_clip_bounds_the_steps(run: Run) -> None:
+def test_clip_option_bounds_steps(run: Run) -> None:
     assert run(losses(LARGE)).moved > 1
     assert_is_clipped(run(losses(LARGE), clip=CLIP))
 
 
 @pytest.mark.parametrize("wait_free", [True, False])
-def test_clip_grad_norm_bounds_the_steps_or_is_refused(run: Run, wait_free: bool) -> None:
+def test_clip_grad_norm_bounds_steps_or_is_rejected(run: Run, wait_free: bool) -> None:
     try:
         clipped = run(losses(LARGE, clip=CLIP), wait_free=wait_free)
     except UserError as error:
@@ -77,14 +77,14 @@ def test_clip_grad_norm_bounds_the_steps_or_is_refused(run: Run, wait_free: bool
 
 
 @pytest.mark.parametrize("settings", [{}, {"clip": 0.05, "accumulate": 2}], ids=["alone", "clip"])
-def test_the_loss_scale_is_taken_off_again(run: Run, settings: dict[str, Any]) -> None:
+def test_loss_scale_is_removed_from_gradients(run: Run, settings: dict[str, Any]) -> None:
     """Bit for bit, since it is a power of two."""
     scaled = run(losses(scaled=True), **settings)
     assert scaled.moved > 1e-3
     assert torch.equal(scaled.x, run(losses(), **settings).x)
 
 
-def test_a_gradient_that_overflows_is_refused(run: Run) -> None:
+def test_overflowing_gradient_is_refused(run: Run) -> None:
     steps = 0
 
     def step(run: DataParallel, model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
@@ -105,14 +105,14 @@ def test_max_loss_refuses_gradients(run: Run) -> None:
     assert_is_start(trained)
 
 
-def test_accumulated_batches_make_the_step_of_a_larger_one(run: Run) -> None:
+def test_accumulated_batches_equal_step_of_larger_batch(run: Run) -> None:
     whole = run(batch_size=8)
     halves = run(losses(0.5), accumulate=2)
     assert halves.moved > 1e-2
     assert (halves.x - whole.x).norm() < 1e-3 * whole.moved
 
 
-def test_accumulated_passes_make_the_step_of_their_batch(run: Run) -> None:
+def test_accumulated_passes_equal_step_of_their_batch(run: Run) -> None:
     def step(run: DataParallel, model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
         with run.accumulate():
             (loss_of(model, inputs[:2], labels[:2]) / 2).backward()
@@ -124,7 +124,7 @@ def test_accumulated_passes_make_the_step_of_their_batch(run: Run) -> None:
 
 
 @pytest.mark.parametrize("is_forward_done", [False, True])
-def test_batches_that_are_passed_over_have_no_effect(run: Run, is_forward_done: bool) -> None:
+def test_skipped_batches_have_no_effect(run: Run, is_forward_done: bool) -> None:
     def step(run: DataParallel, model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
         if is_forward_done:
             model(inputs)

@@ -35,13 +35,13 @@ def curve(run_dir: Path) -> list[float]:
 def over_mpi(lab: Lab, run_dir: Path, *options: object) -> float:
     """Train between the lab's hosts; returns the seconds of a step."""
     args = ["-m", "aladdin_mpi.train", *words(run_dir, [*options, "--slowdown", SLEEP])]
-    done = lab.run([0, *range(WORKERS)], args, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = lab.run([0, *range(WORKERS)], args, timeout=120)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     return WORKERS * 32 / float(summary(run_dir)["samples_per_second"])
 
 
 @pytest.mark.parametrize("algorithm", ["aladdin", "aladdin-ahead"])
-def test_the_curve_is_that_of_virtual_time(tmp_path: Path, algorithm: str) -> None:
+def test_learning_curve_over_mpi_matches_virtual_time(tmp_path: Path, algorithm: str) -> None:
     real, virtual = [], []
     with Lab(hosts=WORKERS) as lab:
         for seed in SEEDS:

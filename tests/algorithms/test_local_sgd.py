@@ -17,6 +17,7 @@ from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.run.trainer import simulate
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.role import Role
+from tests.drawn_jobs import any_lockstep_job
 from tests.quadratic import Quadratic, network
 from tests.roles import Job, any_network, flat, flat_start, noise_of_samples, run, single_process
 
@@ -84,7 +85,9 @@ def assert_all_equal(locals_: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("settings", [PLAIN, MOMENTUM, {**MOMENTUM, "nesterov": True}], ids=str)
-def test_average_in_every_step_is_a_single_process(workers: int, settings: dict[str, Any]) -> None:
+def test_local_sgd_averaging_every_step_equals_single_process(
+    workers: int, settings: dict[str, Any]
+) -> None:
     job = Job(
         "local-sgd",
         workers=workers,
@@ -108,7 +111,7 @@ def test_average_in_every_step_is_a_single_process(workers: int, settings: dict[
     ids=str,
 )
 @pytest.mark.parametrize("settings", [MOMENTUM, {**MOMENTUM, "nesterov": True}], ids=str)
-def test_is_the_algorithm_as_printed(
+def test_local_sgd_equals_algorithm_of_paper(
     workers: int, local: dict[str, int], segments: int, settings: dict[str, Any]
 ) -> None:
     job = Job(
@@ -130,7 +133,7 @@ def test_is_the_algorithm_as_printed(
     assert_all_equal(end.locals, Plain(job).models[0])
 
 
-def test_models_are_averaged_when_it_is_due() -> None:
+def test_local_sgd_averages_models_when_due() -> None:
     """Before each step the workers' models are the same or not; post-local SGD switches."""
     seen: dict[int, list[Tensor]] = defaultdict(list)
 
@@ -145,45 +148,26 @@ def test_models_are_averaged_when_it_is_due() -> None:
     assert same == [step in averaged for step in range(12)]
 
 
-@pytest.mark.parametrize("group", range(4))
-def test_accounts_balance_under_any_conditions(group: int) -> None:
-    for seed in range(group * 8, group * 8 + 8):
-        r = random.Random(seed)
-        workers = r.randint(1, 9)
-        settings = {
-            "momentum": r.choice([0.0, 0.9]),
-            "wait_free": r.random() < 0.7,
-            "wire": r.choice(["fp32", "bf16"]),
-            "local_sgd": {"steps": r.randint(1, 9), "post": r.choice([0, r.randint(1, 100)])},
-        }
-        job = Job(
-            "local-sgd",
-            workers=workers,
-            numel=r.randint(20, 60),
-            bucket=r.randint(5, 30),
-            samples=r.choice([r.randint(1, 9), r.randint(30, 160)]),
-            batch=r.randint(1, 5),
-            segments=r.randint(1, 3),
-            settings=settings,
-            slowdown={0: r.choice([1.0, 8.0])},
-            jitter=r.choice([0.0, 0.3]),
-            cluster=any_network(seed, workers),
-            seed=seed,
-        )
-        end = run(job)
-        end.check_accounts()
-        assert_all_equal(end.locals, end.model)
+def draw_settings(r: random.Random) -> dict[str, Any]:
+    return {"local_sgd": {"steps": r.randint(1, 9), "post": r.choice([0, r.randint(1, 100)])}}
+
+
+@pytest.mark.parametrize("seed", range(32))
+def test_local_sgd_counters_balance_under_any_conditions(seed: int) -> None:
+    end = run(any_lockstep_job("local-sgd", seed, draw_settings))
+    end.check_accounts()
+    assert_all_equal(end.locals, end.model)
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
-def test_converges_to_the_known_minimum(wire: str) -> None:
+def test_local_sgd_converges_to_known_minimum(wire: str) -> None:
     """As closely in bf16, in which a parameter near 1 has steps of 0.008."""
     job = Job("local-sgd", workers=4, samples=8000, noise=0.0, schedule=lambda samples: 0.2)
     job.settings = {"momentum": 0.5, "weight_decay": 0.0, "wire": wire}
     assert (run(job).model - Quadratic(job.numel).optimum).abs().max() < 1e-4
 
 
-def test_what_has_not_moved_is_not_rounded() -> None:
+def test_local_sgd_does_not_round_unmoved_model() -> None:
     job = Job("local-sgd", segments=2, schedule=lambda samples: 0.0)
     job.settings = {**PLAIN, "wire": "bf16", "local_sgd": {"steps": 3}}
     for mine in run(job).locals:
@@ -193,7 +177,7 @@ def test_what_has_not_moved_is_not_rounded() -> None:
 ASKED = 500
 
 
-def test_a_copy_of_a_model_is_that_of_one_step() -> None:
+def test_local_sgd_model_copy_belongs_to_one_step() -> None:
     """Asked for at any moment, also while the models are being summed."""
     shots: list[Tensor] = []
 
@@ -218,7 +202,7 @@ def test_a_copy_of_a_model_is_that_of_one_step() -> None:
 
 @pytest.mark.parametrize(("wire", "width"), [("fp32", 4), ("bf16", 2)])
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_sends_two_models_every_h_steps(workers: int, wire: str, width: int) -> None:
+def test_local_sgd_sends_two_models_every_h_steps(workers: int, wire: str, width: int) -> None:
     job = Job("local-sgd", workers=workers, numel=40_000, samples=workers * 4 * 12)
     job.bucket = 10_000
     job.settings = {**PLAIN, "wire": wire, "local_sgd": {"steps": 3}}
@@ -228,7 +212,7 @@ def test_sends_two_models_every_h_steps(workers: int, wire: str, width: int) -> 
     assert mean == pytest.approx(expected, abs=100)  # draws of batches: 72 bytes a step
 
 
-def test_timed_computing_sends_as_much(tmp_path: Path) -> None:
+def test_local_sgd_timed_computing_sends_the_same_bytes(tmp_path: Path) -> None:
     sent = {}
     for name, steps in (("ar-sgd", 1), ("local-sgd", 4)):
         for wire in ("fp32", "bf16"):

@@ -33,9 +33,9 @@ SLOW = network(latency_us=5e5, local_latency_us=5e5)
 
 
 def role(outcome: Outcome, worker: int) -> SgpWorker:
-    found = outcome.workers[worker].role
-    assert isinstance(found, SgpWorker)
-    return found
+    result = outcome.workers[worker].role
+    assert isinstance(result, SgpWorker)
+    return result
 
 
 # -- the graph ------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def role(outcome: Outcome, worker: int) -> SgpWorker:
     ("n", "expected"),
     [(2, [1]), (3, [1, 2]), (4, [1, 2]), (5, [1, 2, 4]), (8, [1, 2, 4]), (24, [1, 2, 4, 8, 16])],
 )
-def test_exponential_graph(n: int, expected: list[int]) -> None:
+def test_sgp_exponential_graph_has_powers_of_two(n: int, expected: list[int]) -> None:
     assert hops(n, "exponential") == expected
 
 
@@ -67,7 +67,7 @@ def mixed(n: int, steps: int, algorithm: str = "sgp", **job: Any) -> tuple[Tenso
 
 
 @pytest.mark.parametrize("n", range(2, 17))
-def test_mixing_is_doubly_stochastic(n: int) -> None:
+def test_sgp_mixing_is_doubly_stochastic(n: int) -> None:
     for steps in (1, 2, len(hops(n, "exponential"))):
         matrix, w = mixed(n, steps)
         assert w.tolist() == [1.0] * n
@@ -77,7 +77,7 @@ def test_mixing_is_doubly_stochastic(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 4, 8, 16])
-def test_average_is_exact_after_log2_n_steps(n: int) -> None:
+def test_sgp_average_is_exact_after_log2_n_steps(n: int) -> None:
     period = round(log2(n))
     assert torch.equal(mixed(n, period)[0], torch.full((n, n), 1 / n).double())
     if period > 1:
@@ -91,7 +91,9 @@ def test_average_is_exact_after_log2_n_steps(n: int) -> None:
     [{}, {"cluster": SLOW}, {"cluster": SLOW, "jitter": 0.03}, {"slowdown": {0: 1.3}}],
     ids=["at-once", "slow", "jitter", "one-is-late"],  # others' messages come too early for it
 )
-def test_only_adding_first_mixes_in_log2_n_steps(n: int, tau: int, uneven: dict[str, Any]) -> None:
+def test_osgp_mixes_in_log2_n_steps_only_with_add_first(
+    n: int, tau: int, uneven: dict[str, Any]
+) -> None:
     """Sent first, what has come goes on a step later, and everyone is far from the mean."""
     away = {}
     for order in ORDERS:
@@ -105,7 +107,7 @@ def test_only_adding_first_mixes_in_log2_n_steps(n: int, tau: int, uneven: dict[
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("n", [2, 3, 5, 8, 13])
-def test_overlapped_mixing_is_column_stochastic(n: int, order: str) -> None:
+def test_osgp_mixing_is_column_stochastic(n: int, order: str) -> None:
     uneven = {"slowdown": {0: 3.0}, "jitter": 0.5, "cluster": network(latency_us=6e5)}
     matrix, w = mixed(n, 7, "osgp", settings={"osgp": {"order": order}}, **uneven)
     assert torch.allclose(matrix.sum(0), torch.ones(n).double(), atol=1e-5)
@@ -146,7 +148,7 @@ class Mass:
 
 @pytest.mark.parametrize(("algorithm", "settings"), VARIANTS)
 @pytest.mark.parametrize("seed", range(8))
-def test_weights_add_up_to_n_at_any_moment(
+def test_sgp_weights_sum_to_n_at_any_moment(
     algorithm: str, settings: dict[str, Any], seed: int
 ) -> None:
     job = any_job(algorithm, seed, **settings)
@@ -168,9 +170,9 @@ def test_weights_add_up_to_n_at_any_moment(
         def switched(self) -> None:
             mass.check()
 
-    def meet(transport: Transport, found: object, lease: SampleLease) -> None:
-        assert isinstance(found, SgpWorker)
-        mass.roles[transport.rank] = found
+    def meet(transport: Transport, worker: object, lease: SampleLease) -> None:
+        assert isinstance(worker, SgpWorker)
+        mass.roles[transport.rank] = worker
 
     def make(endpoint: Endpoint) -> Spy:
         return Weigher(endpoint)
@@ -224,13 +226,13 @@ def transcribed(job: Job, outcome: Outcome, graph: str, added: Added) -> Tensor:
 def log_additions(added: Added) -> Callable[[Transport, object, SampleLease], None]:
     """A probe that keeps what each worker adds in each step."""
 
-    def probe(transport: Transport, found: object, lease: SampleLease) -> None:
-        assert isinstance(found, SgpWorker)
+    def probe(transport: Transport, worker: object, lease: SampleLease) -> None:
+        assert isinstance(worker, SgpWorker)
         rows = added[transport.rank]
         rows.append(([], []))
-        if found.steps:
+        if worker.steps:
             return
-        add, send = found._add, found._push
+        add, send = worker._add, worker._push
         pushes = 0
 
         def logged_push(dest: int) -> None:
@@ -242,15 +244,15 @@ def log_additions(added: Added) -> Callable[[Transport, object, SampleLease], No
             rows[-1][pushes == len(rows)].append(push.step)
             add(push)
 
-        found._push = logged_push  # type: ignore[method-assign]
-        found._add = logged_add  # type: ignore[method-assign]
+        worker._push = logged_push  # type: ignore[method-assign]
+        worker._add = logged_add  # type: ignore[method-assign]
 
     return probe
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("algorithm", "settings"), VARIANTS)
-def test_trajectory(algorithm: str, settings: dict[str, Any], seed: int) -> None:
+def test_sgp_trajectory_matches_paper(algorithm: str, settings: dict[str, Any], seed: int) -> None:
     n = [2, 3, 6, 8, 11, 16][seed]
     added: Added = defaultdict(list)
     job = Job(
@@ -285,7 +287,7 @@ def test_trajectory(algorithm: str, settings: dict[str, Any], seed: int) -> None
 # -- whole runs --------------------------------------------------------------------------------
 @pytest.mark.parametrize(("algorithm", "settings"), VARIANTS)
 @pytest.mark.parametrize("seed", range(10))
-def test_any_run_ends_with_its_accounts_in_order(
+def test_sgp_counters_balance_under_any_conditions(
     algorithm: str, settings: dict[str, Any], seed: int
 ) -> None:
     job = any_job(algorithm, 100 + seed, **settings)
@@ -300,7 +302,7 @@ def test_any_run_ends_with_its_accounts_in_order(
 
 @pytest.mark.parametrize(("algorithm", "settings"), VARIANTS)
 @pytest.mark.parametrize("n", [2, 5, pytest.param(8, marks=pytest.mark.long)])
-def test_converges(algorithm: str, settings: dict[str, Any], n: int) -> None:
+def test_sgp_converges(algorithm: str, settings: dict[str, Any], n: int) -> None:
     job = Job(
         algorithm,
         workers=n,
@@ -316,7 +318,7 @@ def test_converges(algorithm: str, settings: dict[str, Any], n: int) -> None:
     assert (outcome.locals - optimum).norm(dim=1).max() < 0.1 * optimum.norm()
 
 
-def test_overlap_does_not_wait_for_messages_of_this_step() -> None:
+def test_osgp_does_not_wait_for_messages_of_current_step() -> None:
     """SGP waits for them in every step, Overlap SGP in none."""
     job = Job("sgp", workers=4, samples=4 * 4 * 50, cluster=SLOW)
     waiting = {
@@ -328,7 +330,7 @@ def test_overlap_does_not_wait_for_messages_of_this_step() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_adding_first_costs_no_time(seed: int) -> None:
+def test_osgp_add_first_costs_no_time(seed: int) -> None:
     """Messages leave and are waited for at the same moments, on any network."""
     waiting = []
     for order in ORDERS:

@@ -26,21 +26,21 @@ def line(nbytes: int, one: float, each: float) -> dict[str, Any]:
     }
 
 
-def test_a_message_is_latency_overhead_and_bytes() -> None:
+def test_calibration_fits_latency_overhead_and_rate() -> None:
     # 4 MB in 32 ms are 1 Gbit/s, at which 1 MB takes 8 ms.
     table = [line(8, 0.1, 0.01), line(1_000_000, 8.7, 8.02), line(4_000_000, 33.0, 32.0)]
-    found = calibration.constants(table, "between hosts")
-    assert found == {
+    result = calibration.constants(table, "between hosts")
+    assert result == {
         "rate, Gbit/s": pytest.approx(1.0),
         "latency, us": pytest.approx(700.0),
         "overhead, us": pytest.approx(20.0),
     }
 
 
-def test_one_repeat_is_enough() -> None:
+def test_message_program_accepts_single_repeat() -> None:
     words = ["--bytes", "8", "1000", "--count", "3", "--repeats", "1"]
-    done = harness.run_here(2, ["-m", "benchmarks.programs.messages", *words], timeout=60)
-    small, large = harness.json_printed(done)
+    completed = harness.run_here(2, ["-m", "benchmarks.programs.messages", *words], timeout=60)
+    small, large = harness.json_printed(completed)
     assert (small["bytes"], large["bytes"]) == (8, 1000)
     assert all(record["one"] > 0 and record["each"] > 0 for record in (small, large))
 
@@ -49,7 +49,9 @@ def test_one_repeat_is_enough() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @needs_lab
-def test_calibration_in_the_lab(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibration_runs_in_network_lab(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert calibration.main(["--repeats", "3", "--save", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "calibration.json").read_text())["rows"]
     expected = [(path, nbytes) for path in calibration.PATHS for nbytes in calibration.SIZES]

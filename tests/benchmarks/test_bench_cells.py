@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -53,29 +54,29 @@ def metrics(*moments: tuple[int, float]) -> list[dict[str, Any]]:
 LINES = metrics((8, 2.0), (16, 3.0), (48, 4.0), (80, 5.0), (80, 10.0))
 
 
-def test_throughput_of_the_whole_run_and_while_settled() -> None:
-    found = row(cell(), SUMMARY, LINES)
-    assert found["whole run"] == pytest.approx(8.0 * 0.5)
-    assert found["speed-up"] == pytest.approx((80 - 16) / (5.0 - 3.0) * 0.5)
-    assert found["coalesced"] == 0.25
+def test_cell_row_has_whole_and_settled_throughput() -> None:
+    outcome = row(cell(), SUMMARY, LINES)
+    assert outcome["whole run"] == pytest.approx(8.0 * 0.5)
+    assert outcome["speed-up"] == pytest.approx((80 - 16) / (5.0 - 3.0) * 0.5)
+    assert outcome["coalesced"] == 0.25
     # Workers that take their steps in rounds all end with the run.
     assert row(cell(algorithm="bsp"), SUMMARY, LINES)["speed-up"] == pytest.approx(8.0 * 0.5)
 
 
-def test_one_line_in_a_bunch_does_not_decide() -> None:
+def test_settled_rate_is_robust_against_bunched_lines() -> None:
     at_ends = metrics((16, 3.4), (32, 4.0), (48, 5.0), (64, 6.0), (80, 6.6))
     rate = settled_rate(at_ends, 80, cell())
     by_ends = (80 - 16) / (6.6 - 3.4)
     assert abs(rate - 16) < abs(by_ends - 16)
 
 
-def test_a_run_without_lines_has_no_settled_part() -> None:
+def test_settled_rate_is_zero_without_enough_lines() -> None:
     assert settled_rate([], 80, cell()) == 0.0
     assert settled_rate(metrics((80, 5.0)), 80, cell()) == 0.0
     assert settled_rate(metrics((16, 3.0), (48, 5.0)), 80, cell()) == 0.0
 
 
-def test_a_line_of_metrics_falls_on_the_last_sample() -> None:
+def test_cell_logs_a_line_at_last_sample() -> None:
     for slowdown in (1.0, 2.0, 10.0, 100.0):
         words = cell(slowdown).options(Path("run"))
         samples, every = (int(words[words.index(o) + 1]) for o in ("--samples", "--log-every"))
@@ -83,7 +84,7 @@ def test_a_line_of_metrics_falls_on_the_last_sample() -> None:
         assert samples == pytest.approx(10 * cell(slowdown).ideal, abs=every / 2)
 
 
-def test_the_slowest_sets_the_pace_of_some() -> None:
+def test_cell_size_follows_slowest_worker_if_synchronous() -> None:
     assert cell(100.0, "bsp").samples == cell(100.0, "ssp").samples == 80
     assert cell(100.0, "asp").samples == 72
     assert study.iterations("vgg16", "bsp", 100.0, 20.0) == study.FEWEST
@@ -93,14 +94,14 @@ def test_the_slowest_sets_the_pace_of_some() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["bsp", "ssp"])
-def test_who_waits_for_a_slow_worker_has_its_speed(algorithm: str) -> None:
+def test_synchronous_cell_runs_at_speed_of_slow_worker(algorithm: str) -> None:
     few = study.iterations("resnet50", algorithm, 100.0, 20.0)
     figures = VirtualEngine().run(study.cell("resnet50", algorithm, 100.0, 8, 20.0))
     assert few < 10
     assert figures["speed-up"] == pytest.approx(8 / 100, rel=0.02)
 
 
-def test_a_store_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
+def test_cell_store_resumes_after_truncated_line(tmp_path: Path) -> None:
     store = CellStore(tmp_path)
     store.put(cell(), {"speed-up": 7.0}, "abc")
     store.put(cell(2.0), {"speed-up": 6.0}, "abc")
@@ -116,9 +117,9 @@ def test_a_store_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     assert third is not None and third["figures"] == {"speed-up": 5.0}
 
 
-def test_a_store_names_a_damaged_line(tmp_path: Path) -> None:
+def test_cell_store_names_damaged_line(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"cell": 1}\nnonsense\n{}\n')
-    with pytest.raises(UserError, match="line 2: expected a finished cell"):
+    with pytest.raises(UserError, match=r"line 2: .*'nonsense"):
         CellStore(tmp_path)
 
 
@@ -132,18 +133,18 @@ def result(
     return study.Result(about_cell, {"virtual": virtual, "real": real})
 
 
-def test_bars_of_stragglers() -> None:
+def test_straggler_bars_are_checked() -> None:
     assert not stragglers.missed([result(7.0)])
     assert "97%" in " ".join(stragglers.missed([result(6.8)]))
-    assert "published 5.49" in " ".join(stragglers.missed([result(5.4)]))
+    assert "5.49" in " ".join(stragglers.missed([result(5.4)]))
     # A worker that adds up what its link cannot take keeps its pace whatever the network does.
     assert not stragglers.missed([result(7.0, coalesced=0.2)])
     (line,) = stragglers.missed([result(7.0, coalesced=0.25)])
-    assert "5.25 by gradients sent by themselves" in line
-    assert "3 gradients dropped" in " ".join(stragglers.missed([result(7.0, dropped=3)]))
+    assert "5.25" in line
+    assert "3 gradients" in " ".join(stragglers.missed([result(7.0, dropped=3)]))
 
 
-def test_the_bar_of_agreement() -> None:
+def test_agreement_bar_is_checked() -> None:
     close, far = result(7.0, 7.3), result(7.0, 6.5)
     assert [abs(r.error or 0) for r in agreement.by_error([close, far])] == [
         pytest.approx(0.5 / 7),
@@ -153,7 +154,7 @@ def test_the_bar_of_agreement() -> None:
     assert "-7.1%" in line
 
 
-def test_published_figures_meet() -> None:
+def test_published_figures_agree() -> None:
     """Figure 5 at eight workers and figure 8b at pi 4 are cells of table 3."""
     for workload in ("resnet50", "vgg16"):
         for name in ("aladdin", "ar-sgd", "sgp"):
@@ -163,7 +164,7 @@ def test_published_figures_meet() -> None:
     assert published.with_straggler("vgg16", "bsp", 1.0) is None
 
 
-def test_both_tables_share_their_cells() -> None:
+def test_study_tables_share_cells() -> None:
     args = argparse.Namespace(
         quick=False, computing=20.0, workload=["resnet50", "vgg16"], engine=None
     )
@@ -176,25 +177,25 @@ def printed(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_a_plan_is_printed_and_nothing_is_run(
+def test_dry_run_prints_plan_and_runs_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = CellStore(tmp_path)
     words = ["--work", str(tmp_path), "--quick", "--dry-run"]
-    done = study.cell("resnet50", "ar-sgd", 10.0, 8, study.QUICK["computing"])
-    store.put(done, {}, None)
+    finished = study.cell("resnet50", "ar-sgd", 10.0, 8, study.QUICK["computing"])
+    store.put(finished, {}, None)
     assert stragglers.main(words) == 0
     lines = printed(capsys).splitlines()
-    assert any(line.startswith("    done  ResNet-50, ar-sgd") for line in lines)
+    assert any(re.match(r" +done +ResNet-50, ar-sgd", line) for line in lines)
     assert lines[-1].endswith("minutes")
     assert len(lines) == 5
 
 
-def test_a_quick_pass_runs_what_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_pass_follows_typed_options(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--quick", "--dry-run", "--workload", "vgg16", "--algorithm", "asp"]
     assert stragglers.main([*words, "--slowdown", "2"]) == 0
     first, _ = printed(capsys).splitlines()
-    assert "VGG-16, asp, 8 workers, slow-down 2," in first
+    assert re.search(r"VGG-16, asp, 8 workers\b.* 2,", first)
     assert scaling.main([*words, "--workers", "4"]) == 0
     first, _ = printed(capsys).splitlines()
     assert "VGG-16, asp, 4 workers" in first
@@ -206,7 +207,9 @@ def saved(folder: Path, name: str) -> list[Mapping[str, Any]]:
     return rows
 
 
-def test_stragglers_in_virtual_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_straggler_study_runs_in_simulation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--engine", "virtual", "--quick", "--check", "--save", str(tmp_path)]
     assert stragglers.main(words) == 0
     rows = saved(tmp_path, "stragglers")
@@ -222,7 +225,7 @@ def test_stragglers_in_virtual_time(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "8 workers on 4 hosts" in printed(capsys)
 
 
-def test_scaling_in_virtual_time(tmp_path: Path) -> None:
+def test_scaling_study_runs_in_simulation(tmp_path: Path) -> None:
     words = ["--engine", "virtual", "--computing", "3", "--workload", "resnet50"]
     words += ["--algorithm", "aladdin", "osgp", "--workers", "2", "4", "--pi", "1", "4"]
     assert scaling.main([*words, "--save", str(tmp_path)]) == 0
@@ -239,17 +242,17 @@ def test_scaling_in_virtual_time(tmp_path: Path) -> None:
     assert rows[0]["virtual"] < rows[1]["virtual"] < rows[5]["virtual"]
 
 
-def test_agreement_needs_both_engines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_agreement_requires_both_engines(capsys: pytest.CaptureFixture[str]) -> None:
     status = run_main(lambda: agreement.main(["--engine", "virtual", "--quick"]))
     assert status == 2
-    assert "--engine: expected virtual and real, got virtual" in capsys.readouterr().err
+    assert re.search(r"--engine: .*\bvirtual and real\b", capsys.readouterr().err)
 
 
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1250)
 @needs_lab
-def test_agreement_over_mpi(tmp_path: Path) -> None:
+def test_agreement_runs_over_mpi_and_resumes(tmp_path: Path) -> None:
     """A pass in the lab, stopped after its cells: the second start runs none of them again."""
     words = ["--quick", "--computing", "0.75", "--work", str(tmp_path), "--save", str(tmp_path)]
     command = [sys.executable, "-m", "benchmarks.agreement", *words]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -30,14 +31,14 @@ def line(samples: int, seconds: float, accuracy: float) -> dict[str, Any]:
     return {"kind": "eval", "samples": samples, "seconds": seconds, "test_accuracy": accuracy}
 
 
-def test_the_accuracy_in_time_is_that_of_the_last_evaluation_before() -> None:
+def test_accuracy_at_time_is_that_of_last_evaluation() -> None:
     run = [line(100, 1.0, 0.2), line(200, 2.0, 0.5), line(300, 3.0, 0.6)]
     assert evaluations.accuracy_at(run, 2.9) == 50
     assert evaluations.accuracy_at(run, 0.5) is None
     assert evaluations.half_time([run, [line(100, 2.0, 0.1), line(200, 4.0, 0.5)]]) == 2.0
 
 
-def test_the_target_is_reached_between_two_evaluations() -> None:
+def test_target_crossing_lies_between_evaluations() -> None:
     run = [line(100, 1.0, 0.2), line(200, 2.0, 0.5), line(300, 4.0, 0.6)]
     assert evaluations.crossing(run, 0.55) == pytest.approx((2.0, 3.0, 4.0))
     assert evaluations.crossing(run, 0.2) == (1.0, 1.0, 1.0)
@@ -52,7 +53,7 @@ def settled(*words: str) -> argparse.Namespace:
     return convergence._arguments(["--data-dir", "images", "--kept-only", *words])
 
 
-def test_neighbours_share_a_host_where_there_are_no_servers() -> None:
+def test_convergence_parts_place_peers_in_blocks() -> None:
     """Dealt in turn, each hop of a ring would leave its host."""
     args = settled()
     for part in convergence_parts.parts(args):
@@ -63,53 +64,53 @@ def test_neighbours_share_a_host_where_there_are_no_servers() -> None:
             assert options.cluster.placement == ("cyclic" if served else "block"), run.title
 
 
-def test_bars() -> None:
+def test_convergence_bars_are_checked() -> None:
     sync = {"part": "vgg", "algorithm": "ar-sgd", "accuracy": "80.00 ± 0.10", "faster": 1.0}
     ours = {"part": "vgg", "algorithm": "aladdin", "accuracy": "79.75", "faster": 2.6}
     assert bars.missed([sync, ours]) == []
     (text,) = bars.missed([sync, {**ours, "accuracy": "79.50"}])
-    assert "0.50 points below" in text
+    assert "0.50 points" in text
     (text,) = bars.missed([sync, {**ours, "faster": 2.4}])
-    assert "2.40 times as fast" in text
+    assert "2.40" in text
     (text,) = bars.missed([sync, {**ours, "faster": None}])
-    assert "at the target never" in text
+    assert "never" in text
 
 
-def test_bars_of_ahead() -> None:
+def test_convergence_bars_of_aladdin_ahead_are_checked() -> None:
     base = {"part": "ahead, 8 workers", "algorithm": "ar-sgd, nesterov", "accuracy": "70.00 ± 0.10"}
     ours = {"part": "ahead, 8 workers", "algorithm": "aladdin-ahead", "accuracy": "69.75"}
     assert bars.missed([base, {**ours, "samples to loss": "1.05, 0.97"}]) == []
     (text,) = bars.missed([base, {**ours, "samples to loss": "1.05, never"}])
-    assert "1.05 and never times the samples" in text
+    assert "1.05 and never" in text
     below = {**ours, "accuracy": "69.60", "samples to loss": "1.00, 1.00"}
     (text,) = bars.missed([base, below])
-    assert "0.40 points below" in text
+    assert "0.40 points" in text
 
 
-def test_bars_with_a_slow_worker() -> None:
+def test_convergence_bars_with_slow_worker_are_checked() -> None:
     alike = {"part": "ahead, 8 workers", "algorithm": "aladdin-ahead", "accuracy": "70.00"}
     slow = {**alike, "part": "slow 10", "accuracy": "69.60", "faster": 6.1}
     assert bars.missed([alike, slow]) == []
     (text,) = bars.missed([alike, {**slow, "faster": 5.9}])
-    assert "5.90 times as fast" in text
+    assert "5.90" in text
     (text,) = bars.missed([alike, {**slow, "accuracy": "69.40"}])
-    assert "0.60 points below that with all workers alike" in text
+    assert "0.60 points" in text
     # Only time with a worker ten times slower has a bar.
     assert bars.missed([alike, {**slow, "part": "slow 2", "faster": 1.5}]) == []
 
 
-def test_bars_with_vggs_timing() -> None:
+def test_convergence_bars_with_vgg_timing_are_checked() -> None:
     first: dict[str, Any] = {"part": "ahead, vgg", "algorithm": "aladdin-ahead"}
     first |= {"faster": 1.25, "speed-up": 7.99, "to target, s": 400.0}
     other = {"part": "vgg", "algorithm": "osgp", "to target, s": 401.0}
     assert bars.missed([first, other]) == []
     (text,) = bars.missed([first, {**other, "to target, s": 399.0}])
-    assert "osgp is at the target before aladdin-ahead" in text
-    found = bars.missed([{**first, "faster": 1.1, "speed-up": 7.5}, other])
-    assert "1.10 times as fast" in found[0] and "speed-up of 7.50" in found[1]
+    assert re.search(r"\bosgp\b.*\baladdin-ahead\b", text)
+    slower, less = bars.missed([{**first, "faster": 1.1, "speed-up": 7.5}, other])
+    assert "1.10" in slower and "7.50" in less
 
 
-def test_the_picture_of_the_race(tmp_path: Path) -> None:
+def test_race_picture_orders_algorithms_by_slow_race(tmp_path: Path) -> None:
     times = {"a": (10.0, 200.0), "b": (20.0, 30.0), "c": (15.0, None)}
     table = [
         {"part": part, "algorithm": name, "target": 65.0, "to target, s": times[name][turn]}
@@ -123,7 +124,7 @@ def test_the_picture_of_the_race(tmp_path: Path) -> None:
     assert not (tmp_path / "none.png").exists()
 
 
-def test_samples_to_the_same_loss() -> None:
+def test_sample_ratio_compares_loss_curves() -> None:
     """Straight lines down from 4 to 0, the second at half the pace."""
 
     def lines(pace: float) -> list[dict[str, Any]]:
@@ -137,18 +138,18 @@ def test_samples_to_the_same_loss() -> None:
     assert ratio([lines(0.05), lines(0.15)], base, 0.5) == pytest.approx(1, abs=0.01)
 
 
-def test_a_folder_without_images_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--data-dir: expected images as train/CLASS"):
+def test_convergence_rejects_folder_without_images(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--data-dir: .*train/CLASS"):
         convergence.main(["--data-dir", str(tmp_path)])
 
 
-def test_a_quick_pass_takes_what_is_typed() -> None:
+def test_convergence_quick_pass_keeps_typed_options() -> None:
     args = convergence._arguments(["--quick", "--parts", "ablation", "--epochs", "1"])
     assert (args.parts, args.epochs, args.workers) == (["ablation"], 1.0, 4)
     assert convergence._arguments(["--quick"]).parts == ["vgg"]
 
 
-def test_a_gradient_takes_its_share_of_a_step() -> None:
+def test_stand_in_gradient_takes_its_share_of_a_step() -> None:
     """Of the small network as of the large one, at 10 Gbit/s."""
     for stand in stands.STANDS.values():
         words = stand.options()
@@ -156,17 +157,17 @@ def test_a_gradient_takes_its_share_of_a_step() -> None:
         assert stand.megabytes / gbit == pytest.approx(stand.original_mb / 10)
 
 
-def test_every_part_is_a_comparison_that_can_be_made() -> None:
+def test_convergence_parts_are_valid_comparisons() -> None:
     """`aladdin_mpi.compare` takes each part's command, and names its runs as the table does."""
     args = settled("--lr", "0.01")
-    found = convergence_parts.parts(args)
-    names = [part.name for part in found]
+    outcome = convergence_parts.parts(args)
+    names = [part.name for part in outcome]
     assert len(set(names)) == len(names)
     ahead = [name for name in names if name.startswith("ahead, ")]
     assert ahead == [*(f"ahead, {n} workers" for n in (8, 16, 24, 64)), "ahead, vgg"]
-    alone = {part.name for part in found if part.seeds == 1}
+    alone = {part.name for part in outcome if part.seeds == 1}
     assert alone.isdisjoint(ahead) and "race, slow 10" in alone
-    for part in found:
+    for part in outcome:
         words = part.command(args, Path("out"))
         runs = plan.plan(read_request(words[3:]), Path("out"))
         labels = [slug(label) for label in part.labels]
@@ -174,7 +175,7 @@ def test_every_part_is_a_comparison_that_can_be_made() -> None:
         assert {run.seed for run in runs} == set(range(part.seeds))
 
 
-def test_seeds() -> None:
+def test_seeds_option_sets_least_seeds_of_parts() -> None:
     parts = {part.name: part for part in convergence_parts.parts(settled("--seeds", "2"))}
     assert (parts["spread"].seeds, parts["resnet"].seeds) == (3, 2)
     parts = {part.name: part for part in convergence_parts.parts(settled("--seeds", "5"))}
@@ -182,11 +183,11 @@ def test_seeds() -> None:
 
 
 @pytest.mark.long
-def test_quick(tmp_path: Path) -> None:
+def test_convergence_quick_pass_runs_and_is_kept(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.convergence", "--quick", "--save", str(tmp_path)]
     command += ["--out", str(tmp_path / "runs")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     result = json.loads((tmp_path / "convergence.json").read_text())
     rows = {row["algorithm"]: row for row in result["rows"]}
     assert set(rows) == set(convergence_parts.VGG_RUNS)
@@ -197,7 +198,9 @@ def test_quick(tmp_path: Path) -> None:
     assert (tmp_path / "convergence.png").stat().st_size > 10_000
     shutil.rmtree(tmp_path / "runs" / "vgg" / "runs" / "sgp")
     again = [*command, "--kept-only"]
-    done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0 and "started" not in done.stderr, done.stdout + done.stderr
+    completed = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert completed.returncode == 0 and "started" not in completed.stderr, (
+        completed.stdout + completed.stderr
+    )
     kept = json.loads((tmp_path / "convergence.json").read_text())["rows"]
     assert kept == [row for row in result["rows"] if row["algorithm"] != "sgp"]

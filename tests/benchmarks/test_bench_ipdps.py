@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from benchmarks.ipdps_paper import FIGURE_2, FIGURE_4, NETWORKS
 from benchmarks.ipdps_run import Run, rate, resnet50, speed_up
 
 
-def test_ipdps_runs_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ipdps_runs_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = ["--network", "vgg16", "--gbit", "56", "--figure", "2", "--workers", "8"]
     words = [*cells, "--algorithm", "ar-sgd", "ad-psgd", "--rounds", "3"]
     words += ["--done", str(tmp_path / "done.jsonl")]
@@ -42,7 +43,7 @@ def test_ipdps_runs_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert again.out.splitlines()[4:6] == first.out.splitlines()[4:6]
 
 
-def test_one_server_is_as_fast_as_its_memory() -> None:
+def test_single_server_is_bound_by_its_memory() -> None:
     """Each gradient of VGG-16 moves seven times its bytes, and takes 1 ms a message."""
     run = Run("vgg16", 56, "asp", 24, "none", cluster=ipdps.HOSTS)
     megabytes = 4 * 138.36
@@ -51,7 +52,7 @@ def test_one_server_is_as_fast_as_its_memory() -> None:
     assert speed_up(run) == pytest.approx(0.66 / seconds, rel=0.03)
 
 
-def test_resnet50_has_its_parameters_in_54_layers() -> None:
+def test_ipdps_resnet50_has_its_parameters_in_54_layers() -> None:
     with torch.device("meta"):
         mine, whole = resnet50(1000), torchvision_resnet50(num_classes=1000)
     layers = list(mine.children())
@@ -62,7 +63,7 @@ def test_resnet50_has_its_parameters_in_54_layers() -> None:
     assert [tuple(p.shape) for p in layers[0].parameters()] == [(64, 3, 7, 7), (64,), (64,)]
 
 
-def test_servers_and_machines() -> None:
+def test_ipdps_run_sets_servers_and_hosts() -> None:
     def at(workers: int, **changes: Any) -> tuple[int, int]:
         run = Run("vgg16", 10, "bsp", workers, **changes)
         return run.servers, run.hosts
@@ -75,7 +76,7 @@ def test_servers_and_machines() -> None:
     assert at(24, per_vm=4, stage="none") == (1, 3)
 
 
-def test_runs_that_differ_have_names_that_differ() -> None:
+def test_different_ipdps_runs_have_different_keys() -> None:
     run = Run("vgg16", 10, "bsp", 8)
     others = [
         Run("vgg16", 10, "bsp", 8, extra=0.1),
@@ -87,7 +88,7 @@ def test_runs_that_differ_have_names_that_differ() -> None:
     assert len({run.key, *(other.key for other in others)}) == 6
 
 
-def test_rate_is_that_between_two_lines() -> None:
+def test_ipdps_rate_is_measured_between_two_lines() -> None:
     moments = {10: 5.0, 20: 6.0, 30: 7.0, 40: 8.0, 50: 8.5}
     lines = [{"samples": samples, "seconds": at} for samples, at in moments.items()]
     # The end of the run writes another line with the same number of samples.
@@ -96,24 +97,24 @@ def test_rate_is_that_between_two_lines() -> None:
     assert rate(lines, whole=10, first=4, last=5) == pytest.approx(20.0)
 
 
-def test_the_two_figures_of_the_study_agree_where_they_show_the_same() -> None:
+def test_figures_2_and_4_of_study_agree() -> None:
     """24 workers with sharding and wait-free backpropagation; by 16 % in one place."""
     for panel, bars in FIGURE_4.items():
         for algorithm, values in bars.items():
             assert values[2] == pytest.approx(FIGURE_2[panel][algorithm][24], rel=0.16)
 
 
-def test_fewer_rounds_than_samples_are_drawn_ahead_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--rounds: expected at least 3"):
+def test_ipdps_rejects_fewer_than_three_rounds(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--rounds: .*\b3\b.*\b2\b"):
         ipdps.main(["--rounds", "2", "--done", str(tmp_path / "done.jsonl")])
 
 
 def row(**changes: Any) -> dict[str, Any]:
-    found = {"network": "resnet50", "algorithm": "asp", "workers": 24, "stage": "wait-free"}
-    return {**found, "Gbit/s": 10, "published": 10.0, "third": None, "with": None, **changes}
+    result = {"network": "resnet50", "algorithm": "asp", "workers": 24, "stage": "wait-free"}
+    return {**result, "Gbit/s": 10, "published": 10.0, "third": None, "with": None, **changes}
 
 
-def test_a_reason_is_asked_for_beyond_a_quarter() -> None:
+def test_ipdps_reasons_explain_deviations_beyond_a_quarter() -> None:
     assert ipdps_reasons.reason(row(links=12.4, hosts=20.0)) == ""
     assert ipdps_reasons.reason(row(links=7.6, hosts=20.0)) == ""
     assert ipdps_reasons.reason(row(links=12.6, hosts=11.0)).startswith("A")
@@ -124,20 +125,18 @@ def test_a_reason_is_asked_for_beyond_a_quarter() -> None:
     assert "24 Gbit/s" in ipdps_reasons.reason(ring)
     assert ipdps_reasons.explained(third) == 9.0
     other = row(links=9.6, hosts=9.5, published=7.47)
-    assert ipdps_reasons.reason(other) == "A; the study's figure 2 has 8.67 for the same"
+    assert re.match(r"A; .*figure 2\b.*\b8\.67\b", ipdps_reasons.reason(other))
     assert ipdps_reasons.explained(row(links=12.0, hosts=10.0)) == 12.0
     assert ipdps_reasons.explained(row(links=20.0, hosts=15.0)) == 15.0
     # Neither what a ring would need nor what a sum of parts gives is a reason for any value.
     assert ipdps_reasons.reason({**ring, "published": 500.0}) == ""
     parts = row(algorithm="bsp", network="vgg16", stage="none", links=5.6, hosts=3.15)
-    assert "all six groups' bytes" in ipdps_reasons.reason({**parts, "published": 1.74})
+    assert "six groups" in ipdps_reasons.reason({**parts, "published": 1.74})
     assert ipdps_reasons.reason({**parts, "published": 0.5}) == ""
     near = {**row(links=12.0, hosts=14.0, third=20.0), "explained": 12.0}
     far = {**row(links=20.0, hosts=11.0), "explained": 11.0}
-    assert "2 bars 1 are" in (text := ipdps_reasons.summary([near, far]))
-    assert "1 with A, 1 with all" in text and "2 with the fewest that suit each; 0 are" in text
+    text = ipdps_reasons.summary([near, far])
+    assert re.search(r"\b2 bars 1\b.*\b1 with A, 1 with all\b.*\b2 with\b.*\b0 ", text, re.DOTALL)
     lost = row(links=20.0, hosts=20.0, reason="")
-    assert ipdps_reasons.unexplained([lost, row(links=10.0, hosts=10.0, reason="")]) == [
-        "resnet50, asp, 24 workers, wait-free at 10 Gbit/s: 20.00 beside 10 published, and no "
-        "reason found"
-    ]
+    (line,) = ipdps_reasons.unexplained([lost, row(links=10.0, hosts=10.0, reason="")])
+    assert line.startswith("resnet50, asp, 24 workers, wait-free at 10 Gbit/s: 20.00 ")

@@ -5,5 +5,5 @@ from __future__ import annotations
 from benchmarks import learned
 
 
-def test_adviser_has_the_sample_efficiencies_of_the_kept_runs() -> None:
+def test_adviser_has_sample_efficiencies_of_kept_runs() -> None:
     assert learned.FILE.read_text(encoding="utf-8") == learned.written()

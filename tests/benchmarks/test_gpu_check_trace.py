@@ -56,7 +56,7 @@ def read(tmp_path: Path, *more: dict[str, Any]) -> list[Span]:
     return trace.read(path)
 
 
-def test_work_belongs_to_the_calls_of_a_window(tmp_path: Path) -> None:
+def test_trace_assigns_work_to_calls_of_a_window(tmp_path: Path) -> None:
     spans = read(tmp_path)
     (backward,) = trace.labelled(spans, "backward")
     window = backward.begin, backward.end
@@ -66,7 +66,7 @@ def test_work_belongs_to_the_calls_of_a_window(tmp_path: Path) -> None:
     assert trace.computed(spans, (31.0, 50.0)) is None
 
 
-def test_share_of_copies_under_the_backward_pass(tmp_path: Path) -> None:
+def test_trace_measures_share_of_copies_during_backward(tmp_path: Path) -> None:
     spans = read(tmp_path)
     copies = [span for span in spans if span.is_copy_to_host]
     assert trace.share_within(copies, [(20.0, 60.0)]) == 0.75
@@ -74,7 +74,7 @@ def test_share_of_copies_under_the_backward_pass(tmp_path: Path) -> None:
     assert sum(span.is_copy_to_device for span in spans) == 1
 
 
-def test_stalls_are_waits_and_copies_of_pageable_memory(tmp_path: Path) -> None:
+def test_trace_counts_waits_and_pageable_copies_as_stalls(tmp_path: Path) -> None:
     assert not trace.stalls(read(tmp_path), (0.0, 50.0))
     spans = read(
         tmp_path,
@@ -87,7 +87,7 @@ def test_stalls_are_waits_and_copies_of_pageable_memory(tmp_path: Path) -> None:
     assert trace.stalls(spans, (0.0, 50.0)) == expected
 
 
-def test_picture_shows_spans_in_the_lanes_of_their_streams(tmp_path: Path) -> None:
+def test_picture_draws_spans_in_lanes_of_their_streams(tmp_path: Path) -> None:
     spans = [span for span in read(tmp_path) if span.name != "step 0" and span.category != "cuda"]
     shown = [span for span in spans if span.category in (trace.LABEL, *trace.WORK)]
     path = tmp_path / "step.png"
@@ -110,7 +110,7 @@ def test_picture_shows_spans_in_the_lanes_of_their_streams(tmp_path: Path) -> No
     assert colour(2, 75.0) == picture.BACKGROUND
 
 
-def test_guide_has_a_bound_on_launches_for_every_case() -> None:
+def test_guide_bounds_launches_of_every_case() -> None:
     table = profile.guide_launches(GUIDE.read_text())
     assert set(table) == {"aladdin-ahead", "aladdin-ahead fp32", "ar-sgd dgc", "others"}
     assert set(table) - {"others"} <= set(profile.CASES)

@@ -13,7 +13,7 @@ from benchmarks.machine import describe_machine, machine
 from benchmarks.results import table, write_result
 
 
-def test_machine_is_described() -> None:
+def test_machine_facts_are_described() -> None:
     facts = machine()
     assert facts["python"] == ".".join(map(str, sys.version_info[:3]))
     assert isinstance(facts["cores"], int)
@@ -24,7 +24,7 @@ def test_machine_is_described() -> None:
     assert [line.split()[0] for line in lines] == list(facts)
 
 
-def test_result_is_written_for_programs_and_for_people(tmp_path: Path) -> None:
+def test_result_is_written_as_json_and_markdown(tmp_path: Path) -> None:
     rows = [
         {"algorithm": "aladdin", "samples_per_second": 1234.5678, "loss": float("nan")},
         {"algorithm": "bsp", "samples_per_second": 98765.4, "workers": 8},
@@ -50,9 +50,9 @@ def test_table_columns_keep_their_order() -> None:
     assert table([{"b": 1, "a": "x|y"}]) == "| b | a |\n| --- | --- |\n| 1 | x\\|y |"
 
 
-def test_bad_results_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="name: expected small letters"):
+def test_write_result_rejects_invalid_name_and_empty_rows(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^name: .*\.\./up"):
         write_result("../up", "Up", [{"a": 1}], "x", folder=tmp_path)
-    with pytest.raises(UserError, match="rows: expected at least one"):
+    with pytest.raises(UserError, match=r"^rows: "):
         write_result("none", "None", [], "x", folder=tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def test_all_scripts_are_written_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_init_writes_and_lists_all_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     assert slurm.main(["init"]) == 0
     assert contents(Path("slurm")) == contents(ROOT / "slurm")
     *lines, next_command = capsys.readouterr().out.splitlines()
@@ -31,27 +32,28 @@ def test_all_scripts_are_written_and_told(capsys: pytest.CaptureFixture[str]) ->
     assert "wrote" not in capsys.readouterr().out
 
 
-def test_another_folder_is_told_to_the_job(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+def test_slurm_init_prints_command_for_other_folder(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
     assert slurm.main(["init", "my jobs"]) == 0
     command = capsys.readouterr().out.splitlines()[-1].strip()
     assert command.startswith(f"ALADDIN_SLURM='{here}/my jobs' sbatch 'my jobs/train.sbatch' ")
 
 
-def test_nothing_is_overwritten_unless_forced(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_init_overwrites_only_with_force(capsys: pytest.CaptureFixture[str]) -> None:
     own = {"train.sbatch": b"mine", "sites/ours.sh": b"ours"}
     for name, content in own.items():
         Path("slurm", name).parent.mkdir(parents=True, exist_ok=True)
         Path("slurm", name).write_bytes(content)
     assert slurm.main(["init"]) == 2
-    told = capsys.readouterr().err
-    assert "got slurm/train.sbatch; give another folder, or add --force" in told
+    assert re.search(r"slurm/train\.sbatch\b.*--force\b", capsys.readouterr().err)
     assert contents(Path("slurm")) == own, "nothing is written where something is refused"
     assert slurm.main(["init", "--force"]) == 0
     shipped = contents(ROOT / "slurm")
     assert contents(Path("slurm")) == shipped | {"sites/ours.sh": b"ours"}
 
 
-def test_a_folder_that_cannot_be_made_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_init_names_folder_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     Path("file").write_text("")
     assert slurm.main(["init", "file/slurm"]) == 2
-    assert "file/slurm: cannot write" in capsys.readouterr().err
+    assert "file/slurm: " in capsys.readouterr().err

@@ -58,7 +58,7 @@ def start(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 
 def run(words: Sequence[str], check: bool = True) -> Completed:
     begin = time.monotonic()
-    done = subprocess.run(
+    outcome = subprocess.run(
         [warm.python(), "-m", "aladdin_mpi.compare", *words],
         env=environment("openmpi", {}),
         cwd=ROOT,
@@ -67,14 +67,16 @@ def run(words: Sequence[str], check: bool = True) -> Completed:
         stdin=subprocess.DEVNULL,
         timeout=280,
     )
-    completed = Completed(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
-    assert not check or done.returncode == 0, completed
+    completed = Completed(
+        outcome.returncode, outcome.stdout, outcome.stderr, time.monotonic() - begin
+    )
+    assert not check or outcome.returncode == 0, completed
     return completed
 
 
 def result(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "comparison.json").read_text())
-    return found
+    outcome: dict[str, Any] = json.loads((out / "comparison.json").read_text())
+    return outcome
 
 
 def ends(out: Path) -> dict[Path, int]:
@@ -89,21 +91,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Completed]:
     return out, run(command(out, "--jobs", "2"))
 
 
-def test_writes_everything(whole: tuple[Path, Completed]) -> None:
-    out, done = whole
+def test_compare_writes_report_tables_and_plots(whole: tuple[Path, Completed]) -> None:
+    out, outcome = whole
     assert not [name for name in FILES + PICTURES if not (out / name).is_file()]
     assert not list(out.glob("*tmp*"))
     for name in PICTURES:
         assert (out / name).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
         assert f"]({name})" in (out / "report.md").read_text()
-    assert str(out / "report.md") in done.stdout
-    assert not re.findall(r"[^\n\x20-\x7e]", done.stdout + done.stderr)
+    assert str(out / "report.md") in outcome.stdout
+    assert not re.findall(r"[^\n\x20-\x7e]", outcome.stdout + outcome.stderr)
 
 
-def test_figures_are_those_of_the_runs(whole: tuple[Path, Completed]) -> None:
-    found = result(whole[0])
-    assert sorted(row["label"] for row in found["rows"]) == LABELS
-    for row in found["rows"]:
+def test_compare_figures_match_runs(whole: tuple[Path, Completed]) -> None:
+    outcome = result(whole[0])
+    assert sorted(row["label"] for row in outcome["rows"]) == LABELS
+    for row in outcome["rows"]:
         runs = [summary(whole[0] / "runs" / row["label"] / f"seed-{seed}") for seed in (0, 1)]
         assert {each["seed"] for each in runs} == {0, 1}
         assert {each["workers"] for each in runs} == {2}
@@ -115,11 +117,11 @@ def test_figures_are_those_of_the_runs(whole: tuple[Path, Completed]) -> None:
         # In virtual time one worker takes exactly 32 samples in 0.1 s.
         throughput = row["figures"]["samples_per_second"]["mean"]
         assert row["figures"]["speed_up"]["mean"] == pytest.approx(throughput / 320)
-    accuracies = [row["figures"]["test_accuracy"]["mean"] for row in found["rows"]]
+    accuracies = [row["figures"]["test_accuracy"]["mean"] for row in outcome["rows"]]
     assert accuracies == sorted(accuracies, reverse=True)
 
 
-def test_all_figures_are_rounded(whole: tuple[Path, Completed]) -> None:
+def test_compare_figures_are_rounded(whole: tuple[Path, Completed]) -> None:
     written = [result(whole[0])]
     for folder in sorted(whole[0].glob("runs/*/*")):
         written += [summary(folder), *metrics(folder)]
@@ -128,7 +130,7 @@ def test_all_figures_are_rounded(whole: tuple[Path, Completed]) -> None:
     assert re.search(r"seconds_mean.*\n.*,\d+\.\d{1,9},", (whole[0] / "table.csv").read_text())
 
 
-def test_variants_have_their_options(whole: tuple[Path, Completed]) -> None:
+def test_compare_variants_have_their_options(whole: tuple[Path, Completed]) -> None:
     for label, pi in (("aladdin", "pi = 4"), ("pi1", "pi = 1")):
         assert pi in (whole[0] / "runs" / label / "seed-0" / "config.toml").read_text()
     report = (whole[0] / "report.md").read_text()
@@ -136,16 +138,16 @@ def test_variants_have_their_options(whole: tuple[Path, Completed]) -> None:
     assert "- pi1: `--aladdin-pi 1`" in report
 
 
-def test_says_what_it_ran_on_and_how(whole: tuple[Path, Completed]) -> None:
+def test_compare_report_has_machine_command_and_baseline(whole: tuple[Path, Completed]) -> None:
     report = (whole[0] / "report.md").read_text()
     assert f"- python: {'.'.join(map(str, sys.version_info[:3]))}" in report
     assert "python -m aladdin_mpi.compare --algorithms aladdin --variants 'pi1=aladdin" in report
-    assert "320 samples/s (calculated: a batch of 32 samples in 0.1 s)" in report
+    assert re.search(r"\b320 samples/s \(.*\b32 samples\b.*\b0\.1 s\b", report)
     assert "n = 2" in report
-    assert "first evaluation at or above" in report
+    assert re.search(r"\bfirst evaluation\b", report)
 
 
-def test_tells_of_each_run_and_what_is_left(whole: tuple[Path, Completed]) -> None:
+def test_compare_logs_each_run_and_remaining_time(whole: tuple[Path, Completed]) -> None:
     lines = whole[1].stderr.splitlines()
     assert sum(line.endswith(": started") for line in lines) == 4
     ended = [line for line in lines if re.search(r"accuracy 0\.\d{4}, .* samples/s; took \d", line)]
@@ -154,7 +156,7 @@ def test_tells_of_each_run_and_what_is_left(whole: tuple[Path, Completed]) -> No
     assert "\n100 %  " in (whole[0] / "runs" / "pi1" / "seed-1" / "output.log").read_text()
 
 
-def test_csv_has_the_rows(whole: tuple[Path, Completed]) -> None:
+def test_compare_csv_has_the_rows(whole: tuple[Path, Completed]) -> None:
     rows = list(csv.DictReader((whole[0] / "table.csv").read_text().splitlines()))
     expected = result(whole[0])["rows"]
     assert [row["label"] for row in rows] == [row["label"] for row in expected]
@@ -163,17 +165,17 @@ def test_csv_has_the_rows(whole: tuple[Path, Completed]) -> None:
             assert float(row[f"seconds_{part}"]) == other["figures"]["seconds"][part]
 
 
-def test_the_same_command_runs_nothing_twice(whole: tuple[Path, Completed]) -> None:
+def test_compare_skips_finished_runs(whole: tuple[Path, Completed]) -> None:
     before, rows = ends(whole[0]), result(whole[0])["rows"]
     again = run(command(whole[0], "--jobs", "2"))
-    assert "4 of them finished before" in again.stderr
+    assert re.search(r"\b4 of them\b", again.stderr)
     assert "started" not in again.stderr
     assert ends(whole[0]) == before
     assert result(whole[0])["rows"] == rows
     assert again.stdout == whole[1].stdout
 
 
-def test_each_run_goes_on_as_its_folder_allows(
+def test_compare_resumes_or_restarts_each_run(
     whole: tuple[Path, Completed], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -192,14 +194,12 @@ def test_each_run_goes_on_as_its_folder_allows(
     assert fourth.start_words() == [*asked, str(fourth.folder)]
 
 
-def test_changed_options_are_told(whole: tuple[Path, Completed]) -> None:
+def test_compare_names_changed_options(whole: tuple[Path, Completed]) -> None:
     before = ends(whole[0])
     changed = [*SMALL, "--lr", "0.02"]
-    with pytest.raises(
-        UserError, match=r"--out: .*aladdin.seed-0 holds a run .*lr: 0\.01 and 0\.02"
-    ):
+    with pytest.raises(UserError, match=r"--out: .*aladdin.seed-0\b.*\blr: 0\.01 and 0\.02"):
         compare(command(whole[0], run=changed))
-    with pytest.raises(UserError, match=r"--out: .*holds another comparison.*workers: 2 and 3"):
+    with pytest.raises(UserError, match=r"--out: .*\bworkers: 2 and 3"):
         compare(["--workers", "3", "--out", str(whole[0])])
     assert ends(whole[0]) == before
 
@@ -222,14 +222,16 @@ def measured(out: Path, seed: int) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_survives_being_stopped_and_killed(whole: tuple[Path, Completed], tmp_path: Path) -> None:
+def test_compare_resumes_after_being_stopped_and_killed(
+    whole: tuple[Path, Completed], tmp_path: Path
+) -> None:
     out, log = tmp_path / "out", tmp_path / "log"
     words = command(out, seeds="0")
     process = start(words, log)
     wait_for(lambda: "[2/2] pi1, seed 0: started" in log.read_text(), log, process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM; the same command goes on" in log.read_text()
+    assert "stopped by SIGTERM" in log.read_text()
     assert end_of(str(out), 0), "a stopped comparison ends its runs first"
     first = ends(out)
     assert [path.parent.parent.name for path in first] == ["aladdin"]
@@ -240,30 +242,30 @@ def test_survives_being_stopped_and_killed(whole: tuple[Path, Completed], tmp_pa
     process.kill()
     process.wait()
     # At once: the run of the killed comparison may not have ended yet.
-    done = run(words)
+    outcome = run(words)
     assert end_of(str(out), 5)
     # Unless this test was held up for so long that the run could end before the kill.
-    if "2 of them finished before" not in done.stderr:
-        assert "1 of them finished before" in done.stderr
-        assert "[2/2] pi1, seed 0: goes on from its checkpoint" in done.stderr
+    if not re.search(r"\b2 of them\b", outcome.stderr):
+        assert re.search(r"\b1 of them\b", outcome.stderr)
+        assert re.search(r"\[2/2\] pi1, seed 0: .*\bcheckpoint\b", outcome.stderr)
     assert ends(out).items() > first.items()
     # In virtual time a resumed run is the uninterrupted one.
     assert measured(out, seed=0) == measured(whole[0], seed=0)
 
 
-def test_one_that_fails_stops_no_other(tmp_path: Path) -> None:
+def test_compare_continues_after_failed_run(tmp_path: Path) -> None:
     out = tmp_path / "out"
     timed = ["--compute", "timed", "--model", "size:1", "--samples", "640"]
     words = ["--variants", "good=aladdin", "bad=aladdin --model size:none", "--out", str(out)]
-    done = run([*words, "--target-accuracy", "0.9", "--", *timed], check=False)
-    assert done.returncode == 1
-    told = "bad, seed 0: failed with status 2: aladdin_mpi: error: --model size:none: expected"
-    for text in (done.stderr, (out / "report.md").read_text()):
-        assert told in text
+    outcome = run([*words, "--target-accuracy", "0.9", "--", *timed], check=False)
+    assert outcome.returncode == 1
+    error = re.compile(r"bad, seed 0: .*\bstatus 2\b.*aladdin_mpi: error: --model size:none: ")
+    for text in (outcome.stderr, (out / "report.md").read_text()):
+        assert error.search(text)
         assert str(out / "runs" / "bad" / "seed-0" / "output.log") in text
     assert [row["label"] for row in result(out)["rows"]] == ["good"]
     # Timed computing measures no accuracy: there are no such columns, nor plots.
-    assert "accuracy" not in done.stdout
+    assert "accuracy" not in outcome.stdout
     assert not (out / plots.ACCURACY_TIME).exists()
     assert (out / plots.THROUGHPUT).is_file()
     # Nor has the run a picture of nothing.
@@ -273,30 +275,30 @@ def test_one_that_fails_stops_no_other(tmp_path: Path) -> None:
 # -- over MPI ---------------------------------------------------------------------------------
 @pytest.mark.slow
 @needs("openmpi")
-def test_over_mpi(tmp_path: Path) -> None:
+def test_compare_runs_over_mpi(tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ["--engine", "mpi", "--algorithms", "aladdin", "--workers", "2", "--out", str(out)]
     words += ["--baseline-steps", "10", "--", "--epochs", "1", "--batch-size", "16"]
-    done = run(words)
+    outcome = run(words)
     (row,) = result(out)["rows"]
-    found = summary(out / "runs" / "aladdin" / "seed-0")
-    assert (found["engine"], found["workers"], found["servers"]) == ("mpi", 2, 1)
-    assert row["figures"]["samples_per_second"]["mean"] == found["samples_per_second"]
+    run_summary = summary(out / "runs" / "aladdin" / "seed-0")
+    assert (run_summary["engine"], run_summary["workers"], run_summary["servers"]) == ("mpi", 2, 1)
+    assert row["figures"]["samples_per_second"]["mean"] == run_summary["samples_per_second"]
     (folder,) = (out / "baseline").iterdir()
     alone = summary(folder)
     assert (alone["workers"], alone["samples"]) == (1, 160)
     assert row["figures"]["speed_up"]["mean"] == pytest.approx(
-        found["samples_per_second"] / alone["samples_per_second"]
+        run_summary["samples_per_second"] / alone["samples_per_second"]
     )
     assert "with 1 worker" in result(out)["baseline"]["source"]
-    assert "[2/2] aladdin, seed 0" in done.stderr
+    assert "[2/2] aladdin, seed 0" in outcome.stderr
 
 
 @needs("openmpi")
-def test_ranks_that_cannot_be_started_are_told_at_once(tmp_path: Path) -> None:
+def test_compare_checks_mpirun_before_running(tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ["--engine", "mpi", "--algorithms", "aladdin", "--out", str(out)]
-    done = run([*words, "--mpirun", "mpirun --no-such-option -np {ranks}"], check=False)
-    assert done.returncode == 2
-    assert "--mpirun: cannot start 5 ranks here" in done.stderr
+    outcome = run([*words, "--mpirun", "mpirun --no-such-option -np {ranks}"], check=False)
+    assert outcome.returncode == 2
+    assert re.search(r"--mpirun: .*\b5 ranks\b", outcome.stderr)
     assert not out.exists()

@@ -22,11 +22,11 @@ from tests.commands import compare
 
 
 def result(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "comparison.json").read_text())
-    return found
+    outcome: dict[str, Any] = json.loads((out / "comparison.json").read_text())
+    return outcome
 
 
-def test_servers_come_on_top_of_equal_workers(tmp_path: Path) -> None:
+def test_compare_adds_servers_to_equal_numbers_of_workers(tmp_path: Path) -> None:
     words = ["--engine", "mpi", "--algorithms", "all", "--workers", "3", "--", "--servers", "2"]
     runs = plan(read_request(words), tmp_path)
     assert [run.entry.algorithm for run in runs] == list(ALGORITHMS)
@@ -47,7 +47,7 @@ def make_run(folder: Path, accuracy: float | None, seconds: float, **options: An
     folder.mkdir(parents=True)
     settings = SimulateOptions(**{"algorithm": "aladdin", "workers": 2, "epochs": 4.0, **options})
     (folder / "config.toml").write_text(to_toml(settings))
-    found = {
+    outcome = {
         "algorithm": settings.algorithm,
         "engine": "virtual",
         "workers": settings.workers,
@@ -61,7 +61,7 @@ def make_run(folder: Path, accuracy: float | None, seconds: float, **options: An
         "wait_fraction": 0.25,
         "bytes_sent_per_step": 5000.0,
     }
-    (folder / "summary.json").write_text(json.dumps(found))
+    (folder / "summary.json").write_text(json.dumps(outcome))
     lines = []
     for second in range(1, round(seconds) + 1):
         measured = min(0.1 * second, accuracy or 0.0)
@@ -72,7 +72,9 @@ def make_run(folder: Path, accuracy: float | None, seconds: float, **options: An
     return folder
 
 
-def test_means_and_spreads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_computes_means_and_spreads_of_read_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folders = [
         make_run(tmp_path / "a0", 0.9, 10, seed=0),
         make_run(tmp_path / "a1", 0.6, 8, seed=1),
@@ -100,25 +102,27 @@ def test_means_and_spreads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     printed = capsys.readouterr().out
     assert re.search(r"2  aladdin, pi 4 +3  0\.6000 \+- 0\.3000", printed)
     assert "6.000 +- 0.000 (2 of 3)" in printed
-    assert "Not all have the same seeds" in printed
+    assert re.search(r"\bsame seeds\b", printed)
     assert "25.0" in printed
 
 
-def test_reading_writes_nothing_without_out(tmp_path: Path) -> None:
+def test_compare_read_writes_nothing_without_out(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a", 0.9, 5)
     before = sorted(tmp_path.rglob("*"))
     assert compare(["--read", str(folder)]) == 0
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_target_that_is_never_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_reports_target_never_reached(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folders = [make_run(tmp_path / "a", 0.9, 9), make_run(tmp_path / "b", 0.2, 9, lr=0.5)]
     assert compare(["--read", *map(str, folders), "--target-accuracy", "0.5"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.count("never") for line in lines if "aladdin, lr" in line] == [0, 1]
 
 
-def test_equal_accuracies_stand_in_the_order_of_time(tmp_path: Path) -> None:
+def test_rows_of_equal_accuracy_are_sorted_by_time(tmp_path: Path) -> None:
     slow = read_figures(make_run(tmp_path / "a", 0.5, 9), "slow")
     fast = read_figures(make_run(tmp_path / "b", 0.5, 7), "fast")
     none = read_figures(make_run(tmp_path / "c", None, 1), "none")
@@ -127,22 +131,22 @@ def test_equal_accuracies_stand_in_the_order_of_time(tmp_path: Path) -> None:
     assert rows[0].figures["speed_up"] is None
 
 
-def test_spread_of_nothing_and_of_one() -> None:
+def test_spread_of_no_values_is_none_and_of_one_has_no_deviation() -> None:
     assert spread([None, None]) is None
     one = spread([None, 2.0])
     assert one is not None
     assert (one.mean, one.std, one.n) == (2.0, None, 1)
 
 
-def test_baseline_of_a_jittering_worker() -> None:
+def test_baseline_of_worker_with_jitter_uses_mean_of_log_normal() -> None:
     # The mean of a log-normal factor exp(N(0, s^2)) is exp(s^2 / 2).
-    found = baseline.from_options(SimulateOptions(jitter=0.5, batch_size=10, compute_time=0.2))
-    assert found is not None
-    assert found.samples_per_second == pytest.approx(50 / 1.1331484530668263)
+    outcome = baseline.from_options(SimulateOptions(jitter=0.5, batch_size=10, compute_time=0.2))
+    assert outcome is not None
+    assert outcome.samples_per_second == pytest.approx(50 / 1.1331484530668263)
     assert baseline.from_options(TrainOptions()) is None
 
 
-def test_coalesced_gradients_and_the_ideal_are_told(
+def test_compare_reports_coalesced_gradients_and_ideal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = [
@@ -168,15 +172,15 @@ def test_coalesced_gradients_and_the_ideal_are_told(
     # One worker takes 320 samples/s, the other a tenth of that.
     assert result(out)["ideal_samples_per_second"] == {"aladdin": 352.0, "bsp": 352.0}
     report = (out / "report.md").read_text()
-    assert "own speeds, slow-downs counted: 352 samples/s" in report
-    assert "- coalesced: share of the gradients" in report
+    assert re.search(r": 352 samples/s\b", report)
+    assert "- coalesced: " in report
 
 
 def counted(folder: Path, computed: int, coalesced: int) -> None:
     """Put these accounts into a run's summary."""
-    found = json.loads((folder / "summary.json").read_text())
-    found |= {"gradients_computed": computed, "gradients_coalesced": coalesced}
-    (folder / "summary.json").write_text(json.dumps(found))
+    outcome = json.loads((folder / "summary.json").read_text())
+    outcome |= {"gradients_computed": computed, "gradients_coalesced": coalesced}
+    (folder / "summary.json").write_text(json.dumps(outcome))
 
 
 @pytest.mark.parametrize(
@@ -189,72 +193,74 @@ def counted(folder: Path, computed: int, coalesced: int) -> None:
         ("", ""),
     ],
 )
-def test_the_line_that_says_why(text: str, line: str) -> None:
+def test_last_error_finds_error_line(text: str, line: str) -> None:
     assert last_error(text) == line
 
 
 # -- refusals -------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "cause"),
     [
-        ("--algorithms aladin", "--algorithms: expected one of .*got 'aladin'; did you mean aladd"),
-        ("--algorithm aladdin", "--algorithm: the comparison sets this.* give --algorithms"),
-        ("--epochs 3", "--epochs: expected behind the separating --"),
-        ("-- --target-accuracy 0.9", "--target-accuracy: expected in front of the separating --"),
-        ("-- --seed 3", "--seed: the comparison sets this.* give --seeds"),
-        ("-- --workers 3", "--workers: the comparison sets this.* give --workers"),
-        ("-- --resume x", "--resume: the comparison sets this.* the same command resumes"),
-        ("-- --epcohs 3", "--epcohs: no such option; did you mean --epochs"),
-        ("-- --lr fast", "--lr: expected a number of more than 0, got 'fast'"),
-        ("--engine mpi -- --hosts 2", "--hosts: no such option.*aladdin_mpi.train --help"),
-        ("--engine mpi --jobs 2", "--jobs: expected 1 with --engine mpi.* got 2"),
-        ("--seeds 1 2 1", "--seeds: expected different ones, got 1,2,1"),
-        ("--mpirun mpirun", r"--mpirun: expected a command with \{ranks\}.*got 'mpirun'"),
-        ("--engine mpi --mpirun nosuch-{ranks}", "there is no nosuch-5"),
-        ("--target-accuracy 90", "--target-accuracy: expected .* at most 1, got '90'"),
-        ("--variants pi1", "--variants: expected LABEL=ALGORITHM OPTIONS in quotes.*got 'pi1'"),
-        ("--variants a/b=aladdin", "--variants: expected LABEL=.* got 'a/b=aladdin'"),
-        ("--variants a=nosuch", "--variants a: expected one of .*got 'nosuch'"),
-        ("--variants a=aladdin,--lr,x", "--variants a: --lr: expected a number"),
-        ("--variants a=aladdin,--seed,1", "--variants a: --seed: the comparison sets this"),
-        ("--variants a=aladdin a=aladdin", "got 'a' twice; choose another"),
-        ("--variants a=bsp,--aladdin-pi,2", "--variants a: --aladdin-pi: has no effect with"),
-        ("--algorithms bsp asp -- --aladdin-pi 2", "behind --: --aladdin-pi: has no effect with"),
-        ("--algorithms bsp -- --dgc-ratio 0.1", "--dgc-ratio: has no effect without --compression"),
-        ("-- --servers 5", "--servers: expected at most as many servers as workers"),
-        ("-- --slowdown 9=2", "--slowdown: expected workers from 0 to 3, got worker 9"),
-        ("--read x --workers 3", "--workers: cannot be given together with --read"),
-        ("--read x -- --lr 1", "--: cannot be given together with --read"),
-        ("--read nosuch", "--read: expected the folder of a finished run, got 'nosuch'"),
+        ("--algorithms aladin", "--algorithms: .*'aladin'.*aladdin"),
+        ("--algorithm aladdin", "--algorithm: .*--algorithms"),
+        ("--epochs 3", r"--epochs: .* --(?!\w)"),
+        ("-- --target-accuracy 0.9", r"--target-accuracy: .* --(?!\w)"),
+        ("-- --seed 3", "--seed: .*--seeds"),
+        ("-- --workers 3", "--workers: .*--workers"),
+        ("-- --resume x", "--resume: .*resumes"),
+        ("-- --epcohs 3", "--epcohs: .*--epochs"),
+        ("-- --lr fast", "--lr: .*'fast'"),
+        ("--engine mpi -- --hosts 2", "--hosts: .*aladdin_mpi.train --help"),
+        ("--engine mpi --jobs 2", "--jobs: .*--engine mpi.* 2"),
+        ("--seeds 1 2 1", "--seeds: .*1,2,1"),
+        ("--mpirun mpirun", r"--mpirun: .*\{ranks\}.*'mpirun'"),
+        ("--engine mpi --mpirun nosuch-{ranks}", "--mpirun: .*nosuch-5"),
+        ("--target-accuracy 90", "--target-accuracy: .* 1, .*'90'"),
+        ("--variants pi1", "--variants: .*LABEL=ALGORITHM OPTIONS.*'pi1'"),
+        ("--variants a/b=aladdin", "--variants: .*LABEL=.*'a/b=aladdin'"),
+        ("--variants a=nosuch", "--variants a: .*'nosuch'"),
+        ("--variants a=aladdin,--lr,x", "--variants a: --lr: .*'x'"),
+        ("--variants a=aladdin,--seed,1", "--variants a: --seed: "),
+        ("--variants a=aladdin a=aladdin", "--variants: .*'a' twice"),
+        ("--variants a=bsp,--aladdin-pi,2", "--variants a: --aladdin-pi: .*bsp"),
+        ("--algorithms bsp asp -- --aladdin-pi 2", "--: --aladdin-pi: "),
+        ("--algorithms bsp -- --dgc-ratio 0.1", "--dgc-ratio: .*--compression"),
+        ("-- --servers 5", "--servers: .*5 servers"),
+        ("-- --slowdown 9=2", "--slowdown: .*0 to 3.*worker 9"),
+        ("--read x --workers 3", "--workers: .*--read"),
+        ("--read x -- --lr 1", "--: .*--read"),
+        ("--read nosuch", "--read: .*'nosuch'"),
     ],
 )
-def test_refusals(
-    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_compare_rejects_invalid_arguments_by_name(
+    words: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     # Within a word, commas stand for spaces.
     spaced = [w.replace(",", " ") if re.search("=[a-z]+,", w) else w for w in words.split()]
-    with pytest.raises(UserError, match=re.compile(message, re.DOTALL)):
+    with pytest.raises(UserError, match=re.compile(cause, re.DOTALL)):
         compare(spaced)
     assert not list(tmp_path.iterdir()), "nothing is written before all is checked"
 
 
-def test_folders_of_something_else_are_left_alone(tmp_path: Path) -> None:
+def test_compare_rejects_folder_with_other_files(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(UserError, match=r"--out: expected a new or empty folder.*thesis\.tex"):
+    with pytest.raises(UserError, match=rf"--out: .*{tmp_path}\b.*\bthesis\.tex"):
         compare(["--out", str(tmp_path)])
-    with pytest.raises(UserError, match="--out: expected a folder, got the file"):
+    with pytest.raises(UserError, match=r"--out: .*\bfile .*/thesis\.tex"):
         compare(["--out", str(tmp_path / "thesis.tex")])
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_inside_mpirun_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_rejects_being_started_by_mpirun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    with pytest.raises(UserError, match="leave mpirun out"):
+    with pytest.raises(UserError, match=r"\bmpirun\b.*--engine mpi"):
         compare(["--out", str(tmp_path / "out")])
 
 
-def test_help_is_that_of_the_comparison_or_of_its_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_help_before_or_after_separator(capsys: pytest.CaptureFixture[str]) -> None:
     for words, expected in ((["--help"], "--target-accuracy"), (["--", "--help"], "--bandwidth-g")):
         with pytest.raises(SystemExit) as left:
             compare(words)
@@ -262,16 +268,16 @@ def test_help_is_that_of_the_comparison_or_of_its_runs(capsys: pytest.CaptureFix
         assert expected in capsys.readouterr().out
 
 
-def test_options_from_a_file(tmp_path: Path) -> None:
+def test_compare_reads_options_from_config_file(tmp_path: Path) -> None:
     file = tmp_path / "compare.toml"
     variants = "variants = ['a=aladdin --lr-schedule step --lr-steps 1,2', 'b=nosuch']"
     file.write_text(f"seeds = [0, 1]\n{variants}\n")
     # The first variant, commas and all, is understood; the second is told.
-    with pytest.raises(UserError, match="--variants b: expected one of"):
+    with pytest.raises(UserError, match=r"--variants b: .*'nosuch'"):
         compare(["--config", str(file), "--out", str(tmp_path / "out")])
 
 
-def test_options_of_runs_from_the_file_of_a_run(tmp_path: Path) -> None:
+def test_compare_overrides_config_of_runs(tmp_path: Path) -> None:
     """What the comparison sets itself goes over such a file."""
     stored = make_run(tmp_path / "stored", 0.5, 3, seed=7, lr=0.5)
     out = tmp_path / "out"

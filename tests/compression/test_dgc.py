@@ -89,7 +89,7 @@ def vectors() -> Tensor:
 
 
 @given(st.integers(1, 5000), st.floats(1e-4, 1.0), st.floats(1e-3, 1.0), st.integers(0, 10**9))
-def test_about_k_of_the_largest_are_selected(n: int, ratio: float, sample: float, s: int) -> None:
+def test_select_returns_about_k_largest_values(n: int, ratio: float, sample: float, s: int) -> None:
     values = noise(s % 1000, n)
     k = max(1, ceil(ratio * n))
     chosen = select(values, k, sample, s)
@@ -106,16 +106,16 @@ def test_about_k_of_the_largest_are_selected(n: int, ratio: float, sample: float
 
 @pytest.mark.parametrize("k", [1, 10, 100, 1000])
 @pytest.mark.parametrize("seed", range(5))
-def test_of_normal_values_four_fifths_of_k_are_found(k: int, seed: int) -> None:
+def test_select_finds_four_fifths_of_k_normal_values(k: int, seed: int) -> None:
     assert 0.8 * k <= select(noise(seed, 100_000), k, 0.01, seed).numel() <= k
 
 
 @pytest.mark.parametrize("fill", [0.0, 1.0, -2.5])
-def test_equal_values_are_cut_to_k(fill: float) -> None:
+def test_select_limits_equal_values_to_k(fill: float) -> None:
     assert select(torch.full((10_000,), fill), 10, 0.01).numel() == 10
 
 
-def test_values_larger_than_the_sample_shows_are_cut_to_the_largest() -> None:
+def test_select_keeps_largest_if_sample_underestimates() -> None:
     values = torch.zeros(10_000)
     values[1::2] = torch.arange(5000.0)  # the sample sees the zeros between
     chosen = select(values, 50, 0.01, start=0)
@@ -123,7 +123,7 @@ def test_values_larger_than_the_sample_shows_are_cut_to_the_largest() -> None:
     assert values[chosen].min() == 4950
 
 
-def test_a_sample_that_shows_too_much_is_corrected() -> None:
+def test_select_corrects_sample_that_overestimates() -> None:
     """The threshold that it shows is too high for all others."""
     values = noise(0, 10_000)
     stride = 10_000 // ceil(2 * 10_000 / 100)
@@ -131,7 +131,7 @@ def test_a_sample_that_shows_too_much_is_corrected() -> None:
     assert 80 <= select(values, 100, 0.01, start=0).numel() <= 100
 
 
-def test_what_is_not_a_number_is_selected_first() -> None:
+def test_select_prefers_non_finite_values() -> None:
     values = noise(1, 10_000)
     values[[17, 4321]] = float("nan")
     values[5000] = float("-inf")
@@ -144,9 +144,7 @@ def test_what_is_not_a_number_is_selected_first() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bucket", [NUMEL, 1000, 300, 40])
-def test_vectors_are_sent_whole_and_the_largest_of_the_rest(
-    bucket: int, dtype: torch.dtype
-) -> None:
+def test_dgc_sends_vectors_whole_and_largest_of_the_rest(bucket: int, dtype: torch.dtype) -> None:
     layout = layout_of(bucket)
     codec = codec_of(0.02, dtype, layout=layout)
     u = noise(2)
@@ -160,7 +158,7 @@ def test_vectors_are_sent_whole_and_the_largest_of_the_rest(
     assert torch.equal(arrived[there], sent[there])
 
 
-def test_each_matrix_sends_its_own_share() -> None:
+def test_dgc_sends_a_share_of_each_matrix() -> None:
     """However small its values are beside those of other layers."""
     u = noise(3)
     u[7:607] *= 1e-6
@@ -176,9 +174,7 @@ def test_each_matrix_sends_its_own_share() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ratio", [0.001, 0.02, 0.1, 0.2, 0.3, 0.45, 0.7, 1.0])
-def test_no_message_is_longer_than_said_or_than_its_bucket(
-    ratio: float, dtype: torch.dtype
-) -> None:
+def test_dgc_messages_stay_within_longest_and_bucket(ratio: float, dtype: torch.dtype) -> None:
     for bucket_size in (1000, 100, 9, 1):
         layout = layout_of(bucket_size)
         codec = codec_of(ratio, dtype, layout=layout)
@@ -197,7 +193,7 @@ def test_no_message_is_longer_than_said_or_than_its_bucket(
                     assert codec.selected(bucket, message.numel()) + always == bucket.numel
 
 
-def test_the_final_ratio_saves_what_it_should() -> None:
+def test_dgc_final_ratio_shrinks_message() -> None:
     layout = cut(1_000_000, 1, 4.0, 16.0)
     wire = wire_of()
     codec = DeepGradientCompression(wire, layout, [(1000, 1000)], lambda samples: 0.001)
@@ -208,7 +204,7 @@ def test_the_final_ratio_saves_what_it_should() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_message_is_added_times_alpha(dtype: torch.dtype) -> None:
+def test_dgc_message_is_scaled_by_alpha(dtype: torch.dtype) -> None:
     layout = layout_of()
     for codec in (codec_of(0.02, dtype), codec_of(1.0, dtype), wire_of(dtype)):
         messages = send(codec, layout, whole_numbers(5))
@@ -224,9 +220,7 @@ def test_a_message_is_added_times_alpha(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bucket", [NUMEL, 300, 9])
-def test_what_was_sent_and_what_waits_are_all_that_was_put_in(
-    bucket: int, dtype: torch.dtype
-) -> None:
+def test_dgc_sent_and_remaining_values_sum_to_gradients(bucket: int, dtype: torch.dtype) -> None:
     """In whole numbers, so that sums are exact; with bf16 rounding errors wait too."""
     layout = layout_of(bucket)
     velocity = torch.zeros(NUMEL)
@@ -247,7 +241,7 @@ def test_what_was_sent_and_what_waits_are_all_that_was_put_in(
     assert left[vectors()].any() == (dtype == torch.bfloat16)
 
 
-def test_everything_is_sent_in_the_end() -> None:
+def test_dgc_sends_all_remaining_values_eventually() -> None:
     """With no new gradients what waits comes out bit by bit, to nothing."""
     layout = layout_of()
     codec = codec_of(0.1)
@@ -258,7 +252,7 @@ def test_everything_is_sent_in_the_end() -> None:
     assert torch.equal(arrived, put)
 
 
-def test_momentum_is_cleared_where_values_are_sent_and_nowhere_else() -> None:
+def test_dgc_clears_momentum_of_sent_values_only() -> None:
     layout = layout_of()
     sgd = MomentumSGD(torch.zeros(NUMEL), 0.9, 0.0)
     velocity = sgd.velocity
@@ -276,7 +270,7 @@ def test_momentum_is_cleared_where_values_are_sent_and_nowhere_else() -> None:
         assert torch.equal(velocity[~cleared], before[~cleared])
 
 
-def test_momentum_correction_by_hand() -> None:
+def test_dgc_momentum_correction_matches_hand_computation() -> None:
     """One of two values is sent each time; m = 1/2."""
     layout = cut(8, 1, 1.0, 1.0)
     (bucket,) = layout.buckets
@@ -303,7 +297,7 @@ def test_momentum_correction_by_hand() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_with_a_ratio_of_one_it_is_dense_to_the_bit(dtype: torch.dtype) -> None:
+def test_dgc_with_ratio_one_is_bit_identical_to_dense(dtype: torch.dtype) -> None:
     layout = layout_of()
     velocity = noise(9)
     codec, dense = codec_of(1.0, dtype, velocity), wire_of(dtype)
@@ -315,7 +309,7 @@ def test_with_a_ratio_of_one_it_is_dense_to_the_bit(dtype: torch.dtype) -> None:
     assert codec.left is None
 
 
-def test_dense_messages_in_fp32_are_not_copied() -> None:
+def test_dense_fp32_messages_are_not_copied() -> None:
     layout = layout_of()
     for codec in (wire_of(), codec_of(1.0)):
         u = noise(0)
@@ -325,7 +319,7 @@ def test_dense_messages_in_fp32_are_not_copied() -> None:
             assert message.data_ptr() == u[bucket.part].data_ptr()
 
 
-def test_after_a_sparse_warm_up_a_dense_message_takes_all_that_waits() -> None:
+def test_dgc_dense_message_flushes_remaining_values() -> None:
     layout = layout_of()
     codec = codec_of(lambda samples: 0.01 if samples < 10 else 1.0)
     first, second = whole_numbers(0), whole_numbers(1)
@@ -340,7 +334,7 @@ def options_of(**values: Any) -> DgcOptions:
     return DgcOptions.model_validate(values)
 
 
-def test_the_ratio_falls_as_in_the_paper() -> None:
+def test_dgc_ratio_decays_as_in_the_paper() -> None:
     options = options_of()
     shares = [options.ratio_at(epoch * 1000 + 999, 1000) for epoch in range(7)]
     expected = [0.25, 0.0625, 0.0156, 0.004, 0.001, 0.001, 0.001]
@@ -353,7 +347,7 @@ def test_the_ratio_falls_as_in_the_paper() -> None:
 
 
 @pytest.mark.parametrize("turns_before", [0, 3])
-def test_a_restored_codec_goes_on_alike(turns_before: int) -> None:
+def test_restored_dgc_codec_continues_identically(turns_before: int) -> None:
     layout = layout_of()
     one, other = codec_of(0.02), codec_of(0.02)
     for turn in range(turns_before):
@@ -370,7 +364,7 @@ def test_a_restored_codec_goes_on_alike(turns_before: int) -> None:
 
 @pytest.mark.parametrize("moves_bytes", [True, False])
 @pytest.mark.parametrize("ratio", [0.01, 1.0])
-def test_timed_computing_sends_messages_of_the_right_size(ratio: float, moves_bytes: bool) -> None:
+def test_dgc_timed_computing_sends_messages_of_right_size(ratio: float, moves_bytes: bool) -> None:
     layout = layout_of()
     wire = DenseWire(torch.float32, torch.device("meta"), moves_bytes)
     u = torch.zeros(NUMEL, device="meta")
@@ -390,7 +384,9 @@ def test_timed_computing_sends_messages_of_the_right_size(ratio: float, moves_by
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bucket_size", [NUMEL, 41])
-def test_packed_messages_have_one_length_and_add_up(bucket_size: int, dtype: torch.dtype) -> None:
+def test_dgc_packed_messages_have_equal_length_and_sum(
+    bucket_size: int, dtype: torch.dtype
+) -> None:
     layout = layout_of(bucket_size)
     workers = [codec_of(0.03, dtype, layout=layout) for _ in range(3)]
     gradients = [noise(seed) for seed in range(3)]
@@ -411,7 +407,7 @@ def _bucket(numel: int) -> Bucket:
     return Bucket(0, 0, numel, 0)
 
 
-def test_a_bucket_without_matrices_is_sent_whole() -> None:
+def test_dgc_sends_bucket_without_matrices_whole() -> None:
     wire = wire_of()
     codec = DeepGradientCompression(wire, cut(6, 1, 1.0, 1.0), [(2,), (4,)], lambda samples: 0.01)
     assert codec.longest(_bucket(6), 0) == 6

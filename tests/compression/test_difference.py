@@ -52,7 +52,7 @@ class Line:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_first_is_whole_and_then_what_has_changed(dtype: torch.dtype) -> None:
+def test_difference_encoder_sends_whole_model_then_changes(dtype: torch.dtype) -> None:
     line = Line(dtype)
     entry = {torch.float32: 2, torch.bfloat16: 3}[dtype]
     assert line.check() == NUMEL
@@ -72,7 +72,7 @@ def test_the_first_is_whole_and_then_what_has_changed(dtype: torch.dtype) -> Non
     st.integers(1, 40),
     st.lists(st.lists(st.tuples(st.integers(0, 39), st.floats(width=32)), max_size=12), max_size=6),
 )
-def test_the_copy_equals_the_model_to_the_bit(
+def test_decoded_copy_is_bit_identical_to_model(
     dtype: torch.dtype, numel: int, rounds: list[list[tuple[int, float]]]
 ) -> None:
     """Zeros of either sign and values that are not numbers included."""
@@ -84,7 +84,7 @@ def test_the_copy_equals_the_model_to_the_bit(
         line.check()
 
 
-def test_a_change_below_the_precision_of_the_wire_is_not_sent() -> None:
+def test_change_below_wire_precision_is_not_sent() -> None:
     line = Line(torch.bfloat16)
     line.values.fill_(1.0)
     line.check()
@@ -95,7 +95,7 @@ def test_a_change_below_the_precision_of_the_wire_is_not_sent() -> None:
     assert line.check() == NUMEL
 
 
-def test_every_worker_has_a_last_model_of_its_own() -> None:
+def test_difference_encoder_tracks_last_model_per_worker() -> None:
     line = Line()
     decoders = {1: DifferenceDecoder(), 2: DifferenceDecoder()}
     lengths = []
@@ -108,7 +108,7 @@ def test_every_worker_has_a_last_model_of_its_own() -> None:
     assert lengths == [NUMEL, NUMEL, 4, 2, 6]
 
 
-def test_after_forgetting_the_next_is_whole() -> None:
+def test_difference_encoder_sends_whole_model_after_forget() -> None:
     line = Line()
     line.check()
     line.encoder.forget()
@@ -118,7 +118,7 @@ def test_after_forgetting_the_next_is_whole() -> None:
     assert line.check() == 0
 
 
-def test_timed_computing_counts_what_gradients_have_touched() -> None:
+def test_difference_length_counts_touched_values_with_timed_computing() -> None:
     wire = DenseWire(torch.float32, torch.device("meta"), moves_bytes=False)
     encoder = DifferenceEncoder(wire)
     values, room = torch.zeros(NUMEL, device="meta"), wire.buffer(NUMEL)
@@ -138,7 +138,7 @@ def test_timed_computing_counts_what_gradients_have_touched() -> None:
     assert length(1) == NUMEL
 
 
-def test_after_a_loss_nothing_is_taken_until_the_bucket_comes_whole() -> None:
+def test_difference_decoder_ignores_changes_after_loss_until_whole_bucket() -> None:
     line = Line()
     line.check()
     line.values[7] += 1

@@ -97,7 +97,7 @@ def test_help_fits_the_page(model: type[BaseModel]) -> None:
     assert max(len(line) for line in shown_help(model).splitlines()) <= HELP_WIDTH
 
 
-def test_help_is_grouped_and_says_units_and_choices() -> None:
+def test_help_has_groups_units_and_choices() -> None:
     text = shown_help(SimulateOptions)
     for title in ("run", "data", "optimisation", "communication", "computing", "output"):
         assert f"\n{title}:\n" in text
@@ -118,13 +118,13 @@ def test_help_and_version_end_the_command(option: str, capsys: pytest.CaptureFix
 
 
 # -- the command line -----------------------------------------------------------
-def test_defaults() -> None:
+def test_parsed_options_have_defaults() -> None:
     options = read()
     assert (options.epochs, options.samples) == (30.0, None)
     assert options == TrainOptions()
 
 
-def test_values_get_their_types() -> None:
+def test_option_values_are_converted_to_their_types() -> None:
     options = read(
         "--samples 500 --lr 0.1 --nesterov --no-download --data-dir d --wire bf16 "
         "--aladdin-pi 2 --aladdin-alpha 0.5 --checkpoint-every 10min"
@@ -137,12 +137,12 @@ def test_values_get_their_types() -> None:
 
 
 @pytest.mark.parametrize("given", ["10,20,25", "10 20 25", "10,20 --lr-steps 25"])
-def test_lists_by_commas_words_or_repetition(given: str) -> None:
+def test_list_options_accept_commas_words_and_repetition(given: str) -> None:
     assert read(f"--lr-schedule step --lr-steps {given}").lr_steps == (10, 20, 25)
 
 
 @pytest.mark.parametrize("given", ["0=2,3=1.5", "0=2 3=1.5", "0=2 --slowdown 3=1.5"])
-def test_pairs_by_commas_words_or_repetition(given: str) -> None:
+def test_mapping_options_accept_commas_words_and_repetition(given: str) -> None:
     assert read(f"--slowdown {given}").slowdown == {0: 2.0, 3: 1.5}
 
 
@@ -152,7 +152,7 @@ def test_options_are_frozen() -> None:
 
 
 # -- TOML files -----------------------------------------------------------------
-def test_config_lies_between_defaults_and_command_line(config: Path) -> None:
+def test_config_file_overrides_defaults_and_yields_to_command_line(config: Path) -> None:
     config.write_text(
         "batch-size = 8\nlr_decay = 0.5\nlr = 1\n[aladdin]\npi = 7\nring = 3\n[slowdown]\n1 = 2\n"
     )
@@ -163,7 +163,7 @@ def test_config_lies_between_defaults_and_command_line(config: Path) -> None:
     assert options.momentum == TrainOptions().momentum
 
 
-def test_samples_typed_replace_epochs_of_the_file(config: Path) -> None:
+def test_samples_option_replaces_epochs_of_config_file(config: Path) -> None:
     config.write_text("epochs = 3")
     options = read(f"--config {config} --samples 10")
     assert (options.epochs, options.samples) == (None, 10)
@@ -171,14 +171,14 @@ def test_samples_typed_replace_epochs_of_the_file(config: Path) -> None:
     assert read(f"--config {config} --epochs none").samples == 7
 
 
-def test_none_takes_back_what_the_file_says(config: Path) -> None:
+def test_none_resets_option_of_config_file(config: Path) -> None:
     config.write_text('checkpoint-every = "1epoch"\n[slowdown]\n0 = 2')
     options = read(f"--config {config} --checkpoint-every none --slowdown none")
     assert options.checkpoint_every is None
     assert options.slowdown == {}
 
 
-def test_cluster_by_table_file_and_option(config: Path, tmp_path: Path) -> None:
+def test_cluster_options_override_cluster_file_and_table(config: Path, tmp_path: Path) -> None:
     config.write_text("workers = 4\n[cluster]\nhosts = 3\nlatency-us = 7.0\nbandwidth-gbit = 3.0")
     nodes = tmp_path / "nodes.toml"
     nodes.write_text("latency_us = 8.0\nbandwidth-gbit = 4.0")
@@ -186,7 +186,7 @@ def test_cluster_by_table_file_and_option(config: Path, tmp_path: Path) -> None:
     assert (cluster.hosts, cluster.latency_us, cluster.bandwidth_gbit) == (3, 8.0, 5.0)
 
 
-def test_a_file_of_a_cluster_holds_its_computing_too(tmp_path: Path) -> None:
+def test_cluster_file_sets_computing_options(tmp_path: Path) -> None:
     nodes = tmp_path / "cluster.toml"
     nodes.write_text(
         "hosts = 3\nworkers = 6\ncompute-time = 0.25\njitter = 0.1\nforward-share = 0.4\n"
@@ -202,57 +202,42 @@ def test_a_file_of_a_cluster_holds_its_computing_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "key", "parts"),
     [
-        ("bandwith-gbit = 3", "bandwith-gbit in FILE: no such key; did you mean bandwidth-gbit?"),
-        ("epochs = 3", "epochs in FILE: no such key; "),
-        (
-            "bandwidth-gbit = 25e9",
-            "bandwidth-gbit in FILE: expected at most 100000, as it is in Gbit/s, got 2.5e+10; "
-            "convert it",
-        ),
-        ("hosts = 2\n[links]\n1 = 1e10", "links in FILE: expected at most 100000, as it is in G"),
-        (
-            "bandwidth-gbit = '25 Gbit/s'",
-            "bandwidth-gbit in FILE: expected a number of more than 0, got '25 Gbit/s'; ",
-        ),
-        ("bandwidth-gbit = 0", "bandwidth-gbit in FILE: expected a number of more than 0, got 0; "),
-        (
-            "[links]\n0 = 0",
-            "links in FILE: expected HOST=GBIT/S, the key a whole number of ",
-        ),
-        (
-            "hosts = 2\n[links]\n2 = 1",
-            "links in FILE: expected hosts from 0 to 1, got host 2; name another, or add --hosts 3",
-        ),
+        ("bandwith-gbit = 3", "bandwith-gbit", ["bandwidth-gbit?"]),
+        ("epochs = 3", "epochs", []),
+        ("bandwidth-gbit = 25e9", "bandwidth-gbit", ["100000", "Gbit/s", "2.5e+10"]),
+        ("hosts = 2\n[links]\n1 = 1e10", "links", ["100000", "Gbit/s"]),
+        ("bandwidth-gbit = '25 Gbit/s'", "bandwidth-gbit", ["more than 0", "'25 Gbit/s'"]),
+        ("bandwidth-gbit = 0", "bandwidth-gbit", ["more than 0", "got 0"]),
+        ("[links]\n0 = 0", "links", ["HOST=GBIT/S"]),
+        ("hosts = 2\n[links]\n2 = 1", "links", ["host 2", "--hosts 3"]),
         (
             "hosts = 2\nworkers = 3\nworker-hosts = [0, 1]",
-            "worker-hosts in FILE: expected the host of each of 3 workers, got 2 hosts; name as "
-            "many, or add --worker-hosts none",
+            "worker-hosts",
+            ["3 workers", "2 hosts", "--worker-hosts none"],
         ),
-        ("hosts = 2\nworkers = 2\nworker-hosts = [0, 2]", "worker-hosts in FILE: expected hosts f"),
-        (
-            "workers = 2\n[slowdown]\n2 = 3",
-            "slowdown in FILE: expected workers from 0 to 1, got worker 2; ",
-        ),
-        ("compute-time = 0", "compute-time in FILE: expected a number of more than 0, got 0; "),
+        ("hosts = 2\nworkers = 2\nworker-hosts = [0, 2]", "worker-hosts", ["0 to 1", "2"]),
+        ("workers = 2\n[slowdown]\n2 = 3", "slowdown", ["0 to 1", "worker 2"]),
+        ("compute-time = 0", "compute-time", ["more than 0", "got 0"]),
         (
             "backward-shape = [[0.5, 0.2], [0.2, 0.4]]",
-            "backward-shape in FILE: expected points in rising order, of both the gradient and the "
-            "time, got 0.5:0.2 0.2:0.4; sort them",
+            "backward-shape",
+            ["rising order", "0.5:0.2 0.2:0.4"],
         ),
-        ("backward-shape = [[0.5, 1.2]]", "backward-shape in FILE: expected a list, each item "),
-        ("hosts", "--cluster: FILE is not valid TOML: "),
+        ("backward-shape = [[0.5, 1.2]]", "backward-shape", ["list"]),
+        ("hosts", None, ["TOML"]),
     ],
 )
-def test_one_error_for_each_fault_of_a_cluster_file(
-    text: str, expected: str, tmp_path: Path
+def test_cluster_file_fault_is_one_line_error_with_key(
+    text: str, key: str | None, parts: list[str], tmp_path: Path
 ) -> None:
     nodes = tmp_path / "cluster.toml"
     nodes.write_text(text)
-    told = complaint(f"--cluster {nodes}", SimulateOptions)
-    assert told.startswith(expected.replace("FILE", str(nodes))), told
-    assert "\n" not in told
+    error = complaint(f"--cluster {nodes}", SimulateOptions)
+    assert error.startswith(f"--cluster: {nodes}" if key is None else f"{key} in {nodes}: "), error
+    assert all(part in error for part in parts), error
+    assert "\n" not in error
 
 
 @pytest.mark.parametrize(
@@ -288,7 +273,7 @@ def test_toml_is_complete() -> None:
         assert leaf.optional or f"\n{table}" in f"\n{text}", leaf.key
 
 
-def test_an_algorithm_brings_its_options_in_one_line(config: Path) -> None:
+def test_nested_algorithm_options_appear_in_cli_toml_and_help(config: Path) -> None:
     class OtherOptions(BaseModel):
         """For another algorithm."""
 
@@ -300,7 +285,7 @@ def test_an_algorithm_brings_its_options_in_one_line(config: Path) -> None:
     config.write_text("[other]\nmax-lag = 5")
     assert parse(WithOther, ["--other-max-lag", "4"], "prog", "").other.max_lag == 4
     assert parse(WithOther, ["--config", str(config)], "prog", "").other.max_lag == 5
-    assert "--other-max-lag: expected" in complaint("--other-max-lag -1", WithOther)
+    assert complaint("--other-max-lag -1", WithOther).startswith("--other-max-lag: ")
     assert "--other-max-lag N" in shown_help(WithOther)
 
 
@@ -308,48 +293,39 @@ def test_an_algorithm_brings_its_options_in_one_line(config: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
-        ("--batch-size 0", ["--batch-size: expected a whole number of 1 or more, got '0'", "32"]),
-        ("--batch-size two", ["--batch-size: expected a whole number", "got 'two'"]),
-        ("--lr nan", ["--lr: expected a number of more than 0, got 'nan'", "default: 0.01"]),
-        ("--momentum 1", ["--momentum: expected a number of 0 or more and below 1, got '1'"]),
-        (
-            "--wire fp23",
-            [
-                "--wire: expected auto or fp32 or bf16 or int8 or int4, got 'fp23'",
-                "did you mean fp32?",
-            ],
-        ),
-        ("--aladdin-alpha theorie", ["--aladdin-alpha: expected a number", "mean theory?"]),
-        ("--aladdin-pi 0", ["--aladdin-pi: expected a whole number of 1 or more, got '0'"]),
-        ("--batchsize 64", ["--batchsize: no such option; did you mean --batch-size?"]),
-        ("--batch 64", ["--batch: no such option; did you mean --batch-size?", "prog --help"]),
-        ("--epochs", ["--epochs: expected a number of more than 0, got nothing", "=EPOCHS"]),
-        ("--nesterov=yes", ["--nesterov: expected no value", "--nesterov or --no-nesterov"]),
-        ("resnet50", ["'resnet50': expected an option"]),
-        ("--slowdown 3", ["--slowdown: expected WORKER=FACTOR, got '3'; write", "0=2"]),
-        ("--slowdown 3=0.5", ["--slowdown: expected WORKER=FACTOR", "got '0.5' for 3"]),
-        ("--slowdown first=2", ["--slowdown: expected WORKER=FACTOR", "got 'first'"]),
-        ("--lr-steps 1,b", ["--lr-steps: expected a list, each item a number", "got 'b'"]),
-        ("--checkpoint-every 5x", ["--checkpoint-every: expected N, Nsamples", "got '5x'"]),
-        ("--epochs 1 --samples 9", ["--epochs and --samples exclude each other; give one"]),
-        (
-            "--epochs 1 --samples 9 --steps 2",
-            ["--epochs and --samples and --steps exclude each other"],
-        ),
-        ("--allow-resize", ["--allow-resize: expected with --resume"]),
-        ("--lr-schedule step", ["--lr-schedule step: expected", "add for example --lr-steps"]),
-        ("--lr-steps 3", ["--lr-steps: expected only with", "add --lr-schedule step"]),
-        ("--lr-schedule step --lr-steps 3,2", ["--lr-steps: expected epochs in rising", "3,2"]),
-        ("--nesterov --momentum 0", ["--nesterov: expected a momentum above 0"]),
-        ("--compute timed", ["--compute timed: expected the time of a step", "--compute-time"]),
-        ("--compute-time 1", ["--compute-time: expected only with timed", "--compute timed"]),
-        ("--check-images", ["--check-images: expected only with the data set imagefolder"]),
-        ("--corrupt-images skip", ["skip: expected only", "got digits; leave it out"]),
-        ("--shuffle-buffer 9", ["--shuffle-buffer 9: expected only with the data set shards"]),
-        ("--config no.toml", ["--config: expected a TOML file, got 'no.toml'", "check the path"]),
+        ("--batch-size 0", ["--batch-size: ", "1 or more", "'0'", "32"]),
+        ("--batch-size two", ["--batch-size: ", "whole number", "'two'"]),
+        ("--lr nan", ["--lr: ", "more than 0", "'nan'", "default: 0.01"]),
+        ("--momentum 1", ["--momentum: ", "0 or more and below 1", "'1'"]),
+        ("--wire fp23", ["--wire: ", "auto", "bf16", "int8", "int4", "'fp23'", "fp32?"]),
+        ("--aladdin-alpha theorie", ["--aladdin-alpha: ", "theory?"]),
+        ("--aladdin-pi 0", ["--aladdin-pi: ", "1 or more", "'0'"]),
+        ("--batchsize 64", ["--batchsize: ", "--batch-size?"]),
+        ("--batch 64", ["--batch: ", "--batch-size?", "prog --help"]),
+        ("--epochs", ["--epochs: ", "more than 0", "nothing", "=EPOCHS"]),
+        ("--nesterov=yes", ["--nesterov: ", "no value", "--nesterov or --no-nesterov"]),
+        ("resnet50", ["'resnet50': ", "option"]),
+        ("--slowdown 3", ["--slowdown: ", "WORKER=FACTOR", "'3'", "0=2"]),
+        ("--slowdown 3=0.5", ["--slowdown: ", "WORKER=FACTOR", "'0.5' for 3"]),
+        ("--slowdown first=2", ["--slowdown: ", "WORKER=FACTOR", "'first'"]),
+        ("--lr-steps 1,b", ["--lr-steps: ", "list", "'b'"]),
+        ("--checkpoint-every 5x", ["--checkpoint-every: ", "Nsamples", "'5x'"]),
+        ("--epochs 1 --samples 9", ["--epochs and --samples"]),
+        ("--epochs 1 --samples 9 --steps 2", ["--epochs", "--samples", "--steps"]),
+        ("--allow-resize", ["--allow-resize", "--resume"]),
+        ("--lr-schedule step", ["--lr-schedule step", "--lr-steps"]),
+        ("--lr-steps 3", ["--lr-steps", "--lr-schedule step"]),
+        ("--lr-schedule step --lr-steps 3,2", ["--lr-steps", "rising", "3,2"]),
+        ("--nesterov --momentum 0", ["--nesterov", "--momentum"]),
+        ("--compute timed", ["--compute timed", "--compute-time"]),
+        ("--compute-time 1", ["--compute-time", "--compute timed"]),
+        ("--check-images", ["--check-images", "imagefolder"]),
+        ("--corrupt-images skip", ["--corrupt-images skip", "imagefolder", "digits"]),
+        ("--shuffle-buffer 9", ["--shuffle-buffer 9", "shards"]),
+        ("--config no.toml", ["--config: ", "TOML", "'no.toml'"]),
     ],
 )
-def test_bad_options_are_explained(line: str, parts: list[str]) -> None:
+def test_invalid_option_is_one_line_error_with_its_name(line: str, parts: list[str]) -> None:
     text = complaint(line)
     assert all(part in text for part in parts), text
     assert "\n" not in text
@@ -358,63 +334,62 @@ def test_bad_options_are_explained(line: str, parts: list[str]) -> None:
 @pytest.mark.parametrize(
     ("toml", "parts"),
     [
-        ("batch-size = 0", ["batch-size in FILE: expected a whole number of 1 or more, got 0"]),
-        ("batchsize = 3", ["batchsize in FILE: no such key; did you mean batch-size?"]),
-        ("[aladdin]\nphi = 3", ["aladdin.phi in FILE: no such key; did you mean pi?"]),
-        ("aladdin = 3", ["aladdin in FILE: expected a table, got 3; write [aladdin]"]),
-        ("lr-steps = 3", ["lr-steps in FILE: expected a list", "got 3"]),
-        ("epochs = true", ["epochs in FILE: expected a number of more than 0, got true"]),
-        ("download = 1", ["download in FILE: expected true or false, got 1"]),
-        ("batch-size = 3\nbatch_size = 3", ["batch-size in FILE: given twice"]),
-        ("epochs = 1\nsamples = 3", ["epochs in FILE and samples in FILE exclude each other"]),
-        ("nesterov = true\nmomentum = 0", ["nesterov in FILE: expected", "add --momentum 0.9"]),
-        ("[slowdown]\n3 = 0.5", ["slowdown in FILE: expected WORKER=FACTOR", "got 0.5 for 3"]),
-        ("epochs = ", ["--config: FILE is not valid TOML"]),
+        ("batch-size = 0", ["batch-size in FILE: ", "1 or more", "got 0"]),
+        ("batchsize = 3", ["batchsize in FILE: ", "batch-size?"]),
+        ("[aladdin]\nphi = 3", ["aladdin.phi in FILE: ", "pi?"]),
+        ("aladdin = 3", ["aladdin in FILE: ", "got 3", "[aladdin]"]),
+        ("lr-steps = 3", ["lr-steps in FILE: ", "list", "got 3"]),
+        ("epochs = true", ["epochs in FILE: ", "more than 0", "got true"]),
+        ("download = 1", ["download in FILE: ", "true or false", "got 1"]),
+        ("batch-size = 3\nbatch_size = 3", ["batch-size in FILE: ", "twice"]),
+        ("epochs = 1\nsamples = 3", ["epochs in FILE", "samples in FILE"]),
+        ("nesterov = true\nmomentum = 0", ["nesterov in FILE", "--momentum"]),
+        ("[slowdown]\n3 = 0.5", ["slowdown in FILE: ", "WORKER=FACTOR", "0.5 for 3"]),
+        ("epochs = ", ["--config: ", "FILE", "TOML"]),
     ],
 )
-def test_bad_toml_is_explained(toml: str, parts: list[str], config: Path) -> None:
+def test_invalid_toml_error_names_key_and_file(toml: str, parts: list[str], config: Path) -> None:
     config.write_text(toml)
     text = complaint(f"--config {config}").replace(str(config), "FILE")
     assert all(part in text for part in parts), text
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_all_invalid_options_are_reported_at_once() -> None:
     lines = complaint("--batch-size 0 --lr 0 --aladdin-ring 0").splitlines()
     assert [line.split(":")[0] for line in lines] == ["--batch-size", "--lr", "--aladdin-ring"]
 
 
-def test_slowdown_of_a_worker_that_is_not_there() -> None:
+def test_slowdown_of_nonexistent_worker_is_rejected() -> None:
     options = read("--slowdown 3=2")
     check_workers(options, 4)
-    with pytest.raises(UserError, match="--slowdown: expected workers from 0 to 2, got worker 3"):
+    with pytest.raises(UserError, match=r"--slowdown: .*\b0 to 2\b.*\bworker 3\b"):
         check_workers(options, 3)
-    assert "got worker 3" in complaint("--slowdown 3=2 --workers 3", SimulateOptions)
+    error = complaint("--slowdown 3=2 --workers 3", SimulateOptions)
+    assert error.startswith("--slowdown: ") and "worker 3" in error
 
 
 def test_ranks_must_fit_the_hosts() -> None:
     options = simulated("--workers 8 --hosts 2 --ranks-per-host 4")
     assert options.cluster.placement == "block"
     check_cluster(options, 8)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"\b9 ranks\b.*\b2 hosts\b.*\b4\b") as caught:
         check_cluster(options, 9)
-    assert "expected room for 9 ranks, got 2 hosts for 4 each" in str(caught.value)
     assert "--ranks-per-host 5 or --hosts 3" in str(caught.value)
     text = complaint("--ranks-per-host 4 --placement cyclic", SimulateOptions)
-    assert "--ranks-per-host: expected with --placement block, got cyclic" in text
+    assert re.search(r"--ranks-per-host\b.*--placement block\b.*\bcyclic\b", text)
 
 
 @pytest.mark.parametrize("option", ["--deaths 2=9.5,9=3", "--pauses 2:1:1 9:10:2.5"])
-def test_what_befalls_a_rank_that_is_not_there(option: str) -> None:
+def test_events_of_nonexistent_rank_are_rejected(option: str) -> None:
     options = simulated(option)
     check_cluster(options, 10)
-    with pytest.raises(UserError, match="expected ranks from 0 to 8, got rank 9"):
+    with pytest.raises(UserError, match=rf"{option.split()[0]}: .*\b0 to 8\b.*\brank 9\b"):
         check_cluster(options, 9)
 
 
-def test_bad_pause_is_explained() -> None:
+def test_invalid_pause_error_names_option_and_value() -> None:
     text = complaint("--pauses 3:x:1", SimulateOptions)
-    assert text.startswith("--pauses: expected a list, each item a whole number of 0 or more, then")
-    assert "got 'x'" in text
+    assert text.startswith("--pauses: ") and "'x'" in text
 
 
 # -- intervals ------------------------------------------------------------------
@@ -430,13 +405,13 @@ def test_bad_pause_is_explained() -> None:
         (7, CheckpointInterval(samples=7)),
     ],
 )
-def test_interval_forms(text: object, interval: CheckpointInterval) -> None:
+def test_interval_accepts_all_units(text: object, interval: CheckpointInterval) -> None:
     assert CheckpointInterval.parse(text) == interval
 
 
 @pytest.mark.parametrize("text", ["", "0", "0epochs", "-5", "1.5", "1.5samples", "5 hours", "min"])
-def test_interval_refuses(text: str) -> None:
-    with pytest.raises(ValueError, match="expected N, Nsamples, Nepochs, Nmin or Ns"):
+def test_interval_rejects_invalid_text(text: str) -> None:
+    with pytest.raises(ValueError, match="N, Nsamples, Nepochs, Nmin or Ns"):
         CheckpointInterval.parse(text)
 
 
@@ -456,7 +431,7 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_resume_takes_the_stored_configuration(run_dir: Path) -> None:
+def test_resume_uses_stored_configuration(run_dir: Path) -> None:
     options = read(f"--resume {run_dir} --timeout 60 --samples 1000 --checkpoint-every 5min")
     assert (options.lr, options.timeout, options.overwrite) == (0.3, 60.0, False)
     assert (options.epochs, options.samples) == (None, 1000)
@@ -464,21 +439,21 @@ def test_resume_takes_the_stored_configuration(run_dir: Path) -> None:
     assert options.run_dir == options.resume == run_dir
 
 
-def test_resume_refuses_other_options_by_name(run_dir: Path, config: Path) -> None:
+def test_resume_rejects_other_options_by_name(run_dir: Path, config: Path) -> None:
     text = complaint(f"--resume {run_dir} --lr 0.5 --aladdin-pi 2 --quiet")
-    assert text.startswith("--lr, --aladdin-pi: cannot be given together with --resume")
+    assert re.match(r"--lr, --aladdin-pi\b.*--resume\b", text)
     assert "--timeout" in text
     config.write_text("seed = 3")
     assert complaint(f"--resume {run_dir} --config {config}").startswith(f"seed in {config}:")
 
 
-def test_resume_needs_a_run_folder(tmp_path: Path) -> None:
+def test_resume_requires_run_folder(tmp_path: Path) -> None:
     text = complaint(f"--resume {tmp_path}")
-    assert text.startswith("--resume: expected the folder of a run") and "config.toml" in text
+    assert text.startswith("--resume: ") and "config.toml" in text
 
 
 # -- agreement between ranks ------------------------------------------------------
-def test_fingerprint_covers_what_ranks_must_share() -> None:
+def test_fingerprint_covers_options_that_ranks_share() -> None:
     base = fingerprint(read())
     assert re.fullmatch("[0-9a-f]{64}", base)
     local = "--device cpu --run-dir x --data-dir y --loader-workers 3 --timeout 5 --quiet"

@@ -1,4 +1,4 @@
-"""The budget of samples: granted once each, to the last one, and stopped when asked."""
+"""The sample budget: every sample is leased once, and a stop ends it early."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def open_all(transport: VirtualTransport, budget: Budget) -> None:
 
 
 def covered(leases: list[list[SampleLease]]) -> int:
-    """Check that leases follow each other without gap or overlap; returns their end."""
+    """Check that leases have neither gap nor overlap, and return their end."""
     position = 0
     for start, size, *_ in sorted(lease for own in leases for lease in own):
         assert start == position
@@ -71,7 +71,7 @@ def covered(leases: list[list[SampleLease]]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_sample_is_granted_once(seed: int) -> None:
+def test_every_sample_is_leased_once(seed: int) -> None:
     r = random.Random(seed)
     workers, total = r.randint(1, 6), r.randint(1, 300)
     budget, _, leases = run(workers, total, open_all, seed)
@@ -79,20 +79,20 @@ def test_every_sample_is_granted_once(seed: int) -> None:
     assert budget.used_up
 
 
-def test_a_fast_worker_gets_more() -> None:
+def test_fast_worker_leases_more_samples() -> None:
     _, _, leases = run(5, 600, open_all, seed=2, batch=1)
     counts = sorted(len(own) for own in leases)
     assert counts[0] * 2 < counts[-1]
 
 
-def test_only_the_last_ticket_is_short() -> None:
+def test_only_the_last_lease_is_short() -> None:
     _, _, leases = run(3, 100, open_all, batch=7)
     sizes = [lease.size for lease in sorted(t for own in leases for t in own)]
     assert sizes == [7] * 14 + [2]
 
 
 @pytest.mark.parametrize("samples", [1, 7, 31, 32, 33])
-def test_last_round_completes_an_epoch(samples: int) -> None:
+def test_last_round_of_leases_completes_an_epoch(samples: int) -> None:
     """The rounds of an epoch give each worker as many samples as its share has."""
     workers, batch = 3, 4
     rounds = [SampleLease(0, 0, min(workers * batch, samples - at)) for at in range(0, samples, 12)]
@@ -101,23 +101,23 @@ def test_last_round_completes_an_epoch(samples: int) -> None:
         assert granted == len(range(worker, samples, workers))
 
 
-def test_more_workers_than_samples_leave_some_without() -> None:
+def test_some_workers_get_no_lease_if_samples_are_few() -> None:
     _, _, leases = run(5, 2, open_all, batch=1)
     assert sorted(len(own) for own in leases) == [0, 0, 0, 1, 1]
 
 
-def test_a_segment_ends_at_its_limit() -> None:
+def test_leases_of_a_segment_end_at_its_limit() -> None:
     budget, _, leases = run(3, 100, lambda _, budget: budget.open(40))
     assert covered(leases) == 40 == budget.drawn
     assert not budget.used_up
 
 
-def test_a_limit_beyond_the_run_is_its_end() -> None:
+def test_segment_limit_beyond_the_run_is_the_end_of_the_run() -> None:
     _, _, leases = run(3, 100, lambda _, budget: budget.open(1000))
     assert covered(leases) == 100
 
 
-def test_stop_grants_nothing_more_of_the_segment() -> None:
+def test_stop_grants_no_more_leases_of_the_segment() -> None:
     def keep(transport: VirtualTransport, budget: Budget) -> None:
         budget.open(budget.total)
         transport.sleep(3.0)
@@ -129,7 +129,7 @@ def test_stop_grants_nothing_more_of_the_segment() -> None:
     assert budget.total == 100_000
 
 
-def test_a_worker_can_end_the_run_for_all() -> None:
+def test_worker_can_stop_the_run_for_all_workers() -> None:
     def main(transport: VirtualTransport) -> object:
         if transport.rank == 0:
             budget = Budget(transport, 100_000, lambda rank, report: None)
@@ -149,7 +149,7 @@ def test_a_worker_can_end_the_run_for_all() -> None:
     assert budget.used_up
 
 
-def test_a_draw_before_the_start_is_answered_at_the_start() -> None:
+def test_request_before_the_segment_opens_is_answered_at_its_start() -> None:
     def keep(transport: VirtualTransport, budget: Budget) -> None:
         transport.sleep(5.0)
         assert budget.drawn == 0
@@ -159,7 +159,7 @@ def test_a_draw_before_the_start_is_answered_at_the_start() -> None:
     assert covered(leases) == 50
 
 
-def test_reports_come_with_the_draws() -> None:
+def test_reports_arrive_with_the_requests() -> None:
     _, reports, leases = run(2, 30, open_all, batch=4)
     assert sum(report.samples for _, report in reports) == 30
     for rank, own in enumerate(leases, start=1):
@@ -169,7 +169,7 @@ def test_reports_come_with_the_draws() -> None:
         assert [report.steps for report in mine[1:]] == list(range(len(own)))
 
 
-def test_a_report_arrives_as_it_was_sent() -> None:
+def test_report_arrives_as_it_was_sent() -> None:
     sent = WorkerReport(samples=2**40, loss=0.1, waiting=1.5e-9, sent=2**52, steps=7)
 
     def main(transport: VirtualTransport) -> object:

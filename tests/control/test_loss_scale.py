@@ -3,7 +3,7 @@ from __future__ import annotations
 from aladdin_mpi.control.refusals import FIRST, LARGEST, PATIENCE, LossScale
 
 
-def test_it_is_halved_once_for_all_steps_that_had_it() -> None:
+def test_loss_scale_is_halved_once_for_all_steps_that_used_it() -> None:
     scale = LossScale()
     assert scale.overflowed(sample=100, drawn=160)
     assert scale.exponent == FIRST - 1
@@ -14,7 +14,7 @@ def test_it_is_halved_once_for_all_steps_that_had_it() -> None:
     assert scale.exponent == FIRST - 2
 
 
-def test_it_is_doubled_after_many_steps_without_an_overflow() -> None:
+def test_loss_scale_is_doubled_after_many_steps_without_an_overflow() -> None:
     scale = LossScale()
     for _ in range(PATIENCE - 1):
         scale.count()
@@ -27,7 +27,7 @@ def test_it_is_doubled_after_many_steps_without_an_overflow() -> None:
     assert scale.exponent == FIRST
 
 
-def test_it_stays_in_its_range() -> None:
+def test_loss_scale_stays_in_its_range() -> None:
     scale = LossScale()
     for _ in range(PATIENCE * 20):
         scale.count()
@@ -37,7 +37,7 @@ def test_it_stays_in_its_range() -> None:
     assert scale.exponent == 0
 
 
-def test_it_goes_on_from_its_state() -> None:
+def test_loss_scale_resumes_from_its_state() -> None:
     scale, other = LossScale(), LossScale()
     scale.count()
     scale.overflowed(5, 9)

@@ -65,7 +65,7 @@ def views(root: Path, augment: str, cache: str = "auto", size: int | None = None
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_is_torchvisions_with_a_generator_of_its_own(name: str) -> None:
+def test_policy_matches_torchvision_and_leaves_global_generators_unchanged(name: str) -> None:
     """Whatever other threads draw meanwhile, and leaving the global generators alone."""
     settings = [v2.AutoAugmentPolicy.IMAGENET] if name == "autoaugment" else []
     plain = getattr(v2, CLASSES[name])(*settings)
@@ -87,20 +87,20 @@ def test_a_policy_is_torchvisions_with_a_generator_of_its_own(name: str) -> None
     thread = Thread(target=disturb)
     thread.start()
     try:
-        found = [to_tensor(policy(image, key)) for key in keys]
+        outcome = [to_tensor(policy(image, key)) for key in keys]
     finally:
         ended.set()
         thread.join()
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(outcome, expected, strict=True))
     before = torch.get_rng_state()
     policy(image, 5)
     assert torch.equal(torch.get_rng_state(), before)
     assert str((random.getstate(), np.random.get_state())) == states
 
 
-def test_without_torchvision_it_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_requires_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(UserError, match=r"--augment randaugment: expected torchvision, .*vision"):
+    with pytest.raises(UserError, match=r"--augment randaugment: .*torchvision.*vision"):
         load_dataset("digits", augment="randaugment")
 
 
@@ -108,26 +108,26 @@ def test_without_torchvision_it_is_asked_for_by_name(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("augment", datasets.CHOICES)
-def test_small_images_are_the_same_in_memory_and_from_files(tmp_path: Path, augment: str) -> None:
+def test_augmented_images_match_in_memory_and_from_files(tmp_path: Path, augment: str) -> None:
     root = folder(tmp_path / "set", 16, 16)
     held, files = views(root, augment, "on"), views(root, augment, "off")
     assert torch.equal(held, files) and held.shape == (4, 3, 16, 16)
     assert views(root, augment, "off", 20).shape == (4, 3, 20, 20)
 
 
-def test_what_is_chosen_is_what_is_seen(tmp_path: Path) -> None:
+def test_augment_option_selects_recipe(tmp_path: Path) -> None:
     small, large = folder(tmp_path / "small", 16, 16), folder(tmp_path / "large", 90, 70)
     for root, usual in ((small, "crop-flip"), (large, "imagenet")):
         data = load_dataset("imagefolder", root, image_size=24).train
         plain = torch.stack([data[i][0] for i in range(4)])
-        found = {augment: views(root, augment, size=24) for augment in datasets.CHOICES}
-        assert torch.equal(found.pop("auto"), found[usual])
-        assert torch.equal(found["none"], plain)
-        kinds = {each.numpy().tobytes() for each in found.values()}
-        assert len(kinds) == len(found), "no two are alike"
+        outcome = {augment: views(root, augment, size=24) for augment in datasets.CHOICES}
+        assert torch.equal(outcome.pop("auto"), outcome[usual])
+        assert torch.equal(outcome["none"], plain)
+        kinds = {each.numpy().tobytes() for each in outcome.values()}
+        assert len(kinds) == len(outcome), "no two are alike"
 
 
-def test_the_shifted_crop_is_a_window_of_the_evaluated_image() -> None:
+def test_shifted_crop_is_a_window_of_evaluated_image() -> None:
     image = picture(90, 70)
     recipe = LargeImages(image_size=24, crop="shift")
     whole = LargeImages(image_size=27, crop="none")  # as high as its shorter side
@@ -150,38 +150,40 @@ def test_the_shifted_crop_is_a_window_of_the_evaluated_image() -> None:
 def test_grey_images_of_few_shades_are_augmented(augment: str) -> None:
     data: Any = load_dataset("digits", augment=augment)
     keys = np.arange(50, dtype=np.uint64) << np.uint64(32)
-    found = data.train.recipe.training(data.train.images[:50], keys)
+    outcome = data.train.recipe.training(data.train.images[:50], keys)
     plain: Any = load_dataset("digits").train
-    assert found.shape == (50, 1, 8, 8)
+    assert outcome.shape == (50, 1, 8, 8)
     assert torch.allclose(data.train[3][0], plain[3][0], atol=0.01) or augment == "imagenet"
     image = data.train.images[0]
     assert image.max() > 200 and torch.equal(to_tensor(to_image(image)), image)
 
 
-def test_what_a_set_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"--augment imagenet: expected .* 1 or 3 channels, got 5"):
+def test_load_dataset_rejects_unsupported_augmentation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"--augment imagenet: .*channels.*\b5\b"):
         load_dataset("synthetic:5x8x8:2:9", augment="imagenet")
-    with pytest.raises(UserError, match=r"--augment: expected one of auto, none.*, got 'mixup'"):
+    with pytest.raises(UserError, match=r"--augment: .*auto, none.*'mixup'"):
         load_dataset("digits", augment="mixup")
     module = "def data():\n    return 5\ndef heeds(augment, image_size):\n    return augment\n"
     (tmp_path / "own_images.py").write_text(module)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UserError, match=r"--image-size: .*own_images:data has no parameter im"):
+    with pytest.raises(UserError, match=r"--image-size: .*own_images:data .*image_size"):
         load_dataset("own_images:data", image_size=9)
-    with pytest.raises(UserError, match=r"--augment: .*own_images:data has no parameter augment"):
+    with pytest.raises(UserError, match=r"--augment: .*own_images:data .*\baugment\b"):
         load_dataset("own_images:data", augment="none")
-    with pytest.raises(UserError, match="returned str"):
+    with pytest.raises(UserError, match=r"--dataset own_images:heeds: .*\bstr\b"):
         load_dataset("own_images:heeds", augment="none", image_size=9)
 
 
-def test_other_sets_get_the_recipe_too() -> None:
+def test_synthetic_and_described_sets_use_augmentation_options() -> None:
     train: Any = load_dataset("synthetic:3x16x16:2:9", augment="crop-flip").train
     assert isinstance(train.recipe, SmallImages)
     assert (train.recipe.pad, train.recipe.flip) == (2, True)
     assert describe_set("imagenet", None, False, 160).size == 160
 
 
-def test_the_options_reach_the_run() -> None:
+def test_augmentation_options_reach_trainer() -> None:
     words = "--model mlp --image-size 12 --augment trivialaugment"
     data, module = trainer._prepare(parse(TrainOptions, words.split(), "train", ""), None)
     assert isinstance(data.train, ImageArrays) and isinstance(data.train.recipe.policy, Policy)

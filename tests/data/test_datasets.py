@@ -70,34 +70,34 @@ def test_digits_are_split_and_normalised() -> None:
     assert image.dtype == torch.float32 and image.shape == (1, 8, 8) and isinstance(label, int)
 
 
-def test_ranks_of_one_process_share_a_set() -> None:
+def test_load_dataset_shares_set_within_process() -> None:
     assert load_dataset("digits") is load_dataset("digits")
 
 
-def test_synthetic_sets_have_the_size_that_was_asked_for() -> None:
+def test_synthetic_set_has_requested_size() -> None:
     pair = load_dataset("synthetic:1x6x8:4:40")
     assert pair.train[0][0].shape == (1, 6, 8)
     assert (len(pair.train), len(pair.test), pair.num_classes) == (40, 8, 4)
     assert not torch.equal(held(pair.train).images[:8], held(pair.test).images[:8])
 
 
-def test_a_synthetic_set_can_be_learned_from() -> None:
+def test_synthetic_set_is_learnable() -> None:
     """The nearest mean of the training images tells the class of test images."""
     pair = load_dataset("synthetic:3x8x8:5:200")
     train, labels = held(pair.train).evaluation_batch(slice(None))
     means = torch.stack([train[labels == c].mean(0) for c in range(5)])
     test, expected = held(pair.test).evaluation_batch(slice(None))
-    found = torch.cdist(test.flatten(1), means.flatten(1)).argmin(1)
-    assert (found == expected).float().mean() > 0.95
+    result = torch.cdist(test.flatten(1), means.flatten(1)).argmin(1)
+    assert (result == expected).float().mean() > 0.95
 
 
 @pytest.mark.parametrize("name", ["synthetic:3x8:2:9", "synthetic:3x8x8:0:9", "synthetic:a"])
-def test_wrong_synthetic_names_are_explained(name: str) -> None:
-    with pytest.raises(UserError, match="expected synthetic:CxHxW:CLASSES:COUNT"):
+def test_load_dataset_rejects_malformed_synthetic_name(name: str) -> None:
+    with pytest.raises(UserError, match=f"--dataset {name}: .*synthetic:CxHxW:CLASSES:COUNT"):
         load_dataset(name)
 
 
-def test_a_synthetic_set_may_be_larger_than_memory() -> None:
+def test_synthetic_set_larger_than_memory_draws_images_on_demand() -> None:
     """200 GB: its images are drawn when they are asked for, each time the same."""
     train = held(load_dataset("synthetic:3x224x224:1000:1300000").train)
     numbers = np.array([1_299_999, 7, 7])
@@ -108,14 +108,14 @@ def test_a_synthetic_set_may_be_larger_than_memory() -> None:
     assert torch.equal(train[7][0], images[1])
 
 
-def test_a_small_synthetic_set_is_the_same_in_whatever_order_it_is_drawn() -> None:
+def test_synthetic_images_do_not_depend_on_access_order() -> None:
     first, second = (DrawnImages((3, 5, 6), 4, 30, split=0) for _ in range(2))
     assert torch.equal(first[torch.tensor([9, 3, 9])], second[:][[9, 3, 9]])
     assert torch.equal(first[:], second[:]) and torch.equal(first[29], second[29])
     assert len(first) == 30 and not torch.equal(first[0], first[4])
 
 
-def test_images_are_scaled_to_the_size_asked_for() -> None:
+def test_image_size_scales_images() -> None:
     pair = load_dataset("digits", image_size=20)
     assert pair.image_size == 20 and pair.train[0][0].shape == (1, 20, 20)
 
@@ -123,24 +123,28 @@ def test_images_are_scaled_to_the_size_asked_for() -> None:
 # -- messages -----------------------------------------------------------------------------------
 
 
-def test_an_unknown_name_brings_the_known_ones() -> None:
-    with pytest.raises(UserError, match=r"unknown data set 'cifar'; did you mean cifar10.*digits"):
+def test_load_dataset_suggests_known_names_for_unknown_set() -> None:
+    with pytest.raises(UserError, match=r"--dataset: .*'cifar'.*\bcifar10\b.*\bdigits\b"):
         load_dataset("cifar")
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "cifar10", "cifar100"])
-def test_missing_data_say_where_they_were_looked_for(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"--data-dir {tmp_path} .*--download .*http"):
+def test_load_dataset_names_folder_and_download_option_for_missing_data(
+    name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        UserError, match=rf"--dataset {name}: .*--data-dir {tmp_path} .*--download .*http"
+    ):
         load_dataset(name, tmp_path)
-    with pytest.raises(UserError, match="--data-dir was not given"):
+    with pytest.raises(UserError, match=f"--dataset {name}: .*--data-dir (?!/)"):
         load_dataset(name)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"image_size": 0}, "image_size"), ({"cache": "yes"}, "--cache: expected one of auto")],
+    [({"image_size": 0}, "image_size"), ({"cache": "yes"}, "--cache: .*auto.*'yes'")],
 )
-def test_wrong_options_are_named(options: dict, message: str) -> None:
+def test_load_dataset_names_invalid_option(options: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_dataset("digits", **options)
 
@@ -174,7 +178,7 @@ def tiny_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 @pytest.mark.usefixtures("tiny_mnist")
-def test_mnist_is_downloaded_when_asked(tmp_path: Path) -> None:
+def test_download_option_downloads_mnist(tmp_path: Path) -> None:
     pair = load_dataset("mnist", tmp_path / "data", download=True)
     assert (len(pair.train), len(pair.test), pair.in_channels, pair.image_size) == (20, 5, 1, 28)
     assert [label for _, label in (pair.test[i] for i in range(5))] == [0, 1, 2, 3, 4]
@@ -182,16 +186,18 @@ def test_mnist_is_downloaded_when_asked(tmp_path: Path) -> None:
     assert torch.equal(held(again.train).images[:], held(pair.train).images[:])
 
 
-def test_a_failed_download_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_download_names_option_and_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [f"{tmp_path.as_uri()}/nowhere/"])
-    with pytest.raises(UserError, match="--download: cannot download MNIST"):
+    with pytest.raises(UserError, match=r"--download: .*\bMNIST\b"):
         load_dataset("mnist", tmp_path, download=True)
 
 
 # -- folders of images --------------------------------------------------------------------------
 
 
-def test_a_folder_of_small_images_is_held_in_memory(tmp_path: Path, cache: Path) -> None:
+def test_imagefolder_of_small_images_is_held_in_memory(tmp_path: Path, cache: Path) -> None:
     pair = load_dataset("imagefolder", write_images(tmp_path / "set", [(32, 32)] * 3))
     assert isinstance(pair.train, ImageArrays) and isinstance(pair.test, ImageArrays)
     assert (len(pair.train), pair.num_classes, pair.in_channels, pair.image_size) == (6, 2, 3, 32)
@@ -203,7 +209,7 @@ def test_a_folder_of_small_images_is_held_in_memory(tmp_path: Path, cache: Path)
     assert len(list(cache.glob("*.npy"))) == 2
 
 
-def test_cache_on_and_off_give_the_same_samples(tmp_path: Path) -> None:
+def test_cache_on_and_off_return_the_same_samples(tmp_path: Path) -> None:
     root = write_images(tmp_path / "set", [(16, 16)] * 4)
     arrays, files = (load_dataset("imagefolder", root, cache=cache) for cache in ("on", "off"))
     assert isinstance(files.train, ImageFiles)
@@ -212,7 +218,7 @@ def test_cache_on_and_off_give_the_same_samples(tmp_path: Path) -> None:
         assert arrays.train[i][1] == files.train[i][1]
 
 
-def test_a_changed_file_is_decoded_again(tmp_path: Path) -> None:
+def test_fingerprint_changes_with_image_file(tmp_path: Path) -> None:
     root = write_images(tmp_path / "set", [(8, 8)])
     before = imagefolder.fingerprint(imagefolder.list_images(root / "train", ["cat", "dog"]))
     Image.new("RGB", (8, 8)).save(root / "train" / "cat" / "0.png")
@@ -220,7 +226,7 @@ def test_a_changed_file_is_decoded_again(tmp_path: Path) -> None:
     assert before != after
 
 
-def test_a_folder_of_large_images_gets_imagenets_recipe(tmp_path: Path) -> None:
+def test_imagefolder_of_large_images_uses_imagenet_recipe(tmp_path: Path) -> None:
     root = write_images(tmp_path / "set", [(90, 70), (40, 120)], "jpg")
     (root / "test").rename(root / "val")
     pair = load_dataset("imagefolder", root)
@@ -231,11 +237,11 @@ def test_a_folder_of_large_images_gets_imagenets_recipe(tmp_path: Path) -> None:
     views = [small.train.augmented(1, key)[0] for key in (5, 5, 6)]
     assert views[0].shape == (3, 48, 48)
     assert torch.equal(views[0], views[1]) and not torch.equal(views[0], views[2])
-    with pytest.raises(UserError, match=r"--cache on: .*differ in size"):
+    with pytest.raises(UserError, match=r"--cache on: .*/train .*--cache auto"):
         load_dataset("imagefolder", root, cache="on")
 
 
-def test_the_evaluation_view_of_a_large_image_is_its_centre(tmp_path: Path) -> None:
+def test_evaluation_view_of_large_image_is_its_centre(tmp_path: Path) -> None:
     """Scaled by 256/224 the central square of a one-coloured middle stays one-coloured."""
     root = write_images(tmp_path / "set", [(100, 300)])
     image = Image.new("RGB", (100, 300), "black")
@@ -246,7 +252,7 @@ def test_the_evaluation_view_of_a_large_image_is_its_centre(tmp_path: Path) -> N
     assert torch.allclose(view, white.view(3, 1, 1).expand(3, 56, 56), atol=1e-4)
 
 
-def test_nested_folders_and_grey_images_are_read(tmp_path: Path) -> None:
+def test_imagefolder_reads_nested_folders_and_grey_images(tmp_path: Path) -> None:
     root = write_images(tmp_path / "set", [(8, 8)])
     (root / "train" / "cat" / "images").mkdir()
     Image.new("L", (8, 8), 7).save(root / "train" / "cat" / "images" / "x.JPEG")
@@ -255,7 +261,7 @@ def test_nested_folders_and_grey_images_are_read(tmp_path: Path) -> None:
     assert len(pair.train) == 3 and held(pair.train).images.shape[1] == 3
 
 
-def test_the_example_writes_what_imagefolder_reads(tmp_path: Path) -> None:
+def test_cifar10_folders_example_writes_readable_imagefolder(tmp_path: Path) -> None:
     write = runpy.run_path(str(ROOT / "examples" / "cifar10_folders.py"))["write"]
     draw = np.random.default_rng(0)
     for part in ("train", "test"):
@@ -266,72 +272,54 @@ def test_the_example_writes_what_imagefolder_reads(tmp_path: Path) -> None:
     assert (len(data.train), len(data.test), data.num_classes, data.image_size) == (6, 6, 2, 32)
 
 
-def test_missing_parts_of_a_folder_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="imagefolder needs it"):
+def test_imagefolder_names_missing_parts(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--data-dir: .*\bimagefolder\b"):
         load_dataset("imagefolder")
-    with pytest.raises(UserError, match=r"no folder .*train; expected DIR/train/CLASS"):
+    with pytest.raises(UserError, match=r"--data-dir .*/train\b.*DIR/train/CLASS"):
         load_dataset("imagefolder", tmp_path)
     (tmp_path / "train").mkdir()
-    with pytest.raises(UserError, match="neither a folder test nor val"):
+    with pytest.raises(UserError, match=rf"--data-dir {tmp_path}: .*\btest nor val\b"):
         load_dataset("imagefolder", tmp_path)
     (tmp_path / "test").mkdir()
-    with pytest.raises(UserError, match=r"no images in .*train"):
+    with pytest.raises(UserError, match=r"--data-dir: .*\bimages\b.*/train/CLASS"):
         load_dataset("imagefolder", tmp_path)
     (tmp_path / "test" / "cow").mkdir()
     (tmp_path / "train" / "cat").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "train" / "cat" / "0.png")
-    with pytest.raises(UserError, match="class 'cow' that is not in train"):
+    with pytest.raises(UserError, match=r"--data-dir: .*/test\b.*'cow'.*\btrain\b"):
         load_dataset("imagefolder", tmp_path)
 
 
-def test_unfit_files_are_named(tmp_path: Path) -> None:
+def test_imagefolder_names_unsuitable_files(tmp_path: Path) -> None:
     root = write_images(tmp_path / "set", [(8, 8), (8, 9)])
-    with pytest.raises(UserError, match=r"cat/1.png: is 8x9 pixels, but .* are 8x8"):
+    with pytest.raises(UserError, match=r"cat/1\.png: .*8x9.*8x8"):
         load_dataset("imagefolder", root)
     (root / "train" / "cat" / "1.png").write_bytes(b"not an image")
-    with pytest.raises(UserError, match=r"cat/1.png: not a readable image"):
+    with pytest.raises(UserError, match=r"cat/1\.png: .*\breadable\b"):
         load_dataset("imagefolder", root)
 
 
 # -- the host's cache ---------------------------------------------------------------------------
 
-TWO_AT_ONCE = """
-import sys, time
-from pathlib import Path
-import numpy as np
-from aladdin_mpi.data.host_cache import cached_array
-folder, me = Path(sys.argv[1]), sys.argv[2]
-
-def build():
-    while len(list(folder.glob("ready-*"))) < 2:
-        time.sleep(0.05)
-    time.sleep(0.3)  # the other waits for the lock by now
-    (folder / f"built-{me}").touch()
-    return np.arange(5, dtype=np.uint8)
-
-(folder / f"ready-{me}").touch()
-assert cached_array("key", build).tolist() == [0, 1, 2, 3, 4]
-"""
+BUILD_CACHED_ARRAY = Path(__file__).parent / "programs" / "build_cached_array.py"
 
 
 @pytest.mark.timeout(60)
-def test_of_two_processes_one_decodes(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", TWO_AT_ONCE, str(tmp_path)]
+def test_concurrent_processes_build_cached_array_once(tmp_path: Path) -> None:
+    command = [sys.executable, str(BUILD_CACHED_ARRAY), str(tmp_path)]
     both = [subprocess.Popen([*command, name]) for name in "ab"]
     assert [process.wait(50) for process in both] == [0, 0]
     assert len(list(tmp_path.glob("built-*"))) == 1
 
 
-def test_a_cache_that_cannot_be_used_is_only_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_cache_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("ALADDIN_MPI_CACHE", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="cannot use the cache .* Set ALADDIN_MPI_CACHE"):
+    with pytest.warns(UserWarning, match=r"/file\b.*ALADDIN_MPI_CACHE"):
         assert cached_array("key", lambda: np.ones(2, dtype=np.uint8)).tolist() == [1, 1]
 
 
-def test_a_failed_decoding_leaves_nothing_behind(cache: Path) -> None:
+def test_failed_build_leaves_no_cache_files(cache: Path) -> None:
     def build() -> np.ndarray:
         raise UserError("broken image")
 
@@ -342,50 +330,20 @@ def test_a_failed_decoding_leaves_nothing_behind(cache: Path) -> None:
 
 # -- the user's own -----------------------------------------------------------------------------
 
-USERS = """
-import torch
-from torch.utils.data import TensorDataset
-from aladdin_mpi.data.datasets import DatasetPair
-
-def split(count):
-    return TensorDataset(torch.zeros(count, 2, 5, 5), torch.arange(count) % 3)
-
-def both(data_dir):
-    assert data_dir.name == "here"
-    return split(9), split(3)
-
-def pair():
-    return DatasetPair(split(9), split(3), 30, 2, 5, "mine")
-
-def vague():
-    return [(1.0, 2)], [(1.0, 2)]
-
-def wrong():
-    return 5
-
-def greedy(data_dir, /, path):
-    return split(9), split(3)
-"""
+FUNCTIONS = "tests.data.programs.dataset_functions"
 
 
-@pytest.fixture
-def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "users_sets.py").write_text(USERS)
-    monkeypatch.syspath_prepend(tmp_path)
-    return "users_sets"
-
-
-def test_a_users_function_may_return_two_sets_or_a_pair(user_module: str) -> None:
-    both = load_dataset(f"{user_module}:both", Path("here"))
+def test_dataset_function_may_return_two_sets_or_a_pair() -> None:
+    both = load_dataset(f"{FUNCTIONS}:both", Path("here"))
     assert (both.num_classes, both.in_channels, both.image_size, len(both.test)) == (3, 2, 5, 3)
-    pair = load_dataset(f"{user_module}:pair")
+    pair = load_dataset(f"{FUNCTIONS}:pair")
     assert isinstance(pair, DatasetPair) and pair.num_classes == 30
 
 
-def test_wrong_user_sets_are_named(user_module: str) -> None:
-    with pytest.raises(UserError, match=r"must return a DatasetPair .* returned int"):
-        load_dataset(f"{user_module}:wrong")
-    with pytest.raises(UserError, match=r"--dataset .*:greedy: .* needs data_dir, path; give"):
-        load_dataset(f"{user_module}:greedy")
-    with pytest.raises(UserError, match="cannot tell the number of classes"):
-        load_dataset(f"{user_module}:vague")
+def test_load_dataset_rejects_invalid_dataset_function() -> None:
+    with pytest.raises(UserError, match=r"--dataset .*:wrong: .*\bDatasetPair\b.*\bint\b"):
+        load_dataset(f"{FUNCTIONS}:wrong")
+    with pytest.raises(UserError, match=r"--dataset .*:greedy: .*\bdata_dir, path\b"):
+        load_dataset(f"{FUNCTIONS}:greedy")
+    with pytest.raises(UserError, match=r"--dataset .*:vague: .*\bclasses\b.*\btargets\b"):
+        load_dataset(f"{FUNCTIONS}:vague")

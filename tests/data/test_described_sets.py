@@ -20,24 +20,24 @@ from aladdin_mpi.run.trainer import simulate
         ("synthetic:3x64x64:7:70000", 23_522_375, 70_000),
     ],
 )
-def test_a_timed_model_has_the_classes_of_its_data(
+def test_timed_model_has_classes_of_described_set(
     tmp_path: Path, dataset: str, parameters: int, epoch: int
 ) -> None:
     """ResNet-50 as torchvision counts its parameters; no data are there."""
     words = ["--compute", "timed", "--model", "resnet50", "--dataset", dataset, "--samples", "64"]
     words += ["--workers", "2", "--run-dir", str(tmp_path / "run"), "--quiet"]
-    found = simulate(parse(SimulateOptions, words, "simulate", ""))
-    assert found["parameters"] == parameters
-    assert found["epochs"] == pytest.approx(64 / epoch)
+    completed = simulate(parse(SimulateOptions, words, "simulate", ""))
+    assert completed["parameters"] == parameters
+    assert completed["epochs"] == pytest.approx(64 / epoch)
 
 
-def test_imagenet_is_known_by_its_sizes_alone(tmp_path: Path) -> None:
+def test_imagenet_set_requires_timed_computing(tmp_path: Path) -> None:
     words = ["--model", "resnet50", "--dataset", "imagenet", "--run-dir", str(tmp_path / "run")]
-    with pytest.raises(UserError, match=r"expected only with --compute timed.*imagefolder"):
+    with pytest.raises(UserError, match=r"--dataset imagenet: .*--compute timed.*imagefolder"):
         simulate(parse(SimulateOptions, words, "simulate", ""))
 
 
-def test_every_set_that_can_be_downloaded_is_known() -> None:
+def test_every_downloadable_set_is_described() -> None:
     from aladdin_mpi.data.builtin_sets import VISION_SETS
 
     assert {name: KNOWN[name].classes for name in VISION_SETS} == {

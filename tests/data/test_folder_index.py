@@ -42,35 +42,35 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def walks(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    done: list[Path] = []
+    walked: list[Path] = []
     walk = imagefolder._walk
 
     def watched(root: Path, wanted: object) -> object:
-        done.append(root)
+        walked.append(root)
         return walk(root, wanted)  # type: ignore[arg-type]
 
     monkeypatch.setattr(imagefolder, "_walk", watched)
-    return done
+    return walked
 
 
 FOUND = ["a/deeper/y.jpg", "a/x.jpg", "b/1.jpg", "b/2.jpg"]
 
 
-def test_they_are_found_once(root: Path, walks: list[Path]) -> None:
+def test_folder_index_walks_unchanged_folder_once(root: Path, walks: list[Path]) -> None:
     for _ in range(3):
         assert files_below(root, is_wanted) == FOUND
     assert walks == [root]
 
 
-def test_who_waits_for_another_rank_does_not_look_again(
+def test_folder_index_is_checked_once_by_concurrent_ranks(
     root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     files_below(root, is_wanted)
     (index,) = (tmp_path / "cache").glob("folder-*.npz")
-    looks, compare = [], imagefolder._is_current
+    checks, compare = [], imagefolder._is_current
 
     def watched(*args: Any) -> bool:
-        looks.append(args)
+        checks.append(args)
         return compare(*args)
 
     asked = threading.Semaphore(0)
@@ -87,13 +87,13 @@ def test_who_waits_for_another_rank_does_not_look_again(
             for _ in waiting:
                 asked.acquire(timeout=60)
         assert [each.result() for each in waiting] == [FOUND] * 3
-    assert len(looks) == 1
-    (root / "a/new.jpg").touch()  # who asks afterwards does look
+    assert len(checks) == 1
+    (root / "a/new.jpg").touch()  # a later call checks again
     assert "a/new.jpg" in files_below(root, is_wanted)
-    assert len(looks) == 2
+    assert len(checks) == 2
 
 
-def test_another_hosts_look_is_not_this_hosts(root: Path, tmp_path: Path) -> None:
+def test_folder_index_written_by_other_host_is_checked_again(root: Path, tmp_path: Path) -> None:
     files_below(root, is_wanted)
     (index,) = (tmp_path / "cache").glob("folder-*.npz")
     later = time.time_ns() + 3600 * 10**9
@@ -104,7 +104,7 @@ def test_another_hosts_look_is_not_this_hosts(root: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("place", ["a/new.jpg", "a/deeper/new.jpg", "c/new.jpg"])
-def test_a_new_file_is_found(root: Path, walks: list[Path], place: str) -> None:
+def test_folder_index_finds_new_file(root: Path, walks: list[Path], place: str) -> None:
     files_below(root, is_wanted)
     (root / place).parent.mkdir(exist_ok=True)
     (root / place).touch()
@@ -112,7 +112,7 @@ def test_a_new_file_is_found(root: Path, walks: list[Path], place: str) -> None:
     assert len(walks) == 2
 
 
-def test_one_that_has_gone_is_missed(root: Path, walks: list[Path]) -> None:
+def test_folder_index_drops_removed_file(root: Path, walks: list[Path]) -> None:
     files_below(root, is_wanted)
     (root / "b/1.jpg").unlink()
     assert files_below(root, is_wanted) == [name for name in FOUND if name != "b/1.jpg"]
@@ -121,7 +121,7 @@ def test_one_that_has_gone_is_missed(root: Path, walks: list[Path]) -> None:
     assert files_below(root, is_wanted) == ["a/x.jpg", "b/2.jpg"]
 
 
-def test_what_has_just_changed_is_not_trusted(root: Path, walks: list[Path]) -> None:
+def test_folder_index_does_not_trust_recently_changed_folder(root: Path, walks: list[Path]) -> None:
     now = time.time_ns()
     os.utime(root / "a", ns=(now, now))
     for _ in range(2):
@@ -129,7 +129,7 @@ def test_what_has_just_changed_is_not_trusted(root: Path, walks: list[Path]) -> 
     assert len(walks) == 2
 
 
-def test_names_of_any_bytes(root: Path) -> None:
+def test_folder_index_keeps_file_names_of_any_bytes(root: Path) -> None:
     odd = os.fsdecode(b"a/\xff\xfe.jpg")
     (root / odd).touch()
     settle(root)
@@ -137,7 +137,7 @@ def test_names_of_any_bytes(root: Path) -> None:
         assert files_below(root, is_wanted) == sorted([*FOUND, odd])
 
 
-def test_without_a_cache_it_works_too(
+def test_folder_index_works_without_cache(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -146,7 +146,7 @@ def test_without_a_cache_it_works_too(
         assert files_below(root, is_wanted) == FOUND
 
 
-def test_a_damaged_index_is_made_again(root: Path, tmp_path: Path, walks: list[Path]) -> None:
+def test_damaged_folder_index_is_rebuilt(root: Path, tmp_path: Path, walks: list[Path]) -> None:
     files_below(root, is_wanted)
     (index,) = (tmp_path / "cache").glob("folder-*.npz")
     index.write_bytes(index.read_bytes()[:40])

@@ -65,7 +65,7 @@ def batches(source: BatchSource, counts: list[int]) -> list[list[list[float]]]:
     return [[part.tolist() for part in source.next_batch(count)] for count in counts]
 
 
-def test_they_are_those_loaded_without_a_thread() -> None:
+def test_load_ahead_returns_same_batches_as_loading_without_thread() -> None:
     counts = [2] * 8 + [1] + [2] * 14 + [1, 1, 2, 2, 2]
     data = Samples()
     assert batches(source(data), counts) == batches(source(Samples(), ahead=False), counts)
@@ -73,7 +73,7 @@ def test_they_are_those_loaded_without_a_thread() -> None:
     assert data.threads.count(THREAD) >= 2 * (len(counts) - 3 * TRIALS - 3)
 
 
-def test_the_next_are_loaded_while_one_is_used() -> None:
+def test_load_ahead_loads_next_batches_up_to_limit() -> None:
     data = Samples()
     ahead = source(data)
     for number in range(TRIALS):
@@ -89,14 +89,14 @@ def test_the_next_are_loaded_while_one_is_used() -> None:
 
 
 @pytest.mark.parametrize("kind", [Torch, Python, Numpy])
-def test_what_draws_random_numbers_is_loaded_while_the_training_waits(kind: type[Samples]) -> None:
+def test_load_ahead_uses_main_thread_for_random_data_set(kind: type[Samples]) -> None:
     data = kind()
-    found = batches(source(data), [2] * 8)
-    assert found == batches(source(kind(), ahead=False), [2] * 8)
+    result = batches(source(data), [2] * 8)
+    assert result == batches(source(kind(), ahead=False), [2] * 8)
     assert set(data.threads) == {"MainThread"}
 
 
-def test_so_is_what_is_put_together_at_random() -> None:
+def test_load_ahead_uses_main_thread_for_random_collate() -> None:
     def mixed(samples: list[Any]) -> Any:
         return default_collate(samples[:: 1 if torch.rand(1) < 0.5 else -1])
 
@@ -105,14 +105,14 @@ def test_so_is_what_is_put_together_at_random() -> None:
     assert set(data.threads) == {"MainThread"}
 
 
-def test_fast_data_are_loaded_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_ahead_uses_main_thread_for_fast_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_processes, "LEAST_SECONDS", 1.0)  # whatever else the cores do
     data = Samples(seconds=0.0)
     batches(source(data), [2] * 8)
     assert set(data.threads) == {"MainThread"}
 
 
-def test_an_error_is_raised_where_its_batch_is_asked_for() -> None:
+def test_load_ahead_raises_error_with_its_own_batch() -> None:
     class Broken(Samples):
         def __getitem__(self, index: int) -> tuple[int, float]:
             if len(self.threads) == 2 * (TRIALS + 1):
@@ -126,7 +126,7 @@ def test_an_error_is_raised_where_its_batch_is_asked_for() -> None:
         ahead.next_batch()
 
 
-def test_an_augmentation_of_ones_own_leaves_the_training_its_random_numbers() -> None:
+def test_load_ahead_preserves_global_generator_with_custom_augmentation() -> None:
     class Own(Samples):
         def augmented(self, index: int, key: int) -> tuple[int, float]:
             return index, torch.rand(1).item()

@@ -68,8 +68,8 @@ def batches_of(
     size = feed.batch_size or BATCH
     share = FeedShare(worker, workers, 7, size, done, feed.loader_workers or 0)
     source = feed.source(share)
-    found = [source.next_batch(size) for _ in range(count)]
-    return [each.tolist() if isinstance(each, torch.Tensor) else each for each in found]
+    result = [source.next_batch(size) for _ in range(count)]
+    return [each.tolist() if isinstance(each, torch.Tensor) else each for each in result]
 
 
 def plain(given: DataLoader[Any], epochs: int = 1) -> list[list[int]]:
@@ -122,8 +122,8 @@ def check_batch_sampler() -> None:
 
 
 def check_num_workers() -> None:
-    found = batches_of(loader(dataset=Processes(), num_workers=2), 2)
-    assert {int(number) for numbers, _ in found for number in numbers} == {0, 1}
+    result = batches_of(loader(dataset=Processes(), num_workers=2), 2)
+    assert {int(number) for numbers, _ in result for number in numbers} == {0, 1}
 
 
 def check_collate_fn() -> None:
@@ -179,7 +179,7 @@ class Slow(Numbers):
 def check_timeout() -> None:
     with pytest.raises(RuntimeError, match=r"timed out after 0\.2 seconds"):
         batches_of(loader(dataset=Slow(), batch_size=1, num_workers=1, timeout=0.2), 2)
-    refused("timeout of the DataLoader requires num_workers > 0", timeout=3)
+    refused("timeout .*num_workers", timeout=3)
 
 
 def move(number: int) -> None:
@@ -205,8 +205,8 @@ def note_seed(number: int) -> None:
 
 
 def check_worker_init_fn() -> None:
-    found = batches_of(loader(num_workers=2, worker_init_fn=move), 2)
-    assert found == [[100, 101, 102, 103], [204, 205, 206, 207]]
+    result = batches_of(loader(num_workers=2, worker_init_fn=move), 2)
+    assert result == [[100, 101, 102, 103], [204, 205, 206, 207]]
     sized = partial(loader, batch_sampler=[[0, 1], [2]], batch_size=1)
     assert batches_of(sized(num_workers=1, worker_init_fn=move), 2) == [[100, 101], [102]]
     given = partial(loader, dataset=Seeds(), batch_size=1, num_workers=2, worker_init_fn=note_seed)
@@ -259,9 +259,8 @@ def check_persistent_workers() -> None:
 
 
 def check_in_order() -> None:
-    words = "in_order=False of the DataLoader cannot be combined with"
-    refused(words, num_workers=1, in_order=False)
-    refused(words, dataset=Stream(), num_workers=1, in_order=False)
+    refused("in_order=False", num_workers=1, in_order=False)
+    refused("in_order=False", dataset=Stream(), num_workers=1, in_order=False)
     own = loader(dataset=Stream(), num_workers=1, in_order=False)
     assert isinstance(feed_of(own, True, BATCH), Feed)
     assert batches_of(loader(in_order=False), 2) == plain(loader())[:2]  # of no effect
@@ -276,7 +275,7 @@ ARGUMENTS = [name for name in inspect.signature(DataLoader.__init__).parameters 
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_argument_is_followed_or_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loader_argument_is_applied_or_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that a new torch has, and that is not known here, fails."""
     assert name in CHECKS, f"a run drops {name} of a DataLoader: follow or refuse it"
     check = CHECKS[name]
@@ -291,15 +290,15 @@ class Negated(DataLoader[Any]):
         return (-batch for batch in super().__iter__())
 
 
-def test_iteration_of_a_subclass_is_kept_and_shuffled_alike_on_all_workers() -> None:
+def test_loader_subclass_keeps_iteration_and_shuffles_alike_on_all_workers() -> None:
     given = partial(Negated, Numbers(), batch_size=BATCH, shuffle=True)
 
     def part(worker: int) -> list[list[int]]:
         torch.manual_seed(worker)
         before = torch.get_rng_state()
-        found = batches_of(given(), 3, worker, 2)
+        result = batches_of(given(), 3, worker, 2)
         assert torch.equal(torch.get_rng_state(), before)
-        return found
+        return result
 
     epoch = flat(part(0) + part(1))
     assert sorted(epoch) == [*range(1 - LENGTH, 1)]
@@ -329,16 +328,18 @@ class Unsized(Sampler[int]):
 
 
 @pytest.mark.parametrize(("listed", "words"), [(7, "7"), (9, "more"), (None, "more")])
-def test_sampler_that_differs_from_its_length_is_refused(listed: int | None, words: str) -> None:
-    with pytest.raises(UserError, match=f"Wrong .* has length 8 but lists {words} in epoch 0"):
+def test_loader_rejects_sampler_that_differs_from_its_length(
+    listed: int | None, words: str
+) -> None:
+    with pytest.raises(UserError, match=rf"\bWrong\b.*\b8\b.*\b{words}\b.*\b0\b"):
         batches_of(loader(sampler=Wrong(listed)), 2)
 
 
-def test_sampler_without_length_is_refused() -> None:
-    refused("sampler Unsized of the DataLoader requires a length", sampler=Unsized())
+def test_loader_rejects_sampler_without_length() -> None:
+    refused("sampler Unsized .*__len__", sampler=Unsized())
 
 
-def test_sharded_numbered_data_are_refused() -> None:
-    refused("sharded=True requires an iterable of batches", sharded=True)
-    with pytest.raises(UserError, match="samples of Numbers have numbers"):
+def test_feed_of_rejects_sharded_map_style_data() -> None:
+    refused("sharded=True", sharded=True)
+    with pytest.raises(UserError, match=r"sharded=True.*\bNumbers\b"):
         feed_of(Numbers(), True, BATCH)

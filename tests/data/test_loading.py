@@ -103,20 +103,20 @@ def test_augmentation_does_not_depend_on_loader_processes(dataset: MapDataset) -
     assert all(torch.equal(a, b) for a, b in zip(alone, loaded, strict=True))
 
 
-def test_crops_are_shifts_by_at_most_the_padding() -> None:
+def test_crops_shift_by_at_most_the_padding() -> None:
     images = arrays(200).images[:]
     keys = sample_keys(0, AUGMENTATION, 0, np.arange(200))
     shifts, mirrors = set(), 0
     for image, result in zip(images, crop_and_flip(images, keys, 4, True), strict=True):
         padded = torch.nn.functional.pad(image, (4, 4, 4, 4))
         windows = padded.unfold(1, 32, 1).unfold(2, 32, 1)
-        found = [
+        outcome = [
             (windows == view[:, None, None]).all(-1).all(-1).all(0)
             for view in (result, result.flip(2))
         ]
-        assert sum(int(each.sum()) for each in found) == 1
-        mirrors += bool(found[1].any())
-        shifts.add(tuple((found[0] | found[1]).nonzero()[0].tolist()))
+        assert sum(int(each.sum()) for each in outcome) == 1
+        mirrors += bool(outcome[1].any())
+        shifts.add(tuple((outcome[0] | outcome[1]).nonzero()[0].tolist()))
     assert {y for y, _ in shifts} == {x for _, x in shifts} == set(range(9))
     assert 70 < mirrors < 130
 
@@ -128,14 +128,14 @@ def test_normalisation_follows_its_formula() -> None:
 
 
 @pytest.mark.parametrize(("width", "height"), [(100, 80), (1, 500), (500, 1), (1, 1)])
-def test_random_parts_lie_inside_the_image(width: int, height: int) -> None:
+def test_random_box_lies_inside_image(width: int, height: int) -> None:
     draw = random.Random(0)
     for _ in range(200):
         left, top, right, bottom = random_box(width, height, draw)
         assert 0 <= left < right <= width and 0 <= top < bottom <= height
 
 
-def test_the_global_generators_are_left_alone() -> None:
+def test_loading_leaves_global_generators_unchanged() -> None:
     data = RandomNoise()
     for draw in (lambda: torch.rand(3).tolist(), random.random, np.random.random):
         torch.manual_seed(1)
@@ -154,7 +154,7 @@ def test_the_global_generators_are_left_alone() -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("loader_workers", [0, 2])
-def test_batches_of_any_size_are_the_stream(dataset: MapDataset, loader_workers: int) -> None:
+def test_batches_of_any_size_follow_sample_stream(dataset: MapDataset, loader_workers: int) -> None:
     whole, _ = source(dataset).next_batch(30)
     parts = source(dataset, loader_workers=loader_workers)
     position = 0
@@ -169,7 +169,7 @@ def test_batches_of_any_size_are_the_stream(dataset: MapDataset, loader_workers:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("loader_workers", [0, 2])
-def test_a_resumed_source_repeats_and_skips_nothing(
+def test_resumed_batch_source_repeats_and_skips_nothing(
     dataset: MapDataset, loader_workers: int
 ) -> None:
     first = source(dataset, loader_workers=loader_workers)
@@ -190,22 +190,22 @@ def test_a_resumed_source_repeats_and_skips_nothing(
 # -- plain sets of the user ---------------------------------------------------------------------
 
 
-def test_a_tensor_dataset_is_read() -> None:
+def test_batch_source_reads_tensor_dataset() -> None:
     data = TensorDataset(torch.arange(12.0).view(6, 2), torch.arange(6))
     inputs, labels = source(data).next_batch(6)
     assert torch.equal(inputs[:, 0], 2.0 * labels) and sorted(labels.tolist()) == list(range(6))
 
 
-def test_samples_of_another_form_are_refused() -> None:
+def test_batch_source_rejects_samples_that_are_not_pairs() -> None:
     data: list[dict[str, int]] = [{"input": 1}] * 5
-    with pytest.raises(UserError, match=r"must be \(input, label\).*gives dict"):
+    with pytest.raises(UserError, match=r"--dataset.*\(input, label\).*\bdict\b"):
         source(data).next_batch()
 
 
 # -- evaluation and statistics ------------------------------------------------------------------
 
 
-def test_evaluation_gives_every_sample_once_without_augmentation(dataset: MapDataset) -> None:
+def test_evaluation_returns_every_sample_once_without_augmentation(dataset: MapDataset) -> None:
     if isinstance(dataset, RandomNoise):
         dataset = TensorDataset(torch.rand(20, 3), torch.arange(20))
     batches = list(loading.test_batches(dataset, 8))
@@ -228,7 +228,7 @@ def test_statistics_use_training_samples_without_augmentation() -> None:
 # -- all together -------------------------------------------------------------------------------
 
 
-def test_digits_are_learned() -> None:
+def test_training_on_digits_reaches_accuracy() -> None:
     torch.manual_seed(0)
     pair = load_dataset("digits")
     model = build_model("digits", pair.num_classes, pair.in_channels, pair.image_size)

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import pickle
+import re
 import tarfile
 from pathlib import Path
 
@@ -79,9 +80,9 @@ def write(root: Path, layout: str = "{split}/{shard:06d}.tar") -> Path:
 
 
 def load(root: Path, **options: str | int) -> ShardImages:
-    found = load_dataset("shards", root, **options).train  # type: ignore[arg-type]
-    assert isinstance(found, ShardImages)
-    return found
+    result = load_dataset("shards", root, **options).train  # type: ignore[arg-type]
+    assert isinstance(result, ShardImages)
+    return result
 
 
 def share(data: ShardImages, worker: int, workers: int, done: int = 0) -> FeedShare:
@@ -97,7 +98,7 @@ def order_of(data: ShardImages, worker: int, workers: int, count: int, done: int
     "layout",
     ["{split}/{shard:06d}.tar", "{split}-{shard:06d}.tar", "imagenet-{split}-{shard:06d}.tar"],
 )
-def test_samples_are_found_and_decoded(tmp_path: Path, layout: str) -> None:
+def test_shard_samples_are_indexed_and_decoded(tmp_path: Path, layout: str) -> None:
     write(tmp_path / "data", layout)
     pair = load_dataset("shards", tmp_path / "data", image_size=SIDE, augment="none")
     assert (len(pair.train), len(pair.test)) == (TRAIN, sum(SIZES["test"]))
@@ -109,7 +110,9 @@ def test_samples_are_found_and_decoded(tmp_path: Path, layout: str) -> None:
             assert int(image.mean((1, 2)).argmax()) == label
 
 
-def test_a_shard_is_indexed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shard_is_indexed_again_only_after_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = write(tmp_path / "data")
     load(root)
     load_dataset_cache_clear()
@@ -147,7 +150,7 @@ def fill(shard: Path, files: dict[str, bytes]) -> None:
         ({"._a.jpg": b"", "a.jpg": picture(0), "._a.cls": b"", "a.cls": b"1", "README": b""}, 1),
     ],
 )
-def test_other_files_of_a_sample_do_not_disturb(
+def test_shard_index_ignores_other_files_of_a_sample(
     tmp_path: Path, files: dict[str, bytes], label: int
 ) -> None:
     root = write(tmp_path / "data")
@@ -157,7 +160,7 @@ def test_other_files_of_a_sample_do_not_disturb(
     assert int(data.targets[0]) == label
 
 
-def test_ranks_that_start_together_share_the_shards(
+def test_concurrent_ranks_index_shards_in_different_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = [tmp_path / str(number) for number in range(20)]
@@ -172,7 +175,7 @@ def test_ranks_that_start_together_share_the_shards(
     assert second[start:] + second[:start] != first
 
 
-def test_the_index_lies_beside_the_data_where_it_has_a_folder(tmp_path: Path, cache: Path) -> None:
+def test_shard_index_is_stored_next_to_data_if_folder_exists(tmp_path: Path, cache: Path) -> None:
     root = write(tmp_path / "data")
     (tmp_path / "data.index").mkdir()
     assert len(load(root)) == TRAIN
@@ -182,7 +185,7 @@ def test_the_index_lies_beside_the_data_where_it_has_a_folder(tmp_path: Path, ca
 
 # -- the order ------------------------------------------------------------------------------
 @pytest.mark.parametrize("workers", [1, 3, 4, 7])
-def test_each_epoch_has_every_sample_once(tmp_path: Path, workers: int) -> None:
+def test_shard_reading_order_has_every_sample_once_per_epoch(tmp_path: Path, workers: int) -> None:
     data = load(write(tmp_path / "data"))
     for epoch in range(3):
         order = data.reading_order(epoch, workers, seed=5)
@@ -192,7 +195,7 @@ def test_each_epoch_has_every_sample_once(tmp_path: Path, workers: int) -> None:
     assert tuple(data.reading_order(0, workers, seed=6)) != orders[0]
 
 
-def test_each_worker_reads_its_shards_from_beginning_to_end(tmp_path: Path) -> None:
+def test_worker_reads_each_shard_sequentially(tmp_path: Path) -> None:
     data = load(write(tmp_path / "data"), shuffle_buffer=1)  # nothing is moved
     bounds = np.cumsum([0, *SIZES["train"]])
     touched = []
@@ -206,7 +209,7 @@ def test_each_worker_reads_its_shards_from_beginning_to_end(tmp_path: Path) -> N
     assert len(touched[0] & touched[1]) <= 1  # the one at their border
 
 
-def test_no_sample_is_moved_further_than_the_buffer(tmp_path: Path) -> None:
+def test_shuffle_buffer_bounds_displacement_of_samples(tmp_path: Path) -> None:
     root = write(tmp_path / "data")
     straight, moved = (
         load(root, shuffle_buffer=size).reading_order(0, 1, seed=5).tolist() for size in (1, 10)
@@ -215,22 +218,22 @@ def test_no_sample_is_moved_further_than_the_buffer(tmp_path: Path) -> None:
     assert max(distances) <= 10 and sum(distance > 0 for distance in distances) > TRAIN / 2
 
 
-def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_shard_order_resumes_at_given_position(tmp_path: Path) -> None:
     data = load(write(tmp_path / "data"))
     for worker in range(3):
         whole = order_of(data, worker, 3, 60)
         assert (order_of(data, worker, 3, 40, done=20) == whole[20:]).all()
 
 
-def test_batches_are_the_same_whoever_loads_and_after_a_break(tmp_path: Path) -> None:
+def test_shard_batches_do_not_depend_on_loader_processes_or_resuming(tmp_path: Path) -> None:
     data = load(write(tmp_path / "data"), image_size=SIDE, shuffle_buffer=10)
     per_worker, seen = 10, []
     for worker in range(2):
         whole = batches(data, per_worker, FeedShare(worker, 2, seed=5, batch_size=4))
         for done, processes in ((0, 1), (0, 2), (12, 0), (12, 2)):
             part = FeedShare(worker, 2, seed=5, batch_size=4, done=done, processes=processes)
-            found = batches(data, per_worker - done // 4, part)
-            for (inputs, labels), (mine, my_labels) in zip(found, whole[done // 4 :], strict=True):
+            result = batches(data, per_worker - done // 4, part)
+            for (inputs, labels), (mine, my_labels) in zip(result, whole[done // 4 :], strict=True):
                 assert torch.equal(inputs, mine) and torch.equal(labels, my_labels)
         seen += [len(labels) for _, labels in whole]
     assert sum(seen) == TRAIN  # one epoch, all of which the two have together
@@ -238,20 +241,20 @@ def test_batches_are_the_same_whoever_loads_and_after_a_break(tmp_path: Path) ->
 
 def batches(data: ShardImages, count: int, of: FeedShare) -> list[tuple[Tensor, Tensor]]:
     source = SampleFeed(data, pairs=True).source(of)
-    found = [source.next_batch(of.batch_size) for _ in range(count)]
+    result = [source.next_batch(of.batch_size) for _ in range(count)]
     source.close()
-    return found
+    return result
 
 
-def test_other_numbers_of_workers_are_refused(tmp_path: Path) -> None:
+def test_shards_reject_resized_run(tmp_path: Path) -> None:
     data = load(write(tmp_path / "data"))
     past = FeedShare(0, 2, seed=5, batch_size=4, past=[Period((4, 4, 4))])
-    with pytest.raises(UserError, match=r"--allow-resize: .* got shards"):
+    with pytest.raises(UserError, match=r"--allow-resize.*\bshards\b"):
         SampleFeed(data, pairs=True).source(past)
 
 
 # -- processes ------------------------------------------------------------------------------
-def test_it_can_be_sent_to_a_process(tmp_path: Path) -> None:
+def test_shard_images_can_be_pickled(tmp_path: Path) -> None:
     data = load(write(tmp_path / "data"))
     data[0]
     other = pickle.loads(pickle.dumps(data))
@@ -260,7 +263,7 @@ def test_it_can_be_sent_to_a_process(tmp_path: Path) -> None:
     assert [entries.tolist() for entries in other._entries] == [e.tolist() for e in data._entries]
 
 
-def test_a_process_is_not_sent_the_index(tmp_path: Path) -> None:
+def test_pickled_shard_images_exclude_index(tmp_path: Path) -> None:
     root = write(tmp_path / "data")
     small = len(pickle.dumps(load(root)))
     with tarfile.open(root / "train/000000.tar", "a") as archive:
@@ -272,16 +275,18 @@ def test_a_process_is_not_sent_the_index(tmp_path: Path) -> None:
     assert grown < 1000 * (8 + 2)  # a label, and next to nothing of the index
 
 
-def test_without_a_cache_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shard_images_can_be_pickled_without_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("ALADDIN_MPI_CACHE", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="cannot use the cache"):
+    with pytest.warns(UserWarning, match="ALADDIN_MPI_CACHE"):
         data = load(write(tmp_path / "data"))
     other = pickle.loads(pickle.dumps(data))
     assert torch.equal(other[35][0], data[35][0])
 
 
-def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shard_images_limit_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards_module, "MOST_OPEN", 2)
     data = load(write(tmp_path / "data"))
     for index in [0, 31, 40, 70, 1, 79]:
@@ -291,59 +296,60 @@ def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
 
 # -- what cannot be read ----------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("files", "error"),
+    ("files", "cause"),
     [
-        ({"a.png": picture(0)}, "expected a label of sample a, got none; known are cls json"),
-        ({"a.cls": b"1"}, "expected an image of sample a, got none; known are jpg"),
-        ({"a.png": picture(0), "a.cls": b"cat"}, "in a.cls, got b'cat'"),
-        ({"a.png": picture(0), "a.json": b"{}"}, "expected the number of a class, 0 or above, in"),
-        ({"a.png": picture(0), "a.json": b'{"label": 1.5}'}, "in a.json, got"),
-        ({"a.png": picture(0), "a.cls": b"-1"}, "0 or above, in a.cls, got b'-1'; write"),
-        ({"README": b""}, "expected samples of an image and a label, got none"),
+        ({"a.png": picture(0)}, r"\blabel\b.*\ba\b.*cls json"),
+        ({"a.cls": b"1"}, r"\bimage\b.*\ba\b.*jpg"),
+        ({"a.png": picture(0), "a.cls": b"cat"}, r"a\.cls.*b'cat'"),
+        ({"a.png": picture(0), "a.json": b"{}"}, r"a\.json.*b'{}'"),
+        ({"a.png": picture(0), "a.json": b'{"label": 1.5}'}, r"a\.json.*1\.5"),
+        ({"a.png": picture(0), "a.cls": b"-1"}, r"a\.cls.*b'-1'"),
+        ({"README": b""}, "samples.*image.*label"),
     ],
 )
-def test_a_bad_shard_is_named(tmp_path: Path, files: dict[str, bytes], error: str) -> None:
+def test_load_names_shard_with_invalid_samples(
+    tmp_path: Path, files: dict[str, bytes], cause: str
+) -> None:
     root = write(tmp_path / "data")
     shard = root / "train" / "000001.tar"
     fill(shard, files)
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(UserError, match=rf"{re.escape(str(shard))}: .*{cause}"):
         load(root)
-    assert str(shard) in str(raised.value) and error in str(raised.value)
 
 
-def test_what_is_no_tar_file_is_named(tmp_path: Path) -> None:
+def test_load_names_shard_that_is_not_a_tar_file(tmp_path: Path) -> None:
     root = write(tmp_path / "data")
     (root / "train" / "000001.tar").write_bytes(b"no tar file" * 100)
-    with pytest.raises(UserError, match=r"000001.tar: cannot be read as a tar file"):
+    with pytest.raises(UserError, match=r"000001\.tar: .*\btar file\b"):
         load(root)
 
 
-def test_half_a_shard_is_named(tmp_path: Path) -> None:
+def test_load_names_truncated_shard(tmp_path: Path) -> None:
     shard = write(tmp_path / "data") / "train/000001.tar"
     shard.write_bytes(shard.read_bytes()[: 5 * 512 + 100])
-    with pytest.raises(UserError, match=r"000001.tar: cannot be read .*unexpected end of data"):
+    with pytest.raises(UserError, match=r"000001\.tar: .*unexpected end of data"):
         load(tmp_path / "data")
 
 
-def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+def test_load_names_shard_that_is_a_dangling_link(tmp_path: Path) -> None:
     shard = write(tmp_path / "data") / "train/000001.tar"
     shard.unlink()
     shard.symlink_to("gone")
-    with pytest.raises(UserError, match=r"000001.tar: cannot be read .*; replace or remove it"):
+    with pytest.raises(UserError, match=r"000001\.tar: .*No such file"):
         load(tmp_path / "data")
 
 
-def test_a_class_that_training_does_not_have_is_named(tmp_path: Path) -> None:
+def test_load_names_test_sample_of_unknown_class(tmp_path: Path) -> None:
     root = write(tmp_path / "data")
     fill(root / "test/000001.tar", {"a.png": picture(0), "a.cls": b"3"})
-    with pytest.raises(UserError, match=r"000001.tar/a.png: expected .* 0 to 2, got 3; look"):
+    with pytest.raises(UserError, match=r"000001\.tar/a\.png: .*\b2\b.*\b3\b"):
         load(root)
 
 
-def test_missing_shards_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--data-dir: data set shards needs it"):
+def test_load_rejects_missing_shards(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--data-dir.*\bshards\b"):
         load_dataset("shards")
-    with pytest.raises(UserError, match="no shards to train with; expected DIR/train"):
+    with pytest.raises(UserError, match=rf"--data-dir {tmp_path}: .*DIR/train"):
         load_dataset("shards", tmp_path)
 
 
@@ -355,11 +361,11 @@ def damage(root: Path, index: int) -> None:
         file.write(b"rubbish" * 3)
 
 
-def test_an_image_that_cannot_be_read_is_named_or_skipped(tmp_path: Path) -> None:
+def test_unreadable_image_in_shard_is_named_or_skipped(tmp_path: Path) -> None:
     root = write(tmp_path / "data")
     damage(root, 33)
     load_dataset_cache_clear()
-    with pytest.raises(UserError, match=r"000001.tar/n0/img_00033.png: not a readable image"):
+    with pytest.raises(UserError, match=r"000001\.tar/n0/img_00033\.png: .*readable"):
         load(root)[33]
     data = load(root, corrupt_images="skip")
     assert torch.equal(data[33][0], data[34][0]) and data[33][1] == data[34][1]
@@ -367,7 +373,7 @@ def test_an_image_that_cannot_be_read_is_named_or_skipped(tmp_path: Path) -> Non
     assert data.skipped.take()[0][0].endswith("000001.tar/n0/img_00033.png")
 
 
-def test_a_read_that_fails_is_as_a_bad_image(
+def test_shard_read_error_counts_as_unreadable_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = write(tmp_path / "data")
@@ -381,32 +387,32 @@ def test_a_read_that_fails_is_as_a_bad_image(
         return read(handle, size, offset)
 
     monkeypatch.setattr(os, "pread", broken)
-    with pytest.raises(UserError, match=r"img_00033.png: not a readable image .*Input/output"):
+    with pytest.raises(UserError, match=r"img_00033\.png: .*Input/output"):
         stops[33]
     assert torch.equal(skips[33][0], skips[34][0])
 
 
-def test_the_buffer_has_a_size() -> None:
-    with pytest.raises(UserError, match="--shuffle-buffer: expected at least 1 sample, got 0"):
+def test_shuffle_buffer_of_zero_is_rejected() -> None:
+    with pytest.raises(UserError, match=r"--shuffle-buffer: .*\b1\b.*\b0\b"):
         load_dataset("shards", shuffle_buffer=0)
 
 
 # -- as a user runs it --------------------------------------------------------------------------
 @needs("openmpi")
-def test_training(tmp_path: Path, cache: Path) -> None:
+def test_training_on_shards_reaches_accuracy(tmp_path: Path, cache: Path) -> None:
     root = write(tmp_path / "data")
     words = ["--dataset", "shards", "--data-dir", root, "--model", "resnet20", "--image-size", SIDE]
     words += ["--augment", "none", "--epochs", 4, "--batch-size", 8, "--bn-batches", 5]
     words += ["--lr", 0.02, "--shuffle-buffer", 20]
     env = {"ALADDIN_MPI_CACHE": str(cache)}
     train(3, tmp_path / "run", *words, "--loader-workers", 1, env=env)
-    found = summary(tmp_path / "run")
-    assert found["samples"] == 4 * TRAIN
-    assert found["test_accuracy"] > 0.6  # chance is 0.33
+    run_summary = summary(tmp_path / "run")
+    assert run_summary["samples"] == 4 * TRAIN
+    assert run_summary["test_accuracy"] > 0.6  # chance is 0.33
 
 
 @needs("openmpi")
-def test_a_resumed_run_ends_as_one_without_a_break(tmp_path: Path, cache: Path) -> None:
+def test_resumed_run_on_shards_matches_uninterrupted_run(tmp_path: Path, cache: Path) -> None:
     root = write(tmp_path / "data")
     damage(root, 33)
     words = ["--dataset", "shards", "--data-dir", root, "--model", "resnet20", "--image-size", SIDE]

@@ -66,12 +66,12 @@ def run_column(name: str, rows: Sequence[str], folder: Path) -> dict[str, Outcom
         printed = _run(name, place)
         ranks = max(1, COLUMNS[name].ranks)
         reports = [_reports(place / f"rank-{rank}.jsonl") for rank in range(ranks)]
-        done = min(map(_finished, reports))
-        for number, row in enumerate(left[:done]):
+        finished = min(map(_finished, reports))
+        for number, row in enumerate(left[:finished]):
             outcomes[row] = Outcome(reports=[each[number] for each in reports])
-        if done < len(left):
-            outcomes[left[done]] = Outcome(error=_error(reports, done, printed))
-        left = left[done + 1 :]
+        if finished < len(left):
+            outcomes[left[finished]] = Outcome(error=_error(reports, finished, printed))
+        left = left[finished + 1 :]
     return outcomes
 
 

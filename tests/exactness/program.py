@@ -110,14 +110,14 @@ def main(folder: Path) -> None:
         gc.collect()
         gc.freeze()
         try:
-            found = result(TABLE[name], column, folder)
+            outcome = result(TABLE[name], column, folder)
         except BaseException:
-            found = {"error": traceback.format_exc()}
+            outcome = {"error": traceback.format_exc()}
             raise
         finally:
             if report is None:
                 report = (folder / f"rank-{_rank()}.jsonl").open("a")
-            report.write(json.dumps({"row": name, **found}) + "\n")
+            report.write(json.dumps({"row": name, **outcome}) + "\n")
             report.flush()
 
 

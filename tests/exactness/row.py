@@ -172,8 +172,8 @@ def shuffled(samples: Any) -> DataLoader[Any]:
 
 
 def numbers_last(batch: Batch) -> Tensor:
-    found: Tensor = batch[-1]
-    return found
+    last: Tensor = batch[-1]
+    return last
 
 
 def given_as_object(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:

@@ -71,8 +71,8 @@ class Squared(torch.autograd.Function):
 
 
 def through_function(model: nn.Module, batch: Batch) -> Tensor:
-    found: Tensor = Squared.apply(model(batch[0]) - batch[1])
-    return found.mean()
+    errors: Tensor = Squared.apply(model(batch[0]) - batch[1])
+    return errors.mean()
 
 
 def in_single(model: nn.Module, batch: Batch) -> Tensor:

@@ -83,7 +83,7 @@ def outcomes(
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # the first test of a column waits for the whole column
 @pytest.mark.parametrize(("row", "column"), _cases())
-def test_trains_as_plain_torch(
+def test_row_trains_as_plain_torch(
     row: Row, column: str, outcomes: Callable[[str], dict[str, Outcome]]
 ) -> None:
     outcome, tolerance = outcomes(column)[row.name], row.tolerance
@@ -92,15 +92,15 @@ def test_trains_as_plain_torch(
     seen = len(outcome.workers), outcome.rounds, outcome.epochs
     before, expected = plain.train(row, row.replay, *seen)
     assert plain.distance(expected, before) > max(MOVED, 2 * tolerance)
-    found = [plain.decoded(report["parameters"], before) for report in outcome.reports]
-    distances = [plain.distance(each, expected) for each in found]
+    result = [plain.decoded(report["parameters"], before) for report in outcome.reports]
+    distances = [plain.distance(each, expected) for each in result]
     if column not in row.differences:
         assert max(distances) <= tolerance
         return
     assert min(distances) > APART * tolerance, "the documented difference is none any more"
     if row.documented is not None:
         _, expected = plain.train(row, row.documented, *seen)
-        distances = [plain.distance(each, expected) for each in found]
+        distances = [plain.distance(each, expected) for each in result]
         assert max(distances) <= tolerance
 
 
@@ -115,7 +115,7 @@ def _check_samples(row: Row, column: str, outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.differences], ids=lambda row: row.name)
-def test_differences_are_documented(row: Row) -> None:
+def test_row_differences_are_documented(row: Row) -> None:
     for section in set(row.differences.values()):
         page, _, anchor = section.partition("#")
         document = ROOT / "docs" / page
@@ -123,5 +123,5 @@ def test_differences_are_documented(row: Row) -> None:
         assert anchor in anchors(document)
 
 
-def test_names_of_rows_are_unique() -> None:
+def test_row_names_are_unique() -> None:
     assert len(TABLE) == len(ROWS)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options.run import SimulateOptions, parse
-from aladdin_mpi.run.trainer import simulate
 from tests.commands import EPOCH, checkpoint_part, metrics
 from tests.failing import Failure, Net
+from tests.messages import naming
+from tests.simulation import start
 
 VARIANTS = [
     ["--algorithm", "sgp"],
@@ -24,12 +24,8 @@ NAMES = ["sgp", "osgp", "osgp-push-first", "gosgd", "ad-psgd", "ad-psgd-exponent
 each = pytest.mark.parametrize("variant", VARIANTS, ids=NAMES)
 
 
-def start(*words: object) -> dict[str, object]:
-    return simulate(parse(SimulateOptions, list(map(str, words)), "simulate", ""))
-
-
 @each
-def test_a_resumed_run_is_the_same_to_the_bit(
+def test_resumed_gossip_run_is_bit_identical(
     tmp_path: Path, variant: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = ["--model", "tests.failing:build", "--workers", 5, "--hosts", 2, "--epochs", 2]
@@ -52,7 +48,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(
 
 
 @each
-def test_timed_computing(tmp_path: Path, variant: list[object]) -> None:
+def test_timed_gossip_run_sends_the_expected_bytes(tmp_path: Path, variant: list[object]) -> None:
     plan = ["--compute", "timed", "--model", "size:0.5", "--samples", 1600, "--batch-size", 10]
     plan += ["--workers", 4, "--hosts", 4, "--bucket-mb", 0.3, "--quiet"]
     summary = start(*plan, *variant, "--run-dir", tmp_path / "run")
@@ -67,6 +63,6 @@ def test_timed_computing(tmp_path: Path, variant: list[object]) -> None:
 
 
 @each
-def test_one_worker_is_too_few(variant: list[object], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--workers 2"):
+def test_gossip_with_one_worker_is_refused(variant: list[object], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=naming(f"--algorithm {variant[1]}:", "--workers 2")):
         start("--workers", 1, *variant, "--run-dir", tmp_path / "run", "--quiet")

@@ -1,4 +1,4 @@
-"""Builds the device "late" (source/), once for each torch and each state of its source."""
+"""Builds the delayed-copy test device (source/) once for each torch and state of its source."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ OPTIONS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-w")
 
 
 class BuildError(RuntimeError):
-    """The compiler has refused it."""
+    """The compiler failed."""
 
 
 def obstacle() -> str | None:
-    """Why it cannot be built here; None: it can."""
+    """Return why it cannot be built here, or None if it can."""
     if shutil.which(COMPILER) is None:
         return f"no C++ compiler: there is no {COMPILER}"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
@@ -34,7 +34,7 @@ def obstacle() -> str | None:
 
 
 def library() -> Path:
-    """The compiled device, which is built if it is not there.
+    """Return the compiled device, and build it if it is missing.
 
     Raises:
         BuildError: it cannot be compiled.
@@ -79,6 +79,6 @@ def _build(path: Path) -> None:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise BuildError(f"{' '.join(command)}\n{done.stderr[-8000:]}")
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if completed.returncode:
+        raise BuildError(f"{' '.join(command)}\n{completed.stderr[-8000:]}")

@@ -1,4 +1,4 @@
-"""Of the device "late" itself, in a process of its own (test_late.py): it has to show mistakes."""
+"""Checks of the delayed-copy test device, run in a separate process by test_late.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.late.device import KIND, runtime
 
 DEVICE = torch.device(KIND, 2)
 LONG = 50_000
-"""Microseconds that a copy or a kernel takes at most: whoever does not wait is too early."""
+"""Longest duration of a copy or a kernel in microseconds, so that a missing wait shows."""
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def at_rest() -> Iterator[None]:
     torch.accelerator.synchronize(DEVICE)
 
 
-def test_torch_knows_it() -> None:
+def test_torch_recognises_the_device() -> None:
     assert torch.accelerator.current_accelerator() == torch.device(KIND)
     assert torch.accelerator.device_count() == runtime.DEVICES == 4
     values = torch.arange(6.0).to(DEVICE) * 2 + 1
@@ -35,7 +35,7 @@ def test_torch_knows_it() -> None:
     assert values.sum().item() == 36
 
 
-def test_the_host_runs_ahead() -> None:
+def test_host_runs_ahead_of_the_device() -> None:
     values = torch.zeros(10, device=DEVICE)
     runtime.set_delays(0, LONG)
     for _ in range(3):
@@ -62,7 +62,7 @@ def network() -> nn.Module:
     )
 
 
-def test_a_network_has_the_gradients_that_it_has_on_the_cpu() -> None:
+def test_network_has_the_gradients_of_the_cpu() -> None:
     here = network()
     there = copy.deepcopy(here).to(DEVICE)
     images, labels = torch.randn(5, 1, 8, 8), torch.arange(5)
@@ -75,7 +75,7 @@ def test_a_network_has_the_gradients_that_it_has_on_the_cpu() -> None:
 
 
 def copied(waits: bool) -> list[float]:
-    """What is copied on a side stream while the next kernel changes it."""
+    """Return values copied on a side stream while the next kernel changes them."""
     values = torch.arange(4.0).to(DEVICE)
     target = torch.zeros(4, pin_memory=True)
     side = torch.Stream(DEVICE)
@@ -93,7 +93,7 @@ def copied(waits: bool) -> list[float]:
     return target.tolist()
 
 
-def test_a_race_shows() -> None:
+def test_missing_wait_shows_as_a_race() -> None:
     assert copied(waits=False) == [100, 101, 102, 103]
     assert copied(waits=True) == [0, 1, 2, 3]
 
@@ -115,12 +115,12 @@ def copied_from_a_temporary(records: bool) -> list[float]:
     return target.tolist()
 
 
-def test_freed_memory_is_overwritten_unless_its_users_are_known() -> None:
+def test_freed_memory_is_overwritten_unless_its_stream_is_recorded() -> None:
     assert all(value != value for value in copied_from_a_temporary(records=False))  # NaN
     assert copied_from_a_temporary(records=True) == [1, 2, 3, 4]
 
 
-def test_memory_that_a_copy_uses_is_known() -> None:
+def test_memory_in_use_by_a_copy_is_tracked() -> None:
     values = torch.arange(4.0).to(DEVICE)
     pinned = torch.ones(4, pin_memory=True)
     assert pinned.is_pinned() and not torch.ones(4).is_pinned()
@@ -135,26 +135,26 @@ def test_memory_that_a_copy_uses_is_known() -> None:
     assert runtime.uses_of(*where) == 0
 
 
-def test_what_stops_the_host_is_counted() -> None:
+def test_operations_that_stall_the_host_are_counted() -> None:
     values = torch.arange(4.0).to(DEVICE)
     runtime.forget()
     values.sum().item()
     values.cpu()
     values.copy_(torch.ones(4), non_blocking=True)
-    found = runtime.counts()
-    assert found["items"] == 1
-    assert found["blocking copies to the host"] == 1
-    assert found["pageable copies to a device"] == 1
+    counts = runtime.counts()
+    assert counts["items"] == 1
+    assert counts["blocking copies to the host"] == 1
+    assert counts["pageable copies to a device"] == 1
 
 
-def test_contexts_are_known() -> None:
+def test_touched_devices_are_tracked() -> None:
     torch.zeros(3, device=DEVICE).add_(1)
     assert runtime.touched() == [2]
     torch.zeros(3, device=torch.device(KIND, 1))
     assert runtime.touched() == [1, 2]
 
 
-def test_memory_is_counted() -> None:
+def test_memory_of_device_and_host_is_counted() -> None:
     before, _, pinned_before, _ = runtime.memory_used()
     held = torch.zeros(1000, device=DEVICE), torch.zeros(5000, pin_memory=True)
     now, most, pinned, _ = runtime.memory_used()
@@ -163,7 +163,7 @@ def test_memory_is_counted() -> None:
     assert runtime.memory_used()[0] == before
 
 
-def test_pinned_memory_is_as_much_as_was_asked_for() -> None:
+def test_pinned_memory_has_the_requested_size() -> None:
     now, _ = runtime.memory_used()[2:]
     numel = 5 * 2**18 + 1000  # 5 MiB and a bit: rounded up they would be 8
     buffer = accelerator.pinned(numel, torch.float32, DEVICE)
@@ -178,6 +178,6 @@ def test_pinned_memory_is_as_much_as_was_asked_for() -> None:
     assert (fetched == 3).all().item()
 
 
-def test_a_little_of_it_is_torchs() -> None:
+def test_small_pinned_buffer_is_allocated_by_torch() -> None:
     small = accelerator.pinned(1000, torch.bfloat16, DEVICE)
     assert small.is_pinned() and not small.any()

@@ -1,4 +1,4 @@
-"""Makes the device "late" known to torch: ``torch.device("late", 2)``. Importing it does that."""
+"""Registers the delayed-copy test device with torch on import: ``torch.device("late", 2)``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _load() -> Any:
 
 
 def _module() -> types.ModuleType:
-    """What ``torch.late`` is, as ``torch.cuda`` for CUDA."""
+    """Return the module ``torch.late``, the counterpart of ``torch.cuda``."""
     module: Any = types.ModuleType(f"torch.{KIND}")
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
@@ -50,7 +50,7 @@ def _module() -> types.ModuleType:
 
 
 class _Runtime:
-    """What the package asks of CUDA's runtime."""
+    """The functions of CUDA's runtime that the package uses."""
 
     @staticmethod
     def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:

@@ -1,4 +1,4 @@
-"""Watches what is handed to MPI: no copy of the device "late" may use that memory meanwhile."""
+"""Checks that no copy of the test device uses memory at the time it is passed to MPI."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from aladdin_mpi.transport.mpi.requests import Requests
 from tests.late.device import runtime
 
 WRITES = 2
-found: list[str] = []
-"""What was handed over too early."""
+too_early: list[str] = []
+"""Operations on memory that a copy still used."""
 
 
 def install() -> None:
-    """Look at every send, receive and collective of this process from now on."""
+    """Check every send, receive and collective of this process from now on."""
     send, receive, collective = Requests.send, Requests._post_receive, MpiTransport._collective
 
     def watched_send(self: Requests, request: Any) -> None:
@@ -42,4 +42,4 @@ def install() -> None:
 
 def _check(what: str, buffer: torch.Tensor, forbidden: int) -> None:
     if runtime.uses_of(buffer.data_ptr(), buffer.nbytes) & forbidden:
-        found.append(what)
+        too_early.append(what)

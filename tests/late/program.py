@@ -1,4 +1,4 @@
-"""Run under mpirun by test_late.py: training on the device "late" against training on the CPU.
+"""Compare training on the delayed-copy test device with the CPU; run by test_late.py.
 
 The arguments: the folder for the runs, and one of ``CHECKS``.
 """
@@ -43,7 +43,7 @@ LATE_AT_ONE = (60_000 if WORLD.rank == 0 else 100, 100)
 """Its neighbour's model is there, and changes its own, long before that is copied."""
 
 SUMMED_BY = {"ar-sgd": "Iallreduce", "ar-sgd ring": "ring", "multistep": "Ialltoall"}
-"""What begins a sum: the first message of a ring, or a collective of MPI's."""
+"""The start of a sum: the first message of a ring, or a collective of MPI."""
 OTHER_DELAYS = [(200, 0), (10_000, 0), (500, 1000)]
 """Short copies, long ones, slow kernels."""
 FEW_EQUAL = ("ar-sgd", "bsp int8", "local-sgd", "multistep", "sgp bf16")
@@ -73,7 +73,7 @@ EVALUATED: dict[str, Any] = {
 
 
 own: set[int] = set()
-"""The devices that this rank has had: what a former run has left may still touch its own."""
+"""The devices that this rank has had: a previous run may still touch them."""
 
 
 def _first_images(module: nn.Module) -> Iterator[Any]:
@@ -83,7 +83,7 @@ def _first_images(module: nn.Module) -> Iterator[Any]:
 
 
 def train(folder: str, device: str, name: str, options: dict[str, Any]) -> torch.Tensor:
-    """The trained parameters."""
+    """Train and return the parameters."""
     module = network()
     run = make(module, folder, device, name, **options)
     runtime.forget()
@@ -97,7 +97,7 @@ def train(folder: str, device: str, name: str, options: dict[str, Any]) -> torch
 
 
 def expect(is_so: bool, what: str) -> None:
-    """End the job if it is not."""
+    """End the job with a message if the condition is false."""
     if not is_so:
         print(f"rank {WORLD.rank}: {what}", file=sys.stderr, flush=True)
         WORLD.Abort(1)
@@ -120,7 +120,7 @@ def check_equal(
             where = f"{name}, copies {copies} us, kernels {kernels} us"
             error = (result - expected).abs().max().item()
             expect(torch.equal(result, expected), f"{where}: differs from the CPU's by {error}")
-            expect(not guarded.found, f"{where}: handed over too early: {guarded.found}")
+            expect(not guarded.too_early, f"{where}: handed over too early: {guarded.too_early}")
         runtime.set_delays(COPIES, KERNELS, WORLD.rank)
 
 
@@ -129,7 +129,7 @@ def check_few_equal(folder: str) -> None:
 
 
 def check_resume(folder: str) -> None:
-    """A run that goes on from a checkpoint is the one without a break."""
+    """Check that a resumed run equals the uninterrupted one."""
     for name in RESUMED:
         options = EQUAL[name]
         whole, half = 16 * 24, 16 * 12  # whole rounds of two workers, and of three
@@ -158,11 +158,11 @@ def check_resume(folder: str) -> None:
                 expect(state == 9, f"{name}: the device's random numbers are at {state}, not at 9")
         errors = [(result - results[0]).abs().max().item() for result in results]
         expect(not any(errors), f"{name}: CPU, resumed there, device, resumed there: {errors}")
-        expect(not guarded.found, f"{name}: handed over too early: {guarded.found}")
+        expect(not guarded.too_early, f"{name}: handed over too early: {guarded.too_early}")
 
 
 def check_refused(folder: str) -> None:
-    """A gradient that is not finite is refused on the device, where that is known a step late."""
+    """Check that a non-finite gradient is refused, which the device reports a step later."""
     for name in ("bsp", "ar-sgd", "ar-sgd whole"):
         options = {"wait_free": "whole" not in name}
         expected, _ = train_with_refused(folder, "cpu", name, **options)
@@ -180,7 +180,7 @@ def set_random_state(run: DataParallel, number: int) -> None:
 
 
 def check_budget(folder: str) -> None:
-    """In a step nothing waits for the device, but for what its outcome is a step later."""
+    """Check that a step does not wait for the device."""
     runtime.set_delays(500, 0, WORLD.rank)
     names: dict[str, dict[str, Any]] = {name: {} for name in sorted(ALGORITHMS)}
     names |= EQUAL | FEW_BITS
@@ -200,7 +200,7 @@ def check_budget(folder: str) -> None:
 
 
 def check_ahead(folder: str) -> None:
-    """With slow kernels the device still computes when the host is done with a step.
+    """Check that with slow kernels the device still computes when the host ends a step.
 
     On busy cores the host may be late by itself: it then has to be ahead of slower kernels.
     """
@@ -229,7 +229,7 @@ def steps_behind(folder: str, name: str) -> list[bool]:
 
 
 def check_sums(folder: str) -> None:
-    """Sums begin while the device computes, also where the host does nothing but wait for it."""
+    """Check that sums begin while the device computes, also if the host only waits for it."""
     runtime.set_delays(100, 6000, WORLD.rank)
     for name, collective in SUMMED_BY.items():
         early, every = max(sums_begun(folder, name, collective))
@@ -241,7 +241,7 @@ def check_sums(folder: str) -> None:
 
 
 def sums_begun(folder: str, name: str, collective: str) -> list[tuple[int, int]]:
-    """How many sums of each step began before the device was done with it, and how many."""
+    """Return how many sums of each step began before the device ended it, and how many did."""
     begun: list[str] = []
     begin = MpiTransport._collective
     advance = messages._Sum.begin
@@ -281,17 +281,17 @@ def sums_begun(folder: str, name: str, collective: str) -> list[tuple[int, int]]
 
 
 def check_all(folder: str) -> None:
-    """What is not the same every time keeps its books, or the run would end with an error."""
+    """Run every algorithm; its accounting must hold, or the run would end with an error."""
     for name in sorted(ALGORITHMS):
         result = train(folder, "gpu", name, {})
         expect(bool(result.isfinite().all()), f"{name}: not finite")
-        expect(not guarded.found, f"{name}: handed over too early: {guarded.found}")
+        expect(not guarded.too_early, f"{name}: handed over too early: {guarded.too_early}")
 
 
 def check_evaluation(folder: str) -> None:
-    """What the workers measure in parts, each on its device, is what rank 0 measures alone."""
+    """Check that an evaluation in parts on the workers' devices equals that of rank 0."""
     for name in ("ar-sgd", "bsp"):
-        found, models = [], []
+        evaluations, models = [], []
         for device in ("cpu", "gpu"):
             module = network()
             module.insert(1, nn.BatchNorm2d(4))
@@ -306,21 +306,21 @@ def check_evaluation(folder: str) -> None:
             if WORLD.rank == 0:
                 assert run.run_dir is not None
                 lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
-                found.append([json.loads(line) for line in lines if '"eval"' in line])
+                evaluations.append([json.loads(line) for line in lines if '"eval"' in line])
                 parts = run._rank.divided if run._rank else None
                 expect((parts is not None) == (device == "gpu"), f"{name}, {device}: {parts}")
         if WORLD.rank == 0:
             for key, value in models[0].items():
                 other = models[1][key].cpu()
                 expect(torch.allclose(value.cpu(), other, rtol=1e-5), f"{name}: {key} differs")
-            alone, shared = (lines[-1] for lines in found)
-            expect(len(found[1]) > 1, f"{name}: {found[1]}")
+            alone, shared = (lines[-1] for lines in evaluations)
+            expect(len(evaluations[1]) > 1, f"{name}: {evaluations[1]}")
             for key in ("test_accuracy", "test_loss"):
                 error = abs(alone[key] - shared[key])
                 expect(error < 1e-5, f"{name}: {key}: {alone[key]} and {shared[key]}")
 
 
-# -- mistakes that have to be found --------------------------------------------------------
+# -- planted mistakes ----------------------------------------------------------------------
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)
@@ -413,7 +413,7 @@ DEFECTS: dict[str, tuple[str, tuple[int, int], Callable[[], Any]]] = {
         LATE_AT_ONE,
         copies_that_hold_nothing,
     ),
-    "a model that is read before it has come": (
+    "a model that is read before it has arrived": (
         "bsp",
         LATE_COPIES,
         lambda: replaced(DenseWire, "fetch", fetch_at_once),
@@ -432,14 +432,14 @@ def check_defects(folder: str) -> None:
     for defect, (name, delays, plant) in DEFECTS.items():
         runtime.set_delays(*delays, WORLD.rank)
         expected = train(folder, "gpu", name, EQUAL[name])
-        expect(not guarded.found, f"before {defect}: {guarded.found}")
+        expect(not guarded.too_early, f"before {defect}: {guarded.too_early}")
         differs = was_told = False
         for _ in range(TRIES):
             with plant():
                 result = train(folder, "gpu", name, EQUAL[name])
             differs = anywhere(not torch.equal(result, expected))
-            was_told = anywhere(bool(guarded.found))
-            guarded.found.clear()
+            was_told = anywhere(bool(guarded.too_early))
+            guarded.too_early.clear()
             if differs or was_told:
                 break
         expect(differs or was_told, f"{defect}: not found")

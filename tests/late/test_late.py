@@ -1,7 +1,7 @@
-"""The device paths, on a stand-in whose streams are threads and whose copies come late.
+"""The device paths, on the delayed-copy test device, whose streams are threads.
 
-Torch knows one such device in a process, and would give it to every other test: so all runs in
-processes of its own.
+Torch supports one such device in a process, and all other tests would use it: so everything runs
+in separate processes.
 """
 
 from __future__ import annotations
@@ -22,46 +22,48 @@ pytestmark = [
 ]
 
 
-def run(folder: Path, what: str) -> str:
-    """Three ranks of program.py."""
+def run(folder: Path, check: str) -> str:
+    """Run a check of program.py on three ranks."""
     build.library()
-    return run_ranks(3, ["-m", "tests.late.program", str(folder), what], timeout=250).stdout
+    return run_ranks(3, ["-m", "tests.late.program", str(folder), check], timeout=250).stdout
 
 
-def test_the_device_shows_mistakes() -> None:
+def test_delayed_copy_device_reveals_mistakes() -> None:
     build.library()
     checks = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     checks.append("tests/late/checks_device.py")
-    done = subprocess.run(checks, cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
+    completed = subprocess.run(checks, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert completed.returncode == 0, completed.stdout
+    assert " passed" in completed.stdout
 
 
 @needs("openmpi")
 @pytest.mark.parametrize(
-    "what",
+    "check",
     [
-        pytest.param("few-equal", id="the result is the CPU's"),
+        pytest.param("few-equal", id="equals the CPU"),
         pytest.param(
             "equal",
-            id="the result is the CPU's, where it is the same every time",
+            id="deterministic variants equal the CPU",
             marks=pytest.mark.long,
         ),
-        pytest.param("resume", id="a resumed run is the uninterrupted one", marks=pytest.mark.long),
-        pytest.param("refused", id="what is not finite is refused", marks=pytest.mark.long),
-        pytest.param("budget", id="nothing in a step waits for the device", marks=pytest.mark.long),
-        pytest.param("ahead", id="the host runs ahead of slow kernels", marks=pytest.mark.long),
-        pytest.param("sums", id="sums begin during the backward pass", marks=pytest.mark.long),
-        pytest.param("evaluation", id="workers measure in parts what rank 0 measures alone"),
-        pytest.param("all", id="every algorithm keeps its books", marks=pytest.mark.long),
+        pytest.param(
+            "resume", id="resumed run equals the uninterrupted one", marks=pytest.mark.long
+        ),
+        pytest.param("refused", id="non-finite gradients are refused", marks=pytest.mark.long),
+        pytest.param("budget", id="steps do not wait for the device", marks=pytest.mark.long),
+        pytest.param("ahead", id="host runs ahead of slow kernels", marks=pytest.mark.long),
+        pytest.param("sums", id="sums begin during backward", marks=pytest.mark.long),
+        pytest.param("evaluation", id="evaluation in parts equals that of rank 0"),
+        pytest.param("all", id="accounting of every algorithm holds", marks=pytest.mark.long),
     ],
 )
-def test_over_mpi(tmp_path: Path, what: str) -> None:
-    assert run(tmp_path, what).endswith("done\n")
+def test_training_on_delayed_copy_device_over_mpi(tmp_path: Path, check: str) -> None:
+    assert run(tmp_path, check).endswith("done\n")
 
 
 @pytest.mark.long
 @needs("openmpi")
-def test_planted_mistakes_are_found(tmp_path: Path) -> None:
+def test_planted_mistakes_are_found_on_delayed_copy_device(tmp_path: Path) -> None:
     printed = run(tmp_path, "defects")
     assert printed.endswith("done\n") and printed.count("found: ") == 8

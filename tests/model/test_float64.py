@@ -16,7 +16,7 @@ from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.launch import needs
-from tests.run.test_own_loop import run_script
+from tests.run_program import run_program
 
 START, RATE, STEPS = 1 / 7, 1e-3, 5
 EXPECTED = START - STEPS * RATE / 3
@@ -57,11 +57,11 @@ def train(workers: int, rate: float = RATE, **settings: Any) -> tuple[Tensor, li
 
 
 def simulated(algorithm: str, folder: Path, **settings: Any) -> tuple[Tensor, list[Tensor]]:
-    found: dict[int, tuple[Tensor, list[Tensor]]] = {}
+    result: dict[int, tuple[Tensor, list[Tensor]]] = {}
     settings = {"wire": "fp32", "overwrite": True, **settings}
 
     def main(transport: Transport) -> None:
-        found[transport.rank] = train(
+        result[transport.rank] = train(
             2,
             transport=transport,
             algorithm=algorithm,
@@ -72,13 +72,13 @@ def simulated(algorithm: str, folder: Path, **settings: Any) -> tuple[Tensor, li
 
     servers = 0 if not ALGORITHMS[algorithm].has_servers else 1
     VirtualCluster(servers + 2, Cluster(hosts=2), 0).run(main)
-    for weight, _ in found.values():
-        assert torch.equal(weight, found[0][0])
-    return found[0]
+    for weight, _ in result.values():
+        assert torch.equal(weight, result[0][0])
+    return result[0]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_nothing_is_rounded(tmp_path: Path, algorithm: str) -> None:
+def test_float64_model_is_not_rounded(tmp_path: Path, algorithm: str) -> None:
     weight, evaluated = simulated(algorithm, tmp_path)
     expected = torch.full_like(weight, EXPECTED)
     if algorithm in ("easgd", "eamsgd"):  # the centre follows the workers: it moves by the rate
@@ -96,13 +96,15 @@ def test_nothing_is_rounded(tmp_path: Path, algorithm: str) -> None:
         ("aladdin", {"checksum": True}),
     ],
 )
-def test_nor_with_other_settings(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
+def test_float64_model_is_not_rounded_with_other_settings(
+    tmp_path: Path, algorithm: str, settings: dict[str, Any]
+) -> None:
     weight, _ = simulated(algorithm, tmp_path, **settings)
     torch.testing.assert_close(weight, torch.full_like(weight, EXPECTED), **CLOSE)
 
 
 @pytest.mark.parametrize("algorithm", ["ar-sgd", "asp"])
-def test_chosen_values_are_not_rounded(tmp_path: Path, algorithm: str) -> None:
+def test_float64_values_selected_by_dgc_are_not_rounded(tmp_path: Path, algorithm: str) -> None:
     """Deep gradient compression leaves out values, and sends the others as they are."""
     weight, _ = simulated(algorithm, tmp_path, compression="dgc", dgc={"clip": None})
     gradients = (START - weight) / (RATE / 3 / 2)  # each is divided by the number of workers
@@ -110,30 +112,23 @@ def test_chosen_values_are_not_rounded(tmp_path: Path, algorithm: str) -> None:
     assert gradients.max() > 0
 
 
-def test_checkpoint_is_not_rounded(tmp_path: Path) -> None:
+def test_float64_checkpoint_is_not_rounded(tmp_path: Path) -> None:
     simulated("asp", tmp_path, samples=4)
     weight, _ = simulated("asp", tmp_path, samples=10, resume=tmp_path, overwrite=False)
     torch.testing.assert_close(weight, torch.full_like(weight, EXPECTED), **CLOSE)
 
 
-def test_default_wire_of_few_bits_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"float64, which aladdin-ahead rounds to int8.*wire fp32"):
+def test_float64_model_rejects_quantised_default_wire(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"\bfloat64\b.*\baladdin-ahead\b.*\bint8\b.*wire"):
         simulated("aladdin-ahead", tmp_path, wire="auto")
 
 
-SCRIPT = """
-import torch
-from tests.model.test_float64 import train
-
-for algorithm in ("ar-sgd", "bsp"):
-    weight, _ = train(2 if algorithm != "bsp" else 1, algorithm=algorithm, run_dir=algorithm)
-    torch.save(weight, f"{algorithm}.pt")
-"""
+PROGRAM = Path(__file__).parent / "programs" / "train_in_float64.py"
 
 
 @needs("openmpi")
-def test_nor_over_mpi(tmp_path: Path) -> None:
-    run_script(tmp_path, SCRIPT, ranks=2)
+def test_float64_model_is_not_rounded_over_mpi(tmp_path: Path) -> None:
+    run_program(PROGRAM, 2, cwd=tmp_path, timeout=60)
     for algorithm in ("ar-sgd", "bsp"):
         weight = torch.load(tmp_path / f"{algorithm}.pt")
         torch.testing.assert_close(weight, torch.full_like(weight, EXPECTED), **CLOSE)

@@ -38,10 +38,10 @@ SIGNATURES: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
-def test_kernels_compute_what_torchs_operations_do() -> None:
+def test_fused_kernels_match_torch_operations() -> None:
     """With Triton's interpreter, which a process has to ask for before it imports Triton."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", VARIABLE: TEST, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_check.kernels"],
         cwd=ROOT,
         env=environment,
@@ -49,13 +49,13 @@ def test_kernels_compute_what_torchs_operations_do() -> None:
         text=True,
         timeout=120,
     )
-    found = [row for row in map(rows.parse, done.stdout.splitlines()) if row is not None]
-    assert done.returncode == 0 and len(found) == 6, done.stderr[-3000:]
-    assert [row for row in found if row.status != PASS] == []
+    result = [row for row in map(rows.parse, completed.stdout.splitlines()) if row is not None]
+    assert completed.returncode == 0 and len(result) == 6, completed.stderr[-3000:]
+    assert [row for row in result if row.status != PASS] == []
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_kernels_compile_without_contracting_products_and_sums(name: str) -> None:
+def test_fused_kernels_compile_without_contracting_products_and_sums(name: str) -> None:
     """For a GPU that need not be here."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -73,5 +73,5 @@ def test_kernels_compile_without_contracting_products_and_sums(name: str) -> Non
     assert "fma" not in compiled.asm["ptx"]
 
 
-def test_vectors_of_a_cpu_are_left_to_torch() -> None:
+def test_fused_kernels_are_not_used_for_cpu_vectors() -> None:
     assert not fused.is_usable(torch.zeros(8))

@@ -20,7 +20,7 @@ def values(megabytes: float) -> int:
 
 
 @given(SIZES, SERVERS, MEGABYTES, MEGABYTES)
-def test_the_buckets_cover_the_vector_once_in_order(
+def test_buckets_cover_vector_once_in_order(
     numel: int, servers: int, bucket_mb: float, shard_mb: float
 ) -> None:
     layout = cut(numel, servers, bucket_mb, shard_mb)
@@ -36,7 +36,7 @@ def test_the_buckets_cover_the_vector_once_in_order(
 
 
 @given(SIZES, SERVERS, MEGABYTES, MEGABYTES)
-def test_no_bucket_and_no_shard_is_larger_than_allowed(
+def test_buckets_and_shards_stay_within_bounds(
     numel: int, servers: int, bucket_mb: float, shard_mb: float
 ) -> None:
     layout = cut(numel, servers, bucket_mb, shard_mb)
@@ -59,7 +59,7 @@ def shards(layout: Layout) -> list[int]:
 
 
 @given(SIZES, SERVERS, MEGABYTES, MEGABYTES)
-def test_servers_own_the_same_number_of_values(
+def test_servers_own_equal_numbers_of_values(
     numel: int, servers: int, bucket_mb: float, shard_mb: float
 ) -> None:
     """Up to one value for each shard, and so within a bucket of each other."""
@@ -71,13 +71,13 @@ def test_servers_own_the_same_number_of_values(
 
 
 @given(st.integers(min_value=100, max_value=30_000), SERVERS)
-def test_every_server_gets_a_part_of_a_model_of_any_size(numel: int, servers: int) -> None:
+def test_every_server_owns_part_of_model_of_any_size(numel: int, servers: int) -> None:
     """One layer or ten: sharding is by memory, and the default bounds are far away."""
     layout = cut(numel, servers, 4.0, 16.0)
     assert [bucket.server for bucket in layout.buckets] == list(range(servers))
 
 
-def test_shards_are_dealt_in_turn() -> None:
+def test_shards_are_assigned_to_servers_in_turn() -> None:
     """So that every server's link is busy throughout backward."""
     layout = cut(1200, 3, bucket_mb=0.0002, shard_mb=0.0008)
     assert shards(layout) == [200] * 6
@@ -86,26 +86,26 @@ def test_shards_are_dealt_in_turn() -> None:
     assert {bucket.numel for bucket in layout.buckets} == {50}
 
 
-def test_a_layer_larger_than_the_bound_is_split_evenly() -> None:
+def test_vector_larger_than_shard_bound_is_split_evenly() -> None:
     layout = cut(10, 1, bucket_mb=1.0, shard_mb=16e-6)
     assert [bucket.numel for bucket in layout.buckets] == [3, 3, 4]
 
 
-def test_buckets_are_equal_rather_than_full_with_a_rest() -> None:
+def test_buckets_have_equal_sizes_without_remainder() -> None:
     layout = cut(9, 1, bucket_mb=16e-6, shard_mb=1.0)
     assert [bucket.numel for bucket in layout.buckets] == [3, 3, 3]
 
 
-def test_without_servers_the_vector_is_cut_as_for_one() -> None:
+def test_layout_without_servers_matches_one_server() -> None:
     assert cut(1000, 0, 0.001, 1.0).buckets == cut(1000, 1, 0.001, 1.0).buckets
 
 
 @pytest.mark.parametrize("bound", [1e-9, 4e-6])
-def test_a_bound_below_one_value_means_one_value(bound: float) -> None:
+def test_bucket_bound_below_one_value_means_one_value(bound: float) -> None:
     assert [bucket.numel for bucket in cut(3, 1, bound, 1.0).buckets] == [1, 1, 1]
 
 
-def test_fewer_values_than_servers_leave_some_without() -> None:
+def test_some_servers_own_nothing_if_values_are_fewer_than_servers() -> None:
     owners = {bucket.server for bucket in cut(2, 3, 4.0, 16.0).buckets}
     assert len(owners) == 2
 
@@ -129,7 +129,7 @@ def owners_of(layers: list[int], layout: Layout) -> list[set[int]]:
 
 
 @given(LAYERS, SERVERS, MEGABYTES)
-def test_by_layer_the_buckets_cover_the_vector_within_bounds(
+def test_layer_wise_buckets_cover_vector_within_bounds(
     layers: list[int], servers: int, bucket_mb: float
 ) -> None:
     layout = by_layer(layers, servers, bucket_mb)
@@ -143,7 +143,7 @@ def test_by_layer_the_buckets_cover_the_vector_within_bounds(
 
 
 @given(LAYERS, SERVERS, MEGABYTES)
-def test_a_whole_layer_belongs_to_one_server(
+def test_layer_wise_sharding_assigns_whole_layers_to_servers(
     layers: list[int], servers: int, bucket_mb: float
 ) -> None:
     layout = by_layer(layers, servers, bucket_mb)
@@ -153,7 +153,7 @@ def test_a_whole_layer_belongs_to_one_server(
 
 
 @given(LAYERS, SERVERS)
-def test_by_layer_no_server_has_more_than_another_by_more_than_a_layer(
+def test_layer_wise_sharding_balances_servers_within_one_layer(
     layers: list[int], servers: int
 ) -> None:
     layout = by_layer(layers, servers, 4.0)
@@ -169,7 +169,7 @@ def test_neighbouring_layers_of_one_server_share_buckets(layers: list[int], serv
         assert a.server != b.server
 
 
-def test_the_largest_layers_are_dealt_first() -> None:
+def test_layer_wise_sharding_assigns_largest_layers_first() -> None:
     layout = by_layer([10, 70, 20, 30, 40], 2, 4.0)
     # 70 to the first; 40, 30 to the second; 20 to the first server (tie at 70); 10 to the second.
     owners = owners_of([10, 70, 20, 30, 40], layout)
@@ -177,7 +177,7 @@ def test_the_largest_layers_are_dealt_first() -> None:
     assert [(b.start, b.stop) for b in layout.buckets] == [(0, 10), (10, 100), (100, 170)]
 
 
-def test_one_large_layer_makes_layer_wise_sharding_useless() -> None:
+def test_layer_wise_sharding_is_unbalanced_by_one_large_layer() -> None:
     """Why sharding is by memory otherwise: VGG's first dense layer has most of its values."""
     layers = [10, 750, 100, 90, 50]
     owned = [sum(b.numel for b in by_layer(layers, 4, 4.0).owned_by(s)) for s in range(4)]
@@ -186,10 +186,10 @@ def test_one_large_layer_makes_layer_wise_sharding_useless() -> None:
     assert [sum(b.numel for b in by_memory.owned_by(s)) for s in range(4)] == [250] * 4
 
 
-def test_without_servers_layers_are_cut_as_one_piece() -> None:
+def test_layer_wise_layout_without_servers_is_one_piece() -> None:
     assert by_layer([3, 4, 5], 0, 4.0).buckets == cut(12, 1, 4.0, 16.0).buckets
 
 
-def test_layers_that_do_not_add_up_are_refused() -> None:
-    with pytest.raises(ValueError, match="layers of 10 values in all, got 9"):
+def test_cut_rejects_layers_that_do_not_add_up() -> None:
+    with pytest.raises(ValueError, match=r"layers\b.*\b10\b.*\b9\b"):
         cut(10, 1, 4.0, 16.0, "layer", [4, 5])

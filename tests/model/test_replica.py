@@ -36,7 +36,7 @@ def backward(module: nn.Module) -> None:
 # -- the flat vector ---------------------------------------------------------------------
 
 
-def test_the_flat_vector_holds_the_parameters_last_layer_first() -> None:
+def test_replica_vector_holds_parameters_last_layer_first() -> None:
     module = perceptron()
     before = [p.detach().clone() for p in module.parameters()]
     replica = Replica(module)
@@ -58,14 +58,14 @@ class Scaled(nn.Module):
         self.last = nn.Linear(3, 2)
 
 
-def test_a_layer_is_what_one_module_holds_itself() -> None:
+def test_replica_layer_is_one_modules_own_parameters() -> None:
     replica = Replica(Scaled())
     assert replica.layers == [8, 6, 15, 3]
     assert replica.shapes == [(2,), (2, 3), (3,), (3,), (3,), (3, 4), (3,)]
     assert sum(replica.layers) == replica.numel
 
 
-def test_a_phantom_has_the_sizes_of_its_module() -> None:
+def test_phantom_replica_has_sizes_of_its_module() -> None:
     with torch.device("meta"):
         module = Scaled()
     module.last.bias.requires_grad_(False)
@@ -77,7 +77,7 @@ def test_a_phantom_has_the_sizes_of_its_module() -> None:
     assert PhantomReplica(7).layers == [7]
 
 
-def test_parameters_are_views_both_ways() -> None:
+def test_parameters_are_views_of_replica_vector() -> None:
     module = perceptron()
     outputs = module(INPUTS)
     replica = Replica(module)
@@ -89,7 +89,7 @@ def test_parameters_are_views_both_ways() -> None:
     assert (replica.parameters[-35:] == 7).all()
 
 
-def test_backward_writes_into_the_bound_vector() -> None:
+def test_backward_writes_into_bound_vector() -> None:
     plain = perceptron()
     backward(plain)
     module = perceptron()
@@ -105,7 +105,7 @@ def test_backward_writes_into_the_bound_vector() -> None:
     assert first.count_nonzero() > 50
 
 
-def test_a_second_backward_adds() -> None:
+def test_second_backward_accumulates_gradients() -> None:
     module = perceptron()
     replica = Replica(module)
     vector = replica.new_vector()
@@ -129,7 +129,7 @@ class Tied(nn.Module):
         return self.out(self.embed(tokens))
 
 
-def test_tied_weights_are_in_once_and_get_both_gradients() -> None:
+def test_tied_weights_are_stored_once_and_sum_both_gradients() -> None:
     module, plain = Tied(), Tied()
     plain.load_state_dict(module.state_dict())
     replica = Replica(module)
@@ -148,7 +148,7 @@ def test_tied_weights_are_in_once_and_get_both_gradients() -> None:
     assert told == list(range(len(told)))
 
 
-def test_frozen_parameters_stay_outside() -> None:
+def test_frozen_parameters_stay_outside_replica_vector() -> None:
     module = perceptron()
     first = next(module.parameters())
     first.requires_grad_(False)
@@ -160,13 +160,13 @@ def test_frozen_parameters_stay_outside() -> None:
     assert torch.equal(first, kept)
 
 
-def test_buffers_are_the_modules() -> None:
+def test_replica_buffers_match_module_buffers() -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     names = [name for name, _ in module.named_buffers()]
     assert len(Replica(module).buffers()) == len(names) == 3
 
 
-def test_channels_last_is_kept() -> None:
+def test_channels_last_layout_is_kept() -> None:
     module = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
     plain = nn.Conv2d(4, 6, 3)
     plain.load_state_dict(module.state_dict())
@@ -190,8 +190,8 @@ def test_channels_last_is_kept() -> None:
     torch.testing.assert_close(module.weight, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_without_trainable_parameters_is_refused() -> None:
-    with pytest.raises(UserError, match="at least one parameter"):
+def test_replica_rejects_model_without_trainable_parameters() -> None:
+    with pytest.raises(UserError, match=r"^model: .*requires? a gradient"):
         Replica(nn.ReLU())
 
 
@@ -211,7 +211,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize("watched", [False, True])
-def test_other_dtypes_are_stepped_in_the_widest(watched: bool) -> None:
+def test_mixed_dtypes_are_stepped_in_widest_dtype(watched: bool) -> None:
     alone, module = Mixed(), Mixed()
     replica = Replica(module)
     assert replica.parameters.dtype == torch.float32
@@ -240,7 +240,7 @@ def test_other_dtypes_are_stepped_in_the_widest(watched: bool) -> None:
     assert module.middle.weight.grad is None
 
 
-def test_changed_gradients_of_other_dtypes_are_refused() -> None:
+def test_changed_gradients_of_other_dtypes_are_rejected() -> None:
     module = Mixed()
     replica = Replica(module)
     watch = replica.watch(small_buckets(replica), lambda index: None)
@@ -249,12 +249,12 @@ def test_changed_gradients_of_other_dtypes_are_refused() -> None:
     backward(module)
     assert module.middle.weight.grad is not None
     module.middle.weight.grad.mul_(2)
-    with pytest.raises(UserError, match="gradients were changed"):
+    with pytest.raises(UserError, match=r"step\(\).*wait_free=False"):
         replica.end_backward()
 
 
-def test_complex_parameters_are_refused() -> None:
-    with pytest.raises(UserError, match="real numbers, got"):
+def test_replica_rejects_complex_parameters() -> None:
+    with pytest.raises(UserError, match=r"^model: .*complex64"):
         Replica(nn.ParameterList([torch.zeros(2, dtype=torch.complex64), torch.zeros(2)]))
 
 
@@ -289,7 +289,7 @@ class Watched:
         return list(range(len(self.layout.buckets)))
 
 
-def test_buckets_are_told_in_order_and_complete_while_backward_goes_on() -> None:
+def test_watch_reports_complete_buckets_in_order_during_backward() -> None:
     watched = Watched(perceptron())
     during: list[int] = []
     watched.module[1].register_full_backward_hook(  # type: ignore[index]
@@ -321,7 +321,7 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("turn", [0, 1])
-def test_unused_parameters_count_as_zero(turn: int) -> None:
+def test_unused_parameters_have_zero_gradients(turn: int) -> None:
     module = Branches()
     module.turn = turn
     watched = Watched(module)
@@ -339,7 +339,7 @@ def test_unused_parameters_count_as_zero(turn: int) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_what_a_vector_held_is_gone(times: int) -> None:
+def test_previous_contents_of_bound_vector_are_overwritten(times: int) -> None:
     """Of earlier steps nothing is left, in what takes part and in what does not."""
     module, plain = Branches(), Branches()
     plain.load_state_dict(module.state_dict())
@@ -367,7 +367,7 @@ def test_what_a_vector_held_is_gone(times: int) -> None:
         watched.told.clear()
 
 
-def test_gradients_are_cleared_before_backward_but_not_behind_it() -> None:
+def test_zero_grad_is_allowed_before_backward_and_rejected_after() -> None:
     module = perceptron()
     watched = Watched(module)
     watched.watch.begin()
@@ -375,22 +375,22 @@ def test_gradients_are_cleared_before_backward_but_not_behind_it() -> None:
     backward(module)
     assert watched.told == watched.all
     module.zero_grad()
-    with pytest.raises(UserError, match=r"step\(\) clears the gradients"):
+    with pytest.raises(UserError, match=r"\bzero_grad\(\).*step\(\)"):
         watched.replica.end_backward()
 
 
-def test_gradients_that_were_cleared_between_two_passes_are_missed() -> None:
+def test_zero_grad_between_accumulated_passes_is_rejected() -> None:
     module = perceptron()
     watched = Watched(module)
     watched.watch.begin()
     watched.watch.enabled = False
     backward(module)
     module.zero_grad()
-    with pytest.raises(UserError, match=r"step\(\) clears the gradients"):
+    with pytest.raises(UserError, match=r"\bzero_grad\(\).*step\(\)"):
         backward(module)
 
 
-def test_sparse_gradients_are_taken_in() -> None:
+def test_sparse_gradients_are_copied_into_vector() -> None:
     module = nn.Embedding(7, 2, sparse=True)
     watched = Watched(module)
     watched.watch.begin()
@@ -402,15 +402,15 @@ def test_sparse_gradients_are_taken_in() -> None:
     assert torch.equal(watched.vector, expected.view(-1))
 
 
-def test_a_second_backward_in_a_step_is_refused() -> None:
+def test_second_backward_in_a_step_is_rejected() -> None:
     watched = Watched(perceptron())
     watched.watch.begin()
     backward(watched.module)
-    with pytest.raises(UserError, match="second backward"):
+    with pytest.raises(UserError, match=r"backward\(\).*run\.accumulate\(\)"):
         backward(watched.module)
 
 
-def test_accumulating_tells_of_buckets_in_the_last_backward_only() -> None:
+def test_watch_reports_buckets_only_in_last_accumulated_backward() -> None:
     watched = Watched(perceptron())
     watched.watch.begin()
     watched.watch.enabled = False
@@ -423,13 +423,13 @@ def test_accumulating_tells_of_buckets_in_the_last_backward_only() -> None:
     torch.testing.assert_close(watched.seen, 2 * once)
 
 
-def test_backward_outside_a_step_tells_nothing() -> None:
+def test_watch_reports_no_bucket_outside_a_step() -> None:
     watched = Watched(perceptron())
     backward(watched.module)
     assert watched.told == []
 
 
-def test_how_parameters_lie_in_memory_is_told_where_it_matters() -> None:
+def test_describe_names_memory_format_only_if_it_matters() -> None:
     """Dimensions of size 1 make no difference in memory."""
     one, two = nn.Conv2d(1, 4, 3, bias=False), nn.Conv2d(2, 4, 3, bias=False)
     for module, told in ((one, "[4, 1, 3, 3]"), (two, "[4, 2, 3, 3] channels last")):

@@ -17,7 +17,7 @@ class Owner(Stateful):
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_random_numbers_go_on(is_old: bool) -> None:
+def test_saved_random_generator_continues_its_sequence(is_old: bool) -> None:
     owner, other = Owner(1), Owner(2)
     owner.draws.gauss(0.0, 1.0)  # which keeps a second one
     state = owner.state_dict()

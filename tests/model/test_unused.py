@@ -13,7 +13,7 @@ from aladdin_mpi.flat.unused import UnusedMarks, joined, shifted, used_parts, wi
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("seed", range(20))
-def test_sum_is_marked_exactly_where_no_worker_uses_a_parameter(
+def test_sum_is_marked_unused_exactly_where_no_worker_uses_a_parameter(
     seed: int, dtype: torch.dtype
 ) -> None:
     r = random.Random(seed)
@@ -34,16 +34,16 @@ def test_sum_is_marked_exactly_where_no_worker_uses_a_parameter(
         total = gradient if total is None else total + gradient
     assert total is not None
     expected = joined([slice(edges[n], edges[n + 1]) for n in sorted(unused_by_all)])
-    found = []
+    result = []
     for bucket in layout.buckets:
-        found += shifted(marks.read(bucket, bucket.of(total)), bucket.start)
+        result += shifted(marks.read(bucket, bucket.of(total)), bucket.start)
         among = marks.read(bucket, bucket.of(total), unused)
         assert among == marks.read(bucket, bucket.of(total))
         assert joined(among) == joined(marks.parts(bucket, unused_by_all))
-    assert joined(found) == expected
+    assert joined(result) == expected
 
 
-def test_marks_change_no_value() -> None:
+def test_unused_marks_change_no_value() -> None:
     layout = cut(30, 0, 1.0, 1.0)
     gradient = torch.randn(30)
     gradient[10:20] = 0.0
@@ -52,21 +52,21 @@ def test_marks_change_no_value() -> None:
     assert torch.equal(gradient, before)
 
 
-def test_parts_without_the_unused_ones_cover_the_rest() -> None:
+def test_used_parts_cover_all_but_unused_parts() -> None:
     assert list(used_parts(10, [])) == [slice(0, 10)]
     assert list(used_parts(10, [slice(0, 3), slice(3, 4), slice(8, 10)])) == [slice(4, 8)]
     assert list(used_parts(10, [slice(0, 10)])) == []
     assert list(used_parts(10, [slice(4, 6)])) == [slice(0, 4), slice(6, 10)]
 
 
-def test_unused_parts_of_a_part_are_relative_to_its_start() -> None:
+def test_within_returns_unused_parts_relative_to_start() -> None:
     unused = [slice(2, 5), slice(8, 9), slice(20, 30)]
     assert within(slice(4, 25), unused) == [slice(0, 1), slice(4, 5), slice(16, 21)]
     assert within(slice(10, 20), unused) == []
 
 
 @pytest.mark.parametrize("servers", [0, 1, 2, 3])
-def test_buckets_between_parameters_have_whole_ones(servers: int) -> None:
+def test_buckets_between_parameters_hold_whole_parameters(servers: int) -> None:
     sizes = [10, 0, 3, 250, 1, 1, 40, 7, 90]
     layout = between_parameters(cut(sum(sizes), servers, 40e-6, 200e-6), sizes)
     edges = {sum(sizes[:number]) for number in range(len(sizes) + 1)}

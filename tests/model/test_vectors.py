@@ -24,21 +24,23 @@ def values(seed: int, numel: int = NUMEL) -> Tensor:
 @pytest.mark.parametrize("bad", [nan, inf, -inf])
 @pytest.mark.parametrize("place", [0, vectors.BLOCK, NUMEL - 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_one_value_that_is_not_finite_is_found(bad: float, place: int, dtype: torch.dtype) -> None:
+def test_is_finite_detects_single_non_finite_value(
+    bad: float, place: int, dtype: torch.dtype
+) -> None:
     x = values(1).to(dtype)
     assert vectors.is_finite(x)
     x[place] = bad
     assert not vectors.is_finite(x)
 
 
-def test_infinite_values_of_both_signs_do_not_cancel() -> None:
+def test_is_finite_detects_infinities_of_both_signs() -> None:
     x = torch.zeros(NUMEL)
     x[0], x[1] = inf, -inf
     assert not vectors.is_finite(x)
 
 
 @pytest.mark.parametrize("size", [1e19, 1e30])
-def test_large_values_are_finite_though_their_squares_are_not(size: float) -> None:
+def test_is_finite_accepts_values_whose_squares_overflow(size: float) -> None:
     x = torch.full((NUMEL,), size)
     x[::2] *= -1
     assert not torch.isfinite(torch.dot(x, x))
@@ -48,11 +50,11 @@ def test_large_values_are_finite_though_their_squares_are_not(size: float) -> No
     assert torch.equal(y, 2 * x)
 
 
-def test_a_sum_that_is_infinite_is_found() -> None:
+def test_is_finite_rejects_vector_whose_sum_overflows() -> None:
     assert not vectors.is_finite(torch.full((NUMEL,), 1e38))
 
 
-def test_odd_shapes_are_looked_at() -> None:
+def test_is_finite_handles_any_shape() -> None:
     x = torch.ones(6, 4)
     assert vectors.is_finite(x) and vectors.is_finite(x.t()) and vectors.is_finite(x[:0])
     x[5, 3] = nan
@@ -60,7 +62,7 @@ def test_odd_shapes_are_looked_at() -> None:
     assert vectors.is_finite(torch.zeros(5, device="meta"))
 
 
-def test_adding_is_adding() -> None:
+def test_add_if_finite_adds_vectors() -> None:
     x, y = values(1), values(2)
     expected, other = x + y, y.clone()
     assert vectors.add_if_finite(x, y)
@@ -69,7 +71,7 @@ def test_adding_is_adding() -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_adding_tells_of_a_sum_that_is_not_finite(which: int) -> None:
+def test_add_if_finite_reports_non_finite_sum(which: int) -> None:
     pair = [values(1), values(2)]
     pair[which][vectors.BLOCK + 3] = nan
     other = pair[1].clone()
@@ -87,7 +89,9 @@ def arrival(message: Tensor, count: int = 1) -> ReceivedBucket:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bad_turn", [0, 1, 2])
-def test_one_of_several_is_refused_and_the_others_are_in(bad_turn: int, dtype: torch.dtype) -> None:
+def test_gradient_sum_rejects_one_message_and_keeps_others(
+    bad_turn: int, dtype: torch.dtype
+) -> None:
     total = GradientSum(NUMEL, NUMEL, torch.zeros(NUMEL))
     expected = torch.zeros(NUMEL)
     for turn in range(3):
@@ -102,7 +106,7 @@ def test_one_of_several_is_refused_and_the_others_are_in(bad_turn: int, dtype: t
     torch.testing.assert_close(total.values, expected)
 
 
-def test_a_sum_that_would_be_infinite_is_kept_as_it_was() -> None:
+def test_gradient_sum_is_unchanged_by_overflowing_message() -> None:
     total = GradientSum(NUMEL, NUMEL, torch.zeros(NUMEL))
     large = torch.zeros(NUMEL)
     large[7] = 3e38
@@ -112,7 +116,7 @@ def test_a_sum_that_would_be_infinite_is_kept_as_it_was() -> None:
     assert total.count == 2
 
 
-def test_what_was_refused_before_counts_as_zeros_and_is_not_told_again() -> None:
+def test_gradient_sum_counts_refused_arrival_as_zeros() -> None:
     total = GradientSum(NUMEL, NUMEL, torch.zeros(NUMEL))
     for _ in range(2):
         refused = arrival(torch.full((NUMEL,), nan))
@@ -122,7 +126,7 @@ def test_what_was_refused_before_counts_as_zeros_and_is_not_told_again() -> None
     assert not total.values.any()
 
 
-def test_memory_goes_round() -> None:
+def test_gradient_sum_never_returns_its_own_memory() -> None:
     """What is given back for later receives is never the memory of the sum."""
     total = GradientSum(NUMEL, NUMEL, torch.zeros(NUMEL))
     free = [values(number) for number in range(2)]
@@ -140,7 +144,7 @@ def test_memory_goes_round() -> None:
 
 # -- momentum -------------------------------------------------------------------------------
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_blocks_change_no_bit(nesterov: bool) -> None:
+def test_momentum_step_in_blocks_is_bit_identical(nesterov: bool) -> None:
     x, g = values(1), values(2)
     sgd = MomentumSGD(x, 0.9, 0.01, nesterov)
     velocity, plain = torch.zeros(NUMEL), x.clone()
@@ -158,7 +162,7 @@ def test_blocks_change_no_bit(nesterov: bool) -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_descending_is_scaling_correcting_and_adding(momentum: float, clip: float | None) -> None:
+def test_descend_equals_scale_correct_and_add(momentum: float, clip: float | None) -> None:
     part = slice(11, NUMEL)
     x, other = values(1), values(1)
     one, two = (MomentumSGD(x, momentum, 0.01, clip=clip) for _ in range(2))

@@ -69,7 +69,9 @@ def train(job: Job, transport: MpiTransport) -> tuple[Tensor, list[bool]]:
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
-def test_converges_and_accounts_balance(transport: MpiTransport, algorithm: str, wire: str) -> None:
+def test_algorithm_converges_and_its_accounting_balances(
+    transport: MpiTransport, algorithm: str, wire: str
+) -> None:
     if wire != "fp32" and transport.size != 3:
         pytest.skip("once is enough")
     if wire == "int8" and not find_algorithm(algorithm).quantises:
@@ -111,7 +113,7 @@ def test_converges_and_accounts_balance(transport: MpiTransport, algorithm: str,
     ],
     ids=str,
 )
-def test_is_a_single_process_with_the_n_fold_batch(
+def test_synchronous_algorithm_equals_one_process_with_the_n_fold_batch(
     transport: MpiTransport, algorithm: str, settings: dict[str, Any]
 ) -> None:
     common = {"momentum": 0.9, "weight_decay": 0.01}

@@ -1,4 +1,4 @@
-"""Sums over MPI ranks by every library that is there."""
+"""All-reduces over MPI ranks by every available library."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from aladdin_mpi.flat.unused import UnusedMarks, joined, shifted
 from aladdin_mpi.transport.mpi.engine import MpiTransport
 from aladdin_mpi.transport.wrapper import allreduce_bytes
 from tests.allreduce_lab import rounds_alike, sums_are_right
+from tests.messages import naming
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -61,14 +62,16 @@ def make(transport: MpiTransport) -> Iterator[Make]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
-def test_sums(transport: MpiTransport, make: Make, name: str, dtype: torch.dtype) -> None:
+def test_all_reduce_sums_values_of_all_ranks(
+    transport: MpiTransport, make: Make, name: str, dtype: torch.dtype
+) -> None:
     reducer = make(name, dtype)
     assert reducer.name == name
     sums_are_right(transport, reducer)
 
 
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
-def test_sum_is_marked_if_no_rank_uses_a_parameter(
+def test_all_reduce_marks_parameters_no_rank_uses(
     transport: MpiTransport, make: Make, name: str, dtype: torch.dtype
 ) -> None:
     sizes = [700, 1, 0, 5000, 3, 60_000]
@@ -81,20 +84,22 @@ def test_sum_is_marked_if_no_rank_uses_a_parameter(
     gradient[701:5701] = 0.0
     for bucket in layout.buckets:
         marks.write(bucket, bucket.of(gradient), unused)
-    found = []
+    unused_parts = []
     for bucket in layout.buckets:
         total = reducer.start(bucket.of(gradient), bucket.index).wait()
-        found += shifted(marks.read(bucket, total), bucket.start)
-    assert joined(found) == [slice(701, 5701)]
+        unused_parts += shifted(marks.read(bucket, total), bucket.start)
+    assert joined(unused_parts) == [slice(701, 5701)]
 
 
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
-def test_same_bits(transport: MpiTransport, make: Make, name: str, dtype: torch.dtype) -> None:
+def test_all_reduce_is_bit_identical_on_all_ranks(
+    transport: MpiTransport, make: Make, name: str, dtype: torch.dtype
+) -> None:
     rounds_alike(transport, make(name, dtype))
 
 
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
-def test_sizes_alone_move_as_many_bytes(
+def test_all_reduce_of_meta_tensors_sends_as_many_bytes(
     transport: MpiTransport, make: Make, name: str, dtype: torch.dtype
 ) -> None:
     """Timed computing: values without data, real memory on the wire."""
@@ -106,7 +111,7 @@ def test_sizes_alone_move_as_many_bytes(
 
 
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
-def test_waits_are_counted(
+def test_all_reduce_counts_its_waiting_time(
     transport: MpiTransport, make: Make, name: str, dtype: torch.dtype
 ) -> None:
     reducer = make(name, dtype)
@@ -120,26 +125,26 @@ def test_waits_are_counted(
 
 
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
-def test_waits_are_limited(
+def test_all_reduce_wait_times_out(
     transport: MpiTransport, make: Make, name: str, dtype: torch.dtype
 ) -> None:
     reducer = make(name, dtype)
     last = transport.size - 1
-    if transport.rank == last:  # it comes when the others have given up
+    if transport.rank == last:  # it takes part when the others have timed out
         for rank in range(last):
             transport.wait(transport.irecv(torch.zeros(1), rank, TAG))
         pending = reducer.start(torch.ones(1000), 7)
     else:
         pending = reducer.start(torch.ones(1000), 7)
         transport.timeout = 0.3
-        with pytest.raises(WaitTimeoutError, match=f"rank {transport.rank} waited 0.3 s for "):
+        with pytest.raises(WaitTimeoutError, match=naming(f"rank {transport.rank} ", "0.3 s")):
             pending.wait()
         transport.timeout = PATIENCE
         transport.wait(transport.isend(torch.zeros(1), last, TAG))
     pending.wait()
 
 
-def test_without_gpus_the_ring_is_chosen_between_hosts(
+def test_auto_all_reduce_is_a_ring_between_hosts_without_gpus(
     transport: MpiTransport, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert make("auto", FP32).describe() == "MPI: all-reduce in float32"
@@ -158,7 +163,7 @@ def test_without_gpus_the_ring_is_chosen_between_hosts(
 
 
 # -- torch.distributed ----------------------------------------------------------------
-def test_torch_leaves_nothing_behind(transport: MpiTransport) -> None:
+def test_torch_all_reduce_destroys_its_process_group(transport: MpiTransport) -> None:
     for _ in range(2):
         reducer = choose.make("torch", transport, CPU, FP32)
         assert reducer.describe() == "torch.distributed over gloo: all-reduce in float32"
@@ -166,9 +171,11 @@ def test_torch_leaves_nothing_behind(transport: MpiTransport) -> None:
         assert not dist.is_initialized()
 
 
-def test_torch_leaves_the_programs_own_group_alone(transport: MpiTransport) -> None:
+def test_torch_all_reduce_refuses_a_process_group_of_the_program(transport: MpiTransport) -> None:
     own = TorchAllReduce(transport, CPU, FP32)
-    with pytest.raises(UserError, match="process group of its own; end it first"):
+    with pytest.raises(
+        UserError, match=naming("torch:", "torch.distributed", "destroy_process_group")
+    ):
         choose.make("torch", transport, CPU, FP32)
     assert dist.is_initialized()
     own.close()
@@ -176,7 +183,7 @@ def test_torch_leaves_the_programs_own_group_alone(transport: MpiTransport) -> N
 
 # -- Horovod --------------------------------------------------------------------------
 @needs_horovod
-def test_horovod_starts_again_and_serves_several(transport: MpiTransport) -> None:
+def test_horovod_restarts_and_serves_several_all_reduces(transport: MpiTransport) -> None:
     for _ in range(2):
         first = choose.make("horovod", transport, CPU, FP32)
         second = choose.make("horovod", transport, CPU, FP32)
@@ -187,16 +194,16 @@ def test_horovod_starts_again_and_serves_several(transport: MpiTransport) -> Non
         second.close()
 
 
-def test_horovod_has_no_bf16(transport: MpiTransport) -> None:
-    with pytest.raises(UserError, match=r"sums fp32, not torch\.bfloat16; use --wire fp32"):
+def test_horovod_refuses_bf16(transport: MpiTransport) -> None:
+    with pytest.raises(UserError, match=naming("horovod:", "torch.bfloat16", "--wire fp32")):
         choose.make("horovod", transport, CPU, BF16)
 
 
-def test_an_obstacle_on_one_rank_is_an_error_on_all(
+def test_horovod_missing_on_one_rank_is_an_error_on_all(
     transport: MpiTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = transport.rank == transport.size - 1
     monkeypatch.setattr(horovod, "obstacle", lambda *_: "is broken" if broken else None)
-    said = "is broken" if broken else f"1 of {transport.size} ranks cannot use it"
-    with pytest.raises(UserError, match=said):
+    reason = "is broken" if broken else f"1 of {transport.size} ranks"
+    with pytest.raises(UserError, match=naming("horovod:", reason)):
         choose.make("horovod", transport, CPU, FP32)

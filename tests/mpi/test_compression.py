@@ -20,7 +20,7 @@ def transport() -> Iterator[MpiTransport]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_gradient_is_lost(transport: MpiTransport, dtype: torch.dtype) -> None:
+def test_compression_loses_no_gradient(transport: MpiTransport, dtype: torch.dtype) -> None:
     """Without blending the global model is the mean of the local ones, but for what waits."""
     workers = transport.size - 1
     settings = {"aladdin": {"alpha": 0.0, "pi": 1}, "weight_decay": 0.01}
@@ -40,7 +40,7 @@ def test_no_gradient_is_lost(transport: MpiTransport, dtype: torch.dtype) -> Non
     torch.testing.assert_close(model, locals_, rtol=1e-4, atol=1e-5)
 
 
-def test_the_workers_copies_equal_the_servers_model(transport: MpiTransport) -> None:
+def test_compressed_model_of_the_worker_equals_that_of_the_server(transport: MpiTransport) -> None:
     """With alpha = 1 what a worker has last is what came last, but for its own last steps."""
     settings = {"aladdin": {"alpha": 1.0, "pi": 1}}
     job = Job(ratio=0.01, servers=1, workers=transport.size - 1, samples=200, settings=settings)
@@ -53,7 +53,7 @@ def test_the_workers_copies_equal_the_servers_model(transport: MpiTransport) -> 
     assert torch.equal(x, model)
 
 
-def test_timed_computing_over_mpi(transport: MpiTransport) -> None:
+def test_timed_computing_with_compression_applies_every_gradient(transport: MpiTransport) -> None:
     job = Job(ratio=0.01, servers=1, workers=transport.size - 1, samples=200, timed=True)
     job.seconds = 0.005
     end = run_rank(job, transport)
@@ -61,7 +61,7 @@ def test_timed_computing_over_mpi(transport: MpiTransport) -> None:
         assert end.role.counts()["applied"] == 200 // job.batch
 
 
-def test_an_empty_message(transport: MpiTransport) -> None:
+def test_empty_message_leaves_the_buffer_unchanged(transport: MpiTransport) -> None:
     """A model that has not changed is sent as one."""
     peer = transport.size - 1 - transport.rank
     if peer != transport.rank:

@@ -1,4 +1,4 @@
-"""The MPI engine: what every engine has to do, and what only this one has."""
+"""The MPI engine: the conformance of every engine, and what only this one has."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.mpi.engine import MpiTransport
 from tests.conformance import CHECKS
 from tests.conformance_collectives import LARGE, full
+from tests.messages import naming
 
 PATIENCE = 30.0
 """Seconds within which something has to happen that takes milliseconds."""
@@ -27,7 +28,9 @@ def transport() -> Iterator[MpiTransport]:
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
-def test_conforms(transport: MpiTransport, check: Callable[[Transport], None]) -> None:
+def test_mpi_transport_conforms(
+    transport: MpiTransport, check: Callable[[Transport], None]
+) -> None:
     transport.wait(transport.ibarrier())
     check(transport)
 
@@ -40,15 +43,15 @@ def happens(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
-def test_large_messages_move_while_nobody_calls(transport: MpiTransport) -> None:
+def test_large_messages_progress_without_calls(transport: MpiTransport) -> None:
     pass_on(transport, tag=2000)
     transport.wait(transport.ibarrier())
 
 
-def test_a_rank_at_rest_looks_less_often_and_wakes_when_it_begins_something(
+def test_idle_progress_thread_wakes_when_an_operation_is_posted(
     transport: MpiTransport,
 ) -> None:
-    """All ranks rest, so that each is woken by what it begins itself."""
+    """All ranks are idle, so that each is woken by its own operation."""
     for number in range(3):
         transport.wait(transport.ibarrier())
         assert happens(lambda: transport._signals.dozes)
@@ -65,7 +68,7 @@ def pass_on(transport: MpiTransport, tag: int) -> None:
     assert torch.equal(message, full(4 * LARGE, source))
 
 
-def test_a_receive_posted_late_does_not_hide_those_around_it() -> None:
+def test_late_receive_does_not_hide_its_neighbours() -> None:
     transport = MpiTransport(timeout=PATIENCE, progress=False)
     messages = [torch.empty(3) for _ in range(3)]
     if transport.rank == 1:
@@ -76,7 +79,7 @@ def test_a_receive_posted_late_does_not_hide_those_around_it() -> None:
     elif transport.rank == 0:
         receives = [transport.irecv(messages[0], 1, 2003)]
         transport.wait(transport.ibarrier())
-        # Two arrive while nobody looks: the second is met as its receive is posted. The third
+        # Two arrive without a poll: the second is matched as its receive is posted. The third
         # is sent when its receive stands, and is all that still ends here.
         time.sleep(0.2)
         for message in messages[1:]:
@@ -89,7 +92,7 @@ def test_a_receive_posted_late_does_not_hide_those_around_it() -> None:
     transport.close()
 
 
-def test_handlers_run_while_nobody_calls(transport: MpiTransport) -> None:
+def test_message_handlers_run_without_calls(transport: MpiTransport) -> None:
     seen: list[tuple[int, int]] = []
 
     def take(source: int, message: Tensor) -> None:
@@ -104,18 +107,18 @@ def test_handlers_run_while_nobody_calls(transport: MpiTransport) -> None:
     transport.wait_all(sends)
 
 
-def test_without_a_progress_thread() -> None:
+def test_mpi_transport_works_without_a_progress_thread() -> None:
     transport = MpiTransport(timeout=PATIENCE, progress=False)
     CHECKS["exchange_of_large"](transport)
     CHECKS["allreduce"](transport)
     transport.close()
 
 
-def test_timeout_names_what_was_awaited() -> None:
+def test_wait_timeout_names_the_awaited_operation() -> None:
     transport = MpiTransport(timeout=0.2)
     source = (transport.rank + 1) % transport.size
     request = transport.irecv(torch.empty(4), source, 2002)
-    with pytest.raises(WaitTimeoutError, match=rf"waited 0.2 s for receive from rank {source}, "):
+    with pytest.raises(WaitTimeoutError, match=naming("0.2 s", f"receive from rank {source}, ")):
         transport.wait(request)
     transport.cancel(request)
     # The others may be late, so this wait must not give up as early.
@@ -124,7 +127,7 @@ def test_timeout_names_what_was_awaited() -> None:
     transport.close()
 
 
-def test_close_completes_sends_and_gives_up_receives() -> None:
+def test_close_completes_sends_and_cancels_receives() -> None:
     transport = MpiTransport(timeout=PATIENCE)
     dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     transport.irecv(torch.empty(4), source, 2003)
@@ -136,7 +139,7 @@ def test_close_completes_sends_and_gives_up_receives() -> None:
     assert torch.equal(message, full(LARGE, source))
 
 
-def test_closing_drops_no_send_that_waits_for_its_event() -> None:
+def test_close_refuses_to_drop_a_send_that_awaits_its_event() -> None:
     class Never:
         def query(self) -> bool:
             return False
@@ -147,7 +150,7 @@ def test_closing_drops_no_send_that_waits_for_its_event() -> None:
         transport.close()
 
 
-def test_what_is_given_up_before_its_event_is_never_sent(transport: MpiTransport) -> None:
+def test_send_abandoned_before_its_event_is_never_sent(transport: MpiTransport) -> None:
     happened: list[bool] = []
 
     class Later:
@@ -166,9 +169,9 @@ def test_what_is_given_up_before_its_event_is_never_sent(transport: MpiTransport
 
 
 @pytest.mark.parametrize("direction", ["send", "receive"])
-def test_refuses_what_mpi_cannot_send(transport: MpiTransport, direction: str) -> None:
+def test_non_contiguous_tensor_is_refused(transport: MpiTransport, direction: str) -> None:
     strided = torch.zeros(4, 4).t()
-    with pytest.raises(TransportError, match=r"contiguous CPU tensors; got shape \(4, 4\)"):
+    with pytest.raises(TransportError, match=naming("contiguous", "(4, 4)", "(1, 4)")):
         if direction == "send":
             transport.isend(strided, transport.rank, 2006)
         else:

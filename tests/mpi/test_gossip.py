@@ -31,7 +31,7 @@ def total(transport: MpiTransport, values: Tensor) -> Tensor:
     return values
 
 
-def test_a_handler_gets_messages_of_its_own_rank(transport: MpiTransport) -> None:
+def test_message_handler_receives_messages_of_its_own_rank(transport: MpiTransport) -> None:
     """And can wake the rank by a message to it."""
     seen: list[tuple[int, int]] = []
 
@@ -51,7 +51,7 @@ def test_a_handler_gets_messages_of_its_own_rank(transport: MpiTransport) -> Non
 
 @pytest.mark.parametrize(("algorithm", "settings"), VARIANTS)
 @pytest.mark.parametrize("numel", [17, 40_000])
-def test_a_whole_run(
+def test_gossip_run_keeps_its_sample_budget_and_weights(
     transport: MpiTransport, algorithm: str, settings: dict[str, Any], numel: int
 ) -> None:
     n = transport.size
@@ -90,7 +90,7 @@ def test_a_whole_run(
 
 
 @pytest.mark.parametrize("algorithm", ["sgp", "osgp", "gosgd", "ad-psgd"])
-def test_the_mean_stays_without_gradients(transport: MpiTransport, algorithm: str) -> None:
+def test_gossip_without_gradients_keeps_the_mean(transport: MpiTransport, algorithm: str) -> None:
     numel, n = 5000, transport.size
     job = Job(
         algorithm,

@@ -36,7 +36,7 @@ def train(job: Job, transport: MpiTransport) -> MultistepWorker:
     ids=["gradients", "gradients at step()", "activations"],
 )
 @pytest.mark.parametrize("build", [small, Tied, Functional])
-def test_equals_one_process(
+def test_multistep_equals_one_process(
     transport: MpiTransport,
     build: Callable[[], nn.Module],
     exchange: dict[str, Any],
@@ -46,13 +46,13 @@ def test_equals_one_process(
     train(Job(build=build, settings=settings, lr=0.05, wait_free=wait_free), transport)
 
 
-def test_passes_and_segments(transport: MpiTransport) -> None:
+def test_multistep_equals_one_process_with_passes_and_segments(transport: MpiTransport) -> None:
     role = train(Job(passes=2, segments=2, settings={**MOMENTUM, **ACTIVATIONS}), transport)
     assert all(piece.by_errors for piece in role.dense)
 
 
 @pytest.mark.parametrize("exchange", [GRADIENTS, ACTIVATIONS], ids=["gradients", "activations"])
-def test_the_first_layer_waits_for_itself_alone(
+def test_multistep_first_layer_waits_for_its_own_parameters_only(
     transport: MpiTransport, exchange: dict[str, Any]
 ) -> None:
     left: list[int] = []
@@ -67,8 +67,8 @@ def test_the_first_layer_waits_for_itself_alone(
     assert transport.traffic.waiting > 0
 
 
-def test_gradients_that_autograd_does_not_compute_hold_up_nobody(transport: MpiTransport) -> None:
-    """Backward's pieces leave in order while it goes on, those of exchanging layers too."""
+def test_multistep_sends_gradients_in_order_during_backward(transport: MpiTransport) -> None:
+    """Also those of layers that exchange activations, and whose gradients autograd skips."""
     sent: list[tuple[int, bool]] = []
 
     def probe(role: MultistepWorker) -> None:

@@ -24,7 +24,7 @@ def as_it_was() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.skipif(len(CORES) < 2, reason="there is one core, which nobody can share out")
+@pytest.mark.skipif(len(CORES) < 2, reason="a single core cannot be divided")
 @pytest.mark.parametrize("gpu", ["cuda", "cpu"])
 def test_workers_divide_the_cores_near_their_gpus(
     gpu: str, tmp_path: Path, transport: MpiTransport, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""The lines in which requests of the MPI engine wait to be asked about."""
+"""The lines of pending requests of the MPI engine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def send(peer: int, tag: int = 1) -> MpiRequest:
 
 
 def pending(*requests: MpiRequest) -> PendingRequests:
-    found = PendingRequests()
+    lines = PendingRequests()
     for request in requests:
-        found.add(request)
-    return found
+        lines.add(request)
+    return lines
 
 
-def test_only_the_first_of_a_line_is_asked_about() -> None:
+def test_pending_tests_only_the_first_request_of_a_line() -> None:
     first, second = receive(1), receive(1)
     others = [receive(2), receive(ANY_SOURCE), receive(1, tag=2), send(1)]
     lines = pending(first, second, *others)
@@ -33,7 +33,7 @@ def test_only_the_first_of_a_line_is_asked_about() -> None:
     assert lines.before(receive(1)) == [first, second]
 
 
-def test_collectives_end_in_any_order() -> None:
+def test_pending_collectives_end_in_any_order() -> None:
     collectives = [MpiRequest("Ibarrier", None, False) for _ in range(3)]
     lines = pending(*collectives)
     assert lines.firsts() == collectives
@@ -42,7 +42,7 @@ def test_collectives_end_in_any_order() -> None:
     assert lines.firsts() == [collectives[0], collectives[2]]
 
 
-def test_who_stood_behind_is_asked_about_next() -> None:
+def test_pending_tests_the_next_request_of_a_line_after_the_first_ends() -> None:
     line = [receive(1) for _ in range(4)]
     lines = pending(*line)
     line[1].done = True  # out of turn: stays until the first has ended
@@ -57,7 +57,7 @@ def test_who_stood_behind_is_asked_about_next() -> None:
     assert len(lines) == 0
 
 
-def test_one_added_behind_an_ended_line_is_asked_about() -> None:
+def test_pending_tests_a_request_added_to_an_ended_line() -> None:
     old, new = receive(1), receive(1)
     lines = pending(old)
     assert lines.firsts() == [old]
@@ -69,7 +69,7 @@ def test_one_added_behind_an_ended_line_is_asked_about() -> None:
     assert lines.firsts() == []
 
 
-def test_all_ended_are_found_wherever_they_stand() -> None:
+def test_pending_drops_ended_requests_at_any_place() -> None:
     line = [send(1) for _ in range(5)]
     lines = pending(*line)
     for request in line[1::2]:
@@ -79,7 +79,7 @@ def test_all_ended_are_found_wherever_they_stand() -> None:
     assert lines.firsts() == [line[0]]
 
 
-def test_small_receives_are_no_data_under_way() -> None:
+def test_pending_is_idle_with_small_receives_only() -> None:
     small = MpiRequest("receive", torch.empty(SMALL, dtype=torch.uint8), True, 1)
     large = MpiRequest("receive", torch.empty(SMALL + 1, dtype=torch.uint8), True, 2)
     tiny_send = MpiRequest("send", torch.empty(1), False, 1)

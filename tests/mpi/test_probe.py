@@ -1,4 +1,4 @@
-"""The probe's measurements over MPI, by all ranks; what they say of a machine is not judged."""
+"""The probe's measurements over MPI by all ranks; their values are not judged."""
 
 from __future__ import annotations
 
@@ -14,39 +14,41 @@ from aladdin_mpi.probing.options import ProbeOptions
 from aladdin_mpi.transport.mpi.engine import MpiTransport
 
 
-def test_streams_of_all_ranks_at_once(transport: MpiTransport) -> None:
+def test_probe_measures_streams_of_all_ranks_at_once(transport: MpiTransport) -> None:
     size = transport.size
     flows = [(rank, (rank + 1) % size) for rank in range(size)]
-    found = rates(transport, flows, 0.02)
+    rates_by_flow = rates(transport, flows, 0.02)
     if transport.rank:
-        assert found == []
+        assert rates_by_flow == []
     else:
-        assert [len(of_flow) for of_flow in found] == [3] * size
-        assert all(rate > 0 for of_flow in found for rate in of_flow)
+        assert [len(flow_rates) for flow_rates in rates_by_flow] == [3] * size
+        assert all(rate > 0 for flow_rates in rates_by_flow for rate in flow_rates)
 
 
-def test_latencies_are_told_at_rank_0(transport: MpiTransport) -> None:
-    found = latencies(transport, (transport.size - 1, 0), 0.02)
-    assert all(0 < seconds < 10 for seconds in found)
-    assert bool(found) == (transport.rank == 0)
+def test_probe_returns_latencies_on_rank_0(transport: MpiTransport) -> None:
+    measured = latencies(transport, (transport.size - 1, 0), 0.02)
+    assert all(0 < seconds < 10 for seconds in measured)
+    assert bool(measured) == (transport.rank == 0)
 
 
-def test_rank_0_writes_what_all_have_measured(transport: MpiTransport, tmp_path: Path) -> None:
+def test_probe_writes_the_cluster_file_on_rank_0(transport: MpiTransport, tmp_path: Path) -> None:
     options = ProbeOptions(out=tmp_path / "cluster.toml", seconds=1.0, device="cpu")
     measure_cluster(options, transport, cores=4)
     if transport.rank:
         assert not options.out.exists()
         return
     text = options.out.read_text()
-    found = check(text, "cluster.toml")
+    cluster_file = check(text, "cluster.toml")
     assert " fp32 on cpu, " in text
-    assert (found.workers, found.cluster.hosts) == (transport.size, 1)
-    assert found.cluster.memory_gbyte > 0
-    assert found.cluster.local_latency_us > 0
-    assert 0 < found.forward_share < 1
+    assert (cluster_file.workers, cluster_file.cluster.hosts) == (transport.size, 1)
+    assert cluster_file.cluster.memory_gbyte > 0
+    assert cluster_file.cluster.local_latency_us > 0
+    assert 0 < cluster_file.forward_share < 1
 
 
-def test_a_model_that_is_not_there_ends_all_ranks(transport: MpiTransport, tmp_path: Path) -> None:
+def test_probe_with_an_unknown_model_ends_on_all_ranks(
+    transport: MpiTransport, tmp_path: Path
+) -> None:
     options = ProbeOptions(out=tmp_path / "cluster.toml", model="no-model")
     with pytest.raises(RefusedError if transport.rank else UserError):
         measure_cluster(options, transport, cores=4)

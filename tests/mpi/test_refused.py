@@ -18,7 +18,7 @@ from tests.roles import Job, RankResult, run_rank
 
 
 def run(job: Job, transport: MpiTransport) -> RankResult:
-    """Train; every rank's own model must be sound, and no gradient may be missing."""
+    """Train; every rank's own model must be finite, and no gradient may be missing."""
     mine = run_rank(job, transport)
     for bucket in job.layout.buckets:
         if transport.rank in job.kind.holders(bucket.server, transport.size) or mine.leases:
@@ -31,14 +31,14 @@ def run(job: Job, transport: MpiTransport) -> RankResult:
 
 
 def await_refusals(transport: MpiTransport, mine: RankResult, wanted: int) -> None:
-    """The last of them may arrive behind the end."""
+    """Wait for the refusals; the last of them may arrive after the end."""
     end = transport.now() + 20
     while len(mine.refusals) < wanted and transport.now() < end:
         transport.sleep(0.01)
 
 
 @pytest.mark.parametrize("algorithm", ["aladdin", "bsp", "ar-sgd", "gosgd", "multistep"])
-def test_a_gradient_is_refused(transport: MpiTransport, algorithm: str) -> None:
+def test_non_finite_gradient_is_refused_over_mpi(transport: MpiTransport, algorithm: str) -> None:
     job = job_for(transport, algorithm)
     spoilt = job.workers - 1
     bad = torch.full((60,), nan)
@@ -49,12 +49,12 @@ def test_a_gradient_is_refused(transport: MpiTransport, algorithm: str) -> None:
         wanted = len([step for step in range(steps[-1]) if step % 9 == 3])
         assert wanted or not job.kind.lockstep  # one among many may take few steps
         await_refusals(transport, mine, wanted)
-        found = [(r.reason, r.rank, r.bucket) for r in mine.refusals]
-        assert found == [(Reason.NAN, transport.size - 1, 0)] * wanted
+        refusals = [(r.reason, r.rank, r.bucket) for r in mine.refusals]
+        assert refusals == [(Reason.NAN, transport.size - 1, 0)] * wanted
 
 
 @pytest.mark.parametrize("algorithm", ["aladdin", "asp", "gosgd", "ad-psgd"])
-def test_a_damaged_message_is_refused(transport: MpiTransport, algorithm: str) -> None:
+def test_damaged_message_is_refused_over_mpi(transport: MpiTransport, algorithm: str) -> None:
     links: list[DamagingTransport] = []
 
     def wrap(inner: Transport) -> Transport:

@@ -1,4 +1,4 @@
-"""An operation may end by a death before MPI tells who has died."""
+"""An operation may end by a failure before MPI reports which rank has failed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from aladdin_mpi.transport.mpi.engine import MpiTransport
 from aladdin_mpi.transport.mpi.requests import MpiRequest
 
 
-class EndedByDeath:
-    """A handle of MPI, as such an operation has it."""
+class EndedByFailure:
+    """An MPI handle of such an operation."""
 
     def __init__(self, error: int) -> None:
         self.error = error
@@ -26,7 +26,7 @@ class EndedByDeath:
 
 @pytest.fixture
 def dead(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Who has died, as MPI tells it."""
+    """The failed ranks, as MPI reports them."""
     known: set[int] = set()
     monkeypatch.setattr(fault_tolerance, "dead", lambda everyone: set(known))
     return known
@@ -38,23 +38,23 @@ def transport(dead: set[int]) -> Iterator[MpiTransport]:
     transport._failures.survives = True
     transport._requests._is_wounded = True  # one by one: made-up handles are not MPI's
     yield transport
-    # Nobody has died: the ranks leave as usual.
+    # No rank has failed: the ranks leave as usual.
     transport._failures.survives, transport._failures.failed = False, frozenset()
     transport.close()
 
 
 def broken_sum(transport: MpiTransport, error: int = MPI.ERR_PROC_FAILED) -> MpiRequest:
     request = MpiRequest("Iallreduce", None, receives=False)
-    request.handle = EndedByDeath(error)  # type: ignore[assignment]
+    request.handle = EndedByFailure(error)  # type: ignore[assignment]
     transport._requests.begin(request)
     return request
 
 
 @pytest.mark.parametrize("error", [MPI.ERR_PROC_FAILED, MPI.ERR_OTHER])
-def test_it_ends_when_the_name_is_known(
+def test_operation_ended_by_a_failure_ends_when_the_failed_rank_is_known(
     transport: MpiTransport, dead: set[int], error: int
 ) -> None:
-    """Open MPI says ERR_OTHER where a rank dies between two rounds of a collective."""
+    """Open MPI reports ERR_OTHER if a rank fails between two rounds of a collective."""
     request = broken_sum(transport, error)
     assert not transport.test(request)
     assert not transport.test(request)
@@ -66,7 +66,7 @@ def test_it_ends_when_the_name_is_known(
 
 
 @pytest.mark.parametrize("error", [MPI.ERR_PROC_FAILED, MPI.ERR_OTHER])
-def test_an_error_without_a_name_is_not_kept_for_ever(
+def test_operation_ended_by_an_unnamed_failure_raises_after_a_time_limit(
     transport: MpiTransport, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     request = broken_sum(transport, error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpi4py import MPI
 
 
-def test_every_rank_takes_part() -> None:
+def test_every_rank_of_the_launcher_takes_part() -> None:
     world = MPI.COMM_WORLD
     assert world.size > 1
     assert world.allgather(world.rank) == list(range(world.size))

@@ -46,7 +46,7 @@ def by_torch(case: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_whole_steps_equal_torch(case: dict[str, Any]) -> None:
+def test_momentum_sgd_steps_equal_torch(case: dict[str, Any]) -> None:
     x = start()
     sgd = MomentumSGD(x, **case)
     for step in range(STEPS):
@@ -58,7 +58,7 @@ def test_whole_steps_equal_torch(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_unused_parts_and_their_velocity_stay_as_they_are(case: dict[str, Any]) -> None:
+def test_momentum_sgd_keeps_unused_parts_and_velocity(case: dict[str, Any]) -> None:
     used, x, whole = start(), start(), slice(0, NUMEL)
     unused = [slice(3, 10), slice(20, NUMEL)]
     one, other = MomentumSGD(used, **case), MomentumSGD(x, **case)
@@ -82,7 +82,7 @@ def test_unused_parts_and_their_velocity_stay_as_they_are(case: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_bucket_by_bucket_equals_whole_to_the_bit(case: dict[str, Any]) -> None:
+def test_momentum_sgd_by_bucket_is_bit_identical_to_whole_step(case: dict[str, Any]) -> None:
     """As workers do it: directions bucket by bucket, then one step on everything."""
     whole, x = start(), start()
     one, other = MomentumSGD(whole, **case), MomentumSGD(x, **case)
@@ -98,7 +98,7 @@ def test_bucket_by_bucket_equals_whole_to_the_bit(case: dict[str, Any]) -> None:
         assert torch.equal(x, whole)
 
 
-def test_a_part_has_a_velocity_of_its_own() -> None:
+def test_each_part_has_its_own_velocity() -> None:
     """As servers do it, whose buckets become due at different times."""
     x = start()
     sgd = MomentumSGD(x, 0.5, 0.0)
@@ -113,7 +113,7 @@ def test_a_part_has_a_velocity_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_restored_optimizer_goes_on_alike(case: dict[str, Any]) -> None:
+def test_restored_momentum_sgd_continues_identically(case: dict[str, Any]) -> None:
     x = start()
     sgd = MomentumSGD(x, **case)
     for step in range(STEPS):
@@ -140,7 +140,7 @@ def clipped(g: Tensor, clip: float | None) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_clipped_gradient_is_no_longer_than_the_bound(seed: int) -> None:
+def test_clipped_gradient_norm_stays_within_bound(seed: int) -> None:
     g = torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed)) * torch.arange(NUMEL)
     out = clipped(g, 2.0)
     assert out.norm() <= 2.0 * (1 + 1e-6)
@@ -148,12 +148,12 @@ def test_a_clipped_gradient_is_no_longer_than_the_bound(seed: int) -> None:
         torch.testing.assert_close(out[part] / out[part].norm(), g[part] / g[part].norm())
 
 
-def test_a_gradient_that_is_spread_evenly_is_clipped_as_a_whole() -> None:
+def test_evenly_spread_gradient_is_clipped_as_a_whole() -> None:
     g = torch.ones(NUMEL)
     torch.testing.assert_close(clipped(g, 2.0), g * 2.0 / g.norm())
 
 
-def test_a_short_gradient_is_left_as_it_is() -> None:
+def test_clipping_leaves_short_gradient_unchanged() -> None:
     g = torch.full((NUMEL,), 1e-3)
     assert torch.equal(clipped(g, 2.0), g)
     assert torch.equal(clipped(torch.zeros(NUMEL), 2.0), torch.zeros(NUMEL))
@@ -161,7 +161,7 @@ def test_a_short_gradient_is_left_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_clipping_does_not_hide_what_is_not_a_number(bad: float) -> None:
+def test_clipping_keeps_non_finite_values(bad: float) -> None:
     g = torch.ones(NUMEL)
     g[20] = bad
     assert not clipped(g, 2.0)[20].isfinite()

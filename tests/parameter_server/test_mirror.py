@@ -1,4 +1,4 @@
-"""What only a lost server knew is taken from its mirror."""
+"""The state of a failed server is restored from its replica."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORKERS = 3
 
 
 @pytest.mark.parametrize(("servers", "expected"), [(1, [1]), (3, [1, 2, 0])])
-def test_who_keeps_it(servers: int, expected: list[int]) -> None:
+def test_replica_is_kept_by_the_next_server(servers: int, expected: list[int]) -> None:
     assert [keeper_of(server, servers) for server in range(servers)] == expected
 
 
@@ -54,7 +54,7 @@ def train(transport: Transport, folder: Path, servers: int, settings: dict[str, 
 
 
 class Spy:
-    """Notes what a server sends to its mirror, and what is put together without it."""
+    """Records what a server sends to its replica, and the state that is assembled without it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: dict[int, list[dict[str, Any]]] = {}
@@ -72,23 +72,23 @@ class Spy:
 
         monkeypatch.setattr(takeover, "_reconcile", keep)
 
-    def _send(self, transport: Transport, told: dict[str, Any], *where: Any) -> Any:
+    def _send(self, transport: Transport, state: dict[str, Any], *where: Any) -> Any:
         if transport.original(transport.rank) == 0:
-            self.sent.setdefault(told["bucket"], []).append(told)
-        return send_object(transport, told, *where)
+            self.sent.setdefault(state["bucket"], []).append(state)
+        return send_object(transport, state, *where)
 
     def newest(self, name: str) -> list[list[Tensor]]:
-        """Of each bucket of the lost server the last two that it has sent."""
+        """Return the last two states sent of each bucket of the failed server."""
         pick = (
-            (lambda told: told["optimizer"]["velocity"])
+            (lambda state: state["optimizer"]["velocity"])
             if name == "velocity"
-            else (lambda told: told["values"])
+            else (lambda state: state["values"])
         )
-        return [[pick(told) for told in each[-2:]] for each in self.sent.values()]
+        return [[pick(state) for state in each[-2:]] for each in self.sent.values()]
 
 
 def is_in(part: Tensor, vector: Tensor) -> bool:
-    """Whether a vector has a part somewhere, to the bit."""
+    """Whether a vector contains a part, bit for bit."""
     return any(torch.equal(window, part) for window in vector.unfold(0, len(part), 1))
 
 
@@ -100,7 +100,7 @@ def is_in(part: Tensor, vector: Tensor) -> bool:
         ("values", {"algorithm": "easgd"}),
     ],
 )
-def test_what_only_the_lost_server_knew(
+def test_state_of_a_failed_server_is_restored_from_its_replica(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     servers: int,
@@ -121,7 +121,7 @@ def test_what_only_the_lost_server_knew(
         assert any(is_in(part, whole) for part in last_two)
 
 
-def test_a_bucket_is_mirrored_after_every_fourth_update(
+def test_bucket_is_replicated_after_every_fourth_update(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     updates: Counter[int] = Counter()
@@ -132,13 +132,13 @@ def test_a_bucket_is_mirrored_after_every_fourth_update(
         updates[bucket.index] += 1
         note(self, bucket)
 
-    def send(transport: Transport, told: dict[str, Any], *where: Any) -> Any:
-        sent_at.setdefault(told["bucket"], []).append(updates[told["bucket"]])
-        return send_object(transport, told, *where)
+    def send(transport: Transport, state: dict[str, Any], *where: Any) -> Any:
+        sent_at.setdefault(state["bucket"], []).append(updates[state["bucket"]])
+        return send_object(transport, state, *where)
 
     monkeypatch.setattr(server_replica.ServerReplica, "note", counted)
     monkeypatch.setattr(server_replica, "send_object", send)
-    cluster = Cluster(deaths={WORKERS: 1e6}).placed(1)  # after the end: there are mirrors
+    cluster = Cluster(deaths={WORKERS: 1e6}).placed(1)  # after the end: there are replicas
     VirtualCluster(1 + WORKERS, cluster, 0).run(
         lambda transport: train(
             transport, tmp_path / "run", 1, {"algorithm": "easgd", "mirror_every": 4}
@@ -149,7 +149,7 @@ def test_a_bucket_is_mirrored_after_every_fourth_update(
         assert numbers == list(range(4, updates[bucket] + 1, 4))
 
 
-def test_without_a_mirror_momentum_begins_again(
+def test_momentum_of_a_failed_server_restarts_without_a_replica(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     spy = Spy(monkeypatch)

@@ -1,4 +1,4 @@
-"""A server's models leave as soon as they can, whatever else comes or does not come."""
+"""A server sends its models as soon as possible, whatever else arrives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUMEL = 1_000_000
 
 
 def serve(transport: Transport, models: int, exact: bool) -> None:
-    """Answer each gradient by so many models, of which the first holds up the others."""
+    """Answer each gradient with several models, of which the first delays the others."""
     wire = DenseWire(torch.float32, torch.device("cpu"))
     layout = cut(NUMEL, 1, 8.0, 8.0)
     server = ParameterServer(transport, layout, torch.zeros(NUMEL), wire, lambda samples: 1.0)
@@ -28,8 +28,8 @@ def serve(transport: Transport, models: int, exact: bool) -> None:
 
 
 def train(transport: Transport, awaited: int) -> list[float]:
-    """Send a gradient, and say that this was all only when ``awaited`` models have come."""
-    found = []
+    """Send a gradient, and end only after ``awaited`` models have arrived."""
+    models = []
     header = Header(Kind.BUCKETS, gradients=1, samples=1).pack()
     transport.isend_numbers(header, 0, Tag.GRADIENT)
     transport.isend(torch.ones(NUMEL), 0, Tag.GRADIENT)
@@ -37,18 +37,18 @@ def train(transport: Transport, awaited: int) -> list[float]:
         model = torch.empty(NUMEL)
         transport.wait(transport.irecv(new_header(), 0, Tag.MODEL))
         transport.wait(transport.irecv(model, 0, Tag.MODEL))
-        found.append(float(model[0]))
+        models.append(float(model[0]))
     transport.isend_numbers(Header(Kind.END).pack(), 0, Tag.GRADIENT)
     end = transport.irecv(new_header(), 0, Tag.MODEL)
     transport.wait(end)
     assert Header.received(end).kind == Kind.END
-    return found
+    return models
 
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_model_does_not_wait_for_a_gradient(workers: int, exact: bool) -> None:
-    """All workers wait for the second model, so no gradient comes before it has left."""
+def test_server_sends_a_model_without_waiting_for_a_gradient(workers: int, exact: bool) -> None:
+    """All workers wait for the second model, so no gradient arrives before it is sent."""
 
     def main(transport: Transport) -> list[float] | None:
         if transport.rank == 0:
@@ -61,7 +61,7 @@ def test_a_model_does_not_wait_for_a_gradient(workers: int, exact: bool) -> None
         assert 1 <= first < last <= 2 * workers
 
 
-def test_the_newest_model_replaces_those_that_wait() -> None:
+def test_newest_model_replaces_models_waiting_to_be_sent() -> None:
     """Of five, the first leaves at once and the last follows it."""
 
     def main(transport: Transport) -> list[float] | None:

@@ -31,7 +31,7 @@ class Answers:
         return given
 
 
-def test_a_worker_is_held_while_it_is_too_far_ahead() -> None:
+def test_staleness_bound_holds_worker_too_far_ahead() -> None:
     answers = Answers(2, bound=1)
     answers.step(0)
     assert answers.take() == [(0, 0)]
@@ -41,7 +41,7 @@ def test_a_worker_is_held_while_it_is_too_far_ahead() -> None:
     assert sorted(answers.take()) == [(0, 0), (1, 0)]
 
 
-def test_buckets_have_clocks_of_their_own() -> None:
+def test_staleness_bound_has_separate_clocks_per_bucket() -> None:
     answers = Answers(2, bound=0)
     answers.step(0, A)
     answers.step(1, B)
@@ -52,7 +52,7 @@ def test_buckets_have_clocks_of_their_own() -> None:
     assert sorted(answers.take()) == [(0, 1), (1, 1)]
 
 
-def test_steps_that_are_not_answered_count_too() -> None:
+def test_staleness_bound_counts_unanswered_steps() -> None:
     answers = Answers(2, bound=2)
     assert answers.bound.advance(0, A, 3) == 3
     answers.step(0)
@@ -61,7 +61,7 @@ def test_steps_that_are_not_answered_count_too() -> None:
     assert answers.take() == [(0, 0)]
 
 
-def test_nobody_waits_for_a_worker_that_has_ended() -> None:
+def test_staleness_bound_ignores_worker_that_has_ended() -> None:
     answers = Answers(3, bound=0)
     answers.step(0, steps=4)
     answers.step(1, steps=2)
@@ -71,7 +71,7 @@ def test_nobody_waits_for_a_worker_that_has_ended() -> None:
     assert answers.take() == [(0, 0)]
 
 
-def test_a_worker_that_has_ended_gets_its_answer_at_once() -> None:
+def test_staleness_bound_answers_ended_worker_at_once() -> None:
     answers = Answers(2, bound=0)
     answers.step(0, A)
     answers.step(0, B)
@@ -82,7 +82,7 @@ def test_a_worker_that_has_ended_gets_its_answer_at_once() -> None:
     assert answers.take() == []
 
 
-def test_a_segment_starts_with_equal_clocks() -> None:
+def test_staleness_bound_resets_clocks_with_each_segment() -> None:
     answers = Answers(2, bound=0)
     answers.bound.ended(1)
     answers.step(0, steps=5)
@@ -95,20 +95,20 @@ def test_a_segment_starts_with_equal_clocks() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_no_answer_breaks_the_bound_and_none_is_left_out(seed: int) -> None:
+def test_staleness_bound_holds_in_random_step_orders(seed: int) -> None:
     r = random.Random(seed)
     workers, bound = r.randint(1, 5), r.randint(0, 4)
     answers = Answers(workers, bound)
-    done = [0] * workers
+    steps = [0] * workers
     waiting: set[int] = set()
     for _ in range(300):
         free = [w for w in range(workers) if w not in waiting]
         assert free, "deadlock"
         worker = r.choice(free)
-        done[worker] += 1
+        steps[worker] += 1
         waiting.add(worker)
         answers.step(worker)
         for answered, _bucket in answers.take():
             waiting.remove(answered)
-            assert done[answered] - min(done) <= bound
-        assert all(done[w] - min(done) > bound for w in waiting)
+            assert steps[answered] - min(steps) <= bound
+        assert all(steps[w] - min(steps) > bound for w in waiting)

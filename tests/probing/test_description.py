@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -42,13 +43,13 @@ WHOLE = {
 }
 
 
-def test_the_order_does_not_matter() -> None:
+def test_description_order_does_not_matter() -> None:
     for parts in itertools.permutations(PARTS):
         assert said(", ".join(parts)) == WHOLE
 
 
 @pytest.mark.parametrize("between", [", ", "; ", " and ", " with ", "\n", "  "])
-def test_nor_what_is_between(between: str) -> None:
+def test_description_separators_do_not_matter(between: str) -> None:
     assert said(between.join(PARTS)) == WHOLE
 
 
@@ -93,11 +94,11 @@ def test_nor_what_is_between(between: str) -> None:
         ("25 Gbit/s, one node has a link of 1 Gbit/s", {"links": {0: 1.0}, "bandwidth_gbit": 25.0}),
     ],
 )
-def test_units_and_words(text: str, expected: dict[str, Any]) -> None:
+def test_description_units_and_words_are_parsed(text: str, expected: dict[str, Any]) -> None:
     assert said(text) == expected
 
 
-def test_every_example_is_understood() -> None:
+def test_description_examples_are_understood() -> None:
     for example in EXAMPLES:
         assert said(example)
 
@@ -117,40 +118,37 @@ def test_every_example_is_understood() -> None:
         (", ;", ", ;"),
     ],
 )
-def test_what_is_not_understood_is_named_with_examples(text: str, part: str) -> None:
-    told = complaint("--describe", text)
-    assert f"got {part!r}, which is not understood; write for example " in told
-    assert "one node 3x slower" in told
+def test_unknown_description_part_is_named_with_examples(text: str, part: str) -> None:
+    error = complaint("--describe", text)
+    assert error.startswith("--describe: ") and f"got {part!r}," in error
+    assert "one node 3x slower" in error
 
 
 @pytest.mark.parametrize(
-    ("argv", "expected"),
+    ("argv", "cause"),
     [
-        (["--describe", "2 nodes, 3 hosts"], "expected this once, got '2 nodes' and '3 hosts'"),
-        (["--describe", "2 nodes, 18 ms"], "expected what takes 18 ms, got the time alone"),
-        (["--describe", "3 nodes, 64 workers in total"], "expected as many workers on each of 3"),
-        (["--describe", "25 Gbit/s"], "--nodes: expected the number of hosts, got none"),
-        (["--describe", "2 nodes, 0 Gbit/s"], "--describe: expected a number of more than 0"),
-        (["--describe", "0 nodes"], "--describe: expected a whole number of 1 or more"),
-        (["--describe", "2 nodes, 1e9 Gbit/s"], "and at most 100000"),
-        (
-            ["--describe", "2 nodes, node 2 3x slower"],
-            "--describe: expected hosts from 0 to 1, got 2",
-        ),
-        (["--describe", "2 nodes, GPU 4 3x slower"], "expected workers from 0 to 1, got 4"),
-        (["--nodes", 2, "--links", "2=1"], "--links: expected hosts from 0 to 1, got 2"),
-        (["--nodes", 2, "--slowdown", "0=0.5"], "--slowdown: expected"),
-        (["--nodes", 2, "--model", "mlp"], "--model: expected only where a cluster is measured"),
-        (["--node", 2], "--node: no such option; did you mean --nodes"),
+        (["--describe", "2 nodes, 3 hosts"], "--describe: .*'2 nodes'.*'3 hosts'"),
+        (["--describe", "2 nodes, 18 ms"], "--describe: .*step 18 ms.*latency 18 ms"),
+        (["--describe", "3 nodes, 64 workers in total"], "--describe: .* 3 hosts.*'64 workers"),
+        (["--describe", "25 Gbit/s"], "--nodes: "),
+        (["--describe", "2 nodes, 0 Gbit/s"], r"--describe: .*\bmore than 0\b"),
+        (["--describe", "0 nodes"], r"--describe: .*\b1 or more\b"),
+        (["--describe", "2 nodes, 1e9 Gbit/s"], r"--describe: .*\b100000\b"),
+        (["--describe", "2 nodes, node 2 3x slower"], r"--describe: .*hosts from 0 to 1.*\b2\b"),
+        (["--describe", "2 nodes, GPU 4 3x slower"], r"--describe: .*workers from 0 to 1.*\b4\b"),
+        (["--nodes", 2, "--links", "2=1"], r"--links: .*hosts from 0 to 1.*\b2\b"),
+        (["--nodes", 2, "--slowdown", "0=0.5"], r"--slowdown: .*\b0\.5\b"),
+        (["--nodes", 2, "--model", "mlp"], "--model: "),
+        (["--node", 2], "--node: .*--nodes"),
     ],
 )
-def test_one_error_for_each_fault(argv: list[object], expected: str) -> None:
-    told = complaint(*argv)
-    assert expected in told
-    assert "\n" not in told
+def test_description_fault_is_one_line_error(argv: list[object], cause: str) -> None:
+    error = complaint(*argv)
+    assert re.match(cause, error), error
+    assert "\n" not in error
 
 
-def test_words_and_options_come_to_the_same_file() -> None:
+def test_description_and_options_give_the_same_cluster() -> None:
     text = "16 nodes x 4 GPUs, 25 Gbit/s, latency 20 us, step 0.18 s, one node 3x slower, jitter 2%"
     options = "--nodes 16 --gpus-per-node 4 --bandwidth-gbit 25 --latency-us 20 --step-seconds 0.18"
     words = simulated("--describe", text)
@@ -162,38 +160,41 @@ def test_words_and_options_come_to_the_same_file() -> None:
     assert hosts == [0, *(worker // 4 for worker in range(64))]
 
 
-def test_options_go_over_words() -> None:
-    found = simulated("--describe", "4 nodes, 25 Gbit/s", "--nodes", 8, "--links", "7=1")
-    assert (found.cluster.hosts, found.cluster.bandwidth_gbit) == (8, 25.0)
-    assert found.cluster.links == {7: 1.0}
+def test_options_override_description() -> None:
+    result = simulated("--describe", "4 nodes, 25 Gbit/s", "--nodes", 8, "--links", "7=1")
+    assert (result.cluster.hosts, result.cluster.bandwidth_gbit) == (8, 25.0)
+    assert result.cluster.links == {7: 1.0}
 
 
-def test_what_is_not_said_is_left_out() -> None:
+def test_undescribed_settings_are_left_out_of_file() -> None:
     options, _ = read(["--describe", "4 nodes x 2 GPUs"])
     text = rendered("test", sections(options))
-    assert "# bandwidth-gbit: not said; the default is 10 " in text
+    assert re.search(r"^# bandwidth-gbit: .*\b10\b", text, re.MULTILINE)
     assert "\nbandwidth-gbit" not in text
     assert check(text, "x").compute_time == 0.1
 
 
-def test_what_was_understood_is_told() -> None:
+def test_understood_lists_described_settings() -> None:
     options, _ = read(
         ["--describe", "3 nodes x 2 GPUs, 10 Gb/s, node 1 3x slower, GPU 0 2x slower"]
     )
-    assert understood(options) == [
-        "3 hosts with 2 workers each, 6 in all",
-        "10 Gbit/s of each host's link, each way",
-        "host 1 (workers 2 to 3): 3 times slower",
-        "worker 0 (host 0): 2 times slower",
+    patterns = [
+        r"3 hosts\b.*\b2 workers\b.*\b6\b",
+        r"10 Gbit/s\b",
+        r"host 1 \(workers 2 to 3\): 3\b",
+        r"worker 0 \(host 0\): 2\b",
     ]
+    lines = understood(options)
+    assert len(lines) == len(patterns)
+    assert all(map(re.match, patterns, lines)), lines
 
 
-def test_a_described_worker_of_a_slow_host_is_slow_twice() -> None:
-    found = simulated("--nodes", 2, "--node-slowdown", "1=3", "--slowdown", "1=2,0=4")
-    assert found.slowdown == {0: 4.0, 1: 6.0}
+def test_slowdowns_of_worker_and_host_multiply() -> None:
+    result = simulated("--nodes", 2, "--node-slowdown", "1=3", "--slowdown", "1=2,0=4")
+    assert result.slowdown == {0: 4.0, 1: 6.0}
 
 
-def test_strange_texts_make_no_strange_files() -> None:
+def test_control_characters_in_description_do_not_alter_file() -> None:
     options = ProbeOptions(nodes=2, describe="2 nodes\n\x00[links]\r\n0 = 1")
     text = rendered(f"Described: {options.describe}", sections(options))
     assert check(text, "x").cluster.links == {}

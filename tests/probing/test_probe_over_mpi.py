@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,24 +10,14 @@ import pytest
 from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.probing.cluster_file import check
 from benchmarks.lab import Lab
-from tests.launch import ROOT, needs, run_ranks, start_ranks
+from tests.launch import needs, run_ranks, start_ranks
+from tests.run_program import run_program
 
 PROBE = ("-m", "aladdin_mpi.probe")
 QUICK = ("--seconds", "2", "--device", "cpu")
 
-STRAGGLING = """
-import time
-from mpi4py import MPI
-from torch import nn
-
-class Slow(nn.Sequential):
-    def forward(self, images):
-        time.sleep(0.4 if MPI.COMM_WORLD.rank == 1 else 0.1)
-        return super().forward(images)
-
-def slow(num_classes):
-    return Slow(nn.Flatten(), nn.Linear(64, num_classes))
-"""
+STRAGGLING = "tests.probing.programs.straggling"
+IMPATIENT_PROBE = Path(__file__).parent / "programs" / "impatient_probe.py"
 
 
 def read(path: Path) -> SimulateOptions:
@@ -35,32 +26,31 @@ def read(path: Path) -> SimulateOptions:
 
 @needs("openmpi")
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_straggler_is_named(ranks: int, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(STRAGGLING)
+def test_probe_names_straggler(ranks: int, tmp_path: Path) -> None:
     out = tmp_path / "cluster.toml"
-    words = [*PROBE, *QUICK, "--model", "own:slow", "--out", str(out)]
-    done = run_ranks(ranks, words, env={"PYTHONPATH": str(tmp_path)})
-    assert f"wrote {out}" in done.stdout
-    found = read(out)
-    assert found.workers == ranks
-    assert found.compute_time >= 0.1
+    words = [*PROBE, *QUICK, "--model", f"{STRAGGLING}:slow", "--out", str(out)]
+    completed = run_ranks(ranks, words)
+    assert f"wrote {out}" in completed.stdout
+    result = read(out)
+    assert result.workers == ranks
+    assert result.compute_time >= 0.1
     if ranks == 1:
-        assert "not measured, as there is one rank alone" in done.stdout
+        assert re.search(r"\bone rank\b", completed.stdout)
         return
-    assert 2 < found.slowdown[1] < 5
-    assert found.slowdown[1] == max(found.slowdown.values())
-    assert "rank 1 on " in done.stdout
+    assert 2 < result.slowdown[1] < 5
+    assert result.slowdown[1] == max(result.slowdown.values())
+    assert "rank 1 on " in completed.stdout
     assert "# rank 1 on " in out.read_text()
 
 
 @needs("openmpi")
-def test_a_file_that_is_there_ends_it_before_it_measures(tmp_path: Path) -> None:
+def test_probe_rejects_existing_file_before_measuring(tmp_path: Path) -> None:
     out = tmp_path / "cluster.toml"
     out.write_text("hosts = 7\n")
-    done = run_ranks(2, [*PROBE, *QUICK, "--out", str(out)], check=False)
-    assert done.returncode == 2
-    assert done.stderr.count("expected a new file, got one that is there") == 1
-    assert "timing" not in done.stderr
+    completed = run_ranks(2, [*PROBE, *QUICK, "--out", str(out)], check=False)
+    assert completed.returncode == 2
+    assert len(re.findall(r"--out .*/cluster\.toml: .*--overwrite", completed.stderr)) == 1
+    assert "timing" not in completed.stderr
     assert out.read_text() == "hosts = 7\n"
 
 
@@ -68,40 +58,28 @@ def test_a_file_that_is_there_ends_it_before_it_measures(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "words", [["--modell", "mlp"], ["--model", "no-model"], ["--seconds", "0"]]
 )
-def test_one_error_for_all_ranks(words: list[str], tmp_path: Path) -> None:
+def test_probe_reports_one_error_for_all_ranks(words: list[str], tmp_path: Path) -> None:
     out = tmp_path / "cluster.toml"
-    done = run_ranks(2, [*PROBE, *words, "--out", str(out)], check=False)
-    assert done.returncode == 2
-    assert done.stderr.count("aladdin_mpi: error: ") == 1
-    assert f"error: {words[0]}" in done.stderr
+    completed = run_ranks(2, [*PROBE, *words, "--out", str(out)], check=False)
+    assert completed.returncode == 2
+    assert completed.stderr.count("aladdin_mpi: error: ") == 1
+    assert f"error: {words[0]}" in completed.stderr
     assert not out.exists()
 
 
-IMPATIENT = """
-from aladdin_mpi import probe
-probe.PATIENCE = 2.0
-raise SystemExit(probe.main())
-"""
-HANGING = STRAGGLING.replace("0.4 if", "1000 if len(images) > 1 and")
-
-
 @needs("openmpi")
-def test_a_rank_that_hangs_is_named_and_ends_it(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(HANGING)
-    (tmp_path / "impatient.py").write_text(IMPATIENT)
-    words = [str(tmp_path / "impatient.py"), *QUICK, "--model", "own:slow"]
-    words += ["--out", str(tmp_path / "cluster.toml")]
-    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    done = run_ranks(3, words, env=env, check=False)
-    assert done.returncode != 0
-    assert "receive from rank 1, tag " in done.stderr
-    assert "on host " in done.stderr
-    assert "Traceback" not in done.stderr
+def test_probe_names_hanging_rank_and_ends(tmp_path: Path) -> None:
+    words = [*QUICK, "--model", f"{STRAGGLING}:hanging", "--out", tmp_path / "cluster.toml"]
+    completed = run_program(IMPATIENT_PROBE, 3, *words, check=False)
+    assert completed.returncode != 0
+    assert re.search(r"\breceive from rank 1\b", completed.stderr)
+    assert "on host " in completed.stderr
+    assert "Traceback" not in completed.stderr
     assert not (tmp_path / "cluster.toml").exists()
 
 
 @needs("openmpi")
-def test_one_that_is_killed_half_way_leaves_nothing(tmp_path: Path) -> None:
+def test_killed_probe_leaves_no_file(tmp_path: Path) -> None:
     out = tmp_path / "cluster.toml"
     with start_ranks(2, [*PROBE, "--seconds", "60", "--out", str(out)]) as job:
         job.wait_for("timing steps")
@@ -112,7 +90,7 @@ def test_one_that_is_killed_half_way_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(Lab.available() is not None, reason=Lab.available() or "")
 @pytest.mark.long
-def test_the_rates_of_links_are_found(tmp_path: Path) -> None:
+def test_probe_measures_link_rates(tmp_path: Path) -> None:
     """Slow ones, so that the cores of a small machine do not hold them up."""
     rates = {2: 0.02, 3: 0.05}
     out = tmp_path / "cluster.toml"
@@ -120,10 +98,10 @@ def test_the_rates_of_links_are_found(tmp_path: Path) -> None:
         for host, gbit in rates.items():
             lab.limit_rate(host, gbit)
         words = [*PROBE, "--seconds", "30", "--device", "cpu", "--out", str(out)]
-        done = lab.run([0, 0, 1, 2, 3], words, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found = read(out).cluster
-    assert found.worker_hosts == (0, 0, 1, 2, 3)
-    assert found.bandwidth_gbit == pytest.approx(0.1, rel=0.1)
-    assert found.links == pytest.approx(rates, rel=0.1)
-    assert found.latency_us > 0
+        completed = lab.run([0, 0, 1, 2, 3], words, timeout=120)
+    assert completed.returncode == 0, completed.stderr
+    result = read(out).cluster
+    assert result.worker_hosts == (0, 0, 1, 2, 3)
+    assert result.bandwidth_gbit == pytest.approx(0.1, rel=0.1)
+    assert result.links == pytest.approx(rates, rel=0.1)
+    assert result.latency_us > 0

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.run.data_parallel import DataParallel
+from tests.messages import check_names
 
 RATES = [2.0**-step for step in range(6)]
 """Of each step: no two have the same."""
@@ -48,7 +49,7 @@ def train(workers: int, **settings: Any) -> tuple[list[float], bool]:
             try:
                 run.step(loss)
             except UserError as error:
-                assert "Change it before backward(), or pass wait_free=False" in str(error)
+                check_names(str(error), "backward()", "wait_free=False")
                 was_refused = True
                 set_rate(optimizer, BETWEEN - 1)
                 run.step(loss)

@@ -1,6 +1,6 @@
-"""No gradient is lost or counted twice, the budget is used up exactly, and no worker waits.
+"""ALADDIN loses no gradient, counts none twice, uses up its budget, and no worker waits.
 
-Hundreds of runs, each under a cluster of its own drawn from its seed: delays, narrow links,
+Hundreds of runs, each on a random cluster drawn from its seed: delays, narrow links,
 slow servers, pauses, unequal workers, any number of servers and any cut.
 """
 
@@ -27,7 +27,7 @@ def any_setup(seed: int) -> Setup:
 
 
 def any_small(r: random.Random, seed: int) -> Setup:
-    """Many small buckets, odd cuts, budgets of less than a step for each worker."""
+    """Draw many small buckets, odd cuts, budgets of less than a step for each worker."""
     servers, workers = r.randint(1, 3), r.randint(1, 6)
     numel = r.randint(3, 300)
     return replace(
@@ -47,7 +47,7 @@ def any_small(r: random.Random, seed: int) -> Setup:
 
 
 def any_large(r: random.Random, seed: int) -> Setup:
-    """Large buckets and servers that fall behind: gradients are coalesced."""
+    """Draw large buckets and slow servers, so that gradients are coalesced."""
     servers, workers = r.randint(1, 3), r.randint(1, 4)
     numel = BUCKET * servers * r.randint(1, 2)
     return replace(
@@ -101,7 +101,7 @@ def any_cluster(r: random.Random, ranks: int, numel: int) -> Cluster:
 
 
 def check_budget(end: Outcome) -> None:
-    """Every sample was drawn once, in leases of one batch but at the end of a segment."""
+    """Check that every sample was leased once, in batches except at the end of a segment."""
     setup = end.setup
     leases = sorted(lease for worker in end.workers for lease in worker.leases)
     position = 0
@@ -119,7 +119,7 @@ def check_budget(end: Outcome) -> None:
 
 
 def check_gradients(end: Outcome) -> None:
-    """Computed = applied + dropped, on every shard by itself."""
+    """Check that computed = applied + dropped on every shard."""
     computed = end.total("computed")
     assert computed == sum(len(worker.leases) for worker in end.workers)
     shards = [shard for server in end.servers for shard in server.role.shards.values()]
@@ -132,7 +132,7 @@ def check_gradients(end: Outcome) -> None:
 
 
 def check_reports(end: Outcome) -> None:
-    """What workers reported of their steps adds up to the run."""
+    """Check that the workers' reports of their steps add up to the run."""
     reports = [report for _, report in end.servers[0].reports]
     assert sum(report.samples for report in reports) == end.setup.samples
     last = {rank: report.steps for rank, report in end.servers[0].reports}
@@ -140,10 +140,12 @@ def check_reports(end: Outcome) -> None:
 
 
 def check_values(end: Outcome) -> bool:
-    """Where it can be told by value: x~ has moved by what all workers have moved by."""
+    """If it is known by value, check that x~ moved by the sum of all workers' moves."""
     setup, options = end.setup, end.setup.aladdin
-    told = options.alpha == 0 and options.trigger == "accumulate" and options.momentum == "worker"
-    if not told or setup.wire != torch.float32:
+    is_a_sum = (
+        options.alpha == 0 and options.trigger == "accumulate" and options.momentum == "worker"
+    )
+    if not is_a_sum or setup.wire != torch.float32:
         return False
     moved = (end.locals - end.first).sum(0)
     torch.testing.assert_close(end.model - end.first, moved, rtol=1e-3, atol=1e-4)
@@ -151,8 +153,8 @@ def check_values(end: Outcome) -> bool:
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
-def test_accounts_balance_under_any_conditions(group: int) -> None:
-    coalesced = told = 0
+def test_aladdin_accounting_balances_on_random_clusters(group: int) -> None:
+    coalesced = compared = 0
     for seed in range(group * GROUP, (group + 1) * GROUP):
         setup = any_setup(seed)
         try:
@@ -161,17 +163,17 @@ def test_accounts_balance_under_any_conditions(group: int) -> None:
             check_gradients(end)
             check_reports(end)
             assert end.in_flight() == (0, 0)
-            told += check_values(end)
+            compared += check_values(end)
         except BaseException:
             print(f"seed {seed}: {setup}")
             raise
         coalesced += end.total("coalesced") > 0
-    # Or the runs would show little: these seeds do press gradients together.
+    # These seeds do coalesce gradients; otherwise the runs would show little.
     assert coalesced >= 2
-    assert told >= 1
+    assert compared >= 1
 
 
-def test_one_seed_is_one_run() -> None:
+def test_same_seed_gives_the_same_run() -> None:
     setup = any_setup(3)
     one, other = run(setup), run(setup)
     assert torch.equal(one.model, other.model)
@@ -182,7 +184,7 @@ def test_one_seed_is_one_run() -> None:
 
 
 def check_no_waiting(end: Outcome) -> None:
-    """From its first batch on, up to the flush at the end, a worker has not waited at all."""
+    """Check that workers did not wait between their first batch and the flush at the end."""
     for worker in end.workers:
         assert len(worker.waited) >= 10
         assert worker.waited[-1] == worker.waited[0]
@@ -194,8 +196,10 @@ BUSY = Setup(workers=3, numel=2 * BUCKET, bucket=BUCKET, samples=300, cluster=ne
 @pytest.mark.parametrize("ring", [1, 2])
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("seconds", [0.1, 5.0, 1000.0])
-def test_workers_do_not_wait_for_a_slow_server(seconds: float, servers: int, ring: int) -> None:
-    """Up to a thousand times slower than needed; what it cannot take is pressed together."""
+def test_aladdin_workers_do_not_wait_for_a_slow_server(
+    seconds: float, servers: int, ring: int
+) -> None:
+    """Up to a thousand times slower than needed; gradients it cannot take are coalesced."""
     options = aladdin_options(ring=ring)
     end = run(replace(BUSY, servers=servers, server_seconds=seconds, aladdin=options))
     check_no_waiting(end)
@@ -203,7 +207,7 @@ def test_workers_do_not_wait_for_a_slow_server(seconds: float, servers: int, rin
     assert (end.total("coalesced") > 0) == (seconds > 1)
 
 
-def test_workers_do_not_wait_for_a_server_that_stands_still() -> None:
+def test_aladdin_workers_do_not_wait_for_a_paused_server() -> None:
     cluster = network(hosts=5, pauses=((1, 0.5, 10_000.0),))
     end = run(replace(BUSY, servers=2, cluster=cluster))
     check_no_waiting(end)
@@ -211,13 +215,13 @@ def test_workers_do_not_wait_for_a_server_that_stands_still() -> None:
     assert end.total("coalesced") > 30
 
 
-def test_workers_do_not_wait_on_a_network_with_long_delays() -> None:
-    """Models come many steps late, or not before the end."""
+def test_aladdin_workers_do_not_wait_for_long_network_delays() -> None:
+    """Models arrive many steps late, or not before the end."""
     end = run(replace(BUSY, cluster=network(hosts=4, latency_us=4e5)))
     check_no_waiting(end)
 
 
-def test_a_small_ring_coalesces_more() -> None:
+def test_aladdin_coalesces_more_gradients_with_a_smaller_ring() -> None:
     setup = replace(BUSY, server_seconds=1.5)
     counts = [
         run(replace(setup, aladdin=aladdin_options(ring=ring))).total("coalesced")
@@ -227,7 +231,7 @@ def test_a_small_ring_coalesces_more() -> None:
 
 
 @pytest.mark.parametrize("gradient_seconds", [0.5, 4.0, 40.0])
-def test_workers_do_not_wait_on_a_narrow_network(gradient_seconds: float) -> None:
+def test_aladdin_workers_do_not_wait_for_a_slow_network(gradient_seconds: float) -> None:
     """All workers' gradients together take that many steps on the server's link."""
     gbit = 8e-9 * 4 * BUSY.numel * BUSY.workers / gradient_seconds
     end = run(replace(BUSY, cluster=network(hosts=4, bandwidth_gbit=gbit)))
@@ -236,8 +240,8 @@ def test_workers_do_not_wait_on_a_narrow_network(gradient_seconds: float) -> Non
     assert (end.total("coalesced") > 0) == (gradient_seconds > 1)
 
 
-def test_a_worker_whose_draws_are_answered_late_soon_draws_far_enough_ahead() -> None:
-    """The answer takes five steps: it has to wait for the first ones, and then no more."""
+def test_worker_requests_samples_further_ahead_if_replies_are_late() -> None:
+    """The reply takes five steps: the worker waits for the first replies, and then no more."""
     end = run(replace(BUSY, cluster=network(hosts=4, latency_us=2.5e6), samples=600))
     for worker in end.workers:
         assert worker.waited[12] == worker.waited[-1] > 0

@@ -1,4 +1,4 @@
-"""Running statistics of batch norm, estimated anew for the global model."""
+"""Running statistics of batch norm, recalibrated for the global model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
 
-def test_they_are_the_plain_means_over_the_batches() -> None:
+def test_batch_norm_statistics_are_plain_means_over_the_batches() -> None:
     """Not those of torch's momentum of 0.1, to which the first batches count next to nothing."""
     norm = nn.BatchNorm1d(2)
     with torch.no_grad():
-        norm(torch.full((4, 2), 50.0))  # of a former model
+        norm(torch.full((4, 2), 50.0))  # of a previous model
     batches = [torch.randn(8, 2) * scale + scale for scale in (1.0, 2.0, 3.0, 10.0)]
     norm.eval()
     reestimate_batch_norm(norm, [((batch,), {}) for batch in batches])
@@ -32,7 +32,7 @@ def test_they_are_the_plain_means_over_the_batches() -> None:
     assert not norm.training
 
 
-def test_a_model_without_batch_norm_is_not_called() -> None:
+def test_model_without_batch_norm_is_not_called() -> None:
     class Uncalled(nn.Module):
         def forward(self, _: torch.Tensor) -> torch.Tensor:
             raise AssertionError
@@ -41,7 +41,7 @@ def test_a_model_without_batch_norm_is_not_called() -> None:
 
 
 class Two(nn.Module):
-    """Two batch norms with statistics of their own."""
+    """A model with two batch norms."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The size of messages that depends on the devices."""
+"""The default bucket size depends on the devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aladdin_mpi.run.handshake import GPU_BUCKET_MB, with_bucket_size
 
 
 class Alone:
-    """As much of a transport as a single rank's decision needs."""
+    """The part of a transport that a single rank needs for the decision."""
 
     rank, size, meets, survives = 0, 1, False, False
 
@@ -29,7 +29,7 @@ class Alone:
         ("cuda", {}, True, 4.0),
     ],
 )
-def test_messages_are_larger_with_gpus_unless_their_size_is_given(
+def test_default_bucket_size_is_larger_with_gpus(
     device: str, given: dict[str, Any], models_time: bool, expected: float
 ) -> None:
     transport: Any = Alone(models_time)

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whatever bears the name of one is whole, whenever rank 0 dies."""
+"""Checkpoints on disk are complete, whenever rank 0 fails."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from aladdin_mpi.run.checkpoint import MANIFEST, CheckpointStore
 
 
-class DiedError(Exception):
-    """Stands for a death of the process."""
+class FailedError(Exception):
+    """Stands for a failure of the process."""
 
 
 def write(store: CheckpointStore, samples: int) -> None:
@@ -21,19 +21,19 @@ def write(store: CheckpointStore, samples: int) -> None:
     store.commit(samples, [entry], {"ranks": 1, "option": {}, "moment": 0.0})
 
 
-def die_half_way(folder: Path) -> None:
+def fail_half_way(folder: Path) -> None:
     (folder / MANIFEST).unlink()
-    raise DiedError
+    raise FailedError
 
 
 @pytest.mark.parametrize("second", [200, 100], ids=["older", "the same"])
-def test_a_death_during_a_removal_leaves_no_half(
+def test_failure_during_removal_leaves_no_partial_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: int
 ) -> None:
     store = CheckpointStore(tmp_path)
     write(store, 100)
-    with monkeypatch.context() as patch, pytest.raises(DiedError):
-        patch.setattr(shutil, "rmtree", die_half_way)
+    with monkeypatch.context() as patch, pytest.raises(FailedError):
+        patch.setattr(shutil, "rmtree", fail_half_way)
         write(store, second)
     for folder in store.folder.glob("samples-*"):
         assert (folder / MANIFEST).is_file()
@@ -41,7 +41,7 @@ def test_a_death_during_a_removal_leaves_no_half(
     assert [path.name for path in store.folder.iterdir()] == ["samples-000000000300"]
 
 
-def test_what_others_put_there_is_neither_resumed_from_nor_deleted(tmp_path: Path) -> None:
+def test_foreign_files_in_the_checkpoint_folder_are_kept_and_ignored(tmp_path: Path) -> None:
     """Copies of checkpoints, stray files, and empty folders of any name."""
     store = CheckpointStore(tmp_path)
     write(store, 100)
@@ -61,7 +61,7 @@ def test_what_others_put_there_is_neither_resumed_from_nor_deleted(tmp_path: Pat
 
 
 @pytest.mark.parametrize("is_folder", [True, False])
-def test_what_has_the_name_of_a_checkpoint_makes_room_for_it(
+def test_partial_checkpoint_is_replaced_by_one_of_the_same_name(
     tmp_path: Path, is_folder: bool
 ) -> None:
     store = CheckpointStore(tmp_path)
@@ -75,8 +75,8 @@ def test_what_has_the_name_of_a_checkpoint_makes_room_for_it(
     assert len(list(store.folder.iterdir())) == 1
 
 
-def test_a_checkpoint_of_many_samples_is_the_last(tmp_path: Path) -> None:
-    """Of more digits than the names of others have."""
+def test_checkpoint_with_more_digits_is_the_newest(tmp_path: Path) -> None:
+    """Its name has more digits than others."""
     store = CheckpointStore(tmp_path)
     write(store, 999_999_999_999)
     with pytest.MonkeyPatch.context() as patch:

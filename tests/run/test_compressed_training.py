@@ -23,7 +23,7 @@ ALGORITHMS: list[dict[str, Any]] = [
     {"algorithm": "shat", "settings": {"shat": WORKER}},
 ]
 UNHINDERED = [case for case in ALGORITHMS if case["algorithm"] != "ssp"]
-"""SSP lets several workers go on at once, and the size of a message says who is first."""
+"""Without SSP, which releases several workers at once, in the order of message sizes."""
 
 
 def job(case: dict[str, Any], **changes: Any) -> Job:
@@ -44,7 +44,7 @@ def coalesced(end: Outcome) -> int:
 
 
 def left_of(end: Outcome) -> torch.Tensor:
-    """What waits at each worker, one a row."""
+    """Return the unsent values of each worker, one worker a row."""
     rows = []
     for worker in end.workers:
         assert isinstance(worker.codec, DeepGradientCompression)
@@ -55,7 +55,7 @@ def left_of(end: Outcome) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", ALGORITHMS, ids=name_of)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_with_a_ratio_of_one_training_is_as_without_compression(
+def test_compression_with_ratio_one_equals_training_without_compression(
     case: dict[str, Any], dtype: torch.dtype
 ) -> None:
     this = job(case, samples=1200, dtype=dtype)
@@ -64,7 +64,7 @@ def test_with_a_ratio_of_one_training_is_as_without_compression(
     check_same(dense, compressed)
 
 
-def test_so_it_is_where_gradients_are_coalesced() -> None:
+def test_compression_with_ratio_one_equals_dense_training_with_coalesced_gradients() -> None:
     this = job(ALGORITHMS[0], samples=600, hidden=700, bucket_mb=0.2, cluster=SLOW)
     dense, compressed = run(replace(this, ratio=None)), run(replace(this, ratio=1.0))
     assert coalesced(compressed) > 5
@@ -73,7 +73,7 @@ def test_so_it_is_where_gradients_are_coalesced() -> None:
 
 @pytest.mark.parametrize("case", UNHINDERED, ids=name_of)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_models_sent_as_differences_are_the_same_models(
+def test_models_sent_as_differences_equal_whole_models(
     case: dict[str, Any], dtype: torch.dtype
 ) -> None:
     this = job(case, samples=1500, dtype=dtype, segments=2)
@@ -84,7 +84,7 @@ def test_models_sent_as_differences_are_the_same_models(
 
 
 @pytest.mark.parametrize("case", ALGORITHMS, ids=name_of)
-def test_one_value_in_a_hundred_still_trains(case: dict[str, Any]) -> None:
+def test_compressed_training_learns_with_one_value_in_a_hundred(case: dict[str, Any]) -> None:
     this = job(case, samples=4000)
     dense, compressed = run(replace(this, ratio=None)), run(this)
     assert dense.accuracy() > 0.85
@@ -97,10 +97,10 @@ def test_one_value_in_a_hundred_still_trains(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_gradient_is_lost(dtype: torch.dtype) -> None:
-    """Without blending the global model is the mean of the local ones, but for what waits.
+def test_compressed_training_loses_no_gradient(dtype: torch.dtype) -> None:
+    """Without blending the global model is the mean of the local ones, but for unsent values.
 
-    Also where gradients are coalesced before they are compressed.
+    Also if gradients are coalesced before they are compressed.
     """
     settings = {"aladdin": {"alpha": 0.0, "ring": 1}, "momentum": 0.9, "weight_decay": 0.01}
     this = Job(settings=settings, dtype=dtype, samples=1000, cluster=SLOW, segments=2)
@@ -112,14 +112,14 @@ def test_no_gradient_is_lost(dtype: torch.dtype) -> None:
     torch.testing.assert_close(end.model, (end.locals + waits).mean(0), rtol=1e-4, atol=1e-6)
 
 
-def test_momentum_is_cleared_at_the_worker_where_values_are_sent() -> None:
+def test_compression_clears_worker_momentum_of_sent_values() -> None:
     end = run(Job(samples=300, ratio=0.3))
     for worker in end.workers:
         velocity = worker.role.state_dict()["optimizer"]["velocity"]
         assert 0.2 < (velocity == 0).float().mean() < 0.9
 
 
-def test_a_restored_worker_sends_what_waited() -> None:
+def test_restored_worker_sends_its_compression_remainder() -> None:
     end = run(Job(samples=600))
     state = end.workers[0].role.state_dict()
     other = run(Job(samples=20)).workers[0]
@@ -130,7 +130,7 @@ def test_a_restored_worker_sends_what_waited() -> None:
 
 
 @pytest.mark.parametrize("case", ALGORITHMS, ids=name_of)
-def test_timed_computing_sends_about_as_many_bytes(case: dict[str, Any]) -> None:
+def test_timed_computing_sends_about_as_many_compressed_bytes(case: dict[str, Any]) -> None:
     """Models are an upper bound: it is not known which values two gradients have in common."""
     this = job(case, samples=2000)
     real, timed = run(this), run(replace(this, timed=True))

@@ -1,4 +1,4 @@
-"""Samples are dealt once in every epoch, also after workers have failed, in virtual time."""
+"""Samples are distributed once in every epoch, also after workers have failed; simulated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORKERS = 3
 
 
 class Dealt:
-    """How often each sample of each epoch has been dealt, by (epoch, index)."""
+    """How often each sample of each epoch was distributed, by (epoch, index)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times = Counter[tuple[int, int]]()
@@ -71,18 +71,18 @@ def play(
 
     deaths = {servers + worker: second for worker, second in lost.items()}
     cluster = Cluster(hosts=1, deaths=deaths).placed(servers)
-    found = VirtualCluster(servers + WORKERS, cluster, start_time=start).run(train)
-    return next(filter(None, found))
+    summaries = VirtualCluster(servers + WORKERS, cluster, start_time=start).run(train)
+    return next(filter(None, summaries))
 
 
 @pytest.mark.parametrize("algorithm", ["asp", "gosgd"])
-def test_samples_of_a_failed_worker_that_was_epochs_ahead(
+def test_remaining_samples_of_a_failed_worker_are_redistributed_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, algorithm: str
 ) -> None:
-    """The others get at the next checkpoint what it has left of its epochs, and no more."""
+    """The worker was epochs ahead; the others get its remaining samples at the next checkpoint."""
     dealt = Dealt(monkeypatch)
     samples = 10 * LENGTH
-    found = play(
+    figures = play(
         tmp_path / "run",
         algorithm,
         {2: 30.5},
@@ -93,10 +93,10 @@ def test_samples_of_a_failed_worker_that_was_epochs_ahead(
     assert max(epoch for epoch, _ in dealt.times) == 9
     assert set(dealt.times.values()) == {1}
     # Of those that are lost the failed worker had not begun to load the last batch.
-    assert samples - found["samples_lost"] <= dealt.times.total() <= samples
+    assert samples - figures["samples_lost"] <= dealt.times.total() <= samples
 
 
-def test_worker_that_takes_part_again_continues_in_its_data(
+def test_failed_worker_continues_in_its_data_after_resume(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The run ends without it, and is resumed with as many workers as it began with."""
@@ -110,8 +110,8 @@ def test_worker_that_takes_part_again_continues_in_its_data(
     assert set(dealt.times.values()) == {1}
 
 
-def test_slowdown_may_name_a_worker_that_the_next_group_lacks(tmp_path: Path) -> None:
+def test_slowdown_may_name_a_worker_missing_from_the_next_group(tmp_path: Path) -> None:
     slowdown = {1: 2.0, 2: 2.0}
-    found = play(tmp_path / "run", "bsp", {0: 5.5}, slowdown, 10 * LENGTH, checkpoint_every=96)
-    assert found["samples"] == 10 * LENGTH
-    assert found["workers"] == 2
+    figures = play(tmp_path / "run", "bsp", {0: 5.5}, slowdown, 10 * LENGTH, checkpoint_every=96)
+    assert figures["samples"] == 10 * LENGTH
+    assert figures["workers"] == 2

@@ -1,4 +1,4 @@
-"""Epochs of a loop of one's own in virtual time: every worker comes by the end of each."""
+"""Epochs of a simulated custom loop: every worker reaches the end of each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ it may be waits for one that waits for it (docs/running.md)."""
 
 
 class Points(Dataset[tuple[Tensor, Tensor]]):
-    """So many of them."""
+    """A number of random points and their sums."""
 
     def __init__(self, count: int) -> None:
         self.x = torch.randn(count, 2, generator=torch.Generator().manual_seed(0))

@@ -1,98 +1,28 @@
-"""What goes wrong in mid-run ends the whole job: soon, with its reason, leaving nothing behind."""
+"""A failure during a run ends the whole job: soon, with its reason, and without leftovers."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import signal
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.commands import end_of, leftovers, metrics, training
 from tests.launch import Completed, Job, needs
+from tests.run.jobs import checkpoints, kill_ranks, wait_until
+from tests.run.program_runs import PROGRAMS
 
 pytestmark = needs("openmpi")
 
 SOON = 10.0
 """Seconds within which a job ends after something went wrong."""
-
-MODULE = """
-import os, threading, time
-from pathlib import Path
-from torch import nn
-
-RANK = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))
-HERE = Path(__file__).parent
-
-
-def now(word):
-    (HERE / "when").write_text(repr(time.time()))
-    raise RuntimeError("deliberate: " + word)
-
-
-class Net(nn.Module):
-    def __init__(self, trouble):
-        super().__init__()
-        self.layer = nn.Linear(64, 10)
-        self.trouble = trouble
-        self.steps = 0
-
-    def forward(self, x):
-        if self.training:
-            time.sleep(0.005)
-            self.steps += 1
-        self.trouble(self)
-        return self.layer(x.flatten(1))
-
-
-def calm(net):
-    pass
-
-
-def in_a_step(net):
-    if net.training and RANK == "2" and net.steps == 20:
-        now("in a step")
-
-
-def in_evaluation(net):
-    if not net.training:
-        now("in evaluation")
-
-
-def in_a_thread(net):
-    if RANK == "1" and net.steps == 20:
-        threading.Thread(target=now, args=("in a thread",)).start()
-
-
-def good():
-    return Net(calm)
-
-
-def bad_step():
-    return Net(in_a_step)
-
-
-def bad_evaluation():
-    return Net(in_evaluation)
-
-
-def bad_thread():
-    return Net(in_a_thread)
-"""
-
-BAD_IMPORT = """
-import os
-from bad import now
-
-if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-    now("in an import")
-"""
 
 
 @pytest.fixture
@@ -102,52 +32,54 @@ def mark() -> dict[str, str]:
 
 
 def ended(job: Job, mark: dict[str, str]) -> Completed:
-    """The job's end, checked to leave no process behind."""
-    done = job.wait(100)
-    assert done.returncode != 0
-    assert end_of(mark["ALADDIN_MPI_TEST_MARK"], 5), repr(done)
-    return done
+    """Wait for the job, which must fail, and check that no process is left."""
+    completed = job.wait(100)
+    assert completed.returncode != 0
+    assert end_of(mark["ALADDIN_MPI_TEST_MARK"], 5), repr(completed)
+    return completed
 
 
-def modules(tmp_path: Path) -> Path:
-    (tmp_path / "bad.py").write_text(MODULE)
-    (tmp_path / "bad_import.py").write_text(BAD_IMPORT)
-    return tmp_path
+def troubled(
+    tmp_path: Path, mark: dict[str, str], *options: object, **how: Any
+) -> AbstractContextManager[Job]:
+    """Start three ranks with a model that writes the moment of its failure to the file ``when``."""
+    env = {**mark, "TROUBLE_FILE": str(tmp_path / "when")}
+    return training(3, tmp_path / "run", *options, modules=PROGRAMS, env=env, **how)
 
 
-def check_traceback(done: Completed, rank: int, word: str) -> None:
-    mine = [line for line in done.stderr.splitlines() if line.startswith(f"[rank {rank}] ")]
-    assert f"[rank {rank}] Traceback (most recent call last):" in mine, repr(done)
-    assert f"[rank {rank}] RuntimeError: deliberate: {word}" in mine, repr(done)
-    # The other ranks have nothing to say.
-    assert done.stderr.count("Traceback") == 1, repr(done)
+def check_traceback(completed: Completed, rank: int, place: str) -> None:
+    own = [line for line in completed.stderr.splitlines() if line.startswith(f"[rank {rank}] ")]
+    assert f"[rank {rank}] Traceback (most recent call last):" in own, repr(completed)
+    assert f"[rank {rank}] RuntimeError: deliberate: {place}" in own, repr(completed)
+    # The other ranks print no traceback.
+    assert completed.stderr.count("Traceback") == 1, repr(completed)
 
 
 @pytest.mark.parametrize(
-    ("model", "rank", "word"),
+    ("model", "rank", "place"),
     [
-        ("bad:bad_step", 2, "in a step"),
-        pytest.param("bad:bad_evaluation", 0, "in evaluation", marks=pytest.mark.long),
-        pytest.param("bad:bad_thread", 1, "in a thread", marks=pytest.mark.long),
-        ("bad_import:good", 1, "in an import"),
+        ("troubled_models:bad_step", 2, "in a step"),
+        pytest.param("troubled_models:bad_evaluation", 0, "in evaluation", marks=pytest.mark.long),
+        pytest.param("troubled_models:bad_thread", 1, "in a thread", marks=pytest.mark.long),
+        ("troubled_import:good", 1, "in an import"),
     ],
 )
-def test_an_exception_ends_the_job(
-    tmp_path: Path, mark: dict[str, str], model: str, rank: int, word: str
+def test_exception_on_one_rank_ends_the_job(
+    tmp_path: Path, mark: dict[str, str], model: str, rank: int, place: str
 ) -> None:
-    options = ["--model", model, "--epochs", 1000]
-    with training(3, tmp_path / "run", *options, modules=modules(tmp_path), env=mark) as job:
-        done = ended(job, mark)
+    with troubled(tmp_path, mark, "--model", model, "--epochs", 1000) as job:
+        completed = ended(job, mark)
         seconds = time.time() - float((tmp_path / "when").read_text())
-    check_traceback(done, rank, word)
+    check_traceback(completed, rank, place)
     assert seconds < SOON
 
 
 @needs("mpich")
-def test_an_exception_ends_the_job_under_mpich(tmp_path: Path, mark: dict[str, str]) -> None:
-    options = ["--model", "bad:bad_step", "--epochs", 1000]
-    run = training(3, tmp_path / "run", *options, modules=modules(tmp_path), env=mark, mpi="mpich")
-    with run as job:
+def test_exception_on_one_rank_ends_the_job_under_mpich(
+    tmp_path: Path, mark: dict[str, str]
+) -> None:
+    options = ["--model", "troubled_models:bad_step", "--epochs", 1000]
+    with troubled(tmp_path, mark, *options, mpi="mpich") as job:
         check_traceback(ended(job, mark), 2, "in a step")
 
 
@@ -159,13 +91,19 @@ def long_run(
 
     ``every`` is the interval between checkpoints.
     """
-    plan = ["--model", "bad:good", "--epochs", 1000, "--log-every", 32, "--eval-every", 0.1]
+    plan = [
+        "--model",
+        "troubled_models:good",
+        "--epochs",
+        1000,
+        "--log-every",
+        32,
+        "--eval-every",
+        0.1,
+    ]
     plan += ["--checkpoint-every", every]
-    with training(3, tmp_path / "run", *plan, modules=modules(tmp_path), env=mark) as job:
-        end = time.monotonic() + 100
-        while not list((tmp_path / "run").glob(seen)):
-            assert time.monotonic() < end and job.process.poll() is None, job.so_far()
-            time.sleep(0.05)
+    with troubled(tmp_path, mark, *plan) as job:
+        wait_until(job, lambda: list((tmp_path / "run").glob(seen)), seconds=100)
         time.sleep(0.5)
         yield job
 
@@ -173,19 +111,19 @@ def long_run(
 def check_end(job: Job, mark: dict[str, str], run_dir: Path) -> None:
     """Check that the job, just hurt, ends, and what it leaves."""
     start = time.monotonic()
-    done = ended(job, mark)
+    completed = ended(job, mark)
     assert time.monotonic() - start < SOON
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in completed.stderr
     assert len(metrics(run_dir)) > 5
     assert leftovers(run_dir) == []
     check_checkpoint(run_dir)
 
 
 def check_checkpoint(run_dir: Path) -> None:
-    """Whatever bears a checkpoint's name is whole."""
-    found = list((run_dir / "checkpoint").glob("samples-*"))
-    assert found
-    for folder in found:
+    """Check that every folder with a checkpoint's name is complete."""
+    folders = checkpoints(run_dir)
+    assert folders
+    for folder in folders:
         manifest = json.loads((folder / "manifest.json").read_text())
         assert len(manifest["parts"]) == 3
         for part in manifest["parts"]:
@@ -196,25 +134,29 @@ def check_checkpoint(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM]
 )
-def test_signals_to_mpirun(tmp_path: Path, mark: dict[str, str], number: signal.Signals) -> None:
+def test_signal_to_mpirun_ends_the_job_and_keeps_the_checkpoint(
+    tmp_path: Path, mark: dict[str, str], number: signal.Signals
+) -> None:
     with long_run(tmp_path, mark) as job:
         job.process.send_signal(number)
         check_end(job, mark, tmp_path / "run")
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.long)])
-def test_a_killed_rank_ends_the_job(tmp_path: Path, mark: dict[str, str], rank: int) -> None:
+def test_killed_rank_ends_the_job_and_keeps_the_checkpoint(
+    tmp_path: Path, mark: dict[str, str], rank: int
+) -> None:
     with long_run(tmp_path, mark) as job:
-        os.kill(job.pid(rank), signal.SIGKILL)
+        kill_ranks(job, [rank])
         check_end(job, mark, tmp_path / "run")
 
 
-def test_a_failing_handler_ends_the_job(tmp_path: Path, mark: dict[str, str]) -> None:
+def test_exception_in_message_handler_ends_the_job(tmp_path: Path, mark: dict[str, str]) -> None:
     """Rank 0 writes metrics while it handles a worker's message."""
     # No checkpoints: the other ranks write none and so cannot be the first to fail.
     with long_run(tmp_path, mark, every=10**9, seen="metrics.jsonl") as job:
         (tmp_path / "run").rename(tmp_path / "gone")
         start = time.monotonic()
-        done = ended(job, mark)
+        completed = ended(job, mark)
     assert time.monotonic() - start < SOON
-    assert "[rank 0] FileNotFoundError" in done.stderr
+    assert "[rank 0] FileNotFoundError" in completed.stderr

@@ -1,4 +1,4 @@
-"""Training in few bits, in virtual time: as good as in fp32, with fewer bytes."""
+"""Quantised training, simulated: as good as in fp32, with fewer bytes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
-def test_they_are_those_with_servers() -> None:
+def test_quantised_wires_are_offered_by_all_algorithms_with_servers() -> None:
     assert sorted(n for n, kind in ALGORITHMS.items() if kind.has_servers) == QUANTISING
 
 
@@ -79,7 +79,7 @@ def test_they_are_those_with_servers() -> None:
         for name in QUANTISING
     ],
 )
-def test_the_minimum_is_found_as_in_fp32_with_fewer_bytes(algorithm: str) -> None:
+def test_quantised_training_converges_as_fp32_with_fewer_bytes(algorithm: str) -> None:
     outcomes = {wire: run(job_of(algorithm, wire)) for wire in ("fp32", *QUANTISED_BITS)}
     whole = outcomes.pop("fp32")
     assert distance(whole) < 0.1
@@ -90,7 +90,7 @@ def test_the_minimum_is_found_as_in_fp32_with_fewer_bytes(algorithm: str) -> Non
 
 
 @wires
-def test_every_message_but_the_first_models_is_shorter(wire: str) -> None:
+def test_quantised_messages_are_shorter_except_the_first_models(wire: str) -> None:
     whole, few = (run(job_of("asp", w, samples=400)) for w in ("fp32", wire))
     buckets = few.job.layout.buckets
     saved = {b: 4 * (b.numel - message_length(b.numel, QUANTISED_BITS[wire])) for b in buckets}
@@ -103,7 +103,9 @@ def test_every_message_but_the_first_models_is_shorter(wire: str) -> None:
 
 @wires
 @pytest.mark.parametrize("algorithm", QUANTISING)
-def test_every_workers_copy_is_its_servers_shadow(algorithm: str, wire: str) -> None:
+def test_quantised_model_of_every_worker_equals_its_servers_shadow(
+    algorithm: str, wire: str
+) -> None:
     outcome = run(job_of(algorithm, wire, samples=400, cluster=any_network(1, 6)))
     compared = 0
     for server in outcome.servers:
@@ -121,10 +123,10 @@ def test_every_workers_copy_is_its_servers_shadow(algorithm: str, wire: str) -> 
 
 
 @wires
-def test_no_gradient_is_lost(wire: str) -> None:
-    """Without blending the global model is the mean of the local ones, but for what waits.
+def test_quantised_training_loses_no_gradient(wire: str) -> None:
+    """Without blending the global model is the mean of the local ones, but for unsent values.
 
-    Also where gradients are coalesced before they are sent, and over a checkpoint.
+    Also if gradients are coalesced before they are sent, and over a checkpoint.
     """
     settings = {"aladdin": {"alpha": 0.0, "ring": 1}, "momentum": 0.9, "weight_decay": 0.01}
     this = compressed.Job(settings=settings, wire=wire, samples=1000, cluster=SLOW, segments=2)
@@ -143,7 +145,7 @@ def test_no_gradient_is_lost(wire: str) -> None:
 
 @wires
 @pytest.mark.parametrize("algorithm", ["aladdin", "asp", "shat"])
-def test_timed_computing_sends_as_many_bytes(algorithm: str, wire: str) -> None:
+def test_timed_computing_sends_as_many_quantised_bytes(algorithm: str, wire: str) -> None:
     this = compressed.Job(algorithm, wire=wire, samples=1200, slowdown=(1.0, 1.7, 2.9), jitter=0.1)
     real, timed = compressed.run(this), compressed.run(replace(this, timed=True))
     assert real.accuracy() > 0.6
@@ -152,15 +154,15 @@ def test_timed_computing_sends_as_many_bytes(algorithm: str, wire: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["aladdin", "easgd", "adsp"])
-def test_a_gradient_that_is_not_finite_harms_nothing(algorithm: str) -> None:
+def test_non_finite_gradient_does_not_harm_quantised_training(algorithm: str) -> None:
     spoil = spoilt(worker=1, value=nan)
     outcome = run(job_of(algorithm, "int4", samples=160, numel=60, bucket=13, spoil=spoil))
     check_unharmed(outcome)
     assert [refusal.reason for refusal in outcome.ranks[0].refusals] == [1] * 3
 
 
-def test_a_server_pays_for_what_moves_in_its_memory() -> None:
-    """With modelled handling: few bits on the wire are values in fp32 where they are added."""
+def test_modelled_server_memory_traffic_of_quantised_messages() -> None:
+    """With modelled handling: quantised values are summed in fp32."""
     layout = cut(10_000, 1, 64.0, 64.0)
     (bucket,) = layout.buckets
     codec = make_codec("int4", layout, CPU)
@@ -176,7 +178,7 @@ def test_a_server_pays_for_what_moves_in_its_memory() -> None:
 
 # -- EASGD: models both ways -----------------------------------------------------
 @wires
-def test_elastic_averaging_conserves_the_sum(wire: str) -> None:
+def test_quantised_elastic_averaging_conserves_the_sum(wire: str) -> None:
     """Without gradients all draw together, and their sum stays, but for roundings."""
 
     def far(worker: int) -> Tensor:
@@ -193,7 +195,7 @@ def test_elastic_averaging_conserves_the_sum(wire: str) -> None:
 
 
 @wires
-def test_the_centre_knows_the_workers_models_again_after_a_loss(wire: str) -> None:
+def test_easgd_server_recovers_worker_models_after_a_lost_message(wire: str) -> None:
     links: list[DamagingTransport] = []
 
     def wrap(transport: Transport) -> Transport:
@@ -219,10 +221,10 @@ def test_the_centre_knows_the_workers_models_again_after_a_loss(wire: str) -> No
         assert len(worker.role.link.differences._shadows) == len(outcome.job.layout.buckets)
 
 
-# -- ASHL: the largest values, or all in few bits ------------------------------------
+# -- ASHL: the largest values, or all quantised --------------------------------------
 @wires
 @pytest.mark.parametrize("rate", [1.0, 0.3, 0.2, 0.1, 0.04])
-def test_pushes_of_every_size_are_read_as_they_were_meant(wire: str, rate: float) -> None:
+def test_ashl_decodes_quantised_pushes_of_every_size(wire: str, rate: float) -> None:
     for numel in [*range(1, 130), 255, 257, 1000]:
         layout = cut(numel, 1, 64.0, 64.0)
         (bucket,) = layout.buckets
@@ -243,7 +245,7 @@ def test_pushes_of_every_size_are_read_as_they_were_meant(wire: str, rate: float
         torch.testing.assert_close(arrived, sent)
 
 
-def test_what_was_left_out_and_what_was_rounded_is_restored() -> None:
+def test_ashl_restores_omitted_and_rounded_remainders() -> None:
     layout = cut(1000, 1, 64.0, 64.0)
     (bucket,) = layout.buckets
     sender, other = (TopK(make_codec("int8", layout, CPU), layout) for _ in range(2))

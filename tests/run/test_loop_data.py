@@ -1,4 +1,4 @@
-"""What a loop of one's own is given as data, against plain PyTorch."""
+"""Data of custom training loops, compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
+from tests.messages import naming
 
 X = torch.randn(161, 3, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, X.sum(1, keepdim=True).sin())
@@ -78,7 +79,9 @@ def assert_equal(mine: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_drop_last_trains_as_plain_torch_on_the_union(tmp_path: Path, workers: int) -> None:
+def test_drop_last_trains_as_plain_torch_with_the_workers_batches_joined(
+    tmp_path: Path, workers: int
+) -> None:
     """A round of n workers is a batch of n times the size, and what is no whole round is left."""
     expected = model_of()
     steps = trained(expected, DataLoader(DATA, 16 * workers, drop_last=True), 3)
@@ -87,7 +90,7 @@ def test_drop_last_trains_as_plain_torch_on_the_union(tmp_path: Path, workers: i
     assert_equal(model, expected)
 
 
-def test_generator_of_a_loader_gives_the_order_of_plain_torch(tmp_path: Path) -> None:
+def test_data_loader_generator_gives_the_order_of_plain_torch(tmp_path: Path) -> None:
     def loader(batch_size: int) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(5)
         return DataLoader(DATA, batch_size, shuffle=True, drop_last=True, generator=generator)
@@ -99,7 +102,7 @@ def test_generator_of_a_loader_gives_the_order_of_plain_torch(tmp_path: Path) ->
 
 
 def test_drop_last_spares_batch_norm_a_batch_of_one(tmp_path: Path) -> None:
-    """Also where checkpoints come between rounds: they wait for whole ones."""
+    """Also if a checkpoint is due within a round: it waits for the end of the round."""
     loader = DataLoader(DATA, 16, shuffle=True, drop_last=True)
     every = {"epochs": 2, "checkpoint_every": "33samples"}
     sizes, _ = run_in(tmp_path / "run", 2, loader, nn.BatchNorm1d, **every)
@@ -107,34 +110,34 @@ def test_drop_last_spares_batch_norm_a_batch_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "settings", "words"),
+    ("workers", "settings", "names"),
     [
-        (11, {"epochs": 1}, "drop_last=True .* requires 176 samples, a round of 11 workers"),
-        (2, {"samples": 100}, "multiples of 32 samples .* but samples=100 is 100 samples"),
-        (2, {"epochs": 0.3}, "but epochs=0.3 is 48 samples"),
+        (11, {"epochs": 1}, ["drop_last=True", "176 samples", "11 workers"]),
+        (2, {"samples": 100}, ["drop_last=True", "32 samples", "samples=100", "100 samples"]),
+        (2, {"epochs": 0.3}, ["drop_last=True", "epochs=0.3", "48 samples"]),
     ],
 )
 def test_drop_last_without_whole_rounds_is_refused(
-    tmp_path: Path, workers: int, settings: dict[str, Any], words: str
+    tmp_path: Path, workers: int, settings: dict[str, Any], names: list[str]
 ) -> None:
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=naming(*names)):
         run_in(tmp_path / "run", workers, DataLoader(DATA, 16, drop_last=True), **settings)
 
 
-def test_batches_cross_epochs_unless_the_guide_is_followed(tmp_path: Path) -> None:
+def test_batches_cross_epochs_without_batch_sampler_or_drop_last(tmp_path: Path) -> None:
     """As docs/running.md has it."""
     data = TensorDataset(*DATA[:150])
     plain = DataLoader(data, 16, shuffle=True)
     by_sampler = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 16, False))
     dropping = DataLoader(data, 16, shuffle=True, drop_last=True)
-    found = {
+    sizes = {
         name: run_in(tmp_path / name, 1, loader, epochs=2)[0][0]
         for name, loader in (("plain", plain), ("sampler", by_sampler), ("drop", dropping))
     }
     assert 2 * len(plain) == 20
-    assert found["plain"] == [16] * 18 + [12]
-    assert found["sampler"] == ([16] * 9 + [6]) * 2
-    assert found["drop"] == [16] * 18
+    assert sizes["plain"] == [16] * 18 + [12]
+    assert sizes["sampler"] == ([16] * 9 + [6]) * 2
+    assert sizes["drop"] == [16] * 18
 
 
 def endless(first: int) -> Iterator[list[Tensor]]:
@@ -144,7 +147,7 @@ def endless(first: int) -> Iterator[list[Tensor]]:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_endless_generator_trains_for_steps(tmp_path: Path, sharded: bool) -> None:
-    """Each worker has a generator of its own: parts of the same batches, or others."""
+    """Each worker has a separate generator: parts of the same batches, or other batches."""
     expected = model_of()
     first, second = endless(0), endless(7) if sharded else endless(1)
     batches = []
@@ -172,6 +175,6 @@ def test_endless_generator_trains_for_steps(tmp_path: Path, sharded: bool) -> No
     assert_equal(models[0], expected)
 
 
-def test_generator_without_a_length_of_the_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="got generator, which has none; give samples= or steps="):
+def test_endless_generator_without_run_length_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=naming("generator", "samples=", "steps=")):
         run_in(tmp_path / "run", 1, lambda: endless(0), epochs=1)

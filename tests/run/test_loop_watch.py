@@ -1,4 +1,4 @@
-"""A user's own loop must leave the parameters where the run has put them."""
+"""A custom loop must leave the parameters where the run has put them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.run.loop_watch import LoopWatch
+from tests.messages import naming
 
 
 class Net(nn.Module):
@@ -64,33 +65,33 @@ def watch(net: Net) -> Iterator[LoopWatch]:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "name", "what"),
     [
-        (renew_weight, "the memory of parameter head.weight was replaced"),
-        (move, "the memory of parameter body.0.weight was replaced"),
-        (assign, "parameter body.0.weight was replaced"),
-        (assign_one, "parameter head.bias was replaced"),
-        (exchange, "parameter head.weight was replaced"),
-        (add, "parameter body.2.weight was added"),
-        (remove, "parameter head.bias was removed"),
+        (renew_weight, "head.weight", "memory"),
+        (move, "body.0.weight", "memory"),
+        (assign, "body.0.weight", "replaced"),
+        (assign_one, "head.bias", "replaced"),
+        (exchange, "head.weight", "replaced"),
+        (add, "body.2.weight", "added"),
+        (remove, "head.bias", "removed"),
     ],
 )
-@pytest.mark.parametrize("behind", [False, True], ids=["before step", "behind it"])
-def test_replaced_parameters_are_refused(
-    net: Net, watch: LoopWatch, change: Callable[[Net], None], words: str, behind: bool
+@pytest.mark.parametrize("after", [False, True], ids=["before step", "after step"])
+def test_replaced_parameters_are_refused_by_name(
+    net: Net, watch: LoopWatch, change: Callable[[Net], None], name: str, what: str, after: bool
 ) -> None:
     watch.begin()
-    if behind:
+    if after:
         watch.end()
         change(net)
         watch.begin()
     else:
         change(net)
-    with pytest.raises(UserError, match=f"training loop: {words} during the run.*assign=True"):
+    with pytest.raises(UserError, match=naming(f"parameter {name} ", what, "assign=True")):
         watch.end()
 
 
-def test_values_and_what_is_not_trained_may_change(net: Net, watch: LoopWatch) -> None:
+def test_parameter_values_and_frozen_modules_may_change(net: Net, watch: LoopWatch) -> None:
     watch.begin()
     watch.end()
     net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()})
@@ -141,7 +142,9 @@ def test_write_between_steps_that_would_be_lost_is_refused(
         watch.end()
         watch.resume()
         write(net)
-        with pytest.raises(UserError, match=r"written to after run\.step\(\).*run\.project\(\)"):
+        with pytest.raises(
+            UserError, match=naming(".weight", "after run.step()", "bsp", "run.project()")
+        ):
             watch.resume()
     finally:
         watch.close()
@@ -153,7 +156,7 @@ def test_write_between_batch_and_step_is_refused(
 ) -> None:
     watch.begin()
     write(net)
-    with pytest.raises(UserError, match=r"changed between its batch and step.*run\.project\(\)"):
+    with pytest.raises(UserError, match=naming(".weight", "between", "step()", "run.project()")):
         watch.end()
 
 
@@ -169,7 +172,7 @@ def test_frozen_parameters_may_be_written_between_steps(net: Net) -> None:
     watch.close()
 
 
-def test_data_is_torchs_own_again_when_the_run_has_ended(net: Net, watch: LoopWatch) -> None:
+def test_parameter_data_is_plain_torch_again_after_close(net: Net, watch: LoopWatch) -> None:
     weight = net.head.weight
     assert weight.data.data_ptr() == weight.data_ptr()
     watch.close()
@@ -186,5 +189,5 @@ def test_scaled_loss_is_refused_at_its_step(net: Net, watch: LoopWatch) -> None:
     watch.end()
     watch.begin()
     assert scaler.scale(torch.ones(())) == 2**16
-    with pytest.raises(UserError, match=r"GradScaler has scaled the loss.*run\.scale\(loss\)"):
+    with pytest.raises(UserError, match=naming("GradScaler", "run.scale(loss)")):
         watch.end()

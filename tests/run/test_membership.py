@@ -1,4 +1,4 @@
-"""Who follows when ranks of a group are lost."""
+"""The next group of ranks after some have failed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.run.membership import Membership, NextGroup, begin, next_membership, rendezvous
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
+from tests.messages import naming
 
 SERVERS, SPARES, SIZE = 2, 2, 8
 
@@ -19,12 +20,12 @@ SERVERS, SPARES, SIZE = 2, 2, 8
         ({3}, (0, 1), (2, 4, 5, 6), (7,)),  # a spare takes a worker's place
         ({0}, (1, 6), (2, 3, 4, 5), (7,)),  # and a server's
         ({0, 1}, (6, 7), (2, 3, 4, 5), ()),
-        ({0, 1, 6, 7}, (2,), (3, 4, 5), ()),  # where there is none, a worker becomes a server
+        ({0, 1, 6, 7}, (2,), (3, 4, 5), ()),  # without spares, a worker becomes a server
         ({0, 3, 4, 7}, (1,), (2, 5, 6), ()),  # workers first, as long as there is a server
         ({6, 7}, (0, 1), (2, 3, 4, 5), ()),
     ],
 )
-def test_who_follows(
+def test_spares_and_workers_replace_failed_servers_and_workers(
     lost: set[int], servers: tuple[int, ...], workers: tuple[int, ...], spares: tuple[int, ...]
 ) -> None:
     before = begin(SIZE, SERVERS, SPARES)
@@ -34,26 +35,26 @@ def test_who_follows(
     assert (after.spares, after.number) == (spares, 2)
 
 
-def test_places_that_stayed_empty_are_filled_later() -> None:
+def test_empty_places_are_filled_by_later_spares() -> None:
     before = Membership(4, (1, 2), 1, (5,), (2, 2))
     after = next_membership(before, {1, 2, 5})
     assert (after.ranks, after.servers, after.workers) == ((1, 2, 5), 1, 2)
 
 
 @pytest.mark.parametrize("lost", [{2, 3, 4, 5, 6, 7}, {0, 1, 2, 3, 4, 6, 7}])
-def test_too_few(lost: set[int]) -> None:
-    with pytest.raises(LostError, match="too few ranks are left"):
+def test_too_few_surviving_ranks_raise_lost_error(lost: set[int]) -> None:
+    with pytest.raises(LostError, match=naming("too few", f"{min(lost)}, ")):
         next_membership(begin(SIZE, SERVERS, SPARES), set(range(SIZE)) - lost)
 
 
-def test_without_servers_the_first_that_is_left_keeps_the_books() -> None:
+def test_next_coordinator_is_lowest_surviving_rank_without_servers() -> None:
     after = next_membership(begin(4, 0, 0), {1, 3})
     assert (after.ranks, after.servers) == ((1, 3), 0)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_all_agree_though_more_are_lost_meanwhile(seed: int) -> None:
-    """The first of the next group, too, while it tells the others who is in."""
+def test_surviving_ranks_agree_on_the_next_group_despite_further_failures(seed: int) -> None:
+    """Also if the first rank of the next group fails while it announces the members."""
     latency = 1e-3
     moments = {0: 0.0, 1: 1e-9 + latency * (0.5 + seed / 4), 5: latency * seed / 5}
     cluster = Cluster(hosts=SIZE, latency_us=1e6 * latency, deaths=moments)
@@ -69,10 +70,10 @@ def test_all_agree_though_more_are_lost_meanwhile(seed: int) -> None:
             gathered = rendezvous(transport, gathered.members, {"rank": transport.rank}, 0.0)
         return gathered
 
-    found = [each for each in VirtualCluster(SIZE, cluster, seed).run(agree) if each is not None]
-    assert len(found) == SIZE - len(moments)
-    assert len({each.members for each in found}) == 1
-    members = found[0].members
+    groups = [each for each in VirtualCluster(SIZE, cluster, seed).run(agree) if each is not None]
+    assert len(groups) == SIZE - len(moments)
+    assert len({each.members for each in groups}) == 1
+    members = groups[0].members
     assert not set(moments) & set(members.ranks)
     for rank in members.ranks:
-        assert found[0].brought[rank] == {"rank": rank}
+        assert groups[0].brought[rank] == {"rank": rank}

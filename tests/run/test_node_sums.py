@@ -1,18 +1,26 @@
-"""--node-sums: a node as one worker with several devices."""
+"""Per-node aggregation: a node as one worker with several devices."""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aladdin_mpi.options.algorithms import ALGORITHMS
-from tests.commands import EPOCH, checkpoint_part, metrics, simulate, summary, train, training
+from tests.commands import (
+    EPOCH,
+    checkpoint_part,
+    metrics,
+    refusal,
+    simulate,
+    summary,
+    train,
+    training,
+)
 from tests.launch import needs
+from tests.messages import check_names
+from tests.run.jobs import ULFM, checkpoints, kill_ranks, wait_until
 
 ABLE = sorted(name for name, algorithm in ALGORITHMS.items() if algorithm.node_sums)
 CLUSTER: list[Any] = ["--workers", 6, "--hosts", 3, "--jitter", 0.2, "--quiet"]
@@ -26,32 +34,36 @@ def run(folder: Path, *options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("algorithm", ABLE)
-def test_a_node_is_a_worker(tmp_path: Path, algorithm: str) -> None:
+def test_node_counts_as_one_worker_with_per_node_aggregation(
+    tmp_path: Path, algorithm: str
+) -> None:
     is_a_sum = algorithm in ("bsp", "ar-sgd")
-    # A last round that is not full is dealt otherwise, so other samples are in it.
+    # A last round that is not full is distributed differently and has other samples.
     samples = 960 if is_a_sum else 1000
     options = ["--algorithm", algorithm, "--samples", samples, "--eval-every", 0.25]
     alone = run(tmp_path / "alone", *options)
-    found = run(tmp_path / "nodes", *options, *NODES)
-    assert found["samples"] == alone["samples"] == samples
-    assert found["gradients_computed"] == found["gradients_applied"]
+    nodes = run(tmp_path / "nodes", *options, *NODES)
+    assert nodes["samples"] == alone["samples"] == samples
+    assert nodes["gradients_computed"] == nodes["gradients_applied"]
     # A gradient of a node is that of both its workers.
-    halved = alone["gradients_computed"] / found["gradients_computed"]
+    halved = alone["gradients_computed"] / nodes["gradients_computed"]
     assert halved == pytest.approx(2, abs=0.15)
-    assert found["test_accuracy"] > 0.3
-    # Workers that only compute for another one have no model of their own that could differ.
+    assert nodes["test_accuracy"] > 0.3
+    # Workers that only compute for another worker have no separate model.
     if is_a_sum:
         assert {line["model_variance"] for line in metrics(tmp_path / "nodes", "eval")} == {0.0}
-        assert found["test_loss"] == pytest.approx(alone["test_loss"], rel=1e-4)
-        assert found["test_accuracy"] == alone["test_accuracy"]
+        assert nodes["test_loss"] == pytest.approx(alone["test_loss"], rel=1e-4)
+        assert nodes["test_accuracy"] == alone["test_accuracy"]
 
 
 @pytest.mark.parametrize("options", [["--wire", "int8"], ["--compression", "dgc"], ["--clip", 2.0]])
-def test_with_all_that_changes_gradients(tmp_path: Path, options: list[Any]) -> None:
-    found = run(tmp_path, "--algorithm", "aladdin", "--epochs", 3, *options, *NODES)
-    assert found["gradients_computed"] == found["gradients_applied"]
-    assert found["samples"] == 3 * EPOCH
-    assert found["test_accuracy"] > 0.5
+def test_per_node_aggregation_works_with_quantisation_compression_and_clipping(
+    tmp_path: Path, options: list[Any]
+) -> None:
+    figures = run(tmp_path, "--algorithm", "aladdin", "--epochs", 3, *options, *NODES)
+    assert figures["gradients_computed"] == figures["gradients_applied"]
+    assert figures["samples"] == 3 * EPOCH
+    assert figures["test_accuracy"] > 0.5
 
 
 @pytest.mark.parametrize(
@@ -62,13 +74,15 @@ def test_with_all_that_changes_gradients(tmp_path: Path, options: list[Any]) -> 
         pytest.param("sgp", marks=pytest.mark.long),
     ],
 )
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, algorithm: str) -> None:
+def test_resumed_run_with_per_node_aggregation_equals_the_uninterrupted_one(
+    tmp_path: Path, algorithm: str
+) -> None:
     options = ["--algorithm", algorithm, *NODES, "--checkpoint-every", 700]
     options += ["--lr-schedule", "constant", "--warmup-epochs", 0]
     run(tmp_path / "whole", *options, "--samples", 1400)
     run(tmp_path / "half", *options, "--samples", 700)
     simulate(None, "--resume", tmp_path / "half", "--samples", 1400)
-    for rank in (1, 5):  # they lead nobody, or are led
+    for rank in (1, 5):  # ranks that lead no other, or are led
         models = [
             checkpoint_part(tmp_path / name, rank)["role"]["parameters"]
             for name in ("whole", "half")
@@ -78,22 +92,33 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, algorithm: str) 
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "names"),
     [
-        (["--node-size", 2], "--node-size: expected with --node-sums"),
-        ([*NODES, "--algorithm", "easgd"], "expected an algorithm whose worker can be a node ("),
-        ([*NODES, "--workers", 5], "expected as many workers on every node, got 1 and 2; start as"),
-        ([*NODES, "--algorithm", "sgp", "--hosts", 1], "expected at least 2 nodes for"),
-        ([*NODES, "--servers", 5], "expected at least 5 nodes for --algorithm aladdin-ahead with"),
-        ([*NODES, "--max-loss", 9], "expected without --max-loss, which"),
-        ([*NODES, "--algorithm", "ar-sgd", "--compression", "dgc"], "without --compression dgc"),
-        ([*NODES, "--algorithm", "bsp", "--bsp-host-first"], "without --bsp-host-first"),
+        (["--node-size", 2], ["--node-size", "--node-sums"]),
+        ([*NODES, "--algorithm", "easgd"], ["--node-sums", "easgd"]),
+        ([*NODES, "--workers", 5], ["--node-sums", "1 and 2", "--node-size"]),
+        (
+            [*NODES, "--algorithm", "sgp", "--hosts", 1],
+            ["--node-sums", "2 nodes", "--algorithm sgp"],
+        ),
+        (
+            [*NODES, "--servers", 5],
+            ["--node-sums", "5 nodes", "--algorithm aladdin-ahead", "5 servers"],
+        ),
+        ([*NODES, "--max-loss", 9], ["--node-sums", "--max-loss"]),
+        (
+            [*NODES, "--algorithm", "ar-sgd", "--compression", "dgc"],
+            ["--node-sums", "--compression dgc"],
+        ),
+        ([*NODES, "--algorithm", "bsp", "--bsp-host-first"], ["--node-sums", "--bsp-host-first"]),
     ],
 )
-def test_what_does_not_go_with_it(tmp_path: Path, options: list[Any], words: str) -> None:
-    done = simulate(tmp_path / "run", *CLUSTER, *options, check=False)
-    assert done.returncode == 2 and done.stderr.count("error") == 1, done
-    assert words in done.stderr
+def test_per_node_aggregation_refuses_incompatible_options(
+    tmp_path: Path, options: list[Any], names: list[str]
+) -> None:
+    completed = simulate(tmp_path / "run", *CLUSTER, *options, check=False)
+    assert completed.returncode == 2 and completed.stderr.count("error") == 1, completed
+    check_names(completed.stderr, *names)
 
 
 @needs("openmpi")
@@ -105,37 +130,35 @@ def test_what_does_not_go_with_it(tmp_path: Path, options: list[Any], words: str
         pytest.param("ar-sgd", 4, ["--ar-sgd-allreduce", "torch"], marks=pytest.mark.long),
     ],
 )
-def test_over_mpi(tmp_path: Path, algorithm: str, ranks: int, more: list[str]) -> None:
+def test_per_node_aggregation_over_mpi(
+    tmp_path: Path, algorithm: str, ranks: int, more: list[str]
+) -> None:
     """Two nodes of two on one host."""
     options = ["--algorithm", algorithm, *NODES, "--node-size", 2, "--epochs", 4, *more]
     train(ranks, tmp_path / "run", *options)
-    found = summary(tmp_path / "run")
-    assert found["samples"] == 4 * EPOCH
-    assert found["gradients_computed"] == found["gradients_applied"] == 90
-    assert found["test_accuracy"] > 0.85
+    figures = summary(tmp_path / "run")
+    assert figures["samples"] == 4 * EPOCH
+    assert figures["gradients_computed"] == figures["gradients_applied"] == 90
+    assert figures["test_accuracy"] > 0.85
 
 
 @needs("openmpi")
-def test_horovod_takes_all_ranks(tmp_path: Path) -> None:
+def test_per_node_aggregation_refuses_horovod(tmp_path: Path) -> None:
     options = ["--algorithm", "ar-sgd", "--ar-sgd-allreduce", "horovod", *NODES, "--node-size", 1]
-    done = train(2, tmp_path / "run", *options, check=False)
-    assert "expected ring or torch with --node-sums" in done.stderr
+    completed = train(2, tmp_path / "run", *options, check=False)
+    check_names(refusal(completed), "all-reduce:", "ring or torch", "--node-sums", "horovod")
 
 
 @needs("openmpi")
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_death_ends_the_run(tmp_path: Path) -> None:
+def test_failed_worker_ends_a_run_with_per_node_aggregation(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = ["--algorithm", "aladdin", *NODES, "--node-size", 2, "--epochs", 1000]
     options += ["--slowdown", "0=3", "--log-every", 320, "--checkpoint-every", 320]
-    with training(5, folder, *options, mpirun=["--with-ft", "ulfm"]) as job:
-        end = time.monotonic() + 60
-        while not (folder / "checkpoint").exists() or len(metrics(folder)) < 6:
-            assert time.monotonic() < end and job.process.poll() is None, job.so_far()
-            time.sleep(0.05)
-        os.kill(job.pid(4), signal.SIGKILL)
-        done = job.wait(150)  # Open MPI may take long to end what is left
-    assert done.returncode != 0
-    assert done.stderr.count("--node-sums needs every worker; resume with: --resume ") == 1, done
-    assert "Traceback" not in done.stderr, done
+    with training(5, folder, *options, mpirun=ULFM) as job:
+        wait_until(job, lambda: checkpoints(folder) and len(metrics(folder)) >= 6)
+        kill_ranks(job, [4])
+        completed = job.wait(150)  # Open MPI may take long to end what is left
+    assert completed.returncode != 0
+    check_names(refusal(completed), "rank 4 (host ", "--node-sums", f"--resume {folder}")

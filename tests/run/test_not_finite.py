@@ -1,4 +1,4 @@
-"""Figures that are not finite: JSON has no word for them, and whoever reads it finds null."""
+"""Non-finite figures: JSON cannot represent them, so files contain null."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from aladdin_mpi.process import files
 from aladdin_mpi.run.recorder import METRICS, Metrics, read_metrics
 from aladdin_mpi.run.report import draw_curves
 from tests.commands import compare, simulate
+from tests.messages import naming
 
 
 def strictly(text: str) -> Any:
@@ -27,17 +28,17 @@ def strictly(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def test_null_stands_for_them_and_older_files_can_be_read() -> None:
+def test_non_finite_figures_are_written_as_null_and_read_from_older_files() -> None:
     text = files.written({"a": [1.5, nan], "b": (inf, {"c": -inf}), "d": "NaN", "e": None})
     assert strictly(text) == {"a": [1.5, None], "b": [None, {"c": None}], "d": "NaN", "e": None}
     assert files.read('{"a": NaN, "b": [-Infinity, 1.0]}') == {"a": None, "b": [None, 1.0]}
 
 
-def test_a_run_that_diverges_is_read_resumed_and_compared(tmp_path: Path) -> None:
+def test_diverged_run_is_resumed_and_compared(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     common = ("--workers", 2, "--lr", 1e30, "--log-every", 64, "--checkpoint-every", 64)
-    done = simulate(run, *common, "--samples", 256, "--eval-every", 0.05)
-    assert "test loss" in done.stdout
+    completed = simulate(run, *common, "--samples", 256, "--eval-every", 0.05)
+    assert "test loss" in completed.stdout
     simulate(None, "--resume", run, "--samples", 320)
     summary = strictly((run / "summary.json").read_text())
     assert summary["test_loss"] is None
@@ -49,7 +50,7 @@ def test_a_run_that_diverges_is_read_resumed_and_compared(tmp_path: Path) -> Non
     assert all(loss < inf for _, loss in curve(run))
 
 
-def test_a_curve_without_any_finite_figure_is_not_drawn(tmp_path: Path) -> None:
+def test_curve_without_finite_figures_is_not_drawn(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path)
     metrics.open(0)
     metrics.append("train", {"samples": 1, "epoch": 1.0, "loss": nan})
@@ -65,16 +66,16 @@ def test_a_curve_without_any_finite_figure_is_not_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"], ids=["a folder", "no text"])
-def test_metrics_that_cannot_be_read_are_named(tmp_path: Path, content: bytes | None) -> None:
+def test_unreadable_metrics_are_refused_by_name(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / METRICS
     if content is None:
         path.mkdir()
     else:
         path.write_bytes(content)
-    with pytest.raises(UserError, match=f"{METRICS}: expected the metrics of a run, got what"):
+    with pytest.raises(UserError, match=naming(str(path))):
         read_metrics(tmp_path)
 
 
-def test_what_is_no_line_of_metrics_ends_them(tmp_path: Path) -> None:
+def test_reading_metrics_stops_at_an_invalid_line(tmp_path: Path) -> None:
     (tmp_path / METRICS).write_text('{"kind": "eval", "samples": 1}\n5\n{"kind": "eval"}\n')
     assert read_metrics(tmp_path) == [{"kind": "eval", "samples": 1}]

@@ -1,4 +1,4 @@
-"""Where ranks are is told, shortly where there are many, and shared GPUs are warned of."""
+"""The placement of ranks is printed, summarised for many ranks, with warnings."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def fact(
     }
 
 
-def test_a_line_for_each_rank() -> None:
-    told = by_rank([fact(0, "n1", None), fact(1, "n12", "GPU-a", 3)])
-    assert told == [
+def test_placement_has_a_line_for_each_rank() -> None:
+    lines = by_rank([fact(0, "n1", None), fact(1, "n12", "GPU-a", 3)])
+    assert lines == [
         "rank 0  n1   server  cpu     cores 0-3,40",
         "rank 1  n12  worker  cuda:3  cores 0-3,40",
     ]
 
 
-def test_cores_near_a_gpu_are_told_and_those_far_from_it_warned_of() -> None:
+def test_placement_reports_near_cores_and_warns_of_far_ones() -> None:
     ways = ["near", "far", ""]
     facts = [fact(i, "n1", f"GPU-{i}", i, nearness=way) for i, way in enumerate(ways)]
     assert by_rank(facts) == [
@@ -61,7 +61,7 @@ def test_cores_near_a_gpu_are_told_and_those_far_from_it_warned_of() -> None:
     assert by_host(facts)[1].endswith("5 cores each")
 
 
-def test_many_ranks_in_few_lines() -> None:
+def test_placement_of_many_ranks_is_summarised_by_host() -> None:
     facts = [fact(0, "n0", None)]
     facts += [fact(1 + i, f"n{i // 8}", f"GPU-{i}", i % 8, cores=6) for i in range(800)]
     gpus = ", ".join(f"cuda:{i}" for i in range(8))
@@ -72,7 +72,7 @@ def test_many_ranks_in_few_lines() -> None:
     ]
 
 
-def test_a_shared_gpu_is_warned_of_and_the_same_number_on_two_hosts_is_not() -> None:
+def test_placement_warns_of_a_gpu_shared_on_one_host_only() -> None:
     facts = [fact(0, "n1", None), fact(1, "n1", "GPU-a"), fact(2, "n1", "GPU-b")]
     facts += [fact(3, "n2", "GPU-c"), fact(4, "n2", "GPU-c")]
     (warning,) = shared_gpus(facts)
@@ -83,10 +83,10 @@ def test_a_shared_gpu_is_warned_of_and_the_same_number_on_two_hosts_is_not() -> 
     assert "; 1 spare on cuda:0, 5 cores each" in by_host(facts)[-1]
 
 
-def test_a_host_with_gpus_whose_workers_are_on_its_cpu_is_warned_of(
+def test_placement_warns_of_idle_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As where the driver has failed, or torch was built without it."""
+    """As if the driver had failed, or torch were built without it."""
     monkeypatch.setattr(placement, "on_the_bus", lambda: 4)
     cpu = torch.device("cpu")
     facts = [place(rank, cpu, servers=1, was_chosen=False) for rank in (0, 1, 2)]
@@ -98,7 +98,7 @@ def test_a_host_with_gpus_whose_workers_are_on_its_cpu_is_warned_of(
     assert idle_gpus([place(1, cpu, servers=1, was_chosen=False)]) == []
 
 
-def test_in_virtual_time_that_is_warned_of_once(
+def test_simulation_warns_of_idle_gpus_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(placement, "on_the_bus", lambda: 4)
@@ -106,16 +106,16 @@ def test_in_virtual_time_that_is_warned_of_once(
     run(3, lambda transport: tell_placement(transport, cpu, servers=1), lab(1))
     assert capfd.readouterr().err == ""
     run(3, lambda transport: tell_placement(transport, cpu, servers=1, was_chosen=False), lab(1))
-    told = capfd.readouterr()
-    assert told.err.count("workers compute on the CPU of ") == 1
-    assert told.out == ""
+    printed = capfd.readouterr()
+    assert printed.err.count("workers compute on the CPU of ") == 1
+    assert printed.out == ""
 
 
-def test_the_training_tells_it(tmp_path: Path) -> None:
+def test_training_prints_the_placement(tmp_path: Path) -> None:
     timed = ["--compute", "timed", "--compute-time", "0.001", "--model", "size:1"]
-    told = train(2, tmp_path / "run", "--samples", 64, "--device", "cpu", *timed).stdout
+    printed = train(2, tmp_path / "run", "--samples", 64, "--device", "cpu", *timed).stdout
     host = platform.node()
-    assert [line.split()[:5] for line in told.splitlines() if line.startswith("rank ")] == [
+    assert [line.split()[:5] for line in printed.splitlines() if line.startswith("rank ")] == [
         ["rank", "0", host, "server", "cpu"],
         ["rank", "1", host, "worker", "cpu"],
     ]

@@ -1,4 +1,4 @@
-"""What a person sees of a run: on terminals of several widths, under mpirun or not; in a file."""
+"""The progress line of a run: on terminals of several widths, under mpirun, and in a file."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from aladdin_mpi.run.progress import Lines, Live, Recent, State, in_columns, in_
 from aladdin_mpi.run.user_metrics import UserMetrics
 from tests.commands import metrics, summary
 from tests.launch import ROOT, environment, launcher, needs, turn
+from tests.run.program_runs import HERE, program
 from tests.terminal import CTRL_C, run_on_terminal
 
 STATE = State(
@@ -38,7 +39,7 @@ STATE = State(
 
 
 # -- the line -----------------------------------------------------------------------------
-def test_numbers_have_one_format() -> None:
+def test_numbers_percentages_and_durations_have_one_format() -> None:
     assert console.throughput(9410.2) == "9,410 samples/s"
     assert console.throughput(12345.6) == "12,346 samples/s"
     assert [console.percent(x) for x in (0, 5e-6, 0.0028, 0.028, 0.28, 0.9961, 1)] == [
@@ -50,7 +51,7 @@ def test_numbers_have_one_format() -> None:
     assert [console.number(x) for x in (1437, 0.03125, 1.2e-6)] == ["1,437", "0.03125", "1.2e-06"]
 
 
-def test_lines_in_a_file_have_everything() -> None:
+def test_progress_line_in_a_file_has_every_figure() -> None:
     assert in_full(STATE) == (
         " 27 %   4,828 of 17,244 samples  9,410 samples/s  loss 0.3123  accuracy 0.9612  "
         "test loss 0.2  learning rate 0.04  waiting 28 %  staleness 2.134  epoch 3.36  "
@@ -58,25 +59,25 @@ def test_lines_in_a_file_have_everything() -> None:
     )
 
 
-def test_lines_in_a_file_line_up() -> None:
-    """An algorithm's own figures have their unit."""
+def test_progress_lines_in_a_file_are_aligned() -> None:
+    """Figures of an algorithm have their units."""
     stream = io.StringIO()
     lines = Lines(STATE.total, 0, stream)
     others = {"wire_bits": 8.0, "age_rounds": 0.7412, "models_sent_at": 0.5}
     for samples, rate, bits in ((576, 12_345.0, 8.0), (17_000, 902.5, 6.667), (17_244, 7.0, 4.0)):
         state = replace(STATE, samples=samples, rate=rate, others={**others, "wire_bits": bits})
         lines.draw(state)
-    found = stream.getvalue().splitlines()
-    assert found[0].startswith("  3 %     576 of 17,244 samples  12,345 samples/s  loss 0.3123  ")
-    assert "  wire 8 bits  age 0.7412 rounds  models sent at 0.5  epoch 3.36  " in found[0]
-    assert "  wire 6.667 bits  age 0.7412 rounds" in found[1]
-    assert "  wire 4 bits      age 0.7412 rounds" in found[2]
+    written = stream.getvalue().splitlines()
+    assert written[0].startswith("  3 %     576 of 17,244 samples  12,345 samples/s  loss 0.3123  ")
+    assert "  wire 8 bits  age 0.7412 rounds  models sent at 0.5  epoch 3.36  " in written[0]
+    assert "  wire 6.667 bits  age 0.7412 rounds" in written[1]
+    assert "  wire 4 bits      age 0.7412 rounds" in written[2]
     for words in ("samples  ", "loss", "waiting", "wire"):
-        assert len({line.index(words) for line in found}) == 1
-    assert found[2].endswith("4 workers")
+        assert len({line.index(words) for line in written}) == 1
+    assert written[2].endswith("4 workers")
 
 
-def test_a_terminal_of_80_columns_has_what_matters() -> None:
+def test_progress_line_is_abbreviated_in_80_columns() -> None:
     """And one of 200 has everything, with a bar."""
     narrow = in_columns(STATE, 80)
     assert narrow.strip() == (
@@ -92,7 +93,7 @@ def test_a_terminal_of_80_columns_has_what_matters() -> None:
 
 
 @pytest.mark.parametrize("figures", [{}, {"test_accuracy": 0.5}, {"a_rather_long_name" * 3: 1e-9}])
-def test_nothing_is_cut_or_wider_than_the_terminal(figures: dict[str, float]) -> None:
+def test_progress_line_fits_any_width_without_cut_words(figures: dict[str, float]) -> None:
     state = replace(STATE, figures=figures, alive=3, rate=1_234_567.0, left=360_000.0)
     words = set(f"{in_full(state)} {in_columns(state, 1000)}".split())
     words |= {"acc", "lr", "wait", "stale", "3/4", "0.312", "2.13", "1e-09", "100:00:00"}
@@ -107,21 +108,21 @@ def test_nothing_is_cut_or_wider_than_the_terminal(figures: dict[str, float]) ->
     assert "3/4 workers" in in_columns(state, 80)
 
 
-def test_rate_and_loss_are_those_of_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rate_and_loss_cover_recent_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(float(x) for x in range(100))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     recent = Recent(total=1000, seconds=0.0)
     assert recent.mark(0.0) == (None, None)
-    assert recent.mark(1e-6) == (None, None), "batches are dealt, and no step is done"
+    assert recent.mark(1e-6) == (None, None), "batches are distributed, and there is no step yet"
     recent.add(8.0, 10)
     assert recent.mark(1.0) == (10.0, 8.0)
     for step in range(1, 5):
         recent.add(1.0 / step, 20)
-        found = recent.mark(1.0 + step)
-    assert found == (20.0, 0.25)
+        marked = recent.mark(1.0 + step)
+    assert marked == (20.0, 0.25)
 
 
-def test_a_rate_needs_no_loss() -> None:
+def test_rate_is_known_without_a_loss() -> None:
     """With timed computing there is none."""
     recent = Recent(total=1000, seconds=0.0)
     for step in range(1, 100):
@@ -131,7 +132,7 @@ def test_a_rate_needs_no_loss() -> None:
     assert recent.mark(100.0)[0] == pytest.approx(30.0, rel=0.5), "of late"
 
 
-def test_who_prints_takes_the_line_away_and_whoever_ends_leaves_it() -> None:
+def test_printing_clears_the_progress_line_and_closing_keeps_it() -> None:
     stream = io.StringIO()
     live = Live(STATE, Terminal(stream, None))
     console.show(live)
@@ -144,8 +145,8 @@ def test_who_prints_takes_the_line_away_and_whoever_ends_leaves_it() -> None:
     assert stream.getvalue().endswith("\nthe end\n")
 
 
-def test_figures_behind_the_training_are_no_messages() -> None:
-    """Nobody would wait for those: they are gathered."""
+def test_figures_logged_after_training_are_not_sent_as_messages() -> None:
+    """No rank would wait for messages then, so these figures are gathered."""
     transport = Mock(rank=1)
     figures = UserMetrics(transport)
     figures.tell({"validation": 1.0}, is_late=False)
@@ -155,34 +156,26 @@ def test_figures_behind_the_training_are_no_messages() -> None:
 
 
 # -- which terminal -----------------------------------------------------------------------
-ASK = """
-import os, sys
-sys.path.insert(0, {root!r})
-from aladdin_mpi.process.terminal import find_terminal
-if "0" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
-    found = find_terminal(sys.stderr)
-    with open("found", "a") as file:
-        print(found and found.columns, file=file)
-"""
 REDIRECTED = ("{0}", "{0} > out", "{0} 2> out", "{0} > out 2>&1", "{0} 2>&1 | cat > out", "{1}")
 
 
 @pytest.mark.parametrize(
     "mpi", [pytest.param(each, marks=needs(each)) for each in ("openmpi", "mpich")]
 )
-def test_a_rank_finds_the_terminal_of_its_launcher(tmp_path: Path, mpi: str) -> None:
-    """But only where what it prints gets there."""
-    (tmp_path / "ask.py").write_text(ASK.format(root=str(ROOT)))
+def test_rank_finds_the_terminal_of_its_launcher(tmp_path: Path, mpi: str) -> None:
+    """But only if its output is shown there."""
     start = f"{launcher(mpi)} -n 2"
-    ask = f"{sys.executable} ask.py"
+    ask = f"{sys.executable} {program('find_terminal')}"
     plain, piped = f"{start} {ask}", f"{start} sh -c '{ask} 2>&1 | cat'"
     script = "\n".join(line.format(plain, piped) for line in REDIRECTED)
     with turn():
-        run_on_terminal(["sh", "-ec", script], 123, environment(mpi, {}), tmp_path)
+        run_on_terminal(["sh", "-ec", script], 123, environment(mpi, HERE), tmp_path)
     assert (tmp_path / "found").read_text().split() == ["123", *["None"] * 5]
 
 
-def test_what_is_no_terminal_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_find_terminal_returns_none_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with (tmp_path / "file").open("w") as file:
         assert find_terminal(file) is None
     assert find_terminal(io.StringIO()) is None
@@ -193,54 +186,30 @@ def test_what_is_no_terminal_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 # -- whole runs ---------------------------------------------------------------------------
-OWN_LOOP = """
-import time, warnings
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-from aladdin_mpi import DataParallel
-
-data = TensorDataset(torch.randn(64, 8), torch.zeros(64, dtype=torch.int64))
-run = DataParallel(
-    nn.Linear(8, 3), algorithm="aladdin", epochs=3, batch_size=8, lr=0.01, run_dir="run"
-)
-for epoch in run.epochs(data):
-    for inputs, labels in epoch:
-        loss = nn.functional.cross_entropy(run.module(inputs), labels)
-        loss.backward()
-        run.step(loss)
-        time.sleep(0.06)
-    run.print(f"epoch {epoch} is over")
-    run.log(validation=100.0 + int(epoch))
-"""
-
-
 @needs("openmpi")
-def test_a_loop_of_ones_own_under_mpirun_in_80_columns(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(OWN_LOOP)
-    command = [str(launcher("openmpi")), "-n", "2", sys.executable, "script.py"]
-    here = environment("openmpi", {"PYTHONPATH": str(ROOT)})
+def test_custom_loop_shows_live_progress_under_mpirun_in_80_columns(tmp_path: Path) -> None:
+    command = [str(launcher("openmpi")), "-n", "2", sys.executable, program("slow_loop")]
     with turn():
-        seen = run_on_terminal(command, 80, here, tmp_path)
+        seen = run_on_terminal(command, 80, environment("openmpi", HERE), tmp_path)
     assert seen.status == 0, seen.text
     redraws = seen.redrawn(80)
     shape = r" *\d+ % [\d,.]+ samples/s loss [\d.]+ validation 10[012] .*1 worker( 0:0\d left)? *"
     logged = [each for each in redraws if "validation" in each]
     assert logged and all(re.fullmatch(shape, each) for each in logged), logged
-    # It is live: it was redrawn before and after what the loop has printed, which is whole.
+    # It is live: it was redrawn before and after the lines that the loop prints, which are whole.
     first = seen.text.index("epoch 0 is over")
     assert re.search(r"\r +\d+ % [\d,.]+ samples/s", seen.text[:first])
     assert re.search(r"\r +\d+ % [\d,.]+ samples/s", seen.text[first:])
     assert len(re.findall(r"epoch \d is over\r*\n", seen.text)) == 3
     assert "rank 1  " in seen.text.partition("%")[0]
-    # What was logged behind the last step is in the table, the summary and the metrics.
+    # Figures logged after the last step are in the table, the summary and the metrics.
     assert re.search(r"\n *validation +102\r*\n", seen.text)
     assert summary(tmp_path / "run")["own"] == {"validation": 102.0}
     assert metrics(tmp_path / "run", "own")[-1]["validation"] == 102.0
 
 
-def test_in_one_process_in_200_columns_until_ctrl_c(tmp_path: Path) -> None:
-    """A worker dies, which is told and seen; then the terminal is left as it was."""
+def test_simulation_shows_progress_in_200_columns_until_ctrl_c(tmp_path: Path) -> None:
+    """A worker fails, which is reported and shown; then the terminal is left as it was."""
     command = [sys.executable, "-m", "aladdin_mpi.simulate", "--epochs", "500", "--workers", "4"]
     command += ["--eval-every", "0.5", "--deaths", "2=4", "--run-dir", str(tmp_path / "run")]
 
@@ -264,10 +233,10 @@ def test_in_one_process_in_200_columns_until_ctrl_c(tmp_path: Path) -> None:
     )
     assert len(last) == len(shape), last
     assert all(map(re.fullmatch, shape, last)), last
-    told = [line for line in seen.lines if "has failed" in line]
-    assert len(told) == 1
-    assert told[0].startswith("aladdin_mpi: rank 2 (host ")
-    # The line stays, and what is said in the end is below it.
+    failures = [line for line in seen.lines if "rank 2 (host " in line]
+    assert len(failures) == 1
+    assert failures[0].startswith("aladdin_mpi: rank 2 (host ")
+    # The line stays, and the final messages are below it.
     assert re.search(r"alive {2}[^\r\n]* left *\r*\n.*aladdin_mpi: stopped by ", seen.text, re.S)
     assert seen.status == 130
     assert "Traceback" not in seen.text

@@ -1,4 +1,4 @@
-"""What a script does to parameters after each step: with every algorithm, at every copy."""
+"""Projections of parameters after each step: with every algorithm, at every copy."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
+from tests.messages import check_names, naming
 
 BOUND = 0.05
 ROUNDED = BOUND * (1 + 1e-6)
@@ -114,7 +115,7 @@ def by_torch(batches: list[list[Tensor]], project: Callable[[str, Tensor], None]
     [("ar-sgd", {}), ("bsp", {}), ("bsp", {"servers": 2})],
     ids=["ar-sgd", "bsp", "two servers"],
 )
-def test_synchronous_training_equals_torch(
+def test_projected_synchronous_training_equals_torch(
     tmp_path: Path,
     algorithm: str,
     settings: dict[str, Any],
@@ -125,7 +126,7 @@ def test_synchronous_training_equals_torch(
 
 
 @pytest.mark.parametrize("algorithm", ABLE)
-def test_weights_are_clamped_at_every_copy(tmp_path: Path, algorithm: str) -> None:
+def test_projection_clamps_every_copy_of_the_weights(tmp_path: Path, algorithm: str) -> None:
     seen: list[float] = []
 
     def look(model: nn.Module, worker: int) -> None:
@@ -143,16 +144,18 @@ def test_weights_are_clamped_at_every_copy(tmp_path: Path, algorithm: str) -> No
 
 
 @pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"ar-sgd"}))
-def test_values_that_a_loop_writes_are_not_lost_silently(tmp_path: Path, algorithm: str) -> None:
+def test_values_written_by_a_loop_are_refused_if_they_would_be_lost(
+    tmp_path: Path, algorithm: str
+) -> None:
     def write(model: nn.Module, worker: int) -> None:
         for parameter in model.parameters():
             parameter.data.clamp_(-BOUND, BOUND)
 
-    with pytest.raises(UserError, match=rf"{algorithm} would lose that.*run\.project\(\)"):
+    with pytest.raises(UserError, match=naming(algorithm, "run.step()", "run.project()")):
         train(tmp_path, algorithm, project=None, after=write)
 
 
-def test_values_that_a_loop_writes_take_part_in_ar_sgd(tmp_path: Path) -> None:
+def test_ar_sgd_keeps_values_written_by_a_loop(tmp_path: Path) -> None:
     def write(model: nn.Module, worker: int) -> None:
         for name, parameter in model.named_parameters():
             clamp(name, parameter.data)
@@ -161,7 +164,7 @@ def test_values_that_a_loop_writes_take_part_in_ar_sgd(tmp_path: Path) -> None:
     torch.testing.assert_close(model, by_torch(batches, clamp), rtol=1e-5, atol=1e-6)
 
 
-def test_workers_that_write_different_values_are_warned(
+def test_ar_sgd_warns_of_different_values_written_by_workers(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def write(model: nn.Module, worker: int) -> None:
@@ -169,27 +172,22 @@ def test_workers_that_write_different_values_are_warned(
             next(model.parameters()).data.mul_(0.5)
 
     train(tmp_path, "ar-sgd", project=None, after=write)
-    assert "worker 1 has another" in capfd.readouterr().err
+    check_names(capfd.readouterr().err, "worker 1 ", "run.project()")
 
 
-def refused(folder: Path, algorithm: str, **more: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        train(folder, algorithm, **more)
-    return str(caught.value)
+def test_projection_refuses_more_servers_than_parameters(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=naming("servers:", "at most 3")):
+        train(tmp_path, "bsp", workers=5, servers=5)
 
 
-def test_more_servers_than_parameters_are_refused(tmp_path: Path) -> None:
-    said = refused(tmp_path, "bsp", workers=5, servers=5)
-    assert "servers: expected at most 3" in said
+def test_projection_refuses_multistep(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=naming("run.project()", "multistep", "ar-sgd")):
+        train(tmp_path, "multistep")
 
 
-def test_multistep_is_refused(tmp_path: Path) -> None:
-    assert "requires whole parameters on each rank" in refused(tmp_path, "multistep")
-
-
-def test_function_that_returns_values_is_refused(tmp_path: Path) -> None:
-    def pure(name: str, values: Tensor) -> Tensor:
+def test_projection_function_that_returns_values_is_refused(tmp_path: Path) -> None:
+    def pure(name: str, values: Tensor) -> Any:
         return values.clamp(-BOUND, BOUND)
 
-    said = refused(tmp_path, "ar-sgd", project=pure)
-    assert "changes the values in place and returns nothing, and pure returned" in said
+    with pytest.raises(UserError, match=naming("run.project()", "in place", "pure returned")):
+        train(tmp_path, "ar-sgd", project=pure)

@@ -13,6 +13,7 @@ from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.launch import needs
+from tests.run.program_runs import run_program
 from tests.run.rates_by_hand import (
     BETWEEN,
     RATES,
@@ -21,7 +22,6 @@ from tests.run.rates_by_hand import (
     train_with_scheduler_made_in_loop,
     train_with_short_last_round,
 )
-from tests.run.test_own_loop import run_script
 
 OF_ANY_OPTIMIZER = sorted(
     name for name, a in ALGORITHMS.items() if a.optimizers not in ("own", "sgd")
@@ -50,12 +50,12 @@ MORE_CASES: list[Case] = [
 def simulated(
     algorithm: str, make: Any, folder: Path, cluster: Cluster | None = None, **settings: Any
 ) -> Any:
-    found = {}
+    results = {}
     workers = 2 if ALGORITHMS[algorithm].lockstep else 1
     servers = 0 if not ALGORITHMS[algorithm].has_servers else 1
 
     def main(transport: Transport) -> None:
-        found[transport.rank] = make(
+        results[transport.rank] = make(
             workers,
             transport=transport,
             algorithm=algorithm,
@@ -66,12 +66,12 @@ def simulated(
         )
 
     VirtualCluster(servers + workers, cluster or Cluster(hosts=2), 0).run(main)
-    return found[0]
+    return results[0]
 
 
 @pytest.mark.filterwarnings("error:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("algorithm", OF_ANY_OPTIMIZER)
-def test_rate_acts_in_the_step_it_is_set_for(tmp_path: Path, algorithm: str) -> None:
+def test_learning_rate_applies_to_the_step_it_is_set_for(tmp_path: Path, algorithm: str) -> None:
     rates, _ = simulated(algorithm, train, tmp_path / "run")
     expected = RATES
     if algorithm == "easgd":  # what the model keeps of a step depends on later exchanges
@@ -79,42 +79,30 @@ def test_rate_acts_in_the_step_it_is_set_for(tmp_path: Path, algorithm: str) -> 
     assert rates == pytest.approx(expected)
 
 
-def test_bsp_ignores_rate_of_worker_without_samples(tmp_path: Path) -> None:
-    """It has not come to the line of the loop that sets the rate, and its message arrives last."""
+def test_bsp_ignores_learning_rate_of_worker_without_samples(tmp_path: Path) -> None:
+    """It has not reached the line that sets the rate, and its message arrives last."""
     slow = Cluster(hosts=3, links={1: 1e-5})
     assert simulated("bsp", train_with_short_last_round, tmp_path, cluster=slow) == RATES
 
 
 @pytest.mark.parametrize("algorithm", ["bsp", "ar-sgd", "asp"])
-def test_rate_of_scheduler_made_in_loop(tmp_path: Path, algorithm: str) -> None:
+def test_learning_rate_of_scheduler_created_in_the_loop_is_used(
+    tmp_path: Path, algorithm: str
+) -> None:
     rates = simulated(algorithm, train_with_scheduler_made_in_loop, tmp_path)
     assert rates == pytest.approx(RATES)
 
 
-SCRIPT = """
-import json, os
-from aladdin_mpi.algorithms.registry import ALGORITHMS
-from tests.run.rates_by_hand import train
-
-for algorithm, wait_free in CASES:
-    workers = 2 if not ALGORITHMS[algorithm].has_servers else 1
-    name = f"{algorithm}-{wait_free}"
-    found = train(workers, algorithm=algorithm, wait_free=wait_free, run_dir=name)
-    rank = os.environ["OMPI_COMM_WORLD_RANK"]
-    with open(f"{name}-{rank}.json", "w") as file:
-        json.dump(found, file)
-"""
-
-
 @needs("openmpi")
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.long)])
-def test_rate_set_after_its_use_is_refused(tmp_path: Path, cases: list[Case]) -> None:
-    run_script(tmp_path, f"CASES = {cases}\n{SCRIPT}", ranks=2, timeout=120)
+def test_learning_rate_set_after_its_use_is_refused(tmp_path: Path, cases: list[Case]) -> None:
+    words = json.dumps(cases)
+    run_program(tmp_path, "rates_by_hand_cases", words, ranks=2, timeout=120)
     for algorithm, wait_free in cases:
         # The last rank is a worker.
-        found = json.loads((tmp_path / f"{algorithm}-{wait_free}-1.json").read_text())
+        result = json.loads((tmp_path / f"{algorithm}-{wait_free}-1.json").read_text())
         is_late = wait_free and algorithm in USED_IN_BACKWARD
         expected = list(RATES)
         if is_late:
             expected[BETWEEN] = RATES[BETWEEN - 1]
-        assert found == [pytest.approx(expected), is_late], (algorithm, wait_free)
+        assert result == [pytest.approx(expected), is_late], (algorithm, wait_free)

@@ -1,4 +1,4 @@
-"""Gradients that are not finite: refused where they are made, and nothing else goes wrong."""
+"""Non-finite gradients are refused at their worker, and do no harm."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def check_unharmed(outcome: Outcome) -> None:
 
 def _tensors(state: Any, name: str = "") -> list[tuple[str, Tensor]]:
     if isinstance(state, dict):
-        return [found for key in state for found in _tensors(state[key], f"{name}.{key}")]
+        return [pair for key in state for pair in _tensors(state[key], f"{name}.{key}")]
     return [(name, state)] if isinstance(state, Tensor) else []
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("algorithm", NAMES)
-def test_every_algorithm_is_unharmed(algorithm: str, seed: int) -> None:
+def test_non_finite_gradients_are_refused_by_every_algorithm(algorithm: str, seed: int) -> None:
     job = Job(
         algorithm,
         servers=2,
@@ -72,6 +72,6 @@ def test_every_algorithm_is_unharmed(algorithm: str, seed: int) -> None:
     assert [rank.role.counts().get("refused", 0) for rank in outcome.workers] == [0, 3, 0, 0]
     lost = [r for _, r in outcome.ranks[0].reports if r.samples and isnan(r.loss)]
     assert len(lost) == 3
-    # The others' gradients still lead there.
+    # The other gradients still lead towards the minimum.
     optimum = Quadratic(60).optimum
     assert (outcome.model - optimum).norm() < 0.95 * (outcome.first - optimum).norm()

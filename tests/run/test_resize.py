@@ -13,14 +13,14 @@ from torch import Tensor
 from aladdin_mpi.data.sampler import ShardedStream
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
-from aladdin_mpi.options.run import SimulateOptions, parse
 from aladdin_mpi.run import resumption
 from aladdin_mpi.run.resumption import Resumption
-from aladdin_mpi.run.trainer import simulate
 from aladdin_mpi.worker.merged_state import mean_state
 from tests.commands import checkpoint, checkpoint_part, summary
 from tests.launch import needs
-from tests.run.test_own_loop import run_script
+from tests.messages import check_names, naming
+from tests.run.program_runs import run_program
+from tests.simulation import start
 
 EPOCH = 100
 SMALL = ["--dataset", f"synthetic:1x4x4:4:{EPOCH}", "--model", "mlp"]
@@ -37,12 +37,8 @@ VARIANTS: dict[str, list[object]] = {
 }
 
 
-def start(*words: object) -> dict[str, Any]:
-    return simulate(parse(SimulateOptions, list(map(str, words)), "simulate", ""))
-
-
 class Watched:
-    """Notes what was dealt, and what the ranks hold when they have taken up a checkpoint."""
+    """Records distributed samples, and the states of ranks after they load a checkpoint."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.dealt: Counter[tuple[int, int]] = Counter()
@@ -89,7 +85,7 @@ def parts_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def global_model(name: str, parts: list[dict[str, Any]]) -> Tensor:
-    """Of a checkpoint, from its files alone."""
+    """Return the global model of a checkpoint, from its files alone."""
     workers = [part for part in parts if "parameters" in part]
     holder = find_algorithm(name).holder
     if holder == "servers":
@@ -105,29 +101,29 @@ def global_model(name: str, parts: list[dict[str, Any]]) -> Tensor:
 
 
 def mean_of(parts: list[dict[str, Any]], *path: str) -> Tensor | None:
-    """Of the workers' vectors there; None stands for zeros."""
-    found: list[Any] = [part for part in parts if "parameters" in part]
+    """Return the mean of the workers' vectors at ``path``; None stands for zeros."""
+    values: list[Any] = [part for part in parts if "parameters" in part]
     for name in path:
-        found = [each.get(name) if each else None for each in found]
-    known = [each for each in found if each is not None]
-    return sum(known) / len(found) if known else None
+        values = [each.get(name) if each else None for each in values]
+    known = [each for each in values if each is not None]
+    return sum(known) / len(values) if known else None
 
 
 def pending(states: list[dict[str, Any]]) -> Tensor | None:
-    """What ALADDIN's servers have summed and not applied yet, flat."""
-    found: dict[int, Tensor] = {}
+    """Return the sums that ALADDIN's servers have not applied yet, flat."""
+    sums: dict[int, Tensor] = {}
     for state in states:
         for index, shard in state.get("shards", {}).items():
             empty = torch.zeros_like(state["server"]["values"][index])
-            found[index] = empty if shard["sum"] is None else shard["sum"]
-    return torch.cat([found[index] for index in sorted(found)]) if found else None
+            sums[index] = empty if shard["sum"] is None else shard["sum"]
+    return torch.cat([sums[index] for index in sorted(sums)]) if sums else None
 
 
 OWN = (("optimizer", "velocity"), ("outbox", "codec", "left"), ("codec", "left"), ("v",))
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=list(VARIANTS))
-def test_every_algorithm(
+def test_every_algorithm_resumes_with_other_numbers_of_ranks(
     tmp_path: Path,
     variant: list[object],
     monkeypatch: pytest.MonkeyPatch,
@@ -143,15 +139,15 @@ def test_every_algorithm(
         before = parts_of(run_dir)
         watched.forget()
         words = ["--resume", run_dir, "--allow-resize", "--workers", workers, "--samples", length]
-        done = start(*words, "--servers", servers)
+        figures = start(*words, "--servers", servers)
         expected = global_model(name, before)
         for model in watched.models:
             here = ~model.isnan()
             assert here.any()
             torch.testing.assert_close(model[here], expected[here])
-        assert done["samples"] == length
-        assert done["gradients_applied"] == done["gradients_computed"] > 0
-        assert 0 <= done["wait_fraction"] <= 1
+        assert figures["samples"] == length
+        assert figures["gradients_applied"] == figures["gradients_computed"] > 0
+        assert 0 <= figures["wait_fraction"] <= 1
         if (waiting := pending(before)) is not None:
             assert waiting.any() or "--aladdin-pi" not in variant
             torch.testing.assert_close(pending(watched.states), waiting)
@@ -173,23 +169,23 @@ def final(run_dir: Path) -> Tensor:
     return torch.cat([value.flatten() for value in state.values()])
 
 
-def test_synchronous_algorithms_stay_the_same(tmp_path: Path) -> None:
+def test_resized_synchronous_algorithms_stay_equal(tmp_path: Path) -> None:
     """Each equals one process with the batches of all, also across the changes."""
     plan = [*SMALL, "--quiet", "--eval-every", 0, "--batch-size", 8, "--servers", 2]
-    found = {}
+    models = {}
     for name, servers in (("ar-sgd", 1), ("bsp", 1), ("bsp", 2), ("multistep", 1)):
         run_dir = tmp_path / f"{name}-{servers}"
         words = ["--algorithm", name, "--multistep-exchange", "activations"]
         start(*plan, *words, "--workers", 4, "--samples", 240, "--run-dir", run_dir)
         resume = ["--resume", run_dir, "--allow-resize", "--servers", servers]
         start(*resume, "--workers", 3, "--samples", 480)
-        found[name, servers] = final(run_dir)
-    for each in found.values():
-        torch.testing.assert_close(each, found["ar-sgd", 1], rtol=1e-4, atol=1e-6)
+        models[name, servers] = final(run_dir)
+    for each in models.values():
+        torch.testing.assert_close(each, models["ar-sgd", 1], rtol=1e-4, atol=1e-6)
 
 
-def test_other_servers_change_nothing(tmp_path: Path) -> None:
-    """An optimizer's state is cut anew with the model."""
+def test_resizing_servers_does_not_change_training(tmp_path: Path) -> None:
+    """An optimizer's state is cut again with the model."""
     plan = [*SMALL, "--algorithm", "bsp", "--optimizer", "adamw", "--quiet", "--eval-every", 0]
     plan += ["--batch-size", 8, "--workers", 4, "--lr-schedule", "constant", "--warmup-epochs", 0]
     start(*plan, "--samples", 480, "--servers", 2, "--run-dir", tmp_path / "whole")
@@ -201,14 +197,16 @@ def test_other_servers_change_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "names"),
     [
-        (["--workers", 3], r"^--workers: cannot be given .* add --allow-resize, leave it out"),
-        (["--allow-resize", "--lr", 1], r"^--lr: cannot be given together with --resume"),
-        (["--allow-resize", "--workers", 1], "at least 2 ranks"),
+        (["--workers", 3], ["--workers", "--resume", "--allow-resize"]),
+        (["--allow-resize", "--lr", 1], ["--lr", "--resume"]),
+        (["--allow-resize", "--workers", 1], ["gosgd", "2 ranks"]),
     ],
 )
-def test_refused(tmp_path: Path, words: list[object], message: str) -> None:
+def test_incompatible_resize_is_refused(
+    tmp_path: Path, words: list[object], names: list[str]
+) -> None:
     plan: list[object] = [
         "--algorithm",
         "gosgd",
@@ -219,20 +217,20 @@ def test_refused(tmp_path: Path, words: list[object], message: str) -> None:
         "--quiet",
     ]
     start(*plan, "--steps", 3, "--workers", 2, "--run-dir", tmp_path / "run")
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=naming(*names)):
         start("--resume", tmp_path / "run", "--steps", 4, *words)
 
 
-def test_states_without_a_mean_are_refused() -> None:
-    """As of an optimizer that keeps whole numbers for the values."""
+def test_optimizer_states_without_a_mean_are_refused_by_resize() -> None:
+    """As those of an optimizer that keeps whole numbers for the values."""
     one, other = ({"codes": torch.tensor([code, 0])} for code in (1, 2))
     assert mean_state({"codes": torch.tensor([1])}, {"codes": torch.tensor([1])}, 2)
-    with pytest.raises(UserError, match=r"'codes', of torch\.int64, of which there is no mean"):
+    with pytest.raises(UserError, match=naming("'codes'", "torch.int64")):
         mean_state(one, other, 2)
 
 
 @pytest.mark.parametrize("algorithm", ["bsp", "aladdin"])
-def test_steps_are_as_many_samples_for_all(tmp_path: Path, algorithm: str) -> None:
+def test_steps_keep_their_sample_count_after_resize(tmp_path: Path, algorithm: str) -> None:
     plan: list[object] = [
         "--algorithm",
         algorithm,
@@ -243,8 +241,8 @@ def test_steps_are_as_many_samples_for_all(tmp_path: Path, algorithm: str) -> No
         "--quiet",
     ]
     plan += ["--batch-size", 4, "--accumulate", 2, "--slowdown", "0=3", "--checkpoint-every", 50]
-    done = start(*plan, "--workers", 3, "--steps", 7, "--run-dir", tmp_path / "run")
-    assert (done["samples"], done["steps"]) == (7 * 3 * 4 * 2, 7)
+    figures = start(*plan, "--workers", 3, "--steps", 7, "--run-dir", tmp_path / "run")
+    assert (figures["samples"], figures["steps"]) == (7 * 3 * 4 * 2, 7)
     # A step keeps its size when the number of workers changes.
     longer = start("--resume", tmp_path / "run", "--allow-resize", "--workers", 5, "--steps", 9)
     assert (longer["samples"], longer["steps"]) == (9 * 3 * 4 * 2, 9)
@@ -253,53 +251,27 @@ def test_steps_are_as_many_samples_for_all(tmp_path: Path, algorithm: str) -> No
 
 
 @pytest.mark.parametrize("algorithm", ["bsp", "aladdin", "gosgd"])
-def test_workers_that_fail_before_and_after(tmp_path: Path, algorithm: str) -> None:
+def test_workers_may_fail_before_and_after_a_resize(tmp_path: Path, algorithm: str) -> None:
     plan: list[object] = ["--algorithm", algorithm, "--compute", "timed", "--model", "size:0.01"]
     words = [*plan, "--quiet", "--servers", 2, "--run-dir", tmp_path / "run", "--workers", 4]
     start(*words, "--samples", 800, "--deaths", "3=1.35")
     resume = ["--resume", tmp_path / "run", "--allow-resize", "--workers", 3, "--servers", 1]
-    done = start(*resume, "--samples", 1600, "--deaths", "2=4")
-    assert done["samples"] == 1600
-    assert [failure["rank"] for failure in done["failures"]] == [3, 2]
-    assert done["gradients_applied"] == done["gradients_computed"] > 0
-
-
-SCRIPT = """
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-from aladdin_mpi import DataParallel
-
-torch.manual_seed(0)
-inputs = torch.randn(64, 4)
-data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=18)
-run = DataParallel(
-    model, algorithm="bsp", optimizer=optimizer, scheduler=scheduler, accumulate=2, servers=SERVERS,
-    steps=STEPS, run_dir="run", resume="auto", allow_resize=True,
-)
-for epoch in run.epochs(DataLoader(data, 4)):
-    for x, y in epoch:
-        loss = (model(x) - y).square().mean() / 2
-        loss.backward()
-        run.step(loss)
-        run.state["batches"] = run.state.get("batches", 0) + 1
-print(f"rank {run.transport.rank} {scheduler.last_epoch} {run.state}", flush=True)
-"""
+    figures = start(*resume, "--samples", 1600, "--deaths", "2=4")
+    assert figures["samples"] == 1600
+    assert [failure["rank"] for failure in figures["failures"]] == [3, 2]
+    assert figures["gradients_applied"] == figures["gradients_computed"] > 0
 
 
 @needs("openmpi")
-def test_over_mpi(tmp_path: Path) -> None:
-    """A loop of one's own on 3, 2 and 4 ranks, its length in steps, with a scheduler."""
+def test_custom_loop_resumes_with_other_numbers_of_ranks_over_mpi(tmp_path: Path) -> None:
+    """On 3, 2 and 4 ranks; its length is in steps, and it has a scheduler."""
     for ranks, servers, steps in ((3, 1, 6), (2, 1, 12), (4, 2, 18)):
-        text = SCRIPT.replace("STEPS", str(steps)).replace("SERVERS", str(servers))
-        done = run_script(tmp_path, text, ranks)
-        found = summary(tmp_path / "run")
-        # A round of the two workers of the first job: two batches of 4 of each.
-        assert (found["samples"], found["steps"]) == (steps * 16, steps)
-        assert found["gradients_applied"] == found["gradients_computed"]
-        assert f"rank {ranks - 1} {steps} " in done.stdout
-    assert "resumed with 2 workers and 2 servers instead of 1 worker and 1 server" in done.stderr
+        completed = run_program(tmp_path, "resized_loop", servers, steps, ranks=ranks)
+        figures = summary(tmp_path / "run")
+        # A round of the first job's two workers: two batches of 4 each.
+        assert (figures["samples"], figures["steps"]) == (steps * 16, steps)
+        assert figures["gradients_applied"] == figures["gradients_computed"]
+        assert f"rank {ranks - 1} {steps} " in completed.stdout
+    check_names(completed.stderr, "2 workers and 2 servers", "1 worker and 1 server")
     dealt = [checkpoint_part(tmp_path / "run", rank)["local"]["user"] for rank in (2, 3)]
-    assert dealt[0]["batches"] > dealt[1]["batches"] > 0  # the first has been there all the time
+    assert dealt[0]["batches"] > dealt[1]["batches"] > 0  # the first took part all the time

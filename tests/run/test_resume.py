@@ -1,4 +1,4 @@
-"""Checkpoints: a run that was killed goes on as if nothing had been."""
+"""Checkpoints: a killed run resumes as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -27,47 +27,11 @@ from tests.commands import (
     train,
 )
 from tests.launch import needs
+from tests.messages import check_names, naming
+from tests.run.program_runs import PROGRAMS
 
-MODULE = '''
-import os, signal, time
-import torch
-from torch import nn
-
-RANK = os.environ.get("OMPI_COMM_WORLD_RANK")
-LAST = int(os.environ.get("KILLED_AT_STEP", "0"))
-
-
-class Net(nn.Module):
-    """Draws random numbers, keeps statistics, and dies on demand."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3),
-            nn.Linear(32, 10),
-        )
-        self.steps = 0
-
-    def forward(self, x):
-        # Statistics for evaluations are taken without gradients.
-        if self.training and torch.is_grad_enabled():
-            time.sleep(0.005 if RANK else 0)
-            self.steps += 1
-            if self.steps == LAST and RANK in (None, "2"):
-                os.kill(os.getpid(), signal.SIGKILL)
-        return self.layers(x)
-
-
-def build():
-    return Net()
-'''
-
-
-@pytest.fixture(scope="module")
-def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("modules")
-    (folder / "mortal.py").write_text(MODULE)
-    return folder
+MODULE = (PROGRAMS / "mortal.py").read_text()
+"""For tests of other folders."""
 
 
 # -- virtual time: bit for bit ------------------------------------------------------------
@@ -79,19 +43,17 @@ WORKER = ["--aladdin-momentum", "worker", "--checkpoint-every", "1.5epochs", "--
 
 
 @pytest.mark.parametrize("options", [SPLIT, WORKER], ids=["split", "worker"])
-def test_resumed_run_is_the_same_to_the_bit(
-    tmp_path: Path, modules: Path, options: list[object]
-) -> None:
+def test_resumed_simulation_is_bit_identical(tmp_path: Path, options: list[object]) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    simulate(whole, *PLAN, *options, modules=modules)
+    simulate(whole, *PLAN, *options, modules=PROGRAMS)
     env = {"KILLED_AT_STEP": "50"}  # of one worker; the run has 240 steps
-    done = simulate(killed, *PLAN, *options, modules=modules, env=env, check=False)
-    assert done.returncode == -signal.SIGKILL
+    completed = simulate(killed, *PLAN, *options, modules=PROGRAMS, env=env, check=False)
+    assert completed.returncode == -signal.SIGKILL
     assert not (killed / "summary.json").exists()
     assert checkpoint_part(killed, 0)["drawn"] in range(700, 4 * EPOCH)
     assert metrics(killed)[-1]["samples"] > checkpoint_part(killed, 0)["drawn"]
 
-    simulate(None, "--resume", killed, modules=modules)
+    simulate(None, "--resume", killed, modules=PROGRAMS)
     assert_same(whole, killed)
 
 
@@ -100,22 +62,22 @@ def assert_same(a: Path, b: Path) -> None:
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
 
 
-def test_a_run_killed_before_its_summary_ends_the_same(tmp_path: Path, modules: Path) -> None:
-    simulate(tmp_path / "whole", *PLAN, modules=modules)
+def test_resumed_run_killed_before_its_summary_is_bit_identical(tmp_path: Path) -> None:
+    simulate(tmp_path / "whole", *PLAN, modules=PROGRAMS)
     shutil.copytree(tmp_path / "whole", tmp_path / "killed")
     for name in ("summary.json", "model.pt"):
         (tmp_path / "killed" / name).unlink()
-    simulate(None, "--resume", tmp_path / "killed", modules=modules)
+    simulate(None, "--resume", tmp_path / "killed", modules=PROGRAMS)
     assert_same(tmp_path / "whole", tmp_path / "killed")
 
 
-def test_a_finished_run_can_be_extended(tmp_path: Path, modules: Path) -> None:
+def test_resume_extends_a_finished_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    simulate(run_dir, *PLAN, "--epochs", 1, "--lr-schedule", "constant", modules=modules)
+    simulate(run_dir, *PLAN, "--epochs", 1, "--lr-schedule", "constant", modules=PROGRAMS)
     short = metrics(run_dir)
-    simulate(None, "--resume", run_dir, "--epochs", 2, modules=modules)
+    simulate(None, "--resume", run_dir, "--epochs", 2, modules=PROGRAMS)
     assert summary(run_dir)["samples"] == 2 * EPOCH
-    assert "\nepochs = 2.0\n" in (run_dir / "config.toml").read_text()  # if it has to go on again
+    assert "\nepochs = 2.0\n" in (run_dir / "config.toml").read_text()  # for a further resume
     assert metrics(run_dir)[: len(short)] == short
     assert rises(metrics(run_dir, "train"))
     evaluations = metrics(run_dir, "eval")
@@ -125,14 +87,14 @@ def test_a_finished_run_can_be_extended(tmp_path: Path, modules: Path) -> None:
 
 # -- over MPI ----------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory, modules: Path) -> Path:
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on four ranks of which one was killed, with checkpoints by time."""
     run_dir = tmp_path_factory.mktemp("mpi") / "run"
     plan = ["--model", "mortal:build", "--epochs", 10, "--log-every", 400]
     plan += ["--checkpoint-every", "0.3s", "--servers", 2]
     env = {"KILLED_AT_STEP": "150"}
-    done = train(4, run_dir, *plan, modules=modules, env=env, check=False)
-    assert done.returncode != 0
+    completed = train(4, run_dir, *plan, modules=PROGRAMS, env=env, check=False)
+    assert completed.returncode != 0
     return run_dir
 
 
@@ -142,17 +104,17 @@ def copy(tmp_path: Path, killed: Path) -> Path:
 
 
 @needs("openmpi")
-def test_resumed_over_mpi(copy: Path, modules: Path) -> None:
+def test_killed_run_resumes_over_mpi(copy: Path) -> None:
     saved = checkpoint_part(copy, 0)["drawn"]
     assert 0 < saved < 10 * EPOCH
     before = [line for line in metrics(copy, "train") if line["samples"] <= saved]
-    train(4, None, "--resume", copy, modules=modules)
-    found = summary(copy)
-    assert found["samples"] == 10 * EPOCH
-    assert found["gradients_applied"] == found["gradients_computed"]
+    train(4, None, "--resume", copy, modules=PROGRAMS)
+    figures = summary(copy)
+    assert figures["samples"] == 10 * EPOCH
+    assert figures["gradients_applied"] == figures["gradients_computed"]
     workers = [checkpoint_part(copy, rank)["role"]["worker"] for rank in (2, 3)]
     assert sum(worker["samples"] for worker in workers) == 10 * EPOCH
-    assert sum(worker["computed"] for worker in workers) == found["gradients_computed"]
+    assert sum(worker["computed"] for worker in workers) == figures["gradients_computed"]
     lines = metrics(copy, "train")
     assert lines[: len(before)] == before
     assert rises(lines) and rises(lines, "seconds")
@@ -179,7 +141,7 @@ def lose_a_part(run_dir: Path) -> None:
 
 
 def lose_all(run_dir: Path) -> None:
-    # What a death in mid-writing leaves is not a checkpoint.
+    # A partially written folder is not a checkpoint.
     checkpoint(run_dir).rename(run_dir / "checkpoint" / "writing-000000000700")
 
 
@@ -211,24 +173,19 @@ def keep(run_dir: Path) -> None:
 
 @needs("openmpi")
 @pytest.mark.parametrize(
-    ("harm", "ranks", "words"),
+    ("harm", "ranks", "names"),
     [
-        pytest.param(
-            flip_a_bit,
-            4,
-            ["rank 3: ", "rank-3.pt", "is damaged", "take another copy"],
-            marks=pytest.mark.long,
-        ),
-        (keep, 5, ["another run", "ranks: 4 and 5", "or add --allow-resize"]),
+        pytest.param(flip_a_bit, 4, ["rank 3: ", "rank-3.pt", "SHA-256"], marks=pytest.mark.long),
+        (keep, 5, ["ranks: 4 and 5", "--allow-resize"]),
     ],
 )
-def test_refused_over_mpi(
-    copy: Path, modules: Path, harm: Callable[[Path], None], ranks: int, words: list[str]
+def test_resume_over_mpi_refuses_damaged_or_mismatched_checkpoint(
+    copy: Path, harm: Callable[[Path], None], ranks: int, names: list[str]
 ) -> None:
     harm(copy)
     before = (copy / "metrics.jsonl").read_bytes()
-    line = refusal(train(ranks, None, "--resume", copy, modules=modules, check=False))
-    assert all(word in line for word in words), line
+    line = refusal(train(ranks, None, "--resume", copy, modules=PROGRAMS, check=False))
+    check_names(line, *names)
     assert (copy / "metrics.jsonl").read_bytes() == before
 
 
@@ -240,64 +197,66 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("harm", "words"),
+    ("harm", "names"),
     [
-        (truncate, ["rank-2.pt", "is truncated", "expected", "bytes, got"]),
-        (edit_the_configuration, ["option.batch-size: 32 and 16", "as it was started"]),
+        (truncate, ["rank-2.pt", "truncated", "bytes"]),
+        (edit_the_configuration, ["option.batch-size: 32 and 16"]),
     ],
 )
-def test_refused(
-    tmp_path: Path, simulated: Path, harm: Callable[[Path], None], words: list[str]
+def test_resume_refuses_damaged_checkpoint_or_changed_configuration(
+    tmp_path: Path, simulated: Path, harm: Callable[[Path], None], names: list[str]
 ) -> None:
     copy = Path(shutil.copytree(simulated, tmp_path / "copy"))
     harm(copy)
     line = refusal(simulate(None, "--resume", copy, "--samples", 960, check=False))
-    assert all(word in line for word in words), line
+    check_names(line, *names)
 
 
 @pytest.mark.parametrize(
-    ("harm", "words"),
+    ("harm", "names"),
     [
-        (lose_a_part, r"rank-1.pt is missing"),
-        (lose_all, r"expected a checkpoint in .*--overwrite"),
-        (empty_the_manifest, r"is not a checkpoint of aladdin_mpi"),
-        (put_another_file, r"is not a checkpoint of aladdin_mpi"),
-        (come_from_another_version, r"'aladdin_mpi checkpoint 7'.*the version"),
+        (lose_a_part, ["rank-1.pt", "missing"]),
+        (lose_all, ["--resume", "checkpoint", "--overwrite"]),
+        (empty_the_manifest, ["manifest.json", "not a checkpoint"]),
+        (put_another_file, ["manifest.json", "not a checkpoint"]),
+        (come_from_another_version, ["'aladdin_mpi checkpoint 7'", "version"]),
     ],
 )
-def test_not_a_checkpoint(
-    tmp_path: Path, simulated: Path, harm: Callable[[Path], None], words: str
+def test_checkpoint_store_refuses_invalid_checkpoint(
+    tmp_path: Path, simulated: Path, harm: Callable[[Path], None], names: list[str]
 ) -> None:
     copy = Path(shutil.copytree(simulated, tmp_path / "copy"))
     store = CheckpointStore(copy)
     state = store.load(1, {"ranks": 4})
     assert state is not None and state["drawn"] == 640
     harm(copy)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=naming(*names)):
         store.load(1, {"ranks": 4})
 
 
-def test_overwriting_forgets_the_old_checkpoint(tmp_path: Path, simulated: Path) -> None:
+def test_overwrite_removes_the_old_checkpoint(tmp_path: Path, simulated: Path) -> None:
     copy = Path(shutil.copytree(simulated, tmp_path / "copy"))
     prepare(copy, SimulateOptions(overwrite=True))
-    with pytest.raises(UserError, match="expected a checkpoint"):
+    with pytest.raises(UserError, match=naming("checkpoint", "--overwrite")):
         CheckpointStore(copy).load(0, {})
 
 
-def test_a_run_cannot_become_shorter(tmp_path: Path, simulated: Path) -> None:
+def test_resume_refuses_a_shorter_run(tmp_path: Path, simulated: Path) -> None:
     copy = Path(shutil.copytree(simulated, tmp_path / "copy"))
     before = {file: file.read_bytes() for file in copy.rglob("*") if file.is_file()}
     line = refusal(simulate(None, "--resume", copy, "--samples", 320, check=False))
-    assert "expected a run at least as long as it was, 640 samples" in line and "320" in line
+    check_names(line, "--samples", "640", "320")
     assert {file: file.read_bytes() for file in copy.rglob("*") if file.is_file()} == before
 
 
 @pytest.mark.parametrize("name", ["model.pt", "curves.png", "checkpoint/weights.txt"])
-def test_files_of_others_are_not_overwritten(tmp_path: Path, name: str) -> None:
+def test_run_folder_refuses_to_overwrite_foreign_files(tmp_path: Path, name: str) -> None:
     file = tmp_path / "run" / name
     file.parent.mkdir(parents=True)
     file.write_text("mine")
-    with pytest.raises(UserError, match=r"files of the same names .*give another"):
+    with pytest.raises(
+        UserError, match=naming("--run-dir", f"({Path(name).parts[0]})", "--overwrite")
+    ):
         prepare(tmp_path / "run", SimulateOptions())
     assert file.read_text() == "mine"
     if file.parent.name == "checkpoint":
@@ -305,26 +264,25 @@ def test_files_of_others_are_not_overwritten(tmp_path: Path, name: str) -> None:
         assert file.read_text() == "mine", "not a part of any run"
 
 
-def test_an_empty_path_is_refused() -> None:
+def test_empty_run_dir_is_refused() -> None:
     """As by ``--run-dir "$UNSET"``; it would be the folder in which one is."""
     line = refusal(simulate(None, "--run-dir", "", "--samples", 64, check=False))
-    assert "--run-dir: expected a path, got ''" in line
+    check_names(line, "--run-dir", "''")
 
 
-def test_a_death_that_leaves_too_few_is_told_in_virtual_time(tmp_path: Path) -> None:
-    done = simulate(
+def test_simulation_reports_failure_that_leaves_too_few_ranks(tmp_path: Path) -> None:
+    completed = simulate(
         tmp_path / "run", "--workers", 1, "--samples", 64, "--deaths", "0=1.001", check=False
     )
-    assert "rank 0 has failed, and too few ranks are left to train on" in refusal(done)
+    check_names(refusal(completed), "rank 0", "too few")
 
 
-def test_options_that_a_resumed_run_cannot_change(simulated: Path) -> None:
+def test_resume_refuses_options_that_cannot_change(simulated: Path) -> None:
     line = refusal(simulate(None, "--resume", simulated, "--lr", 1, check=False))
-    assert "--lr: cannot be given together with --resume" in line
-    assert "--epochs" in line
+    check_names(line, "--lr:", "--resume", "--epochs")
 
 
-def test_a_run_of_the_other_engine(simulated: Path) -> None:
+def test_training_refuses_to_resume_a_simulation(simulated: Path) -> None:
     """config.toml of a simulation has options that training does not know."""
     line = refusal(train(2, None, "--resume", simulated, check=False))
     assert str(simulated) in line

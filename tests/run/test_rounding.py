@@ -1,4 +1,4 @@
-"""Figures as they are written down: short, and as exact as what they are."""
+"""Figures are rounded to the digits that are meaningful."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from aladdin_mpi.run.recorder import Metrics, read_metrics, rounded
         ("what", "died", '"died"'),
     ],
 )
-def test_as_it_is_written(name: str, value: Any, text: str) -> None:
+def test_rounded_value_has_the_digits_of_its_figure(name: str, value: Any, text: str) -> None:
     assert json.dumps(rounded(value, name)) == text
     assert json.dumps(rounded(rounded(value, name), name)) == text
 
 
-def test_trees_keep_their_shape() -> None:
+def test_rounding_keeps_the_shape_of_nested_values() -> None:
     tree = {"failures": [{"rank": 3, "seconds": 1.23456789}], "adsp": {"commits": (5, 5)}}
     expected = {"failures": [{"rank": 3, "seconds": 1.234568}], "adsp": {"commits": [5, 5]}}
     assert rounded(tree) == expected
     assert math.isnan(rounded({"loss": math.nan})["loss"])
 
 
-def test_what_fp32_can_tell_apart_stays_apart() -> None:
+def test_rounding_keeps_neighbouring_fp32_values_distinct() -> None:
     values = np.float32(2.277582) + np.arange(64) * np.spacing(np.float32(2.277582))
     read = [rounded(float(value), "loss") for value in values.astype(np.float32)]
     assert [np.float32(value) for value in read] == list(values.astype(np.float32))
 
 
-def test_lines_of_metrics_are_those_of_the_file(tmp_path: Any) -> None:
-    """So a resumed run, which reads them, has the lines of the uninterrupted one."""
+def test_metrics_in_memory_equal_those_in_the_file(tmp_path: Any) -> None:
+    """So a resumed run, which reads the file, has the lines of the uninterrupted one."""
     metrics = Metrics(tmp_path)
     metrics.open(0)
     metrics.append("train", {"samples": 64, "seconds": 1 / 3, "samples_per_second": 1e9 / 7})

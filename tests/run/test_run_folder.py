@@ -1,4 +1,4 @@
-"""The folder that a run gets by default: its own, whoever begins in the same second."""
+"""The default folder of a run is unique, even if runs begin in the same second."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def same_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("same_second")
-def test_runs_that_begin_in_one_second_have_folders_of_their_own() -> None:
+def test_runs_started_in_the_same_second_have_separate_folders() -> None:
     def main(transport: Transport) -> None:
         model = nn.Linear(2, 1)
         run = DataParallel(model, transport=transport, algorithm="ar-sgd", samples=8, quiet=True)
@@ -42,7 +42,7 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own() -> None:
 
 
 @pytest.mark.usefixtures("same_second")
-def test_folders_are_made_without_a_race() -> None:
+def test_concurrent_processes_get_separate_run_folders() -> None:
     context = multiprocessing.get_context("fork")
     start, made = context.Barrier(4), context.SimpleQueue()
 

@@ -22,35 +22,35 @@ def schedule(total: int = 10 * EPOCH, workers: int = WORKERS, **given: Any) -> L
 @pytest.mark.parametrize(
     ("scaling", "scale"), [("linear", WORKERS), ("sqrt", sqrt(WORKERS)), ("none", 1)]
 )
-def test_the_rate_is_scaled_by_the_number_of_workers(scaling: str, scale: float) -> None:
+def test_learning_rate_is_scaled_by_the_number_of_workers(scaling: str, scale: float) -> None:
     lr = schedule(lr_scaling=scaling)
     assert lr(5 * EPOCH) == pytest.approx(0.1 * scale)
     assert lr(0) == pytest.approx(0.1)
 
 
-def test_the_warm_up_is_a_straight_line_up_to_the_full_rate() -> None:
+def test_warmup_rises_linearly_to_the_full_learning_rate() -> None:
     lr = schedule()
     assert [lr(samples) for samples in (0, 500, 1000, 1500, 2000, 2001)] == pytest.approx(
         [0.1, 0.175, 0.25, 0.325, 0.4, 0.4]
     )
 
 
-def test_without_warm_up_it_starts_at_the_full_rate() -> None:
+def test_learning_rate_starts_in_full_without_warmup() -> None:
     assert schedule(warmup_epochs=0.0)(0) == pytest.approx(0.4)
 
 
-def test_one_worker_needs_no_warm_up() -> None:
+def test_learning_rate_of_one_worker_has_no_warmup() -> None:
     lr = schedule(workers=1)
     assert {lr(samples) for samples in range(0, 10_000, 500)} == {0.1}
 
 
-def test_steps_multiply_from_their_epoch_on() -> None:
+def test_step_schedule_decays_from_each_listed_epoch() -> None:
     lr = schedule(lr_schedule="step", lr_steps=(3.0, 5.5), lr_decay=0.5)
     samples = (2999, 3000, 5499, 5500, 9999)
     assert [lr(s) for s in samples] == pytest.approx([0.4, 0.2, 0.2, 0.1, 0.1])
 
 
-def test_the_cosine_runs_from_the_end_of_the_warm_up_to_nothing() -> None:
+def test_cosine_schedule_falls_from_the_end_of_warmup_to_zero() -> None:
     lr = schedule(lr_schedule="cosine")
     assert lr(2000) == pytest.approx(0.4)
     assert lr(4000) == pytest.approx(0.4 * (1 + sqrt(0.5)) / 2)
@@ -60,7 +60,7 @@ def test_the_cosine_runs_from_the_end_of_the_warm_up_to_nothing() -> None:
     assert rates == sorted(rates, reverse=True)
 
 
-def test_a_run_shorter_than_its_warm_up_only_rises() -> None:
+def test_learning_rate_only_rises_in_a_run_shorter_than_its_warmup() -> None:
     lr = schedule(total=1000, lr_schedule="cosine")
     rates = [lr(samples) for samples in range(0, 1001, 100)]
     assert rates == sorted(rates)

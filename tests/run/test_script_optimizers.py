@@ -1,7 +1,8 @@
-"""Optimizers and schedulers of scripts that a run cannot step, and what scripts do instead."""
+"""Optimizers and schedulers that a run cannot step, and the documented alternatives."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
+from tests.messages import naming
 
 STEPS, RHO = 4, 0.5
 INPUTS = torch.randn(STEPS, 6, 3, generator=torch.Generator().manual_seed(2))
@@ -55,18 +57,42 @@ def loss_of(outputs: Tensor) -> Tensor:
     return (outputs - 1).square().mean()
 
 
-def test_two_steps_are_refused_by_name(tmp_path: Path) -> None:
-    model = network()
+def train(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    backward: Callable[[int], Tensor],
+    **settings: Any,
+) -> None:
+    """Train on one simulated worker; ``backward`` computes the gradient of a step."""
 
     def main(transport: Transport) -> None:
-        sam = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
-        with pytest.raises(UserError, match=r"SAM takes two steps.*Pass the optimizer that it wr"):
-            DataParallel(model, optimizer=sam, transport=transport, epochs=1, run_dir=tmp_path)
+        run = DataParallel(
+            model,
+            optimizer=optimizer,
+            transport=transport,
+            algorithm="ar-sgd",
+            steps=STEPS,
+            batch_size=1,
+            compute_time=0.01,
+            run_dir=folder,
+            quiet=True,
+            **settings,
+        )
+        for step, _ in enumerate(run.batches(range(1))):
+            run.step(backward(step))
 
     VirtualCluster(1, Cluster(hosts=1), 0).run(main)
 
 
-def test_documented_loop_is_equal_to_sam(tmp_path: Path) -> None:
+def test_two_step_optimizer_is_refused_by_name(tmp_path: Path) -> None:
+    model = network()
+    sam = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(UserError, match=naming("optimizer:", "SAM", "run.step()")):
+        train(tmp_path, model, sam, lambda step: INPUTS[step])
+
+
+def test_documented_loop_equals_sam(tmp_path: Path) -> None:
     model, expected = network(), network()
     sam = SAM(expected.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
     for inputs in INPUTS:
@@ -75,67 +101,41 @@ def test_documented_loop_is_equal_to_sam(tmp_path: Path) -> None:
         loss_of(expected(inputs)).backward()
         sam.second_step()
 
-    def main(transport: Transport) -> None:
-        run = DataParallel(
-            model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-            transport=transport,
-            algorithm="ar-sgd",
-            steps=STEPS,
-            batch_size=1,
-            compute_time=0.01,
-            run_dir=tmp_path,
-            quiet=True,
-        )
-        for step, _ in enumerate(run.batches(range(1))):
-            parameters = dict(model.named_parameters())
-            loss = loss_of(model(INPUTS[step]))
-            gradients = torch.autograd.grad(loss, list(parameters.values()))
-            norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-            perturbed = {
-                name: parameter + gradient * (RHO / (norm + 1e-12))
-                for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
-            }
-            outputs = torch.func.functional_call(model, perturbed, (INPUTS[step],))
-            loss_of(outputs).backward()
-            run.step(loss)
+    def backward(step: int) -> Tensor:
+        parameters = dict(model.named_parameters())
+        loss = loss_of(model(INPUTS[step]))
+        gradients = torch.autograd.grad(loss, list(parameters.values()))
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        perturbed = {
+            name: parameter + gradient * (RHO / (norm + 1e-12))
+            for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
+        }
+        outputs = torch.func.functional_call(model, perturbed, (INPUTS[step],))
+        loss_of(outputs).backward()
+        return loss
 
-    VirtualCluster(1, Cluster(hosts=1), 0).run(main)
+    train(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), backward)
     for a, b in zip(expected.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize(("length", "is_enough"), [(STEPS - 1, False), (STEPS, True)])
-def test_one_cycle_that_ends_before_the_run_is_refused(
+def test_one_cycle_scheduler_that_ends_before_the_run_is_refused(
     tmp_path: Path, length: int, is_enough: bool
 ) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=length)
-    words = f"OneCycleLR ends after {length} steps, but this run makes {STEPS}"
+    names = ("scheduler:", "OneCycleLR", f"{length} steps", f"total_steps={STEPS}")
 
-    def main(transport: Transport) -> None:
-        run = DataParallel(
-            model,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            transport=transport,
-            algorithm="ar-sgd",
-            steps=STEPS,
-            batch_size=1,
-            compute_time=0.01,
-            run_dir=tmp_path,
-            quiet=True,
-        )
-        for step, _ in enumerate(run.batches(range(1))):
-            loss = loss_of(model(INPUTS[step]))
-            loss.backward()
-            run.step(loss)
+    def backward(step: int) -> Tensor:
+        loss = loss_of(model(INPUTS[step]))
+        loss.backward()
+        return loss
 
-    cluster = VirtualCluster(1, Cluster(hosts=1), 0)
     if is_enough:
-        cluster.run(main)
+        train(tmp_path, model, optimizer, backward, scheduler=scheduler)
         assert scheduler.last_epoch == STEPS
     else:
-        with pytest.raises(UserError, match=words):
-            cluster.run(main)
+        with pytest.raises(UserError, match=naming(*names)):
+            train(tmp_path, model, optimizer, backward, scheduler=scheduler)

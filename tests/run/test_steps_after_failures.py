@@ -88,7 +88,7 @@ def job(algorithm: str, lost: dict[int, float], steps: int = 14, **settings: Any
     )
 
 
-def test_table_has_every_algorithm() -> None:
+def test_table_of_step_sizes_has_every_algorithm() -> None:
     synchronous = [algorithm for algorithm, _ in SYNCHRONOUS.values()]
     listed = {*synchronous, *AT_SERVERS, *ELASTIC, *PUSH_SUM, *PEERS, *NEW_GROUP}
     assert listed == set(ALGORITHMS)
@@ -121,7 +121,7 @@ class Rounds:
         Args:
             one_mean: whether all buckets of a round have the same one.
         """
-        found = []
+        counts = []
         for sizes, (before, after) in zip(self.sizes.values(), pairwise(self.models), strict=True):
             step = (before - after) / LR
             means = torch.tensor(self._means(sizes))
@@ -129,8 +129,8 @@ class Rounds:
             by_bucket = torch.stack([fits[:, bucket.part].all(1) for bucket in self.buckets])
             assert by_bucket.any(1).all(), (sizes, step, means)
             assert by_bucket.all(0).any() or not one_mean, (sizes, step, means)
-            found.append(len(means))
-        return found
+            counts.append(len(means))
+        return counts
 
     def _means(self, sizes: dict[int, int]) -> list[float]:
         """Means over the survivors and any of those that have failed later, in the same round."""
@@ -156,10 +156,10 @@ def test_synchronous_step_is_mean_over_survivors(variant: str, lost: str) -> Non
 
 @pytest.mark.parametrize(("worker", "extra"), [(1, 1), (1, 7), (4, 3)])
 @pytest.mark.parametrize("variant", ["bsp", "ar-sgd", "ar-sgd clipped"])
-def test_every_sample_weighs_the_same_in_small_last_round(
+def test_every_sample_has_equal_weight_in_a_small_last_round(
     variant: str, worker: int, extra: int
 ) -> None:
-    """The last round was dealt to all, in unequal parts, before one of them failed."""
+    """The last round was distributed to all, in unequal parts, before one of them failed."""
     algorithm, settings = SYNCHRONOUS[variant]
     plan = job(algorithm, {worker: 3.5}, steps=4, **settings)
     plan.samples += extra
@@ -169,7 +169,9 @@ def test_every_sample_weighs_the_same_in_small_last_round(
 
 @pytest.mark.parametrize("second", [2.5, 2.9, 3.1])
 @pytest.mark.parametrize("servers", [1, 2])
-def test_bsp_averages_what_has_arrived_of_each_bucket(servers: int, second: float) -> None:
+def test_bsp_averages_received_gradients_of_each_bucket_after_a_failure(
+    servers: int, second: float
+) -> None:
     """In the failure's round; in all others every bucket has the same mean."""
     plan = job("bsp", {}, steps=6)
     plan.servers = servers
@@ -189,10 +191,10 @@ def test_bsp_averages_what_has_arrived_of_each_bucket(servers: int, second: floa
     [("one lost", "none"), ("two lost", "none"), ("two lost", "linear"), ("two lost", "sqrt")],
 )
 @pytest.mark.parametrize("algorithm", AT_SERVERS)
-def test_gradient_weighs_as_in_a_run_of_the_survivors(
+def test_gradient_weight_after_failures_is_that_of_the_survivors(
     algorithm: str, lost: str, scaling: str
 ) -> None:
-    """With the linear scaling rule the rate of fewer workers is lower, and makes up for them."""
+    """With the linear scaling rule fewer workers have a lower rate, which compensates."""
     steps: list[tuple[float, float, int]] = []
     last = {"x": 0.0, "applied": 0}
 
@@ -209,7 +211,7 @@ def test_gradient_weighs_as_in_a_run_of_the_survivors(
     plan.watch = watch
     run(plan)
     before = [move / count for now, move, count in steps if now < 5.0]
-    # A worker of ashl hears of its share with the next model.
+    # A worker of ashl receives its share with the next model.
     after = [move / count for now, move, count in steps if now > 12.0]
     assert before == pytest.approx([1 / WORKERS] * len(before), rel=1e-4)
     survivors = WORKERS - len(LOST[lost])
@@ -258,7 +260,9 @@ def test_models_are_blended_by_number_of_survivors(
 @pytest.mark.parametrize("slowdown", [1.0, 1.3])
 @pytest.mark.parametrize("lost", LOST)
 @pytest.mark.parametrize("algorithm", [*PUSH_SUM, *PEERS])
-def test_own_step_of_a_peer_keeps_its_size(algorithm: str, lost: str, slowdown: float) -> None:
+def test_local_step_of_a_peer_keeps_its_size_after_failures(
+    algorithm: str, lost: str, slowdown: float
+) -> None:
     models: dict[int, list[float]] = defaultdict(list)
     plan = job(algorithm, LOST[lost], steps=24)
     plan.slowdown = dict.fromkeys(LOST[lost], slowdown)
@@ -281,7 +285,7 @@ IN_NEW_GROUP = [
 
 
 @pytest.mark.parametrize("algorithm", IN_NEW_GROUP)
-def test_steps_of_the_next_group(algorithm: str, tmp_path: Path) -> None:
+def test_step_size_is_kept_by_the_next_group(algorithm: str, tmp_path: Path) -> None:
     """All slopes are 1, so that each round of all workers moves each model by the rate."""
     servers = 1 if find_algorithm(algorithm).has_servers else 0
     lost = LOST["two lost" if algorithm == "multistep" else "one lost"]
@@ -324,6 +328,6 @@ def test_steps_of_the_next_group(algorithm: str, tmp_path: Path) -> None:
     last = [seen for (_, groups), seen in models.items() if groups == newest > 1]
     assert len(last) == WORKERS - len(lost)
     for seen in last:
-        # At first workers have not met yet, and at the end some have stopped already.
+        # At first workers have not exchanged yet, and at the end some have stopped already.
         steps = [after - before for before, after in pairwise(seen[3:-1])]
         assert sum(steps) / len(steps) == pytest.approx(1.0, rel=0.05)

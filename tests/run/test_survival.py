@@ -1,4 +1,4 @@
-"""Ranks that are killed over real MPI: the others train on, or the job ends and says so."""
+"""Ranks killed over real MPI: the others continue, or the job ends with resume advice."""
 
 from __future__ import annotations
 
@@ -7,57 +7,44 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
-from tests.commands import EPOCH, metrics, rises, summary, train, training
+from tests.commands import EPOCH, metrics, refusal, rises, summary, train, training
 from tests.launch import Completed, Job, JobError, needs
+from tests.messages import check_names
+from tests.run.jobs import ULFM, checkpoints, kill_ranks, samples_so_far, wait_until
 
 pytestmark = [needs("openmpi"), pytest.mark.slow]
 
-ULFM = ["--with-ft", "ulfm"]
 BUDGET = 12 * EPOCH
 PLAN = ["--log-every", 320, "--checkpoint-every", 4 * EPOCH, "--slowdown", "0=3"]
 ENDS_WITHIN = 60.0
 """Seconds; 30 on a machine that has nothing else to do."""
 
 
-def drawn(run_dir: Path) -> int:
-    """Samples at the last line of metrics."""
-    if not (run_dir / "metrics.jsonl").exists():
-        return 0
-    lines = metrics(run_dir)
-    return int(lines[-1]["samples"]) if lines else 0
-
-
 def kill(job: Job, run_dir: Path, ranks: list[int], at: int) -> None:
-    """Kill ranks once so many samples have been drawn."""
-    end = time.monotonic() + 100
-    while not drawn(run_dir) >= at:
-        assert time.monotonic() < end and job.process.poll() is None, job.so_far()
-        time.sleep(0.02)
-    pids = [job.pid(rank) for rank in ranks]
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+    """Kill ranks as soon as ``at`` samples have been drawn."""
+    wait_until(job, lambda: samples_so_far(run_dir) >= at, seconds=100)
+    kill_ranks(job, ranks)
 
 
 def outlive(
     run: Path, algorithm: str, ranks: int, killed: list[int], options: list[object]
 ) -> Completed:
-    """A job that loses ranks when it has begun, and ends well."""
+    """Run a job that loses ranks during training, and check that it succeeds."""
     plan = ["--algorithm", algorithm, "--epochs", 12, *PLAN, *options]
     with training(ranks, run, *plan, mpirun=ULFM) as job:
         kill(job, run, killed, EPOCH)
-        done = job.wait(120)
-    assert done.returncode == 0, repr(done)
-    assert "Traceback" not in done.stderr, repr(done)
-    assert "ULFM: if ranks die the others go on" in done.stdout
+        completed = job.wait(120)
+    assert completed.returncode == 0, repr(completed)
+    assert "Traceback" not in completed.stderr, repr(completed)
+    check_names(completed.stdout, "ULFM: ", "ranks")
     assert sorted(failure["rank"] for failure in summary(run)["failures"]) == killed
-    return done
+    return completed
 
 
 @pytest.mark.parametrize(
@@ -70,31 +57,31 @@ def outlive(
         pytest.param("local-sgd", 4, [1, 3], [], marks=pytest.mark.long),
     ],
 )
-def test_the_others_train_on(
+def test_surviving_ranks_continue_training(
     tmp_path: Path, algorithm: str, ranks: int, killed: list[int], options: list[object]
 ) -> None:
     run = tmp_path / "run"
-    done = outlive(run, algorithm, ranks, killed, options)
-    found = summary(run)
-    for failure in found["failures"]:
-        assert f"rank {failure['rank']} (host {failure['host']}) has failed" in done.stderr
+    completed = outlive(run, algorithm, ranks, killed, options)
+    figures = summary(run)
+    for failure in figures["failures"]:
+        name = f"rank {failure['rank']} (host {failure['host']}) "
+        check_names(completed.stderr, name)
         assert 0 <= failure["samples_lost"] < EPOCH
-        row = f"rank {failure['rank']} (host {failure['host']}) died"
-        assert f"{row} " in done.stdout and f"{failure['samples_lost']} sample" in done.stdout
-    assert found["samples"] == BUDGET
-    assert found["samples_lost"] == sum(each["samples_lost"] for each in found["failures"])
-    assert found["gradients_computed"] == found["gradients_applied"]
-    assert found["test_accuracy"] > 0.9
-    # The checkpoint of the fewer is one of all: those who died take part again.
-    done = train(ranks, None, "--resume", run, "--epochs", 13, mpirun=ULFM)
-    found = summary(run)
-    assert found["samples"] == 13 * EPOCH
-    assert found["gradients_computed"] == found["gradients_applied"]
+        check_names(completed.stdout, name, f"{failure['samples_lost']:,} sample")
+    assert figures["samples"] == BUDGET
+    assert figures["samples_lost"] == sum(each["samples_lost"] for each in figures["failures"])
+    assert figures["gradients_computed"] == figures["gradients_applied"]
+    assert figures["test_accuracy"] > 0.9
+    # The checkpoint of the survivors is valid for all ranks: the failed ones rejoin.
+    completed = train(ranks, None, "--resume", run, "--epochs", 13, mpirun=ULFM)
+    figures = summary(run)
+    assert figures["samples"] == 13 * EPOCH
+    assert figures["gradients_computed"] == figures["gradients_applied"]
     assert rises([line for line in metrics(run) if line["kind"] == "train"])
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "ranks", "killed", "options", "goes_on"),
+    ("algorithm", "ranks", "killed", "options", "group"),
     [
         ("aladdin", 5, [0], ["--servers", 2], "3 workers and 1 server"),
         pytest.param("ar-sgd", 3, [0], [], "2 workers", marks=pytest.mark.long),
@@ -107,30 +94,30 @@ def test_the_others_train_on(
         pytest.param("sgp", 4, [0, 2], ["--spares", 1], "2 workers", marks=pytest.mark.long),
     ],
 )
-def test_those_who_are_left_form_a_new_group(
+def test_surviving_ranks_form_a_new_group(
     tmp_path: Path,
     algorithm: str,
     ranks: int,
     killed: list[int],
     options: list[object],
-    goes_on: str,
+    group: str,
 ) -> None:
     run = tmp_path / "run"
-    done = outlive(run, algorithm, ranks, killed, options)
-    assert f"aladdin_mpi: the run goes on with {goes_on} from sample" in done.stderr
-    found = summary(run)
-    for failure in found["failures"]:
-        assert f"rank {failure['rank']} (host {failure['host']}) died " in done.stdout
-    assert found["samples"] == BUDGET
-    lost = found.get("gradients_lost", 0)
-    assert found["gradients_computed"] == found["gradients_applied"] + lost
-    assert found["test_accuracy"] > 0.9
+    completed = outlive(run, algorithm, ranks, killed, options)
+    check_names(completed.stderr, f" with {group} from sample")
+    figures = summary(run)
+    for failure in figures["failures"]:
+        check_names(completed.stdout, f"rank {failure['rank']} (host {failure['host']}) ")
+    assert figures["samples"] == BUDGET
+    lost = figures.get("gradients_lost", 0)
+    assert figures["gradients_computed"] == figures["gradients_applied"] + lost
+    assert figures["test_accuracy"] > 0.9
     assert rises([line for line in metrics(run) if line["kind"] == "train"])
-    # The job that it began as goes on with it, whoever has been lost.
+    # A job of the original size resumes it, whichever ranks have failed.
     train(ranks, None, "--resume", run, "--epochs", 13, mpirun=ULFM)
-    found = summary(run)
-    assert found["samples"] == 13 * EPOCH
-    assert found["workers"] == ranks - sum(
+    figures = summary(run)
+    assert figures["samples"] == 13 * EPOCH
+    assert figures["workers"] == ranks - sum(
         int(str(options[options.index(name) + 1])) if name in options else least
         for name, least in (("--servers", int(algorithm in SERVED)), ("--spares", 0))
     )
@@ -140,22 +127,14 @@ SERVED = ("aladdin", "aladdin-ahead", "asp", "easgd")
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "killed", "ulfm", "words"),
+    ("algorithm", "killed", "ulfm", "names"),
     [
-        pytest.param(
-            "aladdin", [0, 1], True, "which kept the run's books, and its deputy are both lost"
-        ),
-        pytest.param(
-            "asp",
-            [2],
-            False,
-            "stopped by SIGTERM; resume with: --resume ",
-            marks=pytest.mark.long,
-        ),
+        ("aladdin", [0, 1], True, ["rank 0 (host ", "both"]),
+        pytest.param("asp", [2], False, ["SIGTERM"], marks=pytest.mark.long),
     ],
 )
-def test_the_job_ends(
-    tmp_path: Path, algorithm: str, killed: list[int], ulfm: bool, words: str
+def test_job_ends_with_resume_advice_if_it_cannot_continue(
+    tmp_path: Path, algorithm: str, killed: list[int], ulfm: bool, names: list[str]
 ) -> None:
     run = tmp_path / "run"
     plan = ["--algorithm", algorithm, "--epochs", 1000, *PLAN, "--checkpoint-every", 320]
@@ -163,32 +142,32 @@ def test_the_job_ends(
     with training(4, run, *plan, mpirun=ULFM if ulfm else []) as job:
         kill(job, run, killed, 2 * EPOCH)
         start = time.monotonic()
-        done = job.wait(ENDS_WITHIN)
+        completed = job.wait(ENDS_WITHIN)
     assert time.monotonic() - start < ENDS_WITHIN
-    assert done.returncode != 0
-    assert done.stderr.count(words) == 1, repr(done)
-    assert "resume with: --resume " in done.stderr
-    assert "Traceback" not in done.stderr, repr(done)
-    assert list((run / "checkpoint").glob("samples-*"))
+    assert completed.returncode != 0
+    (line,) = [line for line in completed.stderr.splitlines() if "--resume " in line]
+    check_names(line, *names, f"--resume {run}")
+    assert "Traceback" not in completed.stderr, repr(completed)
+    assert checkpoints(run)
 
 
-def test_spares_need_an_mpi_that_survives_deaths(tmp_path: Path) -> None:
-    done = train(4, tmp_path / "run", "--spares", 1, check=False)
-    assert done.returncode == 2
-    assert done.stderr.count("--spares: expected an MPI that survives deaths") == 1, repr(done)
+def test_spares_option_requires_an_mpi_with_ulfm(tmp_path: Path) -> None:
+    completed = train(4, tmp_path / "run", "--spares", 1, check=False)
+    assert completed.returncode == 2
+    check_names(refusal(completed), "--spares:", "MPI")
 
 
-def test_spares_leave_with_the_others(tmp_path: Path) -> None:
-    """Where the run is refused, and where it ends without a loss."""
+def test_spare_ranks_exit_with_the_job(tmp_path: Path) -> None:
+    """If the run is refused, and if it ends without a failure."""
     run = tmp_path / "run"
     plan = ["--spares", 1, "--epochs", 2]
-    done = train(4, run, *plan, mpirun=ULFM)
-    assert re.search(r"^rank 3 .* spare ", done.stdout, re.MULTILINE), repr(done)
+    completed = train(4, run, *plan, mpirun=ULFM)
+    assert re.search(r"^rank 3 .* spare ", completed.stdout, re.MULTILINE), repr(completed)
     assert summary(run)["workers"] == 2
-    done = train(4, run, *plan, mpirun=ULFM, check=False)
-    assert done.returncode == 2
-    assert "--run-dir: expected a new folder" in done.stderr
-    assert done.seconds < ENDS_WITHIN
+    completed = train(4, run, *plan, mpirun=ULFM, check=False)
+    assert completed.returncode == 2
+    check_names(refusal(completed), "--run-dir:", str(run))
+    assert completed.seconds < ENDS_WITHIN
 
 
 KILLS = int(os.environ.get("ALADDIN_MPI_KILLS", "30"))
@@ -197,8 +176,10 @@ NAMES = sorted(ALGORITHMS)
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(KILLS))
-def test_kills_at_random_moments(tmp_path: Path, seed: int) -> None:
-    """Of any rank, from the start on: the job ends well, or says how to go on, in its time."""
+def test_ranks_killed_at_random_moments_leave_a_finished_or_resumable_run(
+    tmp_path: Path, seed: int
+) -> None:
+    """Any ranks, from the start on: the job succeeds, or says in time how to resume."""
     r = random.Random(seed)
     name = r.choice(NAMES)
     servers = r.choice([1, 2]) if find_algorithm(name).has_servers else 0
@@ -212,34 +193,27 @@ def test_kills_at_random_moments(tmp_path: Path, seed: int) -> None:
     with training(ranks, run, *plan, mpirun=ULFM, is_warm=False) as job:
         pids = [_pid(job, rank) for rank in killed]
         if r.random() < 0.75:  # not in the start
-            _await(job, lambda: drawn(run) > 0)
+            wait_until(job, lambda: samples_so_far(run) > 0, or_end=True)
         for pid in pids:
             time.sleep(r.uniform(0.0, 2.5))
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        done = job.wait(120)
-    assert "Traceback" not in done.stderr, repr(done)
-    if done.returncode == 0:
-        assert (run / "summary.json").exists() or len(killed) == ranks, repr(done)
+        completed = job.wait(120)
+    assert "Traceback" not in completed.stderr, repr(completed)
+    if completed.returncode == 0:
+        assert (run / "summary.json").exists() or len(killed) == ranks, repr(completed)
     else:
         remedies = ("resume with", "start it again", "start the job again")
-        assert any(remedy in done.stderr for remedy in remedies), repr(done)
+        assert any(remedy in completed.stderr for remedy in remedies), repr(completed)
 
 
 def _pid(job: Job, rank: int) -> int:
-    found: list[int] = []
+    pids: list[int] = []
 
-    def look() -> bool:
+    def is_running() -> bool:
         with suppress(JobError):
-            found.append(job.pid(rank))
-        return bool(found)
+            pids.append(job.pid(rank))
+        return bool(pids)
 
-    _await(job, look)
-    return found[0]
-
-
-def _await(job: Job, holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not holds() and job.process.poll() is None:
-        assert time.monotonic() < end, job.so_far()
-        time.sleep(0.02)
+    wait_until(job, is_running, or_end=True)
+    return pids[0]

@@ -33,64 +33,22 @@ from tests.commands import (
     train,
     training,
 )
-from tests.launch import Completed, needs, run_ranks
-
-MODULE = """
-import os, signal, time
-from pathlib import Path
-from torch import nn
-
-RANK = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
-# RANK:WHEN:SIGNAL, when being build, eval, or a step in training
-STOP_RANK, STOP_WHEN, STOP_SIGNAL = os.environ.get("STOP", "::").split(":")
-
-
-def reached(moment):
-    if RANK == STOP_RANK and STOP_WHEN == str(moment):
-        for _ in range(2):  # the second is not to change anything
-            os.kill(os.getpid(), getattr(signal, STOP_SIGNAL))
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(64, 10)
-        self.steps = 0
-
-    def forward(self, x):
-        if self.training:
-            time.sleep(0.004)
-            self.steps += 1
-            reached(self.steps)
-        else:
-            reached("eval")
-            time.sleep(float(os.environ.get("EVALUATION_SECONDS", "0")))
-        return self.layer(x.flatten(1))
-
-
-def build():
-    reached("build")
-    return Net()
-"""
+from tests.launch import Completed, needs
+from tests.messages import check_names, naming
+from tests.run.jobs import samples_so_far, wait_until
+from tests.run.program_runs import PROGRAMS, run_program
 
 STOPPED = re.compile(
-    r"^aladdin_mpi: stopped by (SIGUSR[12]) at sample (\d+) of (\d+); resume with: --resume (.*)$",
+    r"^aladdin_mpi: .*(SIGUSR[12]) .* (\d+) of (\d+)\b.* --resume (.*)$",
     re.MULTILINE,
 )
 
 
-@pytest.fixture(scope="module")
-def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("modules")
-    (folder / "stopping.py").write_text(MODULE)
-    return folder
-
-
-def stop_of(done: Completed, run_dir: Path, total: int) -> tuple[str, int]:
+def stop_of(completed: Completed, run_dir: Path, total: int) -> tuple[str, int]:
     """The signal and the sample that a job was stopped by and at, checked to be saved."""
-    assert done.returncode == os.EX_TEMPFAIL == 75, repr(done)
-    assert "Traceback" not in done.stderr, repr(done)
-    ((name, sample, whole, folder),) = STOPPED.findall(done.stderr)
+    assert completed.returncode == os.EX_TEMPFAIL == 75, repr(completed)
+    assert "Traceback" not in completed.stderr, repr(completed)
+    ((name, sample, whole, folder),) = STOPPED.findall(completed.stderr)
     assert (int(whole), folder) == (total, str(run_dir))
     assert not (run_dir / "summary.json").exists()
     assert checkpoint_part(run_dir, 0)["drawn"] == int(sample) < total
@@ -99,13 +57,13 @@ def stop_of(done: Completed, run_dir: Path, total: int) -> tuple[str, int]:
 
 def check_end(run_dir: Path, total: int, log_every: int) -> None:
     """One run, as if it had never been stopped."""
-    found = summary(run_dir)
-    assert found["samples"] == total
-    assert found["gradients_computed"] == found["gradients_applied"]
+    figures = summary(run_dir)
+    assert figures["samples"] == total
+    assert figures["gradients_computed"] == figures["gradients_applied"]
     lines = metrics(run_dir, "train")
     places = [0, *(line["samples"] for line in lines)]
     assert rises(lines) and rises(lines, "seconds")
-    # A line comes with the first draw behind its place, and draws are ahead of steps.
+    # A line is written with the first lease after its place, and leases are ahead of steps.
     assert all(b - a < 2 * log_every for a, b in itertools.pairwise(places)), places
     assert places[-1] == total
     assert rises(metrics(run_dir, "eval"))
@@ -131,8 +89,8 @@ def check_end(run_dir: Path, total: int, log_every: int) -> None:
     ],
     ids=["aladdin", "bsp", "ar-sgd", "gosgd"],
 )
-def test_stopped_and_resumed_twice(
-    tmp_path: Path, modules: Path, algorithm: str, ranks: int, stops: list[str]
+def test_run_stopped_by_signal_resumes_twice(
+    tmp_path: Path, algorithm: str, ranks: int, stops: list[str]
 ) -> None:
     run_dir, total, log_every = tmp_path / "run", 3000, 300
     plan = ["--algorithm", *algorithm.split(), "--model", "stopping:build", "--samples", total]
@@ -141,94 +99,57 @@ def test_stopped_and_resumed_twice(
     for stop in stops:
         _, when, expected = stop.split(":")
         env = {"STOP": stop}
-        done = train(ranks, run_dir, *plan, modules=modules, env=env, check=False)
-        name, sample = stop_of(done, run_dir, total)
+        completed = train(ranks, run_dir, *plan, modules=PROGRAMS, env=env, check=False)
+        name, sample = stop_of(completed, run_dir, total)
         assert name == expected
         assert sample >= before if when == "build" else sample > before
         before = sample
-    done = train(ranks, run_dir, *plan, modules=modules)
+    completed = train(ranks, run_dir, *plan, modules=PROGRAMS)
     check_end(run_dir, total, log_every)
 
 
 @needs("openmpi")
-def test_stopped_by_mpirun_during_an_evaluation(tmp_path: Path, modules: Path) -> None:
-    """Nobody waits for the evaluation, and the resumed run makes up for it."""
+def test_signal_to_mpirun_suspends_the_run_during_an_evaluation(tmp_path: Path) -> None:
+    """No rank waits for the evaluation, and the resumed run makes up for it."""
     run_dir, total = tmp_path / "run", 4 * EPOCH
     plan = ["--model", "stopping:build", "--samples", total, "--log-every", 200]
     plan += ["--resume", "auto"]
     env = {"EVALUATION_SECONDS": "60"}
-    with training(2, run_dir, *plan, modules=modules, env=env) as job:
-        end = time.monotonic() + 60
-        while not metrics_of(run_dir) or metrics_of(run_dir)[-1]["samples"] < EPOCH + 200:
-            assert time.monotonic() < end and job.process.poll() is None, job.so_far()
-            time.sleep(0.05)
+    with training(2, run_dir, *plan, modules=PROGRAMS, env=env) as job:
+        wait_until(job, lambda: samples_so_far(run_dir) >= EPOCH + 200)
         job.process.send_signal(signal.SIGUSR2)
         start = time.monotonic()
         name, sample = stop_of(job.wait(60), run_dir, total)
         assert time.monotonic() - start < 40
     assert (name, metrics(run_dir, "eval")) == ("SIGUSR2", [])
-    train(2, run_dir, *plan, modules=modules)
+    train(2, run_dir, *plan, modules=PROGRAMS)
     check_end(run_dir, total, 200)
     assert sample <= metrics(run_dir, "eval")[0]["samples"] < sample + 500
 
 
-def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
-    return metrics(run_dir) if (run_dir / "metrics.jsonl").exists() else []
-
-
 @needs("openmpi")
-def test_a_signal_after_the_last_sample_changes_nothing(tmp_path: Path, modules: Path) -> None:
+def test_signal_after_the_last_sample_is_ignored(tmp_path: Path) -> None:
     options = f"--algorithm ar-sgd --model stopping:build --samples 64 --run-dir {tmp_path / 'run'}"
-    env = {**os.environ, "PYTHONPATH": str(modules), "STOP": "0:eval:SIGUSR1"}
-    done = subprocess.run([sys.executable, *TRAIN, *options.split()], env=env, timeout=60)
-    assert done.returncode == 0
+    env = {**os.environ, "PYTHONPATH": str(PROGRAMS), "STOP": "0:eval:SIGUSR1"}
+    completed = subprocess.run([sys.executable, *TRAIN, *options.split()], env=env, timeout=60)
+    assert completed.returncode == 0
     assert summary(tmp_path / "run")["samples"] == 64
 
 
-OWN_LOOP = """
-import os, signal
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-from aladdin_mpi import DataParallel
-
-data = TensorDataset(torch.ones(64, 3), torch.zeros(64))
-model = nn.Linear(3, 1, bias=False)
-run = DataParallel(
-    model, samples=800, batch_size=8, run_dir=os.environ["RUN"], resume="auto", quiet=True
-)
-steps = 0
-try:
-    for inputs, _ in run.batches(data):
-        loss = model(inputs).square().mean()
-        loss.backward()
-        run.step(loss)
-        steps += 1
-        if steps == 20 and "STOP" in os.environ:
-            os.kill(os.getpid(), signal.SIGUSR1)
-finally:
-    print("leaving", flush=True)
-print("after the loop", flush=True)
-"""
-
-
 @needs("openmpi")
-def test_own_loop(tmp_path: Path) -> None:
-    file = tmp_path / "script.py"
-    file.write_text(OWN_LOOP)
+def test_signal_suspends_a_custom_loop(tmp_path: Path) -> None:
+    def start(stop_at: int) -> Completed:
+        words = (tmp_path / "run", stop_at)
+        return run_program(tmp_path, "stopped_loop", *words, ranks=2, check=not stop_at)
 
-    def start(**stop: str) -> Completed:
-        env = {"RUN": str(tmp_path / "run"), **stop}
-        return run_ranks(2, [str(file)], cwd=tmp_path, env=env, timeout=60, check=not stop)
-
-    done = start(STOP="1")
-    stop_of(done, tmp_path / "run", 800)
-    assert done.stdout.count("leaving") == 2 and "after the loop" not in done.stdout
-    assert start().stdout.count("after the loop") == 2
+    completed = start(stop_at=20)
+    stop_of(completed, tmp_path / "run", 800)
+    assert completed.stdout.count("leaving") == 2 and "after the loop" not in completed.stdout
+    assert start(stop_at=0).stdout.count("after the loop") == 2
     assert summary(tmp_path / "run")["samples"] == 800
 
 
-def test_a_handler_of_the_program_stays() -> None:
+def test_signal_handler_of_the_program_is_kept() -> None:
     kept = [signal.getsignal(number) for number in stop_signal.SIGNALS]
     mine = lambda number, frame: None  # noqa: E731
     try:
@@ -243,8 +164,8 @@ def test_a_handler_of_the_program_stays() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_a_segment_without_samples(name: str) -> None:
-    """What a signal at the start leaves to an algorithm: nothing to do, then one sample each."""
+def test_algorithm_handles_a_segment_without_samples(name: str) -> None:
+    """As after a signal at the start: no samples in the first segment, then one each."""
     roles.run(roles.Job(name, samples=2, segments=3)).check_accounts()
 
 
@@ -265,36 +186,38 @@ def decision(run_dir: Path | None, **changes: object) -> str:
     return decide(SimulateOptions, given, followed(SimulateOptions, given))
 
 
-def test_a_new_folder_is_started(tmp_path: Path) -> None:
+def test_auto_resume_starts_a_run_in_a_new_folder(tmp_path: Path) -> None:
     assert decision(tmp_path / "new") == "start"
     assert decision(tmp_path) == "start"
     assert decision(tmp_path, resume=None) == "as asked"
 
 
-def test_a_run_is_resumed_or_complete(tmp_path: Path, simulated: Path) -> None:
+def test_auto_resume_continues_or_completes_an_existing_run(
+    tmp_path: Path, simulated: Path
+) -> None:
     assert decision(simulated) == "complete"
     assert decision(simulated, samples=96, quiet=True) == "complete"
     assert decision(simulated, samples=256) == "resume"
-    with pytest.raises(UserError, match=r"holds another run .*: batch-size: 32 and 16"):
+    with pytest.raises(UserError, match=naming("batch-size: 32 and 16", str(simulated))):
         decision(simulated, batch_size=16)
     before = (simulated / "metrics.jsonl").read_bytes()
-    done = simulate(simulated, "--workers", 2, "--samples", 128, "--resume", "auto")
-    said = f"aladdin_mpi: the run in {simulated} is complete; nothing is left to do\n"
-    assert done.stdout == said
+    completed = simulate(simulated, "--workers", 2, "--samples", 128, "--resume", "auto")
+    check_names(completed.stdout, f"aladdin_mpi: the run in {simulated} is complete")
+    assert completed.stdout.count("\n") == 1
     assert (simulated / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_without_a_checkpoint_is_started_anew(tmp_path: Path) -> None:
+def test_auto_resume_restarts_a_run_without_a_checkpoint(tmp_path: Path) -> None:
     prepare(tmp_path / "run", SimulateOptions(**RUN)).release()  # as a run that was killed
     assert decision(tmp_path / "run") == "replace"
-    with pytest.raises(UserError, match=r"algorithm: aladdin-ahead and bsp"):
+    with pytest.raises(UserError, match=naming("algorithm: aladdin-ahead and bsp")):
         decision(tmp_path / "run", algorithm="bsp")
     simulate(tmp_path / "run", *["--workers", "2", "--samples", "128", "--resume", "auto"])
     assert summary(tmp_path / "run")["samples"] == 128
 
 
-def test_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="expected the folder of the run too, got none"):
+def test_auto_resume_refuses_missing_or_conflicting_options(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=naming("resume auto", "--run-dir")):
         decision(None)
-    with pytest.raises(UserError, match="exclude each other"):
+    with pytest.raises(UserError, match=naming("resume auto", "overwrite")):
         decision(tmp_path, overwrite=True)

@@ -1,7 +1,7 @@
-"""Any rank dies at any moment, in virtual time: those who are left go on, and the books hold.
+"""Any rank fails at any moment, simulated: the others continue, and the accounting holds.
 
-``ALADDIN_MPI_SCHEDULES=500`` tries so many schedules for each algorithm instead of the few of
-everyday. A failure is named by its algorithm and seed, which replay it.
+``ALADDIN_MPI_SCHEDULES=500`` tries 500 schedules for each algorithm instead of the default few.
+The algorithm and the seed of a failed test replay it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FEATURES = 3
 
 
 class Points(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Of a plane, and what lies above them."""
+    """Random points, and the values of a plane at them."""
 
     def __len__(self) -> int:
         return 60
@@ -43,7 +43,7 @@ class Points(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass
 class Schedule:
-    """A run, and who dies in it when."""
+    """A run, and the moments at which ranks fail in it."""
 
     algorithm: str
     workers: int
@@ -64,13 +64,13 @@ class Schedule:
 
 @dataclass
 class Outcome:
-    """What the ranks have come to; of those that died there is no summary and no model."""
+    """The results of the ranks; failed ranks have no summary and no model."""
 
     steps: list[int]
     summaries: dict[int, dict[str, Any]] = field(default_factory=dict)
     models: dict[int, Tensor] = field(default_factory=dict)
     interrupted: int = 0
-    """How often a rank has followed into another group."""
+    """How often a rank has joined another group."""
     began: float | None = None
     """When the first step was made."""
     reason: str = ""
@@ -84,10 +84,10 @@ def schedule(algorithm: str, seed: int) -> Schedule:
     spares = r.choice([0, 0, 1, 2])
     size, steps = workers + servers + spares, r.choice([4, 12])
     ranks = range(size)
-    dying = r.sample(ranks, min(size - 1, r.choice([1, 1, 2, 2, 3])))
-    if r.random() < 0.6 and 0 not in dying:
-        dying[0] = 0
-    moments = [r.uniform(0.0, 1.3 * steps + 2) for _ in dying]
+    failing = r.sample(ranks, min(size - 1, r.choice([1, 1, 2, 2, 3])))
+    if r.random() < 0.6 and 0 not in failing:
+        failing[0] = 0
+    moments = [r.uniform(0.0, 1.3 * steps + 2) for _ in failing]
     if r.random() < 0.3:  # two at once
         moments[-1] = moments[0]
     every = r.choice(["never", str(BATCH * workers * 3)])
@@ -101,7 +101,7 @@ def schedule(algorithm: str, seed: int) -> Schedule:
         servers,
         spares,
         samples,
-        dict(zip(dying, moments, strict=True)),
+        dict(zip(failing, moments, strict=True)),
         {"checkpoint_every": every, "jitter": 0.3, "eval_every": r.choice([0.0, 0.5])},
         seed,
         r.choice([1, 2, size]),
@@ -162,29 +162,29 @@ def check(plan: Schedule, outcome: Outcome) -> None:
     if outcome.reason:
         assert may_end(plan, outcome), outcome.reason
         return
-    (found,) = filter(None, outcome.summaries.values())
+    (figures,) = filter(None, outcome.summaries.values())
     models = list(outcome.models.values())
     assert torch.isfinite(models[0]).all()
     assert all(torch.equal(model, models[0]) for model in models)
-    assert found["samples"] == plan.samples
-    lost = found.get("gradients_lost", 0)
-    dropped, refused = found["gradients_dropped"], found["gradients_refused"]
+    assert figures["samples"] == plan.samples
+    lost = figures.get("gradients_lost", 0)
+    dropped, refused = figures["gradients_dropped"], figures["gradients_refused"]
     assert not refused
-    assert found["gradients_applied"] + dropped + lost == found["gradients_computed"]
-    living = sum(n for rank, n in enumerate(outcome.steps) if rank not in plan.deaths)
-    # In virtual time a step that is under way when a group comes apart has not been computed yet.
-    assert living - outcome.interrupted <= found["gradients_computed"] <= sum(outcome.steps)
-    told = {each["rank"] for each in found["failures"]}
-    assert told <= set(plan.deaths)
+    assert figures["gradients_applied"] + dropped + lost == figures["gradients_computed"]
+    by_survivors = sum(n for rank, n in enumerate(outcome.steps) if rank not in plan.deaths)
+    # In a simulation, a step under way when a group is revoked has not been computed yet.
+    assert by_survivors - outcome.interrupted <= figures["gradients_computed"] <= sum(outcome.steps)
+    reported = {each["rank"] for each in figures["failures"]}
+    assert reported <= set(plan.deaths)
     if any(model.numel() for model in models):
         before, after = FEATURES, (models[0][:FEATURES] - 1).norm()
         assert after < 2 * before
 
 
 def may_end(plan: Schedule, outcome: Outcome) -> bool:
-    """Whether deaths may have ended the run: of rank 0 and its deputy together, or of too many.
+    """Whether failures may have ended the run: of rank 0 and its standby together, or too many.
 
-    Or one before there was anything to go on from, or while workers waited for each other.
+    Or one before the first step, or while workers waited for each other.
     """
     if plan.reduces and "run.reduce()" in outcome.reason:
         return True
@@ -193,7 +193,7 @@ def may_end(plan: Schedule, outcome: Outcome) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(max(4, SCHEDULES // 5)))
-def test_sums_of_compressed_gradients(seed: int, tmp_path: Path) -> None:
+def test_survivors_continue_with_compressed_all_reduce(seed: int, tmp_path: Path) -> None:
     plan = schedule("ar-sgd", seed)
     plan.settings |= {"compression": "dgc", "dgc": {"warmup_epochs": 0}}
     check(plan, play(plan, tmp_path / "run"))
@@ -201,6 +201,6 @@ def test_sums_of_compressed_gradients(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(SCHEDULES))
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_those_who_are_left_go_on(algorithm: str, seed: int, tmp_path: Path) -> None:
+def test_survivors_continue_after_any_rank_fails(algorithm: str, seed: int, tmp_path: Path) -> None:
     plan = schedule(algorithm, seed)
     check(plan, play(plan, tmp_path / "run"))

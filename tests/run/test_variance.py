@@ -1,4 +1,4 @@
-"""The variance among the workers' models: what it is, and that measuring it changes nothing."""
+"""The variance among the workers' models: its value, and that measuring changes nothing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from torch import Tensor
 
 from aladdin_mpi.flat.layout import Bucket, Layout, cut
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.options.run import SimulateOptions, parse
-from aladdin_mpi.run.trainer import simulate
 from aladdin_mpi.run.variance import Done, ModelVariance, Places, draw_places
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 from aladdin_mpi.worker.merged_state import MergedState
@@ -21,6 +19,7 @@ from aladdin_mpi.worker.role import Role
 from tests.commands import checkpoint_part, metrics, train
 from tests.launch import needs
 from tests.quadratic import network
+from tests.simulation import start
 
 SIZES = (10, 300, 5000, 64)
 NUMEL = sum(SIZES)
@@ -33,7 +32,7 @@ def variance_of(models: Tensor) -> float:
 
 
 # -- the sample -------------------------------------------------------------------------------
-def test_every_parameter_is_sampled() -> None:
+def test_variance_sample_covers_every_parameter() -> None:
     places = draw_places(SIZES, seed=3, count=400)
     assert len(places.at) < 500
     assert torch.equal(places.at, places.at.unique())
@@ -47,20 +46,20 @@ def test_every_parameter_is_sampled() -> None:
     assert not torch.equal(other.at, places.at)
 
 
-def test_a_small_model_is_taken_as_a_whole() -> None:
+def test_variance_sample_of_a_small_model_is_the_whole_model() -> None:
     places = draw_places(SIZES, seed=0, count=NUMEL)
     assert torch.equal(places.at, torch.arange(NUMEL))
     assert torch.equal(places.weight, torch.ones(NUMEL).double())
 
 
-def test_a_sample_estimates_the_whole_without_bias() -> None:
+def test_variance_sample_estimates_the_whole_without_bias() -> None:
     values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)).double() ** 2
     values[:10] *= 1000  # a few large ones, as the weights of normalisations
-    found = []
+    estimates = []
     for seed in range(200):
         places = draw_places(SIZES, seed, count=400)
-        found.append((places.weight @ values[places.at]).item())
-    assert sum(found) / 200 == pytest.approx(values.sum().item(), rel=0.01)
+        estimates.append((places.weight @ values[places.at]).item())
+    assert sum(estimates) / 200 == pytest.approx(values.sum().item(), rel=0.01)
 
 
 # -- by messages ------------------------------------------------------------------------------
@@ -96,12 +95,12 @@ def measured(
     cluster: Cluster,
     also: Callable[[ModelVariance, VirtualTransport, Done], None] = lambda *_: None,
 ) -> tuple[list[float | None], list[float | None]]:
-    """What rank 0 is told, and what every rank that lives has at the end."""
+    """Return what rank 0 is given, and what every surviving rank has at the end."""
     layout: Layout = cut(NUMEL, servers, 0.002, 0.01)
-    told: list[float | None] = []
+    reported: list[float | None] = []
 
     def tell(samples: int, value: float | None) -> None:
-        told.append(value)
+        reported.append(value)
 
     def main(transport: VirtualTransport) -> float | None:
         role = Still(models[transport.rank])
@@ -111,14 +110,14 @@ def measured(
         transport.sleep(1.0)
         if transport.rank == 0:
             variance.take(100, tell)
-            assert len(told) == (len(models) == 1)
+            assert len(reported) == (len(models) == 1)
         also(variance, transport, tell)
         transport.sleep(10.0)
         assert transport.traffic.bytes_sent == 0
         return variance.at_end()
 
     ends = VirtualCluster(len(models), cluster).run(main)
-    return told, [end for rank, end in enumerate(ends) if rank not in cluster.deaths]
+    return reported, [end for rank, end in enumerate(ends) if rank not in cluster.deaths]
 
 
 def models(count: int, spread: float = 0.1) -> list[Tensor]:
@@ -132,50 +131,50 @@ SAMPLE = draw_places(SIZES, seed=0, count=800)
 
 
 @pytest.mark.parametrize("servers", [0, 1, 2])
-def test_it_is_exact_with_a_sample_as_large_as_the_model(servers: int) -> None:
+def test_model_variance_is_exact_if_every_value_is_sampled(servers: int) -> None:
     ranks = models(servers + 5)
-    told, ends = measured(ranks, servers, WHOLE, network(delay_us=1e5))
+    reported, ends = measured(ranks, servers, WHOLE, network(delay_us=1e5))
     expected = variance_of(torch.stack(ranks[servers:]))
-    assert told == [pytest.approx(expected, rel=1e-9)]
+    assert reported == [pytest.approx(expected, rel=1e-9)]
     assert ends == [pytest.approx(expected, rel=1e-9)] * len(ranks)
 
 
-def test_it_is_near_with_a_small_sample() -> None:
+def test_model_variance_of_a_small_sample_is_approximate() -> None:
     ranks = models(6)
-    told, ends = measured(ranks, 1, SAMPLE, network())
-    assert told == [pytest.approx(variance_of(torch.stack(ranks[1:])), rel=0.1)]
-    assert told[0] == pytest.approx(ends[0])
+    reported, ends = measured(ranks, 1, SAMPLE, network())
+    assert reported == [pytest.approx(variance_of(torch.stack(ranks[1:])), rel=0.1)]
+    assert reported[0] == pytest.approx(ends[0])
 
 
-def test_of_equal_models_it_is_0() -> None:
+def test_model_variance_of_equal_models_is_zero() -> None:
     same = models(1) * 8
-    told, ends = measured(same, 1, SAMPLE, network())
-    assert told == [0.0]
+    reported, ends = measured(same, 1, SAMPLE, network())
+    assert reported == [0.0]
     assert set(ends) == {0.0}
 
 
-def test_of_one_worker_it_is_0() -> None:
+def test_model_variance_of_one_worker_is_zero() -> None:
     assert measured(models(1), 0, SAMPLE, network()) == ([0.0], [0.0])
 
 
-def test_a_worker_that_has_died_is_left_out() -> None:
+def test_model_variance_excludes_a_failed_worker() -> None:
     ranks = models(6)
-    died = network(deaths={4: 0.5})  # before it is asked
-    told, ends = measured(ranks, 1, WHOLE, died)
+    failed = network(deaths={4: 0.5})  # before the request
+    reported, ends = measured(ranks, 1, WHOLE, failed)
     expected = variance_of(torch.stack([ranks[i] for i in (1, 2, 3, 5)]))
-    assert told == [pytest.approx(expected, rel=1e-9)]
+    assert reported == [pytest.approx(expected, rel=1e-9)]
     assert ends == [pytest.approx(expected, rel=1e-9)] * 5
 
 
-def test_a_worker_that_dies_before_it_answers_is_left_out() -> None:
+def test_model_variance_excludes_a_worker_that_fails_before_its_reply() -> None:
     ranks = models(6)
     slow = network(deaths={4: 1.1}, latency_us=2e5, local_latency_us=2e5)
-    told, _ = measured(ranks, 1, WHOLE, slow)
+    reported, _ = measured(ranks, 1, WHOLE, slow)
     expected = variance_of(torch.stack([ranks[i] for i in (1, 2, 3, 5)]))
-    assert told == [pytest.approx(expected, rel=1e-9)]
+    assert reported == [pytest.approx(expected, rel=1e-9)]
 
 
-def test_an_answer_to_an_earlier_question_is_left_out() -> None:
+def test_model_variance_ignores_replies_to_an_earlier_request() -> None:
     ranks = models(3)
     slow = network(latency_us=1e6, local_latency_us=1e6)
 
@@ -184,17 +183,16 @@ def test_an_answer_to_an_earlier_question_is_left_out() -> None:
         if transport.rank == 0:
             variance.take(200, tell)
 
-    told, _ = measured(ranks, 1, WHOLE, slow, ask_again)
-    assert told == [None, pytest.approx(variance_of(torch.stack(ranks[1:])), rel=1e-9)]
+    reported, _ = measured(ranks, 1, WHOLE, slow, ask_again)
+    assert reported == [None, pytest.approx(variance_of(torch.stack(ranks[1:])), rel=1e-9)]
 
 
 # -- in whole runs ----------------------------------------------------------------------------
 PLAN = ["--workers", 4, "--jitter", 0.3, "--lr", 0.02, "--bn-batches", 1, "--quiet"]
 
 
-def start(run_dir: Path, algorithm: str, *words: object) -> dict[str, Any]:
-    line = ["--algorithm", algorithm, *PLAN, *words, "--run-dir", run_dir]
-    return simulate(parse(SimulateOptions, list(map(str, line)), "simulate", ""))
+def run_small(run_dir: Path, algorithm: str, *words: object) -> dict[str, Any]:
+    return start("--algorithm", algorithm, *PLAN, *words, "--run-dir", run_dir)
 
 
 def variances(run_dir: Path) -> list[float | None]:
@@ -202,27 +200,29 @@ def variances(run_dir: Path) -> list[float | None]:
 
 
 @pytest.mark.parametrize("algorithm", ["bsp", "ar-sgd", "multistep"])
-def test_workers_that_are_the_same_after_every_step_have_0(tmp_path: Path, algorithm: str) -> None:
+def test_model_variance_of_synchronous_algorithms_is_zero(tmp_path: Path, algorithm: str) -> None:
     """Although they are hardly ever in the same step at the same moment."""
     uneven = ["--hosts", 4, "--latency-us", 2e4, "--slowdown", "1=2"]
-    start(tmp_path / "run", algorithm, *uneven, "--epochs", 2, "--eval-every", 0.1)
-    found = variances(tmp_path / "run")
-    assert len(found) > 10
-    assert set(found) == {0.0}
+    run_small(tmp_path / "run", algorithm, *uneven, "--epochs", 2, "--eval-every", 0.1)
+    values = variances(tmp_path / "run")
+    assert len(values) > 10
+    assert set(values) == {0.0}
 
 
 @pytest.mark.parametrize("algorithm", ["aladdin", "asp", "easgd", "gosgd", "ad-psgd", "local-sgd"])
-def test_others_have_more(tmp_path: Path, algorithm: str) -> None:
-    start(tmp_path / "run", algorithm, "--epochs", 2, "--eval-every", 0.3)
-    *found, _ = variances(tmp_path / "run")
-    assert len(found) >= 6
-    assert all(value is not None and 0 < value < 1 for value in found)
+def test_model_variance_of_asynchronous_algorithms_is_positive(
+    tmp_path: Path, algorithm: str
+) -> None:
+    run_small(tmp_path / "run", algorithm, "--epochs", 2, "--eval-every", 0.3)
+    *values, _ = variances(tmp_path / "run")
+    assert len(values) >= 6
+    assert all(value is not None and 0 < value < 1 for value in values)
 
 
 @pytest.mark.parametrize("model", ["digits", "tests.failing:build"], ids=["sample", "whole"])
-def test_it_is_that_of_the_workers_models(tmp_path: Path, model: str) -> None:
+def test_last_model_variance_is_that_of_the_checkpoint(tmp_path: Path, model: str) -> None:
     """The last one, of the models in the last checkpoint."""
-    start(tmp_path / "run", "gosgd", "--epochs", 2, "--model", model, "--eval-every", 0)
+    run_small(tmp_path / "run", "gosgd", "--epochs", 2, "--model", model, "--eval-every", 0)
     parts = [checkpoint_part(tmp_path / "run", rank)["role"] for rank in range(4)]
     ranks = torch.stack([part["parameters"] for part in parts])
     is_whole = ranks.shape[1] <= 4096
@@ -231,40 +231,40 @@ def test_it_is_that_of_the_workers_models(tmp_path: Path, model: str) -> None:
     assert variances(tmp_path / "run") == [expected]
 
 
-def test_measuring_takes_no_time_and_changes_nothing(tmp_path: Path) -> None:
+def test_measuring_model_variance_does_not_change_the_run(tmp_path: Path) -> None:
     ends = [
-        start(tmp_path / str(every), "aladdin", "--epochs", 2, "--eval-every", every)
+        run_small(tmp_path / str(every), "aladdin", "--epochs", 2, "--eval-every", every)
         for every in (0, 0.1)
     ]
     for name in ("seconds", "bytes_sent_per_step", "test_loss", "wait_fraction"):
         assert ends[0][name] == ends[1][name], name
 
 
-def test_a_run_in_which_a_worker_dies(tmp_path: Path) -> None:
-    start(tmp_path / "run", "aladdin", "--epochs", 3, "--eval-every", 0.25, "--deaths", "3=4")
-    found = variances(tmp_path / "run")
-    assert len(found) == 12
-    assert all(value is not None and value > 0 for value in found)
+def test_model_variance_is_measured_after_a_worker_fails(tmp_path: Path) -> None:
+    run_small(tmp_path / "run", "aladdin", "--epochs", 3, "--eval-every", 0.25, "--deaths", "3=4")
+    values = variances(tmp_path / "run")
+    assert len(values) == 12
+    assert all(value is not None and value > 0 for value in values)
 
 
-def test_a_worker_that_hangs_holds_up_no_evaluation(tmp_path: Path) -> None:
-    start(tmp_path / "run", "aladdin", "--epochs", 3, "--eval-every", 0.25, "--pauses", "3:3:6")
-    found = variances(tmp_path / "run")
-    assert len(found) == 12
-    assert None in found
-    assert found[0] is not None and found[-1] is not None
+def test_hanging_worker_does_not_delay_model_variance(tmp_path: Path) -> None:
+    run_small(tmp_path / "run", "aladdin", "--epochs", 3, "--eval-every", 0.25, "--pauses", "3:3:6")
+    values = variances(tmp_path / "run")
+    assert len(values) == 12
+    assert None in values
+    assert values[0] is not None and values[-1] is not None
 
 
 @needs("openmpi")
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["aladdin", "ar-sgd"])
-def test_over_mpi(tmp_path: Path, algorithm: str) -> None:
+def test_model_variance_over_mpi(tmp_path: Path, algorithm: str) -> None:
     options = ["--algorithm", algorithm, "--epochs", 4, "--eval-every", 1]
     train(3, tmp_path / "run", *options)
     lines = metrics(tmp_path / "run", "eval")
     assert lines[-1]["samples"] == 4 * 1437
-    found = [line["model_variance"] for line in lines]
-    last, measured = found[-1], [value for value in found if value is not None]
+    measured = [line["model_variance"] for line in lines]
+    last, measured = measured[-1], [value for value in measured if value is not None]
     assert last is not None
     if algorithm == "ar-sgd":
         assert set(measured) == {0.0}

@@ -97,12 +97,12 @@ def submit(
     output = cluster.shared / f"{name}.out"
     if "--array" in " ".join(map(str, options)):
         output = cluster.shared / f"{name}-%a.out"
-    done = cluster.run(
+    completed = cluster.run(
         *("sbatch", "--parsable", "--chdir", cluster.shared, "--output", output),
         *(*options, SCRIPTS / script, *words),
         env=_variables(env or {}),
     )
-    return BatchJob(cluster, done.stdout.strip().partition(";")[0], output)
+    return BatchJob(cluster, completed.stdout.strip().partition(";")[0], output)
 
 
 def submit_array(
@@ -114,11 +114,11 @@ def submit_array(
     """``examples/slurm_array.sh WORDS``, with ``options`` of the site."""
     output = cluster.shared / f"array-{time.monotonic_ns()}-%a.out"
     site = ["--parsable", "--chdir", cluster.shared, "--output", output, *options]
-    done = cluster.run(
+    completed = cluster.run(
         *("bash", ROOT / "examples" / "slurm_array.sh", *words),
         env=_variables({"SBATCH_ARGS": " ".join(map(str, site)), **env}),
     )
-    return BatchJob(cluster, done.stdout.strip().partition(";")[0], output)
+    return BatchJob(cluster, completed.stdout.strip().partition(";")[0], output)
 
 
 def _variables(env: Mapping[str, str]) -> dict[str, str]:

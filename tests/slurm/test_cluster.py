@@ -31,15 +31,15 @@ def _removed() -> Iterator[None]:
 
 
 def command(*words: str, status: int = 0) -> str:
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", COMMAND, *words],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=90,
     )
-    assert done.returncode == status, repr(done)
-    return done.stdout + done.stderr
+    assert completed.returncode == status, repr(completed)
+    return completed.stdout + completed.stderr
 
 
 def remains() -> list[str]:
@@ -48,7 +48,7 @@ def remains() -> list[str]:
     ]
 
 
-def test_up_twice_and_down_twice_are_harmless() -> None:
+def test_cluster_up_and_down_are_idempotent() -> None:
     assert "2 nodes are up" in command("up")
     assert "2 nodes are up" in command("up", "--nodes", "3")  # that of before
     assert len(set(command("run", "srun", "-N2", "hostname").split())) == 2
@@ -59,7 +59,7 @@ def test_up_twice_and_down_twice_are_harmless() -> None:
 
 
 @pytest.mark.long
-def test_a_crashed_cluster_is_removed_and_started_again() -> None:
+def test_crashed_cluster_is_removed_and_restarted() -> None:
     command("up")
     command("run", "sbatch", "-o", "/dev/null", "--wrap", "sleep 100")
     (controller,) = [pid for pid in running(NAME) if b"slurmctld" in _name(pid)]
@@ -71,7 +71,7 @@ def test_a_crashed_cluster_is_removed_and_started_again() -> None:
     assert remains() == []
 
 
-def test_two_to_four_nodes() -> None:
+def test_cluster_rejects_five_nodes() -> None:
     assert "--nodes: expected 2 to 4, got 5" in command("up", "--nodes", "5", status=2)
 
 

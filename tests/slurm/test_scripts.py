@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def ranks(output: str) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["srun", pytest.param("mpirun", marks=pytest.mark.long)])
-def test_two_nodes_train_and_the_workers_are_bound(
+def test_train_script_binds_workers_on_two_nodes(
     cluster: SlurmCluster, tmp_path: Path, launcher: str
 ) -> None:
     core = str(min(os.sched_getaffinity(0)))
@@ -46,14 +47,14 @@ def test_two_nodes_train_and_the_workers_are_bound(
         ["4", "n2", "worker"],
     ]
     assert {line[3] for line in told[1:]} == {core}
-    found = summary(cluster.shared / "runs" / f"aladdin-{job.number}")
-    assert (found["workers"], found["samples"]) == (4, 4 * EPOCH)
-    assert found["test_accuracy"] > TRAINED
+    run_summary = summary(cluster.shared / "runs" / f"aladdin-{job.number}")
+    assert (run_summary["workers"], run_summary["samples"]) == (4, 4 * EPOCH)
+    assert run_summary["test_accuracy"] > TRAINED
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpirun", pytest.param("srun", marks=pytest.mark.long)])
-def test_servers_are_spread(cluster: SlurmCluster, launcher: str) -> None:
+def test_train_script_spreads_servers_over_nodes(cluster: SlurmCluster, launcher: str) -> None:
     env = {"SPREAD_SERVERS": "yes", "LAUNCHER": launcher}
     nodes = [*GPU_NODES, "--nodes=2"]
     job = submit(cluster, "train.sbatch", nodes, ["--servers", 3, *TIMED, "--samples", 640], env)
@@ -68,24 +69,25 @@ def test_servers_are_spread(cluster: SlurmCluster, launcher: str) -> None:
 
 
 @pytest.mark.slow
-def test_spare_ranks_come_last_from_the_last_node_on(cluster: SlurmCluster) -> None:
+def test_train_script_places_spare_ranks_last(cluster: SlurmCluster) -> None:
     env = {"SPARES": "3", "LAUNCHER": "mpirun"}
     words = ["--run-dir", (run_dir := cluster.shared / "spared"), *TIMED, "--samples", 640]
     job = submit(cluster, "train.sbatch", [*GPU_NODES, "--nodes=2"], words, env)
     assert job.wait() == "COMPLETED", job.output()
     first, last = cluster.hosts[1:]
-    assert f"8 ranks, of which 1 serve and 3 wait; host:ranks {first}:4 {last}:4" in job.output()
+    places = rf"\b8 ranks\b.*\b1\b.*\b3\b.* {first}:4 {last}:4\b"
+    assert re.search(places, job.output())
     assert [line[:3] for line in ranks(job.output())] == [
         ["0", "n1", "server"],
         *[[str(rank), node, "worker"] for rank, node in enumerate(("n1", "n1", "n2", "n2"), 1)],
         *[[str(rank), node, "spare"] for rank, node in enumerate(("n2", "n1", "n2"), 5)],
     ]
-    found = summary(run_dir)
-    assert (found["servers"], found["workers"]) == (1, 4)
+    run_summary = summary(run_dir)
+    assert (run_summary["servers"], run_summary["workers"]) == (1, 4)
 
 
 @pytest.mark.slow
-def test_servers_and_workers_on_nodes_of_their_own(cluster: SlurmCluster) -> None:
+def test_hetjob_script_separates_servers_and_workers(cluster: SlurmCluster) -> None:
     run_dir = cluster.shared / "het"
     options = ["-p", "cpu", "--ntasks=2", "--cpus-per-task=1", ":", *GPU_NODES, "--nodes=2"]
     job = submit(cluster, "hetjob.sbatch", options, [*DIGITS, "--run-dir", run_dir])
@@ -98,13 +100,13 @@ def test_servers_and_workers_on_nodes_of_their_own(cluster: SlurmCluster) -> Non
         ["4", "n2", "worker"],
         ["5", "n2", "worker"],
     ]
-    found = summary(run_dir)
-    assert (found["servers"], found["workers"]) == (2, 4)
-    assert found["test_accuracy"] > TRAINED
+    run_summary = summary(run_dir)
+    assert (run_summary["servers"], run_summary["workers"]) == (2, 4)
+    assert run_summary["test_accuracy"] > TRAINED
 
 
 @pytest.mark.slow
-def test_an_array_ends_in_one_report_also_if_a_task_is_stopped(cluster: SlurmCluster) -> None:
+def test_array_ends_in_one_report_after_stopped_task(cluster: SlurmCluster) -> None:
     out = cluster.shared / "comparison"
     env = {"ALGORITHMS": "aladdin ar-sgd", "SEEDS": "3", "OUT": str(out)}
     words = [*TIMED, "--samples", 6000, "--log-every", 320]
@@ -113,7 +115,7 @@ def test_an_array_ends_in_one_report_also_if_a_task_is_stopped(cluster: SlurmClu
     job.until(lambda: metrics.exists() and metrics.stat().st_size > 0)
     cluster.run("scancel", "--signal=USR2", "--batch", f"{job.number}_1")
     assert job.wait() == "COMPLETED", job.output(1)
-    assert f"put into the queue again as {job.number}_1" in job.output(1)
+    assert re.search(rf"\bqueue\b.*\b{job.number}_1\b", job.output(1))
     report = (out / "report" / "report.md").read_text()
     assert "aladdin" in report
     assert "ar-sgd" in report
@@ -122,7 +124,7 @@ def test_an_array_ends_in_one_report_also_if_a_task_is_stopped(cluster: SlurmClu
 
 
 @pytest.mark.slow
-def test_one_and_two_nodes_end_in_a_table(cluster: SlurmCluster) -> None:
+def test_scaling_script_writes_table_of_one_and_two_nodes(cluster: SlurmCluster) -> None:
     env = {"SAMPLES_PER_WORKER": "1600", "OUT": "table"}
     job = submit(cluster, "scaling.sbatch", [*GPU_NODES, "--nodes=2"], TIMED, env)
     assert job.wait() == "COMPLETED", job.output()
@@ -133,46 +135,41 @@ def test_one_and_two_nodes_end_in_a_table(cluster: SlurmCluster) -> None:
 
 
 @pytest.mark.slow
-def test_two_nodes_are_measured(cluster: SlurmCluster) -> None:
+def test_probe_script_measures_two_nodes(cluster: SlurmCluster) -> None:
     out = cluster.shared / "measured.toml"
     words = ["--seconds", 4, "--device", "cpu", "--out", out]
     job = submit(cluster, "probe.sbatch", [*GPU_NODES, "--nodes=2"], words)
     assert job.wait() == "COMPLETED", job.output()
-    found = check(out.read_text(), "measured.toml")
-    assert (found.workers, found.cluster.hosts, found.cluster.placement) == (4, 2, "workers")
-    assert found.cluster.bandwidth_gbit > 0
+    result = check(out.read_text(), "measured.toml")
+    assert (result.workers, result.cluster.hosts, result.cluster.placement) == (4, 2, "workers")
+    assert result.cluster.bandwidth_gbit > 0
     assert "-n1, ranks 0 to 1" in out.read_text()
 
 
 @pytest.mark.parametrize(
-    ("script", "env", "words", "expected"),
+    ("script", "env", "words", "cause"),
     [
-        (
-            "train.sbatch",
-            {"ALADDIN_SITE": "moon"},
-            [],
-            "ALADDIN_SITE: expected one of csc ",
-        ),
-        ("train.sbatch", {"LAUNCHER": "ssh"}, [], "LAUNCHER: expected srun or mpirun, got 'ssh'"),
-        ("train.sbatch", {}, ["--algoritm", "bsp"], "--algoritm: no such option"),
-        ("train.sbatch", {"SPARES": "1"}, [], "SPARES=1: expected LAUNCHER=mpirun, got 'srun'"),
+        ("train.sbatch", {"ALADDIN_SITE": "moon"}, [], r"ALADDIN_SITE: .*\bcsc "),
+        ("train.sbatch", {"LAUNCHER": "ssh"}, [], "LAUNCHER: .*srun or mpirun.*'ssh'"),
+        ("train.sbatch", {}, ["--algoritm", "bsp"], "--algoritm: "),
+        ("train.sbatch", {"SPARES": "1"}, [], "SPARES=1: .*LAUNCHER=mpirun.*'srun'"),
         (
             "train.sbatch",
             {"SPARES": "1", "LAUNCHER": "mpirun", "SURVIVE": "no"},
             [],
-            "SPARES=1: expected SURVIVE=auto or yes, got no",
+            r"SPARES=1: .*SURVIVE=auto or yes.*\bno\b",
         ),
-        ("train.sbatch", {"SPARES": "-1"}, [], "SPARES: expected a number of ranks, got '-1'"),
-        ("train.sbatch", {}, ["--spares", 1], "--spares: set by this script"),
-        ("compare.sbatch", {}, [], "ALGORITHMS: expected names, got none"),
-        ("compare.sbatch", {"ALGORITHMS": "bsp asp"}, [], "expected sbatch --array=0-1"),
-        ("probe.sbatch", {}, ["--nodes", 3], "--nodes: describes a cluster, which needs no job"),
-        ("scaling.sbatch", {}, ["--epochs", 3], "--epochs: set for each run by this script"),
+        ("train.sbatch", {"SPARES": "-1"}, [], "SPARES: .*'-1'"),
+        ("train.sbatch", {}, ["--spares", 1], "--spares: "),
+        ("compare.sbatch", {}, [], "ALGORITHMS: "),
+        ("compare.sbatch", {"ALGORITHMS": "bsp asp"}, [], "--array=0-1"),
+        ("probe.sbatch", {}, ["--nodes", 3], "--nodes: "),
+        ("scaling.sbatch", {}, ["--epochs", 3], "--epochs: "),
     ],
 )
-def test_what_cannot_be_done_is_said_at_once(
-    cluster: SlurmCluster, script: str, env: dict[str, str], words: list[object], expected: str
+def test_batch_script_rejects_invalid_settings(
+    cluster: SlurmCluster, script: str, env: dict[str, str], words: list[object], cause: str
 ) -> None:
     job = submit(cluster, script, [*GPU_NODES, "--nodes=1"], words, env)
     assert job.wait() == "FAILED"
-    assert expected in job.output()
+    assert re.search(cause, job.output())

@@ -27,7 +27,7 @@ def group_of(transport: Transport, number: int = 1, needed: int = NEEDED) -> Gro
     return Group(transport, range(SIZE), number, lambda rank: rank == needed)
 
 
-def test_a_wait_for_anybody_ends_when_a_needed_rank_is_lost() -> None:
+def test_group_is_revoked_when_required_rank_fails() -> None:
     def main(transport: Transport) -> tuple[int, float] | None:
         group = group_of(transport)
         if group.rank == NEEDED:
@@ -42,11 +42,11 @@ def test_a_wait_for_anybody_ends_when_a_needed_rank_is_lost() -> None:
         assert group.is_revoked
         return caught.value.rank, group.now()
 
-    found = run(main, {NEEDED: 2.0})
-    assert found[1:] == [(NEEDED, 2.0)] * (SIZE - 1)
+    result = run(main, {NEEDED: 2.0})
+    assert result[1:] == [(NEEDED, 2.0)] * (SIZE - 1)
 
 
-def test_who_is_not_needed_ends_the_waits_for_it_alone() -> None:
+def test_failure_of_optional_rank_ends_only_its_own_waits() -> None:
     def main(transport: Transport) -> str:
         group = group_of(transport)
         if group.rank == 3:
@@ -54,12 +54,12 @@ def test_who_is_not_needed_ends_the_waits_for_it_alone() -> None:
         with pytest.raises(PeerFailedError, match="rank 3"):
             group.wait(group.irecv(torch.empty(1), 3, TAG))
         assert not group.is_revoked
-        return "goes on"
+        return "continued"
 
-    assert run(main, {3: 2.0}).count("goes on") == SIZE - 1
+    assert run(main, {3: 2.0}).count("continued") == SIZE - 1
 
 
-def test_in_the_users_code_a_wait_just_ends() -> None:
+def test_group_wait_ends_without_error_in_user_code() -> None:
     def main(transport: Transport) -> int | None:
         group = group_of(transport)
         group.may_raise = lambda: False
@@ -74,7 +74,7 @@ def test_in_the_users_code_a_wait_just_ends() -> None:
     assert set(run(main, {NEEDED: 2.0})[1:]) == {0}
 
 
-def test_what_a_former_group_has_sent_is_not_heard() -> None:
+def test_group_ignores_messages_of_previous_group() -> None:
     def main(transport: Transport) -> tuple[float, list[float]]:
         merged, heard = group_of(transport), list[float]()
         merged.on_message(TAG + 1, 4, lambda _, message: heard.append(message.numel()))
@@ -96,7 +96,7 @@ def test_what_a_former_group_has_sent_is_not_heard() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 7, 40_000])
-def test_collectives_among_some_ranks(length: int) -> None:
+def test_group_collectives_run_among_its_members(length: int) -> None:
     members = [1, 3, 4]
 
     def main(transport: Transport) -> dict[str, Any] | None:
@@ -119,16 +119,16 @@ def test_collectives_among_some_ranks(length: int) -> None:
         )
         return {"sum": summed, "all": gathered, "each": received, "told": told}
 
-    found = [each for each in run(main) if each is not None]
+    result = [each for each in run(main) if each is not None]
     numbers = torch.arange(length, dtype=torch.float32)
-    for place, each in enumerate(found):
+    for place, each in enumerate(result):
         assert torch.equal(each["sum"], 3 * numbers + 30)
         assert torch.equal(each["all"], torch.cat([numbers + 10 * rank for rank in range(3)]))
         assert each["each"].tolist() == [1.0 + place + rank for rank in range(3)]
         assert each["told"].tolist() == [2.0, 2.0]
 
 
-def test_ranks_have_the_numbers_of_their_places() -> None:
+def test_group_ranks_are_numbered_by_position() -> None:
     def main(transport: Transport) -> tuple[int, list[int], int] | None:
         if transport.rank in (0, 4):
             return None

@@ -40,7 +40,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in BY_OTHERS])
-def test_layer_hands_on_what_an_engine_implements(name: str) -> None:
+def test_layer_forwards_methods_of_engines(name: str) -> None:
     recorder = Recorder()
     layer = TransportWrapper(recorder)  # type: ignore[arg-type]
     attribute = getattr(layer, name)

@@ -1,0 +1,21 @@
+"""Run ``aladdin_mpi.train`` with a staging copy that pauses for ``DELAY`` seconds at each file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from aladdin_mpi import train
+from aladdin_mpi.data.staging import DiskCopy
+
+go_on = DiskCopy._go_on
+
+
+def slow(self: DiskCopy) -> None:
+    go_on(self)
+    time.sleep(float(os.environ["DELAY"]) if self.copied else 0)
+
+
+DiskCopy._go_on = slow  # type: ignore[method-assign]
+sys.exit(train.main())

@@ -1,0 +1,8 @@
+"""Run ``aladdin_mpi.probe`` with a short patience for other ranks."""
+
+from __future__ import annotations
+
+from aladdin_mpi import probe
+
+probe.PATIENCE = 2.0
+raise SystemExit(probe.main())

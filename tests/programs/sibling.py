@@ -1,0 +1,3 @@
+"""A module next to ``print_surroundings.py``."""
+
+VALUE = 7
