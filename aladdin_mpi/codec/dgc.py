@@ -7,7 +7,7 @@ Of each matrix or kernel only the values of largest magnitude are sent; the rest
   momentum, which :meth:`aladdin_mpi.optimizers.sgd.MomentumSGD.correct` makes of the gradient;
 - factor masking: ``u`` too is cleared where ``v`` is sent;
 - local clipping: :class:`~aladdin_mpi.optimizers.sgd.MomentumSGD`'s ``clip``;
-- warm-up: :meth:`aladdin_mpi.config.dgc.DgcOptions.ratio_at`.
+- warm-up: :meth:`aladdin_mpi.options.general.DgcOptions.ratio_at`.
 
 As in the authors' code (github.com/synxlin/deep-gradient-compression) the choice is
 made tensor by tensor, for magnitudes differ between layers, and vectors (biases,
