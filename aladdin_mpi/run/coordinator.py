@@ -16,6 +16,7 @@ from aladdin_mpi.control.ledger import Ledger
 from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.data.images import SkipRecord
 from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.run.elasticity import standby_coordinator
 from aladdin_mpi.run.failures import Failures
 from aladdin_mpi.run.plan import Plan
 from aladdin_mpi.run.progress import State
@@ -28,13 +29,6 @@ EVERY = 8
 PAUSE = 0.05
 """... and seconds, at least: making one takes a third of a millisecond."""
 MOST_BYTES = 1 << 16
-
-
-def deputy_of(transport: Transport) -> int | None:
-    """The first rank on another host than rank 0's, or else the next one; None: rank 0 is alone."""
-    others = [rank for rank in transport.living if rank]
-    away = [rank for rank in others if transport.hosts[rank] != transport.hosts[0]]
-    return next(iter(away or others), None)
 
 
 class StandbyCoordinator:
@@ -90,8 +84,10 @@ class StandbyCoordinator:
 
     def send(self) -> None:
         """At rank 0: send a copy now."""
-        standby = deputy_of(self._transport) if self._transport.survives else None
-        if self._look is None or standby is None:
+        if self._look is None or not self._transport.survives:
+            return
+        standby = standby_coordinator(self._transport.living, self._transport.hosts)
+        if standby is None:
             return
         self._reports, self._sent_at = 0, self._transport.now()
         data = packed(self._look())
