@@ -6,7 +6,7 @@ The rules are in :mod:`.elasticity`. Here are the transport and this rank's part
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -41,6 +41,7 @@ from aladdin_mpi.run.elasticity import (
     RunOver,
     SetupCompleted,
     SetupFailed,
+    TrainingStarted,
     WaitForPlace,
     begin,
 )
@@ -198,6 +199,8 @@ class ElasticRunner:
         self.progress = LoopProgress()
         """Of the user's loop at this rank."""
         self.rank: Rank | None = None
+        self._left: RankSnapshot | None = None
+        """What is left of this rank's part in the former group, until training starts."""
         self._has_ended = False
 
     @property
@@ -294,7 +297,8 @@ class ElasticRunner:
                     raise
             except RankLostError:
                 pass
-            self._follow(snapshot(self.rank, self.members, self.progress))
+            left = snapshot(self.rank, self.members, self.progress)
+            self._follow(replace(left, previous=self._left))
 
     def _follow(self, left: RankSnapshot) -> None:
         """Take a place in the next group."""
@@ -315,6 +319,7 @@ class ElasticRunner:
                     waiter.wait()
                     event = RunOver() if waiter.is_over else self._driver.lost()
                 case FormGroup(plan):
+                    self._left = left = None if left is None else left.of(plan.number)
                     if self._set_up(Takeover(self._base, plan, left)):
                         return True
                     event = SetupFailed()
@@ -332,8 +337,14 @@ class ElasticRunner:
             self._group.leave()
             return False
         self._machine.handle(SetupCompleted())
+        self.rank.segments.on_start = self._start
         self.on_change(self.rank)
         return True
+
+    def _start(self) -> None:
+        """Training starts: nothing of the former group is needed any more."""
+        self._machine.handle(TrainingStarted())
+        self._left = None
 
 
 class _SpareWaiter:

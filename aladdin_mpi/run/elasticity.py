@@ -13,11 +13,15 @@ wait for it restart the rendezvous. Two rules keep the decisions consistent:
   A leader that fails while it announces a group leaves ranks with different memberships.
 - While a group is being set up, every member is needed. So no rank trains in a group that
   another member has not heard of.
+
+Some members may complete a set-up that others do not. So each rank keeps what it has of the former
+group until training starts, and the next group continues from the newest one of which every
+surviving member has its state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
@@ -26,7 +30,10 @@ from typing import Any, TypeAlias
 from aladdin_mpi.errors import LostError
 
 RankFacts: TypeAlias = Mapping[str, Any]
-"""A rank's report on its part in its last group, see :func:`.takeover.snapshot`; empty: none."""
+"""A rank's report on its part in its last group, see :func:`.takeover.snapshot`; empty: none.
+
+``previous`` has its facts about the group before, if training has not started since.
+"""
 
 
 # -- membership -------------------------------------------------------------------------
@@ -132,6 +139,11 @@ class SetupCompleted:
 
 
 @dataclass(frozen=True)
+class TrainingStarted:
+    """Every rank has taken its place in the group."""
+
+
+@dataclass(frozen=True)
 class SetupFailed:
     """This rank has left the group while it was being set up."""
 
@@ -180,6 +192,7 @@ Event: TypeAlias = (
     RanksLost
     | GroupRevoked
     | SetupCompleted
+    | TrainingStarted
     | SetupFailed
     | RankComing
     | JoinArrived
@@ -314,18 +327,25 @@ class TakeoverPlan:
 
     Attributes:
         members: the new group.
-        former: the ranks of the newest group in which a rank that joined had a part.
+        number: the former group's.
+        former: the former group's ranks.
         facts: those of each rank that joined the rendezvous.
     """
 
     members: Membership
+    number: int
     former: tuple[int, ...]
     facts: Mapping[int, RankFacts]
 
     @cached_property
     def known(self) -> dict[int, RankFacts]:
         """The facts about the former group, including those of ranks that have failed since."""
-        return {r: each for r, each in self.facts.items() if each.get("ranks") == [*self.former]}
+        return {
+            rank: report
+            for rank, facts in self.facts.items()
+            for report in reports(facts)
+            if report["group"] == self.number and report["ranks"] == [*self.former]
+        }
 
     @cached_property
     def present(self) -> dict[int, RankFacts]:
@@ -347,6 +367,12 @@ class TakeoverPlan:
     def lost(self) -> list[int]:
         """Ranks of the former group that are not in the new one."""
         return [rank for rank in self.former if rank not in self.members.ranks]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every member of the former group that survives has its state."""
+        surviving = set(self.former).intersection(self.members.ranks)
+        return bool(surviving) and surviving == set(self.present)
 
     @property
     def is_accounting_known(self) -> bool:
@@ -401,6 +427,13 @@ class TakeoverPlan:
         granted = sum(budget["granted"][self.former.index(rank)] for rank in self.lost)
         return int(drawn + granted + budget["passed_over"])
 
+    @property
+    def granted_again(self) -> int:
+        """Samples granted to surviving workers, as far as is known, that none has computed."""
+        budget = self.accounting["budget"]
+        granted = budget["opened"] + sum(budget["granted"]) + budget["passed_over"]
+        return max(0, int(granted) - self.drawn)
+
     def gradients_taken(self, rank: int, name: str = "taken") -> int | None:
         """Return a worker's gradients that all servers have; None: there are no servers."""
         worker = self.former.index(rank) - self.servers
@@ -417,8 +450,8 @@ class TakeoverPlan:
 
     def _samples_lost(self, rank: int, step: int) -> int:
         budget, place = self.accounting["budget"], self.former.index(rank)
-        if place < self.servers:
-            return 0
+        if place < self.servers or not self.is_segment_accounted:
+            return 0  # what a rank was granted in another segment is computed, or granted again
         granted, taken = budget["granted"][place], self.gradients_taken(rank)
         if taken is not None:
             return max(0, int(granted - step * taken))
@@ -462,6 +495,29 @@ class TakeoverPlan:
         if keeper in self.present:
             return ServerSource(server, "replica", keeper)
         return ServerSource(server, "workers", None)
+
+
+def reports(facts: RankFacts) -> Iterator[RankFacts]:
+    """Yield a rank's facts about each group of which it has any, the newest group first."""
+    while "ranks" in facts:
+        yield facts
+        facts = facts.get("previous", {})
+
+
+def plan_takeover(members: Membership, facts: Mapping[int, RankFacts]) -> TakeoverPlan | None:
+    """Return how a group continues, from the newest state that can be; None: there is none.
+
+    If the run cannot continue, the plan is that of the newest group.
+    """
+    groups = {
+        (int(report["group"]), tuple(report["ranks"]))
+        for each in facts.values()
+        for report in reports(each)
+    }
+    plans = [TakeoverPlan(members, *group, facts) for group in sorted(groups, reverse=True)]
+    possible = [plan for plan in plans if plan.is_accounting_known and plan.has_worker]
+    complete = [plan for plan in possible if plan.is_complete]
+    return next(iter([*complete, *possible, *plans]), None)
 
 
 # -- the machine ------------------------------------------------------------------------
@@ -540,6 +596,7 @@ class ElasticityMachine:
         self._all = range(size)
         self._host_name = host_name
         self._facts: RankFacts = {}
+        """This rank's, about the groups from which the next one may have to continue."""
         self._leader = rank
         self._rendezvous: Rendezvous | None = None
 
@@ -582,12 +639,14 @@ class ElasticityMachine:
             case RanksLost(failed, excluded):
                 return self._lose(failed, excluded)
             case GroupRevoked(facts):
-                self._facts = facts
+                self._facts = {**facts, "previous": self._facts}
                 return self._meet()
             case SetupFailed():
                 return self._meet()
             case SetupCompleted():
                 self.phase = Phase.TRAINING
+            case TrainingStarted():
+                self._facts = {}
             case RankComing(rank):
                 self.coming.add(rank)
             case JoinArrived(rank, before, facts):
@@ -686,11 +745,9 @@ class ElasticityMachine:
         if self.is_spare:
             self.phase = Phase.SPARE
             return self._wait_for_place()
-        had_part = [each for each in facts.values() if "ranks" in each]
-        if not had_part:
+        plan = plan_takeover(members, facts)
+        if plan is None:
             return self._end("all ranks that trained have failed, and only spare ranks are left")
-        newest = max(had_part, key=lambda each: int(each["group"]))
-        plan = TakeoverPlan(members, tuple(newest["ranks"]), facts)
         if not plan.is_accounting_known:
             first = plan.former[0]
             reason = (
@@ -701,6 +758,7 @@ class ElasticityMachine:
         if not plan.has_worker:
             return self._end("no worker's state is left to go on from", members.ranks[0])
         self.phase = Phase.SETUP
+        self._facts = plan.known.get(self.rank, self._facts)
         return (FormGroup(plan),)
 
     def _wait_for_place(self) -> Decisions:

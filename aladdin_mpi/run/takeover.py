@@ -90,12 +90,20 @@ class RankSnapshot:
         local: its random numbers, buffers, and what the user's loop keeps.
         folder: of the run, which rank 0 holds locked.
         facts: reported to all ranks of the rendezvous.
+        previous: what is left of the group before, if training has not started since.
     """
 
     part: dict[str, Any]
     local: dict[str, Any]
     folder: OpenFolder
     facts: dict[str, Any]
+    previous: RankSnapshot | None = None
+
+    def of(self, group: int) -> RankSnapshot:
+        """Return what is left of the group of this number, or else of the newest one."""
+        if self.facts["group"] == group or self.previous is None:
+            return self
+        return replace(self.previous.of(group), folder=self.folder)
 
 
 def snapshot(rank: Rank, group: Membership, progress: LoopProgress) -> RankSnapshot:
