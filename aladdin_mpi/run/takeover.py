@@ -100,7 +100,7 @@ class RankSnapshot:
     previous: RankSnapshot | None = None
 
     def of(self, group: int) -> RankSnapshot:
-        """Return what is left of the group of this number, or else of the newest one."""
+        """Return what is left of the group of this number, or else of the oldest group."""
         if self.facts["group"] == group or self.previous is None:
             return self
         return replace(self.previous.of(group), folder=self.folder)
