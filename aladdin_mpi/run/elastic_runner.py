@@ -1,27 +1,155 @@
-"""A rank's part in a run, group after group: when one comes apart, those who are left go on."""
+"""A driver of the elasticity machine: it turns messages into events, and carries out decisions.
+
+The rules are in :mod:`.elasticity`. Here are the transport and this rank's part in each group.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from aladdin_mpi.control.exchange import receive_object, send_object
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.errors import LostError, PeerFailedError
+from aladdin_mpi.errors import LostError, PeerFailedError, RefusedError
 from aladdin_mpi.options.algorithms import OUTLAST_DEATHS, Algorithm
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.run.membership import begin, next_membership, rendezvous
+from aladdin_mpi.process import guard
+from aladdin_mpi.run.elasticity import (
+    AnnounceMembers,
+    AwaitJoin,
+    Decision,
+    Decisions,
+    ElasticityMachine,
+    EndRun,
+    Event,
+    ExcludeRank,
+    FormGroup,
+    GroupRevoked,
+    JoinArrived,
+    JoinRendezvous,
+    JoinTimedOut,
+    MembersArrived,
+    Membership,
+    Policy,
+    RankComing,
+    RanksLost,
+    RunOver,
+    SetupCompleted,
+    SetupFailed,
+    TrainingStarted,
+    WaitForPlace,
+    begin,
+)
 from aladdin_mpi.run.rank import Rank
-from aladdin_mpi.run.takeover import LoopProgress, RankSnapshot, Takeover, former_ranks, snapshot
+from aladdin_mpi.run.takeover import LoopProgress, RankSnapshot, Takeover, snapshot
 from aladdin_mpi.transport.base import Request, Transport
 from aladdin_mpi.transport.group import Group, RankLostError
 
 T = TypeVar("T")
 Assemble = Callable[[Transport, RunOptions, "Takeover | None"], Rank]
 """Puts this rank together in a group."""
+
+
+class ElasticityDriver:
+    """Connects an elasticity machine to the transport among all ranks of the job.
+
+    Args:
+        patience: seconds after which a rank that does not join is excluded; 0: none is.
+    """
+
+    def __init__(self, base: Transport, machine: ElasticityMachine, patience: float = 0.0) -> None:
+        self._base = base
+        self._machine = machine
+        self._patience = patience or None
+        self._hears_coming = False
+
+    def lost(self) -> RanksLost:
+        """Return the ranks that the transport knows to have failed."""
+        return RanksLost(self._base.failed, self._base.excluded)
+
+    def decide(self, event: Event) -> Decision | None:
+        """Handle an event and what follows from it; return what this rank has to do outside.
+
+        None: nothing.
+
+        Raises:
+            LostError: no group can be formed.
+            RefusedError: the same, and another rank reports it.
+        """
+        decisions = self._handle(event)
+        while decisions:
+            for decision in decisions[:-1]:
+                self._act(decision)
+            following = self._wait(decisions[-1])
+            if following is None:
+                return decisions[-1]
+            decisions = self._handle(following)
+        return None
+
+    def _handle(self, event: Event) -> Decisions:
+        if not isinstance(event, RanksLost):  # which are noted by that event itself
+            self._machine.note_lost(self._base.failed, self._base.excluded)
+        return self._machine.handle(event)
+
+    def _act(self, decision: Decision) -> None:
+        match decision:
+            case ExcludeRank(rank):
+                self._base.exclude(rank)
+            case AnnounceMembers(dests, members, facts):
+                told = {"members": asdict(members), "facts": dict(facts)}
+                for dest in dests:
+                    send_object(self._base, told, dest, Tag.MEMBERS)
+
+    def _wait(self, decision: Decision) -> Event | None:
+        """Wait for what a decision waits for; None: for nothing in a rendezvous."""
+        if isinstance(decision, JoinRendezvous | AwaitJoin):
+            self._hear_coming()
+        try:
+            match decision:
+                case JoinRendezvous(leader, before, facts):
+                    join = [asdict(before), dict(facts)]
+                    self._base.wait_ended(send_object(self._base, join, leader, Tag.JOIN))
+                    told = receive_object(self._base, leader, Tag.MEMBERS)
+                    return MembersArrived(_membership(told["members"]), told["facts"])
+                case AwaitJoin(rank):
+                    return self._await_join(rank)
+                case EndRun(reason, reporter):
+                    if reporter not in (None, self._base.rank):
+                        self._base.sleep(guard.YIELD_SECONDS)  # the reporter ends the job
+                        raise RefusedError
+                    raise LostError(reason)
+        except PeerFailedError:
+            return self.lost()
+        return None
+
+    def _hear_coming(self) -> None:
+        """Listen from now on: a receive that is always posted would cost in every poll."""
+        if not self._hears_coming:
+            self._hears_coming = True
+            self._base.on_message(Tag.COMING, 1, lambda source, _: self._note_coming(source))
+
+    def _note_coming(self, rank: int) -> None:
+        self._machine.handle(RankComing(rank))
+
+    def _await_join(self, rank: int) -> Event:
+        is_coming = partial(self._machine.coming.__contains__, rank)
+        try:
+            join = receive_object(self._base, rank, Tag.JOIN, self._patience, is_coming)
+        except TimeoutError:
+            return JoinTimedOut(rank)
+        return JoinArrived(rank, _membership(join[0]), join[1])
+
+
+def _membership(plain: dict[str, Any]) -> Membership:
+    frozen: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()
+    }
+    return Membership(**frozen)
 
 
 def can_follow(options: RunOptions, algorithm: Algorithm) -> bool:
@@ -57,7 +185,10 @@ class ElasticRunner:
         self._algorithm = algorithm
         self._seal = seal
         servers = options.servers if algorithm.has_servers else 0
-        self.members = begin(base.size, servers, options.spares)
+        members = begin(base.size, servers, options.spares)
+        self._machine = ElasticityMachine(base.rank, base.size, members, base.host_name)
+        patience = 0.0 if base.models_time else options.worker_timeout
+        self._driver = ElasticityDriver(base, self._machine, patience)
         self._group: Group | None = None
         self.may_raise: Callable[[], bool] = lambda: True
         """Whether this rank is where an error brings it here; see :class:`Group`."""
@@ -68,21 +199,26 @@ class ElasticRunner:
         self.progress = LoopProgress()
         """Of the user's loop at this rank."""
         self.rank: Rank | None = None
+        self._left: RankSnapshot | None = None
+        """What is left of this rank's part in the former group, until training starts."""
         self._has_ended = False
-        self._coming: set[int] | None = None
-        """Who has said so; None: nobody has been heard yet, as no group has come apart."""
+
+    @property
+    def members(self) -> Membership:
+        """The present group."""
+        return self._machine.members
 
     @property
     def is_spare(self) -> bool:
         """Whether this rank has no place yet."""
-        return self._base.rank in self.members.spares
+        return self._machine.is_spare
 
     def _new_transport(self) -> Transport:
-        """Among the members; all ranks' own where nobody survives a death."""
+        """Return the transport among the members; that of all ranks if a failure ends the job."""
         if not self._base.survives and not self.members.spares:
             return self._seal(self._base)
         members = self.members
-        self._group = Group(self._base, members.ranks, members.number, self._needs)
+        self._group = Group(self._base, members.ranks, members.number, self._machine.needs)
         self._group.may_raise = self.may_raise_now
         self._group.on_loss = self._say_coming
         self._group.before_close = self.end
@@ -92,56 +228,32 @@ class ElasticRunner:
         """See :attr:`may_raise`."""
         return self.may_raise()
 
-    def _needs(self, place: int) -> bool:
-        """Whether the present group comes apart without a rank of it."""
-        if not can_follow(self.options, self._algorithm):
-            return False
-        all_are_needed = self._algorithm.needs_all(self.options) or self.members.spares
-        return bool(all_are_needed) or place < max(1, self.members.servers)
-
     def begin(self) -> bool:
         """Take a place in the run; False: it has ended before a spare rank got one.
 
         Raises:
             PeerFailedError: a rank has died of which there is nothing yet to go on from.
         """
+        can_regroup = can_follow(self.options, self._algorithm)
+        needs_all = can_regroup and bool(self._algorithm.needs_all(self.options))
+        self._machine.policy = Policy(can_regroup, needs_all)
         if self.is_spare:
-            return self._wait_for_place()
+            return self._take_place(None, None)
         transport = self._new_transport()
         try:
             self.rank = self.assemble(transport, self.options, None)
         except RankLostError as error:
             number = transport.original(error.rank)
             raise PeerFailedError(number, transport.host_name(error.rank)) from None
+        self._machine.handle(SetupCompleted())
         self.on_change(self.rank)
         return True
 
-    def _wait_for_place(self) -> bool:
-        """Until a rank is lost, or the run ends."""
-        bell = _SpareWaiter(self._base)
-        while self.is_spare:
-            if not self._base.failed.intersection(self.members.ranks):
-                bell.wait()
-            if bell.is_over:
-                return False
-            if self._base.failed.intersection(self.members.ranks):
-                while not self._enter(None):
-                    pass
-        return True
-
-    def _those_who_come(self) -> set[int]:
-        """Hear them from now on: a receive that is always posted would cost in every look."""
-        if self._coming is None:
-            coming = self._coming = set[int]()
-            self._base.on_message(Tag.COMING, 1, lambda source, message: coming.add(source))
-        return self._coming
-
     def _say_coming(self) -> None:
-        """To whom gathers the next group: this rank lives, though its step may take long."""
-        with suppress(LostError):  # which is told of by whoever gathers
-            leader = next_membership(self.members, self._base.living).ranks[0]
-            if leader != self._base.rank:
-                self._base.isend(torch.zeros(1, dtype=torch.uint8), leader, Tag.COMING)
+        """Report to the next leader that this rank is alive, although its step may take long."""
+        leader = self._base.living[0]
+        if leader != self._base.rank:
+            self._base.isend(torch.zeros(1, dtype=torch.uint8), leader, Tag.COMING)
 
     def _call_spares(self) -> None:
         """Those who wait may not know of ranks that are excluded, and may live."""
@@ -185,32 +297,38 @@ class ElasticRunner:
                     raise
             except RankLostError:
                 pass
-            self._follow(snapshot(self.rank, self.members, self.progress))
+            left = snapshot(self.rank, self.members, self.progress)
+            self._follow(replace(left, previous=self._left))
 
     def _follow(self, left: RankSnapshot) -> None:
-        """Take a place in the group that follows, however often it comes apart meanwhile."""
+        """Take a place in the next group."""
         assert self.rank is not None and self._group is not None
         self.rank.give_up()
         self._group.leave()
         self._call_spares()
-        while not self._enter(left):
-            pass
+        self._take_place(GroupRevoked(left.facts), left)
 
-    def _enter(self, left: RankSnapshot | None) -> bool:
-        """Form the next group, and take a place in it; whether that could be done."""
-        brought = {} if left is None else left.brought
-        patience = 0.0 if self._base.models_time else self.options.worker_timeout
-        coming = self._those_who_come()
-        gathered = rendezvous(self._base, self.members, brought, patience, coming.__contains__)
-        coming.clear()
-        self.members = gathered.members
-        if self.is_spare:
-            return True
+    def _take_place(self, event: Event | None, left: RankSnapshot | None) -> bool:
+        """Take a place in a group, however often it is revoked; False: the run is over first."""
+        waiter = None if left is not None else _SpareWaiter(self._base)
+        event = event or self._driver.lost()
+        while True:
+            match self._driver.decide(event):
+                case WaitForPlace():
+                    assert waiter is not None
+                    waiter.wait()
+                    event = RunOver() if waiter.is_over else self._driver.lost()
+                case FormGroup(plan):
+                    self._left = left = None if left is None else left.of(plan.number)
+                    if self._set_up(Takeover(self._base, plan, left)):
+                        return True
+                    event = SetupFailed()
+                case _:
+                    return False
+
+    def _set_up(self, takeover: Takeover) -> bool:
+        """Take this rank's place in the next group; return whether that succeeded."""
         options = self.options.model_copy(update={"servers": max(1, self.members.servers)})
-        takeover = Takeover(
-            self._base, self.members, former_ranks(gathered), gathered.brought, left
-        )
-        takeover.check()
         transport = self._new_transport()
         assert self._group is not None
         try:
@@ -218,12 +336,19 @@ class ElasticRunner:
         except (RankLostError, PeerFailedError):
             self._group.leave()
             return False
+        self._machine.handle(SetupCompleted())
+        self.rank.segments.on_start = self._start
         self.on_change(self.rank)
         return True
 
+    def _start(self) -> None:
+        """Training starts: nothing of the former group is needed any more."""
+        self._machine.handle(TrainingStarted())
+        self._left = None
+
 
 class _SpareWaiter:
-    """Rings for a spare rank when a rank is lost, and when the run is over."""
+    """Wakes a spare rank when a rank fails, and when the run is over."""
 
     def __init__(self, base: Transport) -> None:
         self._base = base

@@ -72,6 +72,8 @@ class Segments:
         self._plan = plan
         self.origin = origin
         self._saved: int | None = None
+        self.on_start: Callable[[], None] = lambda: None
+        """Called when a segment starts: every rank is ready."""
         self.began_at = 0
         """Samples that all had drawn when the present segment began."""
         self.computed_before = 0
@@ -87,6 +89,7 @@ class Segments:
         """Train until the budget is used up, or the coordinator ends the run for a signal."""
         while not self._is_to_end:
             self._start_together()
+            self.on_start()
             self._mark_beginning()
             if self._coordinator is not None:
                 self._coordinator.open()

@@ -11,6 +11,7 @@ from aladdin_mpi.control.budget import WorkerReport
 from aladdin_mpi.control.exchange import packed, unpacked
 from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.run.coordinator import Coordinator, RunHook
+from aladdin_mpi.run.elasticity import standby_coordinator
 from aladdin_mpi.transport.base import Request, Transport
 
 EVERY = 8
@@ -18,13 +19,6 @@ EVERY = 8
 PAUSE = 0.05
 """... and seconds, at least: making one takes a third of a millisecond."""
 MOST_BYTES = 1 << 16
-
-
-def standby_of(transport: Transport) -> int | None:
-    """The first rank on another host than rank 0's, or else the next one; None: rank 0 is alone."""
-    others = [rank for rank in transport.living if rank]
-    away = [rank for rank in others if transport.hosts[rank] != transport.hosts[0]]
-    return next(iter(away or others), None)
 
 
 class Standby(RunHook):
@@ -87,7 +81,9 @@ class Standby(RunHook):
             self._send(run)
 
     def _send(self, run: Coordinator) -> None:
-        standby = standby_of(self._transport) if self._transport.survives else None
+        if not self._transport.survives:
+            return
+        standby = standby_coordinator(self._transport.living, self._transport.hosts)
         if standby is None:
             return
         self._reports, self._sent_at = 0, self._transport.now()

@@ -8,7 +8,7 @@ summed and not applied, are lost; samples that nobody had computed are granted a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,13 +24,14 @@ from aladdin_mpi.control.exchange import (
 )
 from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.data.sampler import Period
-from aladdin_mpi.errors import LostError, RefusedError
+from aladdin_mpi.errors import LostError
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
-from aladdin_mpi.process import console, guard
+from aladdin_mpi.exchange.server_replica import keeper_of
+from aladdin_mpi.process import console
 from aladdin_mpi.run import run_folder
 from aladdin_mpi.run.checkpoint import LocalState
 from aladdin_mpi.run.context import Context, make_layout
-from aladdin_mpi.run.membership import Membership, NextGroup
+from aladdin_mpi.run.elasticity import Membership, TakeoverPlan
 from aladdin_mpi.run.plan import Origin
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.resizing import StateAssembly, share
@@ -80,10 +81,6 @@ class LoopProgress:
             self.epoch = self.first_epoch = max(each["epoch"] for each in others)
 
 
-Brought = Mapping[str, Any]
-"""What a rank tells the next group's first rank of itself; see :func:`snapshot`."""
-
-
 @dataclass(frozen=True)
 class RankSnapshot:
     """What is left of this rank's part in a group that has come apart.
@@ -92,13 +89,21 @@ class RankSnapshot:
         part: its state, as a checkpoint has it.
         local: its random numbers, buffers, and what the user's loop keeps.
         folder: of the run, which rank 0 holds locked.
-        brought: what all are told.
+        facts: reported to all ranks of the rendezvous.
+        previous: what is left of the group before, if training has not started since.
     """
 
     part: dict[str, Any]
     local: dict[str, Any]
     folder: OpenFolder
-    brought: dict[str, Any]
+    facts: dict[str, Any]
+    previous: RankSnapshot | None = None
+
+    def of(self, group: int) -> RankSnapshot:
+        """Return what is left of the group of this number, or else of the oldest group."""
+        if self.facts["group"] == group or self.previous is None:
+            return self
+        return replace(self.previous.of(group), folder=self.folder)
 
 
 def snapshot(rank: Rank, group: Membership, progress: LoopProgress) -> RankSnapshot:
@@ -114,7 +119,7 @@ def snapshot(rank: Rank, group: Membership, progress: LoopProgress) -> RankSnaps
     if rank.coordinator is not None:
         keeper = rank.coordinator.knowledge()
     origin = segments.origin
-    brought = {
+    facts = {
         "group": group.number,
         "ranks": list(group.ranks),
         "drawn": segments.began_at,
@@ -138,131 +143,50 @@ def snapshot(rank: Rank, group: Membership, progress: LoopProgress) -> RankSnaps
     local = {**local, "user": dict(local["user"])}
     with rank.context.transport.atomic():  # mirrors come by a handler
         mirrors = {} if rank.replicas is None else {k: dict(v) for k, v in rank.replicas.of.items()}
-    return RankSnapshot({**segments.part(), "mirrors": mirrors}, local, rank.folder, brought)
+    return RankSnapshot({**segments.part(), "mirrors": mirrors}, local, rank.folder, facts)
 
 
 @dataclass(frozen=True)
 class Takeover:
-    """What a rank needs to know to take its place in a new group.
+    """What a rank needs to take its place in a new group.
 
     Attributes:
         base: the transport among all ranks of the job.
-        members: of the new group.
-        former: ranks of the former one, by their numbers in the job.
-        brought: by each rank that is left.
+        plan: of the new group, the same at all of its ranks.
         mine: what is left of this rank's part; None: it had none.
     """
 
     base: Transport
-    members: Membership
-    merged: Sequence[int]
-    brought: Mapping[int, Brought]
+    plan: TakeoverPlan
     mine: RankSnapshot | None
 
     @property
-    def told(self) -> list[Brought]:
-        """What the new group's ranks bring that had a part in the former one."""
-        return [
-            each
-            for rank, each in self.brought.items()
-            if rank in self.members.ranks and each.get("ranks") == [*self.merged]
-        ]
-
-    @property
-    def _known(self) -> list[Brought]:
-        """The same, with that of ranks which have been lost since."""
-        return [each for each in self.brought.values() if each.get("ranks") == [*self.merged]]
-
-    @property
     def origin(self) -> Origin:
-        """Of the former group."""
-        told = self._known[0]["origin"]
-        past = tuple(Period(tuple(taken)) for taken in told["past"])
-        begun = told["begun"] and tuple(told["begun"])
-        return Origin(told["workers"], told["servers"], past, told["schedule_step"], begun)
+        """Return that of the former group."""
+        facts = self.plan.origin
+        past = tuple(Period(tuple(taken)) for taken in facts["past"])
+        begun = facts["begun"] and tuple(facts["begun"])
+        return Origin(facts["workers"], facts["servers"], past, facts["schedule_step"], begun)
 
     def open_folder(self, transport: Transport) -> OpenFolder:
-        """That of the run."""
+        """Open the run's folder."""
         if self.mine is not None and self.mine.folder.lock is not None:
             return self.mine.folder
-        return run_folder.take_over(transport, Path(self._known[0]["folder"]))
+        path = next(iter(self.plan.known.values()))["folder"]
+        return run_folder.take_over(transport, Path(path))
 
     @property
     def numbers(self) -> list[int]:
-        """Of the workers, those with which they began the run; spares come behind all."""
-        first, _ = self.members.full
-        return [rank - first for rank in self.members.ranks[self.members.servers :]]
-
-    def check(self) -> None:
-        """Check that the run can go on.
-
-        Raises:
-            LostError: at the new rank 0: nobody is left who knows where it was.
-            RefusedError: at the others.
-        """
-        if any(each["keeper"] is not None for each in self._known):
-            return
-        if self.base.rank != self.members.ranks[0]:
-            self.base.sleep(guard.YIELD_SECONDS)  # that one ends the job meanwhile
-            raise RefusedError
-        first = self.merged[0]
-        raise LostError(
-            f"rank {first} (host {self.base.host_name(first)}), which kept the run's books, and "
-            "its deputy are both lost"
-        )
-
-    @property
-    def keeper(self) -> dict[str, Any]:
-        """What the former rank 0 knew, from itself or else from its deputy."""
-        known = [each for each in self._known if each["keeper"] is not None]
-        first = [each for each in known if each["is_first"]]
-        newest = max(known, key=lambda each: float(each["keeper"]["seconds"]))
-        found: dict[str, Any] = (first[0] if first else newest)["keeper"]
-        return found
+        """The workers' numbers with which they began the run; spares come after all."""
+        members = self.plan.members
+        first, _ = members.full
+        return [rank - first for rank in members.ranks[members.servers :]]
 
     @property
     def progress(self) -> list[dict[str, int]]:
-        """How far the loops have come of the workers that are left."""
-        return [each["progress"] for each in self.told if each["progress"] is not None]
-
-    @property
-    def lost(self) -> list[int]:
-        """Ranks of the former group that are not in the new one, by their numbers in the job."""
-        return [rank for rank in self.merged if rank not in self.members.ranks]
-
-    def taken_from(self, rank: int, name: str = "taken") -> int | None:
-        """Gradients of a rank that all servers have got in the segment; None: there are none."""
-        worker = self.merged.index(rank) - self.origin.servers
-        taken = [each[name] for each in self.told if each[name] is not None]
-        return min((each[worker] for each in taken if worker >= 0), default=None)
-
-    @property
-    def drawn(self) -> int:
-        """Samples drawn and not given back: those computed, and those granted to who is lost."""
-        ended_at = next((each["ended_at"] for each in self.told if each["ended_at"]), None)
-        if ended_at is not None:
-            return int(ended_at)
-        drawn = max(each["drawn"] for each in self.told)
-        computed = sum(each["computed"] for each in self.told if each["drawn"] == drawn)
-        budget = self.keeper["budget"]
-        if budget["opened"] != drawn:
-            return drawn + computed
-        granted = sum(budget["granted"][self.merged.index(rank)] for rank in self.lost)
-        return int(drawn + computed + granted + budget["passed_over"])
-
-
-def former_ranks(gathered: NextGroup) -> Sequence[int]:
-    """The ranks of the newest group in which anybody has had a part.
-
-    Raises:
-        LostError: nobody has had any.
-    """
-    told = [each for each in gathered.brought.values() if "ranks" in each]
-    if not told:
-        raise LostError("all ranks that trained have failed, and only spare ranks are left")
-    newest = max(told, key=lambda each: each["group"])
-    ranks: list[int] = newest["ranks"]
-    return ranks
+        """The progress of the surviving workers' loops."""
+        present = self.plan.present.values()
+        return [each["progress"] for each in present if each["progress"] is not None]
 
 
 def take_over(context: Context, local: LocalState, segments: Segments, takeover: Takeover) -> None:
@@ -276,7 +200,7 @@ def take_over(context: Context, local: LocalState, segments: Segments, takeover:
     merged = all_or_none(transport, lambda: assembly.merged(context.workers) if first else None)
     parts.end()
     if merged is not None:
-        merged.granted = takeover.keeper["granted"][origin.servers :]
+        merged.granted = takeover.plan.accounting["granted"][origin.servers :]
     merged = share(transport, merged)
     lost = _reconcile(merged, takeover)
     past = (*origin.past, Period(merged.taken))
@@ -284,10 +208,10 @@ def take_over(context: Context, local: LocalState, segments: Segments, takeover:
     segments.origin = replace(origin, workers=context.workers, servers=context.servers, past=past)
     if first:
         losses = _losses(takeover, lost, options.step_size)
-        keeper = takeover.keeper
-        segments.take_over(takeover.drawn, merged, keeper, losses)
+        keeper = takeover.plan.accounting
+        segments.take_over(takeover.plan.drawn, merged, keeper, losses)
     else:
-        segments.take_over(takeover.drawn, merged)
+        segments.take_over(takeover.plan.drawn, merged)
     _take_local(context, local, takeover)
 
 
@@ -297,8 +221,8 @@ def _keep_own_counts(merged: MergedState, takeover: Takeover) -> None:
     What one has counted that is a server now goes to another: see :meth:`MergedState.carried`.
     """
     servers, counts = takeover.origin.servers, merged.counts
-    was = {rank: counts[place] for place, rank in enumerate(takeover.merged[servers:])}
-    now = takeover.members.ranks[takeover.members.servers :]
+    was = {rank: counts[place] for place, rank in enumerate(takeover.plan.former[servers:])}
+    now = takeover.plan.members.ranks[takeover.plan.members.servers :]
     kept = [was.pop(rank, None) for rank in now]
     merged.number = len(counts)
     merged.counts = [*kept, *(each for each in was.values() if each is not None)]
@@ -313,41 +237,30 @@ def _reconcile(merged: MergedState, takeover: Takeover) -> int:
     if not books:
         return 0
     computed = sum(int(each["computed"]) for each in merged.counts if each is not None)
-    if not any(each["taken"] is not None for each in takeover.told):
+    if not takeover.plan.has_server:
         # No server is left to say: the workers' models stand for what was applied.
-        known = takeover.keeper["failures"]
+        known = takeover.plan.accounting["failures"]
         books["applied"] = computed - sum(each.get("gradients_lost", 0) for each in known)
         books["from_failed"] = books["applied"] - computed
         return 0
-    from_lost = sum(takeover.taken_from(rank, "not_given") or 0 for rank in takeover.lost)
-    lost = max(0, computed + books["from_failed"] + from_lost - books["applied"])
+    lost = takeover.plan.gradients_lost(computed, books["from_failed"], books["applied"])
     books["from_failed"] = books["applied"] - computed
     books["pending"] = []
-    return int(lost)
+    return lost
 
 
 def _losses(takeover: Takeover, gradients: int, step: int) -> list[dict[str, Any]]:
     """Of each rank that is lost: who it was, and what is lost with it."""
-    found: list[dict[str, Any]] = []
-    budget, servers = takeover.keeper["budget"], takeover.origin.servers
-    for rank in takeover.lost:
-        place, taken = takeover.merged.index(rank), takeover.taken_from(rank)
-        granted = budget["granted"][place]
-        if place < servers:
-            samples = 0
-        elif taken is not None:
-            samples = max(0, granted - step * taken)
-        else:
-            samples = granted - budget["computed"][place]
-        found.append(
-            {
-                "rank": rank,
-                "host": takeover.base.host_name(rank),
-                "what": "left out" if rank in takeover.base.excluded else "died",
-                "samples_lost": samples,
-                "gradients_lost": 0,
-            }
-        )
+    found: list[dict[str, Any]] = [
+        {
+            "rank": loss.rank,
+            "host": takeover.base.host_name(loss.rank),
+            "what": "left out" if loss.rank in takeover.base.excluded else "died",
+            "samples_lost": loss.samples,
+            "gradients_lost": 0,
+        }
+        for loss in takeover.plan.losses(step)
+    ]
     if found:
         found[0]["gradients_lost"] = gradients
         found[0]["samples_lost"] += gradients * step
@@ -355,27 +268,37 @@ def _losses(takeover: Takeover, gradients: int, step: int) -> list[dict[str, Any
 
 
 class _StateParts:
-    """The states of the former group, which come to rank 0 one after another."""
+    """The states of the former group, which rank 0 receives one after another."""
 
     def __init__(self, transport: Transport, takeover: Takeover) -> None:
         self._transport = transport
-        self._takeover = takeover
+        self._plan, self._mine = takeover.plan, takeover.mine
+        self._sources = self._plan.server_sources(keeper_of)
         self._sends = []
-        if transport.rank and takeover.mine is not None:
-            self._sends = send_object(transport, takeover.mine.part, COORDINATOR, Tag.STATE)
+        if transport.rank and self._mine is not None and takeover.base.rank in self._plan.present:
+            self._sends = send_object(transport, self._mine.part, COORDINATOR, Tag.STATE)
 
     def of(self, place: int) -> dict[str, Any] | None:
-        """At rank 0: of a rank of the former group; None: it is lost."""
-        rank = self._takeover.merged[place]
-        now = self._takeover.members.place(rank)
-        if now is None or "ranks" not in self._takeover.brought[rank]:
+        """Return, at rank 0, the state of a rank of the former group; None: it is lost."""
+        source = self._plan.source(place)
+        if source is None:
             return None
-        if now == COORDINATOR:
-            assert self._takeover.mine is not None
+        if source == COORDINATOR:
+            assert self._mine is not None
             # What is put together is changed, and may be asked for in another group.
-            return deepcopy(self._takeover.mine.part)
-        found: dict[str, Any] = receive_object(self._transport, now, Tag.STATE)
-        return found
+            part = deepcopy(self._mine.part)
+        else:
+            part = receive_object(self._transport, source, Tag.STATE)
+        return {**part, "mirrors": self._replicas(place, part["mirrors"])}
+
+    def _replicas(self, place: int, stored: Mapping[int, Any]) -> dict[int, Any]:
+        """The replicas that the plan takes from a rank of the former group."""
+        rank = self._plan.former[place]
+        return {
+            each.server: stored[each.server]
+            for each in self._sources
+            if each.kind == "replica" and each.rank == rank and each.server in stored
+        }
 
     def end(self) -> None:
         """Rank 0 has them all."""
@@ -408,5 +331,5 @@ def tell(context: Context, takeover: Takeover) -> None:
     beside = f" and {servers} server{'s' * (servers > 1)}" if servers else ""
     console.say(
         f"aladdin_mpi: the run goes on with {workers} worker{'s' * (workers > 1)}{beside} from "
-        f"sample {takeover.drawn}"
+        f"sample {takeover.plan.drawn}"
     )

@@ -6,7 +6,18 @@ import pytest
 
 from aladdin_mpi.errors import LostError
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.run.membership import Membership, NextGroup, begin, next_membership, rendezvous
+from aladdin_mpi.run.elastic_runner import ElasticityDriver
+from aladdin_mpi.run.elasticity import (
+    ElasticityMachine,
+    FormGroup,
+    GroupRevoked,
+    Membership,
+    RankFacts,
+    SetupFailed,
+    WaitForPlace,
+    begin,
+    next_membership,
+)
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from tests.messages import naming
@@ -59,21 +70,32 @@ def test_surviving_ranks_agree_on_the_next_group_despite_further_failures(seed: 
     moments = {0: 0.0, 1: 1e-9 + latency * (0.5 + seed / 4), 5: latency * seed / 5}
     cluster = Cluster(hosts=SIZE, latency_us=1e6 * latency, deaths=moments)
 
-    def agree(transport: Transport) -> NextGroup:
-        before = begin(SIZE, SERVERS, SPARES)
-        transport.sleep(1e-6 * transport.rank)
-        gathered = rendezvous(transport, before, {"rank": transport.rank}, 0.0)
-        while set(gathered.members.ranks) & transport.failed:  # found at the first message
-            gathered = rendezvous(transport, gathered.members, {"rank": transport.rank}, 0.0)
-        transport.sleep(1.0)
-        if set(gathered.members.ranks) & transport.failed:
-            gathered = rendezvous(transport, gathered.members, {"rank": transport.rank}, 0.0)
-        return gathered
+    before = begin(SIZE, SERVERS, SPARES)
 
-    groups = [each for each in VirtualCluster(SIZE, cluster, seed).run(agree) if each is not None]
-    assert len(groups) == SIZE - len(moments)
-    assert len({each.members for each in groups}) == 1
-    members = groups[0].members
-    assert not set(moments) & set(members.ranks)
-    for rank in members.ranks:
-        assert groups[0].brought[rank] == {"rank": rank}
+    def facts_of(rank: int) -> RankFacts:
+        if rank in before.spares:
+            return {"rank": rank}
+        part = {"group": 1, "ranks": [*before.ranks], "origin": {"servers": SERVERS}}
+        return {"rank": rank, "keeper": {}, **part}
+
+    def agree(transport: Transport) -> FormGroup | WaitForPlace:
+        machine = ElasticityMachine(transport.rank, SIZE, before)
+        driver = ElasticityDriver(transport, machine)
+        transport.sleep(1e-6 * transport.rank)
+        decision = driver.decide(GroupRevoked(facts_of(transport.rank)))
+        for pause in (0.0, 1.0):
+            transport.sleep(pause)
+            while set(machine.members.ranks) & transport.failed:  # found at the first message
+                decision = driver.decide(driver.lost() if machine.is_spare else SetupFailed())
+        assert isinstance(decision, FormGroup | WaitForPlace)
+        return decision
+
+    outcomes = VirtualCluster(SIZE, cluster, seed).run(agree)
+    decisions = [each for each in outcomes if each is not None]
+    assert len(decisions) == SIZE - len(moments)
+    plans = [each.plan for each in decisions if isinstance(each, FormGroup)]
+    spares = [each.members for each in decisions if isinstance(each, WaitForPlace)]
+    assert {*spares, *(plan.members for plan in plans)} == {plans[0].members}
+    assert not set(moments) & set(plans[0].members.ranks)
+    for rank in plans[0].members.ranks:
+        assert plans[0].facts[rank]["rank"] == rank

@@ -1,0 +1,771 @@
+"""Elasticity as a pure state machine: membership, succession and takeover.
+
+One machine runs on each rank of the job. Events go in through :meth:`ElasticityMachine.handle`,
+decisions come out. This module performs no I/O and needs neither a transport nor torch: a driver
+(:mod:`.elastic_runner`, :mod:`.takeover`) turns messages into events and carries out the decisions.
+
+When a group of ranks is revoked, the surviving ranks of the job hold a rendezvous. Its leader is
+the lowest surviving rank. Every other rank sends it a JOIN with its newest membership and its
+facts; the leader decides on the next group and announces it. If the leader fails, the ranks that
+wait for it restart the rendezvous. Two rules keep the decisions consistent:
+
+- The leader depends only on which ranks survive, not on the newest membership that a rank knows.
+  A leader that fails while it announces a group leaves ranks with different memberships.
+- While a group is being set up, every member is needed. So no rank trains in a group that
+  another member has not heard of.
+
+Some members may complete a set-up that others do not. So each rank keeps what it has of the former
+group until training starts, and the next group continues from the newest one of which every
+surviving member has its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from aladdin_mpi.errors import LostError
+
+RankFacts: TypeAlias = Mapping[str, Any]
+"""A rank's report on its part in its last group, see :func:`.takeover.snapshot`; empty: none.
+
+``previous`` has its facts about the group before, if training has not started since.
+"""
+
+
+# -- membership -------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Membership:
+    """The ranks of a group by their numbers in the job, the servers first.
+
+    Attributes:
+        number: counts the groups from 1.
+        ranks: the group's ranks.
+        servers: number of servers among them.
+        spares: ranks that wait for a place.
+        full: numbers of servers and workers with which the run began.
+    """
+
+    number: int
+    ranks: tuple[int, ...]
+    servers: int
+    spares: tuple[int, ...]
+    full: tuple[int, int]
+
+    @property
+    def workers(self) -> int:
+        """The number of workers."""
+        return len(self.ranks) - self.servers
+
+    def place(self, rank: int) -> int | None:
+        """Return a rank's number in the group; None: it is not a member."""
+        return self.ranks.index(rank) if rank in self.ranks else None
+
+
+def begin(size: int, servers: int, spares: int) -> Membership:
+    """Return the first group of a job of ``size`` ranks."""
+    active = size - spares
+    full = servers, active - servers
+    return Membership(1, tuple(range(active)), servers, tuple(range(active, size)), full)
+
+
+def next_membership(
+    before: Membership, living: Collection[int], is_over: bool = False
+) -> Membership:
+    """Return the group that follows ``before`` when only the ranks ``living`` survive.
+
+    Spare ranks replace failed ones, unless the training ``is_over``. If the last server fails and
+    there is no spare, a worker replaces it.
+
+    Raises:
+        LostError: no worker, or no rank for a server, is left.
+    """
+    servers = [rank for rank in before.ranks[: before.servers] if rank in living]
+    workers = [rank for rank in before.ranks[before.servers :] if rank in living]
+    waiting = [rank for rank in before.spares if rank in living]
+    spares = [] if is_over else list(waiting)
+    full_servers, full_workers = before.full
+    if full_servers and not servers and len(workers) == 1:
+        spares = list(waiting)
+    if full_servers and not servers and (spares or len(workers) > 1):
+        servers = [(spares or workers).pop(0)]
+    for places, full in ((workers, full_workers), (servers, full_servers)):
+        while spares and len(places) < full:
+            places.append(spares.pop(0))
+    if not workers or (full_servers and not servers):
+        lost = ", ".join(str(rank) for rank in before.ranks if rank not in living)
+        raise LostError(f"rank {lost} has failed, and too few ranks are left to train on")
+    return replace(
+        before,
+        number=before.number + 1,
+        ranks=(*servers, *workers),
+        servers=len(servers),
+        spares=tuple(rank for rank in waiting if rank not in (*servers, *workers)),
+    )
+
+
+def standby_coordinator(living: Sequence[int], hosts: Sequence[int]) -> int | None:
+    """Return the rank that keeps a copy of rank 0's accounting; None: rank 0 is alone.
+
+    It is the first rank on another host than rank 0's, or else the next rank.
+    """
+    others = [rank for rank in living if rank]
+    away = [rank for rank in others if hosts[rank] != hosts[0]]
+    return next(iter(away or others), None)
+
+
+# -- events -----------------------------------------------------------------------------
+@dataclass(frozen=True)
+class RanksLost:
+    """All ranks that this rank knows to have failed, those ``excluded`` among them."""
+
+    failed: frozenset[int]
+    excluded: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class GroupRevoked:
+    """This rank has left its group, with these facts."""
+
+    facts: RankFacts
+
+
+@dataclass(frozen=True)
+class SetupCompleted:
+    """This rank has taken its place in the group."""
+
+
+@dataclass(frozen=True)
+class TrainingStarted:
+    """Every rank has taken its place in the group."""
+
+
+@dataclass(frozen=True)
+class SetupFailed:
+    """This rank has left the group while it was being set up."""
+
+
+@dataclass(frozen=True)
+class RankComing:
+    """A rank has reported that it is alive; it may be in the middle of a long step."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class JoinArrived:
+    """A rank has joined the rendezvous that this rank leads.
+
+    Attributes:
+        before: the newest membership that it knows.
+    """
+
+    rank: int
+    before: Membership
+    facts: RankFacts
+
+
+@dataclass(frozen=True)
+class JoinTimedOut:
+    """A rank has not joined in time."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class MembersArrived:
+    """The leader has announced the next group, and the facts of every rank that joined."""
+
+    members: Membership
+    facts: Mapping[int, RankFacts]
+
+
+@dataclass(frozen=True)
+class RunOver:
+    """The run has ended without this spare rank."""
+
+
+Event: TypeAlias = (
+    RanksLost
+    | GroupRevoked
+    | SetupCompleted
+    | TrainingStarted
+    | SetupFailed
+    | RankComing
+    | JoinArrived
+    | JoinTimedOut
+    | MembersArrived
+    | RunOver
+)
+
+
+# -- decisions --------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ContinueInPlace:
+    """The group continues without these ranks."""
+
+    lost: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RevokeGroup:
+    """The group cannot continue without this rank: leave it."""
+
+    lost: int
+
+
+@dataclass(frozen=True)
+class JoinRendezvous:
+    """Send the leader a JOIN, and wait for its announcement."""
+
+    leader: int
+    before: Membership
+    facts: RankFacts
+
+
+@dataclass(frozen=True)
+class AwaitJoin:
+    """Wait until this rank joins."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class ExcludeRank:
+    """Treat this rank as failed, although it may be alive."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class AnnounceMembers:
+    """Send the next group and all facts to these ranks."""
+
+    dests: tuple[int, ...]
+    members: Membership
+    facts: Mapping[int, RankFacts]
+
+
+@dataclass(frozen=True)
+class WaitForPlace:
+    """Wait, as a spare rank, until a member of the group fails or the run ends."""
+
+    members: Membership
+
+
+@dataclass(frozen=True)
+class FormGroup:
+    """Set up this group from what the former one has left."""
+
+    plan: TakeoverPlan
+
+
+@dataclass(frozen=True)
+class EndRun:
+    """End the run with a LostError.
+
+    Attributes:
+        reporter: the only rank that reports the reason; None: every rank does.
+    """
+
+    reason: str
+    reporter: int | None = None
+
+
+@dataclass(frozen=True)
+class LeaveRun:
+    """Leave, as a spare rank, a run that is over."""
+
+
+Decision: TypeAlias = (
+    ContinueInPlace
+    | RevokeGroup
+    | JoinRendezvous
+    | AwaitJoin
+    | ExcludeRank
+    | AnnounceMembers
+    | WaitForPlace
+    | FormGroup
+    | EndRun
+    | LeaveRun
+)
+Decisions: TypeAlias = tuple[Decision, ...]
+
+
+# -- takeover ---------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ServerSource:
+    """Where the state of a server of the former group comes from.
+
+    Attributes:
+        server: its number in the former group.
+        kind: "itself"; "replica", at another rank; or "workers", the mean of their models.
+        rank: the rank that has it, by its number in the job; None: the workers.
+
+    With a replica the workers' models stand for buckets of which the rank has none.
+    """
+
+    server: int
+    kind: str
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class RankLoss:
+    """A rank that is lost, and the samples that are lost with it."""
+
+    rank: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class TakeoverPlan:
+    """How a new group continues from what is left of the former one.
+
+    Attributes:
+        members: the new group.
+        number: the former group's.
+        former: the former group's ranks.
+        facts: those of each rank that joined the rendezvous.
+    """
+
+    members: Membership
+    number: int
+    former: tuple[int, ...]
+    facts: Mapping[int, RankFacts]
+
+    @cached_property
+    def known(self) -> dict[int, RankFacts]:
+        """The facts about the former group, including those of ranks that have failed since."""
+        return {
+            rank: report
+            for rank, facts in self.facts.items()
+            for report in reports(facts)
+            if report["group"] == self.number and report["ranks"] == [*self.former]
+        }
+
+    @cached_property
+    def present(self) -> dict[int, RankFacts]:
+        """The facts of the new group's ranks that had a part in the former one."""
+        return {r: each for r, each in self.known.items() if r in self.members.ranks}
+
+    @property
+    def origin(self) -> RankFacts:
+        """The former group's numbers of workers and servers, and its history."""
+        origin: RankFacts = next(iter(self.known.values()))["origin"]
+        return origin
+
+    @property
+    def servers(self) -> int:
+        """The former group's number of servers."""
+        return int(self.origin["servers"])
+
+    @property
+    def lost(self) -> list[int]:
+        """Ranks of the former group that are not in the new one."""
+        return [rank for rank in self.former if rank not in self.members.ranks]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every member of the former group that survives has its state."""
+        surviving = set(self.former).intersection(self.members.ranks)
+        return bool(surviving) and surviving == set(self.present)
+
+    @property
+    def is_accounting_known(self) -> bool:
+        """Whether the former rank 0, or its standby, has left its accounting."""
+        return any(each["keeper"] is not None for each in self.known.values())
+
+    @property
+    def has_worker(self) -> bool:
+        """Whether a worker of the former group is left, with its model."""
+        return any(self.former.index(rank) >= self.servers for rank in self.present)
+
+    @cached_property
+    def accounting(self) -> dict[str, Any]:
+        """The accounting of the former rank 0: its own, or else the newest copy."""
+        known = [each for each in self.known.values() if each["keeper"] is not None]
+        first = [each for each in known if each["is_first"]]
+        newest = max(known, key=lambda each: float(each["keeper"]["seconds"]))
+        accounting: dict[str, Any] = (first[0] if first else newest)["keeper"]
+        return accounting
+
+    # -- samples ------------------------------------------------------------------------
+    @property
+    def _ended_at(self) -> int | None:
+        """The samples at which training had ended; None: it had not."""
+        ended = (each["ended_at"] for each in self.present.values() if each["ended_at"])
+        return next(ended, None)
+
+    @property
+    def segment(self) -> int:
+        """The samples drawn when the newest segment began."""
+        return int(max(each["drawn"] for each in self.present.values()))
+
+    @property
+    def computed(self) -> int:
+        """Samples that the surviving workers have computed in the segment."""
+        present = self.present.values()
+        return int(sum(each["computed"] for each in present if each["drawn"] == self.segment))
+
+    @property
+    def is_segment_accounted(self) -> bool:
+        """Whether the accounting is of the newest segment; a copy may be of an earlier one."""
+        return bool(self.accounting["budget"]["opened"] == self.segment)
+
+    @property
+    def drawn(self) -> int:
+        """Samples drawn and not granted again: those computed, and those granted to lost ranks."""
+        if self._ended_at is not None:
+            return self._ended_at
+        drawn, budget = self.segment + self.computed, self.accounting["budget"]
+        if not self.is_segment_accounted:
+            return drawn
+        granted = sum(budget["granted"][self.former.index(rank)] for rank in self.lost)
+        return int(drawn + granted + budget["passed_over"])
+
+    @property
+    def granted_again(self) -> int:
+        """Samples granted to surviving workers, as far as is known, that none has computed."""
+        budget = self.accounting["budget"]
+        granted = budget["opened"] + sum(budget["granted"]) + budget["passed_over"]
+        return max(0, int(granted) - self.drawn)
+
+    def gradients_taken(self, rank: int, name: str = "taken") -> int | None:
+        """Return a worker's gradients that all servers have; None: there are no servers."""
+        worker = self.former.index(rank) - self.servers
+        taken = [each[name] for each in self.present.values() if each[name] is not None]
+        return min((each[worker] for each in taken if worker >= 0), default=None)
+
+    def losses(self, step: int) -> list[RankLoss]:
+        """Return the ranks that are lost, and the samples lost with each.
+
+        Args:
+            step: samples of a worker's step.
+        """
+        return [RankLoss(rank, self._samples_lost(rank, step)) for rank in self.lost]
+
+    def _samples_lost(self, rank: int, step: int) -> int:
+        budget, place = self.accounting["budget"], self.former.index(rank)
+        if place < self.servers or not self.is_segment_accounted:
+            return 0  # what a rank was granted in another segment is computed, or granted again
+        granted, taken = budget["granted"][place], self.gradients_taken(rank)
+        if taken is not None:
+            return max(0, int(granted - step * taken))
+        return int(granted - budget["computed"][place])
+
+    # -- gradients ----------------------------------------------------------------------
+    @property
+    def has_server(self) -> bool:
+        """Whether a server of the former group is left, which knows what it has applied."""
+        return any(each["taken"] is not None for each in self.present.values())
+
+    def gradients_lost(self, computed: int, from_failed: int, applied: int) -> int:
+        """Return how many gradients of surviving workers are not applied to every bucket.
+
+        Args:
+            computed: gradients of surviving workers.
+            from_failed: gradients of workers that had failed before, as far as they are applied.
+            applied: gradients that the servers have applied.
+        """
+        from_lost = sum(self.gradients_taken(rank, "not_given") or 0 for rank in self.lost)
+        return max(0, int(computed + from_failed + from_lost - applied))
+
+    # -- state --------------------------------------------------------------------------
+    def source(self, place: int) -> int | None:
+        """Return the new group's rank that has a former rank's state; None: it is lost."""
+        rank = self.former[place]
+        return self.members.place(rank) if rank in self.present else None
+
+    def server_sources(self, holder: Callable[[int, int], int]) -> list[ServerSource]:
+        """Return where each former server's state comes from.
+
+        Args:
+            holder: the place of the rank that holds the replica of a server, of so many servers.
+        """
+        return [self._server_source(server, holder) for server in range(self.servers)]
+
+    def _server_source(self, server: int, holder: Callable[[int, int], int]) -> ServerSource:
+        if self.former[server] in self.present:
+            return ServerSource(server, "itself", self.former[server])
+        keeper = self.former[holder(server, self.servers)]
+        if keeper in self.present:
+            return ServerSource(server, "replica", keeper)
+        return ServerSource(server, "workers", None)
+
+
+def reports(facts: RankFacts) -> Iterator[RankFacts]:
+    """Yield a rank's facts about each group of which it has any, the newest group first."""
+    while "ranks" in facts:
+        yield facts
+        facts = facts.get("previous", {})
+
+
+def plan_takeover(members: Membership, facts: Mapping[int, RankFacts]) -> TakeoverPlan | None:
+    """Return how a group continues, from the newest state that can be; None: there is none.
+
+    If the run cannot continue, the plan is that of the newest group.
+    """
+    groups = {
+        (int(report["group"]), tuple(report["ranks"]))
+        for each in facts.values()
+        for report in reports(each)
+    }
+    plans = [TakeoverPlan(members, *group, facts) for group in sorted(groups, reverse=True)]
+    possible = [plan for plan in plans if plan.is_accounting_known and plan.has_worker]
+    complete = [plan for plan in possible if plan.is_complete]
+    return next(iter([*complete, *possible, *plans]), None)
+
+
+# -- the machine ------------------------------------------------------------------------
+class Phase(Enum):
+    """What a rank is doing."""
+
+    SETUP = auto()
+    """It takes its place in a group."""
+    TRAINING = auto()
+    SPARE = auto()
+    """It waits for a place."""
+    LEADING = auto()
+    """It waits for the others to join the rendezvous."""
+    JOINING = auto()
+    """It has joined the rendezvous, and waits for the leader."""
+    ENDED = auto()
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the algorithm allows.
+
+    Attributes:
+        can_regroup: surviving ranks can form a new group.
+        needs_all: a group cannot continue without any of its workers.
+    """
+
+    can_regroup: bool = True
+    needs_all: bool = False
+
+
+@dataclass
+class Rendezvous:
+    """A rendezvous as its leader sees it.
+
+    Attributes:
+        newest: the newest membership of the ranks that have joined.
+        facts: theirs.
+        awaited: ranks that have not joined yet.
+    """
+
+    newest: Membership
+    facts: dict[int, RankFacts]
+    awaited: list[int] = field(default_factory=list)
+
+
+class ElasticityMachine:
+    """The elasticity of one rank: events in, decisions out.
+
+    The decisions of :meth:`handle` replace earlier ones that have not been carried out. The last
+    of them says what to do next.
+
+    Args:
+        rank: this rank's number in the job.
+        size: the number of ranks in the job.
+        members: the first group.
+        host_name: returns the name of a rank's host.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        members: Membership,
+        host_name: Callable[[int], str] = str,
+        policy: Policy | None = None,
+    ) -> None:
+        self.rank = rank
+        self.members = members
+        self.policy = policy or Policy()
+        self.failed: frozenset[int] = frozenset()
+        self.excluded: frozenset[int] = frozenset()
+        self.phase = Phase.SPARE if self.is_spare else Phase.SETUP
+        self.coming: set[int] = set()
+        """Ranks that have reported that they are alive, since the last rendezvous."""
+        self._all = range(size)
+        self._host_name = host_name
+        self._facts: RankFacts = {}
+        """This rank's, about the groups from which the next one may have to continue."""
+        self._leader = rank
+        self._rendezvous: Rendezvous | None = None
+
+    @property
+    def living(self) -> list[int]:
+        """The ranks of the job that are not known to have failed."""
+        return [rank for rank in self._all if rank not in self.failed]
+
+    @property
+    def leader(self) -> int:
+        """The leader of a rendezvous."""
+        return self.living[0]
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this rank has no place in the group."""
+        return self.rank in self.members.spares
+
+    def needs(self, place: int) -> bool:
+        """Whether the present group is revoked if the rank at this place of it fails.
+
+        Without spares an algorithm may continue in place without some workers.
+        """
+        if not self.policy.can_regroup:
+            return False
+        is_new = self.phase is Phase.SETUP and self.members.number > 1
+        needs_all = self.policy.needs_all or bool(self.members.spares) or is_new
+        return needs_all or place < max(1, self.members.servers)
+
+    def note_lost(self, failed: Collection[int], excluded: Collection[int]) -> None:
+        """Update the ranks that are known to have failed, for the next event."""
+        self.excluded |= frozenset(excluded)
+        self.failed |= frozenset(failed) | self.excluded
+
+    def handle(self, event: Event) -> Decisions:
+        """Return what to do about an event."""
+        if self.phase is Phase.ENDED:
+            return ()
+        match event:
+            case RanksLost(failed, excluded):
+                return self._lose(failed, excluded)
+            case GroupRevoked(facts):
+                self._facts = {**facts, "previous": self._facts}
+                return self._meet()
+            case SetupFailed():
+                return self._meet()
+            case SetupCompleted():
+                self.phase = Phase.TRAINING
+            case TrainingStarted():
+                self._facts = {}
+            case RankComing(rank):
+                self.coming.add(rank)
+            case JoinArrived(rank, before, facts):
+                return self._let_join(rank, before, facts)
+            case JoinTimedOut(rank):
+                return self._exclude_late(rank)
+            case MembersArrived(members, facts_of_all):
+                return self._take_members(members, facts_of_all)
+            case RunOver():
+                self.phase = Phase.ENDED
+                return (LeaveRun(),)
+        return ()
+
+    # -- failures -----------------------------------------------------------------------
+    def _lose(self, failed: frozenset[int], excluded: frozenset[int]) -> Decisions:
+        known = self.failed
+        self.note_lost(failed, excluded)
+        if self.phase is Phase.SPARE:
+            return self._wait_for_place()
+        if self.phase is Phase.JOINING:
+            return self._meet() if self._leader in self.failed else ()
+        if self.phase is Phase.LEADING:
+            return self._await_next()
+        places = [self.members.place(rank) for rank in sorted(self.failed - known)]
+        lost = [place for place in places if place is not None]
+        needed = [place for place in lost if self.needs(place)]
+        if needed:
+            return (RevokeGroup(self.members.ranks[needed[0]]),)
+        ranks = tuple(self.members.ranks[place] for place in lost)
+        return (ContinueInPlace(ranks),) if ranks else ()
+
+    # -- rendezvous ---------------------------------------------------------------------
+    def _meet(self) -> Decisions:
+        """Join a rendezvous, or lead it."""
+        try:
+            next_membership(self.members, self.living)
+        except LostError as error:
+            return self._end(str(error))
+        self._leader = self.leader
+        if self._leader != self.rank:
+            self.phase = Phase.JOINING
+            return (JoinRendezvous(self._leader, self.members, self._facts),)
+        self.phase = Phase.LEADING
+        others = [rank for rank in self.living if rank != self.rank]
+        self._rendezvous = Rendezvous(self.members, {self.rank: self._facts}, others)
+        return self._await_next()
+
+    def _let_join(self, rank: int, before: Membership, facts: RankFacts) -> Decisions:
+        if self._rendezvous is None or self.phase is not Phase.LEADING:
+            return ()
+        rendezvous = self._rendezvous
+        rendezvous.facts[rank] = facts
+        rendezvous.newest = max(rendezvous.newest, before, key=lambda each: each.number)
+        if rank in rendezvous.awaited:
+            rendezvous.awaited.remove(rank)
+        return self._await_next()
+
+    def _exclude_late(self, rank: int) -> Decisions:
+        if self._rendezvous is None or rank not in self._rendezvous.awaited:
+            return ()
+        if rank in self.coming:
+            return (AwaitJoin(rank),)
+        self.note_lost((), (rank,))
+        return (ExcludeRank(rank), *self._await_next())
+
+    def _await_next(self) -> Decisions:
+        assert self._rendezvous is not None
+        awaited = [rank for rank in self._rendezvous.awaited if rank not in self.failed]
+        self._rendezvous.awaited = awaited
+        return (AwaitJoin(awaited[0]),) if awaited else self._decide()
+
+    def _decide(self) -> Decisions:
+        """Every surviving rank has joined: decide on the next group."""
+        assert self._rendezvous is not None
+        facts, newest = self._rendezvous.facts, self._rendezvous.newest
+        living = [rank for rank in facts if rank not in self.failed]
+        is_over = any(each.get("ended_at") is not None for each in facts.values())
+        try:
+            members = next_membership(newest, living, is_over)
+        except LostError as error:
+            return self._end(str(error))
+        dests = tuple(rank for rank in living if rank != self.rank)
+        return (AnnounceMembers(dests, members, facts), *self._enter(members, facts))
+
+    def _take_members(self, members: Membership, facts: Mapping[int, RankFacts]) -> Decisions:
+        if self.phase is not Phase.JOINING:
+            return ()
+        late = [rank for rank in self.living if rank not in facts]
+        self.note_lost((), late)
+        return (*map(ExcludeRank, late), *self._enter(members, facts))
+
+    def _enter(self, members: Membership, facts: Mapping[int, RankFacts]) -> Decisions:
+        """Take a place in the next group, or wait for one."""
+        self.members, self._rendezvous = members, None
+        self.coming.clear()
+        if self.is_spare:
+            self.phase = Phase.SPARE
+            return self._wait_for_place()
+        plan = plan_takeover(members, facts)
+        if plan is None:
+            return self._end("all ranks that trained have failed, and only spare ranks are left")
+        if not plan.is_accounting_known:
+            first = plan.former[0]
+            reason = (
+                f"rank {first} (host {self._host_name(first)}), which kept the run's books, and "
+                "its deputy are both lost"
+            )
+            return self._end(reason, members.ranks[0])
+        if not plan.has_worker:
+            return self._end("no worker's state is left to go on from", members.ranks[0])
+        self.phase = Phase.SETUP
+        self._facts = plan.known.get(self.rank, self._facts)
+        return (FormGroup(plan),)
+
+    def _wait_for_place(self) -> Decisions:
+        if self.failed.intersection(self.members.ranks):
+            return self._meet()
+        return (WaitForPlace(self.members),)
+
+    def _end(self, reason: str, reporter: int | None = None) -> Decisions:
+        self.phase = Phase.ENDED
+        return (EndRun(reason, reporter),)
