@@ -22,9 +22,9 @@ from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.replica import Projections
 from aladdin_mpi.flat.unused import Unused, UnusedMarks
 from aladdin_mpi.flat.vectors import add_if_finite, copy, cut, full, is_finite
+from aladdin_mpi.optimizers.sgd import divisor, unscaled
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.checksums import is_void
-from aladdin_mpi.worker.clipping import divisor, unscaled
 from aladdin_mpi.worker.merged_state import MergedState
 
 
@@ -258,7 +258,7 @@ class ParameterServer:
 
     @property
     def divisor(self) -> float:
-        """What gradients are divided by: see :func:`~aladdin_mpi.worker.clipping.divisor`."""
+        """What gradients are divided by: see :func:`~aladdin_mpi.optimizers.sgd.divisor`."""
         return divisor(self.worker_count, self.surviving_workers, self._lr_scale)
 
     def has_failed(self, worker: int) -> bool:

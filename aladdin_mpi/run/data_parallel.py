@@ -506,7 +506,7 @@ class DataParallel:
             loss: of the batch, as :meth:`step` is given it too.
         """
         with self._words():
-            return self._ready().worker.scale_loss(loss)
+            return self._ready().worker.current.scale_loss(loss)
 
     def clip_grad_norm_(self, max_norm: float) -> None:
         """Clip the gradient of this step, between ``backward()`` and :meth:`step`.
@@ -519,7 +519,7 @@ class DataParallel:
             UserError: parts of the gradient may have been sent.
         """
         with self._words():
-            self._ready().worker.clipping.clip_step(max_norm)
+            self._ready().worker.current.clip_to(max_norm)
 
     # -- beside the gradients ---------------------------------------------------------------
     def log(self, **figures: float) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from aladdin_mpi.control.budget import WorkerReport
 from aladdin_mpi.data.images import SkipRecord, SkipReports
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
+from aladdin_mpi.optimizers.sgd import LearningRate
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.run.coordinator import Coordinator, Losses
 from aladdin_mpi.run.divided_evaluation import DividedEvaluation
@@ -19,7 +20,6 @@ from aladdin_mpi.run.measurement import Evaluate
 from aladdin_mpi.run.plan import Plan
 from aladdin_mpi.run.progress import Progress
 from aladdin_mpi.run.recorder import Metrics
-from aladdin_mpi.run.user_optimizer import LearningRate
 from aladdin_mpi.run.variance import ModelVariance
 from aladdin_mpi.worker.role import Role
 
