@@ -11,11 +11,10 @@ from torch import Tensor
 
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.exchange.receiver import Header, Kind, new_header
+from aladdin_mpi.exchange.receiver import Header, Kind, is_damaged, new_header
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.vectors import cut, lerp
 from aladdin_mpi.transport.base import EVENT_POLL, Event, Request, Transport
-from aladdin_mpi.transport.checksums import is_void
 
 
 class Model(NamedTuple):
@@ -208,7 +207,7 @@ class ModelInbox:
 
     def _is_damaged(self, model: Model) -> bool:
         """Whether it was damaged on its way; then its server is asked for the whole bucket."""
-        if not is_void(model.message):
+        if not is_damaged(model.message):
             return False
         if self._differences is not None:
             self._differences.lost(model.bucket)

@@ -17,7 +17,7 @@ from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.vectors import add, cut, full, is_finite
 from aladdin_mpi.transport.base import Request, Transport, numbers_of
-from aladdin_mpi.transport.checksums import intact
+from aladdin_mpi.transport.checksums import intact, is_void
 
 MOST_NOTES = 8
 """The largest number of notes in a header, unless a server expects more."""
@@ -73,6 +73,15 @@ class Header(NamedTuple):
 def new_header(notes: int = 0) -> Tensor:
     """A buffer to receive a header in that may have so many notes."""
     return torch.empty(len(Header._fields) - 1 + max(notes, MOST_NOTES), dtype=torch.float64)
+
+
+def is_damaged(message: Tensor) -> bool:
+    """Return whether ``message`` was damaged on its way, see :func:`is_void`.
+
+    A damaged message begins with NaN, and hardly any other does: this reads one value.
+    """
+    is_suspect = not message.is_meta and message.numel() > 0 and isnan(message[0].item())
+    return is_suspect and is_void(message)
 
 
 TAKEN = 5

@@ -460,17 +460,22 @@ class DataParallel:
                 needs; or the gradients are not where backward has to put them, as after
                 ``zero_grad()``.
         """
-        with self._words():
-            self._step(loss)
+        try:
+            if self._ending.was_closed:
+                self._ending.check_open()
+            if loss is None and self.options.max_loss is not None:
+                self._check_no_loss()
+            self._loop.step(loss)
+        except UserError:
+            with self._words():
+                raise
 
-    def _step(self, loss: Tensor | float | None) -> None:
-        self._ending.check_open()
-        if loss is None and self.options.max_loss is not None and self.options.compute == "real":
+    def _check_no_loss(self) -> None:
+        if self.options.compute == "real":
             raise UserError(
                 "--max-loss: expected the loss of every batch, got a step() without one; call "
                 "run.step(loss), or leave --max-loss out"
             )
-        self._loop.step(loss)
 
     def project(self, function: Projection) -> None:
         """Have parameters changed after each step, wherever the model is that is stepped.

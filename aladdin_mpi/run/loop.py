@@ -385,7 +385,9 @@ def _value(loss: Tensor | float | None) -> Tensor | float | None:
             "training loop: expected one number as the loss in run.step(loss), got a tensor of "
             f"shape {list(loss.shape)}; call run.step(loss.mean())"
         )
-    return loss.detach() if is_accelerator(loss.device) else loss.item()
+    if loss.is_cpu or not is_accelerator(loss.device):
+        return loss.item()
+    return loss.detach()
 
 
 def _total(losses: list[float | Tensor | None]) -> float | Tensor | None:

@@ -12,7 +12,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.dtypes import VisibleWrites
-from aladdin_mpi.optimizers.script_access import ScriptAccess
 from aladdin_mpi.run.user_optimizer import UserOptimizer
 
 COUNTS = "counts_for_aladdin_mpi"
@@ -99,7 +98,7 @@ class LoopWatch:
     ) -> None:
         self._loses_writes = loses_writes
         self._module = module
-        self._access = ScriptAccess() if own is None else own.access
+        self._access = None if own is None else own.access
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self._trained = [p.requires_grad for p in self._names]
         self._flat = [p for p in self._names if p.requires_grad]
@@ -142,7 +141,8 @@ class LoopWatch:
     def begin(self) -> None:
         """A batch is handed out."""
         self._versions = [p._version for p in self._names]
-        self._access.begin_batch()
+        if self._access is not None:
+            self._access.begin_batch()
         self._scaler.begin()
 
     def end(self) -> None:
@@ -152,7 +152,8 @@ class LoopWatch:
             UserError: parameters were changed, replaced, frozen or unfrozen meanwhile, gradients
                 scaled, or hyperparameters changed too late.
         """
-        self._access.end_batch()
+        if self._access is not None:
+            self._access.end_batch()
         self._scaler.end()
         for name, _ in self._written():
             raise _changed(name)

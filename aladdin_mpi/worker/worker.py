@@ -6,8 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from math import isfinite, nan
 
+import torch
 from torch import Tensor
 
+from aladdin_mpi.accelerator import is_accelerator, random_state, set_random_state
 from aladdin_mpi.control.budget import SampleClient, SampleLease, WorkerReport
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.flat.gradients import OnBucket
@@ -27,7 +29,7 @@ from aladdin_mpi.worker.gradient_pass import (
 )
 from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.node import NodeLeader
-from aladdin_mpi.worker.step import Compute, ModelledStep, StepTimeModel
+from aladdin_mpi.worker.step import Compute, Loss, ModelledStep, StepTimeModel
 
 
 class SampleMilestones:
@@ -63,6 +65,52 @@ class SampleMilestones:
                     action()
                 else:
                     self._waiting.append((least, action))
+
+
+class RandomState:
+    """A rank's random numbers: the host's and, where one computes, the device's.
+
+    Ranks that share a process, as in virtual time, each compute with their own.
+
+    Args:
+        device: that computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._accelerator = device if is_accelerator(device) else None
+        self.host = torch.get_rng_state()
+        self.device: Tensor | None = None
+        self.keep()
+
+    def set(self, host: Tensor, device: Tensor | None) -> None:
+        """Take the states of a checkpoint."""
+        self.host, self.device = host, device
+
+    def keep(self) -> None:
+        """Take the process's states."""
+        self.host = torch.get_rng_state()
+        if self._accelerator is not None:
+            self.device = random_state(self._accelerator)
+
+    def restore(self) -> None:
+        """Set the process's states."""
+        torch.set_rng_state(self.host)
+        if self._accelerator is not None:
+            set_random_state(self._accelerator, self.device)
+
+    def during(self, compute: Compute) -> Compute:
+        """Return ``compute`` with these random numbers; the process's remain as they are."""
+        process = RandomState(self._accelerator or torch.device("cpu"))
+
+        def compute_so(lease: SampleLease) -> Loss:
+            process.keep()
+            self.restore()
+            loss = compute(lease)
+            self.keep()
+            process.restore()
+            return loss
+
+        return compute_so
 
 
 def _unknown(lr: float) -> None:

@@ -101,7 +101,7 @@ LEFT_OVER = """
 import gc
 from torch import nn
 from aladdin_mpi import DataParallel
-from aladdin_mpi.model.replica import Replica
+from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi import load_dataset
 
 def train(algorithm, number):
