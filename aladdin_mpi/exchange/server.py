@@ -16,12 +16,13 @@ from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import PeerFailedError
-from aladdin_mpi.exchange.model_sender import ModelSender, NotesThen
-from aladdin_mpi.exchange.receiver import (
+from aladdin_mpi.exchange.server_mailbox import (
     TAKEN,
     GradientReceiver,
     Header,
     Kind,
+    ModelSender,
+    NotesThen,
     ReceivedBucket,
     is_damaged,
 )

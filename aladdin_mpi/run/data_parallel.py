@@ -34,12 +34,12 @@ from aladdin_mpi.run.api_options import (
     simulated_options,
 )
 from aladdin_mpi.run.assembly import UserTask, assemble
+from aladdin_mpi.run.batches import NO_BATCH, Batches, Delivery, Epoch, HeldBack
 from aladdin_mpi.run.elastic_runner import ElasticRunner
 from aladdin_mpi.run.ending import Ending, end_other_run
 from aladdin_mpi.run.handshake import with_bucket_size
 from aladdin_mpi.run.job import TIMEOUT, choose_device, start_mpi
-from aladdin_mpi.run.loop import NO_BATCH, Batches, Delivery, Epoch, HeldBack, Loop
-from aladdin_mpi.run.loop_watch import LoopWatch
+from aladdin_mpi.run.loop import Loop, LoopWatch
 from aladdin_mpi.run.measurement import Evaluate
 from aladdin_mpi.run.placement import bind_to_near, tell_placement
 from aladdin_mpi.run.plan import find_origin

@@ -32,9 +32,9 @@ from torch.utils.data import TensorDataset
 from aladdin_mpi.algorithms import aladdin
 from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.exchange.inbox import ModelInbox
-from aladdin_mpi.exchange.model_sender import ModelSender
 from aladdin_mpi.exchange.server import GradientSum
+from aladdin_mpi.exchange.server_mailbox import ModelSender
+from aladdin_mpi.exchange.worker_mailbox import ModelInbox
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.process import guard
 from aladdin_mpi.run.data_parallel import DataParallel
