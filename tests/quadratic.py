@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from aladdin_mpi.algorithms.aladdin import AladdinServer, AladdinWorker
 from aladdin_mpi.codec.base import DenseWire, GradientCodec
 from aladdin_mpi.control.budget import Budget, SampleLease, WorkerReport
-from aladdin_mpi.exchange.receiver import ReceivedBucket
 from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.exchange.server_mailbox import ReceivedBucket
 from aladdin_mpi.flat.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.optimizers.sgd import MomentumSGD

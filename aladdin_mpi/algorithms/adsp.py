@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.control.losses import GlobalLoss
-from aladdin_mpi.exchange.receiver import ReceivedBucket
 from aladdin_mpi.exchange.server import ParameterServer
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_link import LocalDifference
+from aladdin_mpi.exchange.server_mailbox import ReceivedBucket
 from aladdin_mpi.flat.state import Stateful, saved
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import ADSP, AdspOptions, own

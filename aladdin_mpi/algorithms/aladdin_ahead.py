@@ -20,7 +20,6 @@ from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.codec.quantised import bits_of
 from aladdin_mpi.exchange.global_model import GlobalModelPredictor
-from aladdin_mpi.exchange.inbox import Model, ModelInbox
 from aladdin_mpi.exchange.model_requests import (
     CompressionController,
     Level,
@@ -28,11 +27,11 @@ from aladdin_mpi.exchange.model_requests import (
     due_bucket,
     fine_layout,
 )
-from aladdin_mpi.exchange.model_sender import Notes
-from aladdin_mpi.exchange.receiver import ReceivedBucket
 from aladdin_mpi.exchange.server import ParameterServer
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_link import ServerLink
+from aladdin_mpi.exchange.server_mailbox import Notes, ReceivedBucket
+from aladdin_mpi.exchange.worker_mailbox import Model, ModelInbox
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import saved
 from aladdin_mpi.optimizers.base import Optimizer

@@ -64,7 +64,7 @@ class ArSgdWorker(TrainingWorker):
         """Train until the segment's samples are used up."""
         for _ in self.worker.batches():
             self.worker.gradient(self.g, self._begin_sum)
-            by_parts = self.worker.clipping.norm is None and self.optimizer.takes_parts
+            by_parts = self.worker.current.norm is None and self.optimizer.takes_parts
             if self.surviving is not None:
                 totals, ranks = self.surviving.finish()
                 self._step_all(totals, self.worker.shares_of(ranks), by_parts)
@@ -123,8 +123,8 @@ class ArSgdWorker(TrainingWorker):
             if total.data_ptr() != bucket.of(g).data_ptr():
                 copy(bucket.of(g), total)
         scale(g, 1 / divisor)
-        if worker.clipping.norm is not None:
-            clip_norm(g, worker.clipping.norm)
+        if worker.current.norm is not None:
+            clip_norm(g, worker.current.norm)
         whole = slice(0, g.numel())
         parts = [b.part for b in worker.layout.buckets] if self.optimizer.takes_parts else [whole]
         unused = joined(unused)

@@ -29,10 +29,10 @@ from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.codec.dgc import DeepGradientCompression, select
 from aladdin_mpi.codec.quantised import QuantisedCodec
 from aladdin_mpi.control.losses import GlobalLoss
-from aladdin_mpi.exchange.receiver import ReceivedBucket
 from aladdin_mpi.exchange.server import ParameterServer
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm, StalenessBound
 from aladdin_mpi.exchange.server_link import LocalDifference
+from aladdin_mpi.exchange.server_mailbox import ReceivedBucket
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.state import saved
 from aladdin_mpi.optimizers.base import Optimizer

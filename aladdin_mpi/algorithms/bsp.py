@@ -13,10 +13,10 @@ from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.exchange.receiver import TAKEN
 from aladdin_mpi.exchange.server import GradientSum, ParameterServer
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_link import GradientLink
+from aladdin_mpi.exchange.server_mailbox import TAKEN
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import saved
 from aladdin_mpi.flat.vectors import copy, scale

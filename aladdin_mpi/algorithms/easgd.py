@@ -12,11 +12,11 @@ from torch import Tensor
 from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.codec.base import DenseWire, GradientCodec, ModelEncoder
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.exchange.inbox import ModelInbox
-from aladdin_mpi.exchange.receiver import ReceivedBucket
 from aladdin_mpi.exchange.server import ParameterServer
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_link import ServerLink
+from aladdin_mpi.exchange.server_mailbox import ReceivedBucket
+from aladdin_mpi.exchange.worker_mailbox import ModelInbox
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import saved
 from aladdin_mpi.flat.vectors import add, copy, lerp, scale

@@ -68,7 +68,7 @@ class MultistepWorker(TrainingWorker):
         x, transport = worker.parameters, worker.transport
         weights = DenseWire(x.dtype, x.device, moves_bytes=transport.needs_memory)
         self.order = InOrder(transport)
-        ground = LayerContext(transport, self.order, x, wire.plain, weights, worker.check)
+        ground = LayerContext(transport, self.order, x, wire.plain, weights, worker)
         self.pieces = _pieces(ground, worker.layout, exchanged, batch)
         self.dense = [piece for piece in self.pieces if isinstance(piece, DenseWeight)]
         # Momentum: 1/n of it on each rank, one part of the vector for each piece.
@@ -125,7 +125,7 @@ class MultistepWorker(TrainingWorker):
         else:
             with self.hooks.step(lease.size > 0):
                 self.worker.gradient(self.g, self.send)
-        if self.worker.clipping.norm is not None and any(piece.by_errors for piece in self.dense):
+        if self.worker.current.norm is not None and any(piece.by_errors for piece in self.dense):
             # Possible in the first step after a resumption, or of a worker that had no samples.
             raise UserError(
                 "training loop: run.clip_grad_norm_() requires gradients, but this run exchanges "
@@ -138,7 +138,7 @@ class MultistepWorker(TrainingWorker):
         """The gradients of a piece are there."""
         self.finish_all()  # of layers that have taken no part in the forward pass
         self.send_activations(at_last=True)
-        self.pieces[bucket.index].send(self.g, self.worker.share, self.worker.loss_scale)
+        self.pieces[bucket.index].send(self.g, self.worker.share, self.worker.current.loss_scale)
 
     # -- after it, from the bottom layer up: sum, update, all-gather -----------------
     def update(self) -> None:

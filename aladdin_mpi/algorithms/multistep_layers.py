@@ -16,11 +16,11 @@ from torch import Tensor
 
 from aladdin_mpi.allreduce.compressed import InOrder, Queued
 from aladdin_mpi.codec.base import DenseWire
-from aladdin_mpi.control.refusals import GradientCheck
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.replica import DenseLayer
 from aladdin_mpi.flat.vectors import copy, scale
 from aladdin_mpi.transport.base import Event, Transport
+from aladdin_mpi.worker.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LayerContext:
         x: the module's flat parameters.
         wire: for gradients, activations and errors.
         weights: for weights, which travel in full: every rank has to get the same.
-        check: looks at what is sent in place of a gradient, and clears what is not finite.
+        worker: its current gradient's check is applied to what is sent in place of a gradient.
     """
 
     transport: Transport
@@ -39,7 +39,7 @@ class LayerContext:
     x: Tensor
     wire: DenseWire
     weights: DenseWire
-    check: GradientCheck
+    worker: Worker
 
     @property
     def n(self) -> int:
@@ -259,7 +259,7 @@ class DenseWeight(LayerPiece):
             message, filled = self.ground.wire.buffer(n * rows * width), None
         else:
             values = stacked(self.capture.activations, rows, self.layer.inputs, self.ground.x)
-            self.ground.check.look(values, self.bucket.index)
+            self.ground.worker.current.check.look(values, self.bucket.index)
             values = torch.nn.functional.pad(values, (0, n * width - self.layer.inputs))
             message, filled = self._stage(values.view(rows, n, width).transpose(0, 1))
         self._activations = self.ground.to_all(message, received, filled)
@@ -284,7 +284,7 @@ class DenseWeight(LayerPiece):
         else:
             errors = stacked(self.capture.errors, rows, outputs, self.ground.x)
             values = errors.to(self.ground.x.dtype) * share
-            self.ground.check.look(values, self.bucket.index)
+            self.ground.worker.current.check.look(values, self.bucket.index)
             message, filled = self._stage(values)
         self._moving = self.ground.gather(message, received, filled)
         self._sent.append(message)

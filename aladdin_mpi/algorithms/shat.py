@@ -12,10 +12,10 @@ from math import log, log2
 from aladdin_mpi.algorithms.asp import who_steps
 from aladdin_mpi.algorithms.registry import register
 from aladdin_mpi.codec.base import GradientCodec
-from aladdin_mpi.exchange.receiver import ReceivedBucket
 from aladdin_mpi.exchange.server import ParameterServer
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_link import GradientLink
+from aladdin_mpi.exchange.server_mailbox import ReceivedBucket
 from aladdin_mpi.flat.state import saved
 from aladdin_mpi.flat.vectors import add
 from aladdin_mpi.optimizers.base import Optimizer

@@ -16,15 +16,22 @@ from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import PeerFailedError
-from aladdin_mpi.exchange.model_sender import ModelSender, NotesThen
-from aladdin_mpi.exchange.receiver import TAKEN, GradientReceiver, Header, Kind, ReceivedBucket
+from aladdin_mpi.exchange.server_mailbox import (
+    TAKEN,
+    GradientReceiver,
+    Header,
+    Kind,
+    ModelSender,
+    NotesThen,
+    ReceivedBucket,
+    is_damaged,
+)
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.replica import Projections
 from aladdin_mpi.flat.unused import Unused, UnusedMarks
 from aladdin_mpi.flat.vectors import add_if_finite, copy, cut, full, is_finite
+from aladdin_mpi.optimizers.sgd import divisor, unscaled
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.checksums import is_void
-from aladdin_mpi.worker.clipping import divisor, unscaled
 from aladdin_mpi.worker.merged_state import MergedState
 
 
@@ -254,11 +261,13 @@ class ParameterServer:
     @property
     def surviving_workers(self) -> int:
         """The number of workers that are not known to have failed; at least 1."""
+        if not self.transport.failed:
+            return self.worker_count
         return max(1, self.transport.survivors_from(self.layout.servers))
 
     @property
     def divisor(self) -> float:
-        """What gradients are divided by: see :func:`~aladdin_mpi.worker.clipping.divisor`."""
+        """What gradients are divided by: see :func:`~aladdin_mpi.optimizers.sgd.divisor`."""
         return divisor(self.worker_count, self.surviving_workers, self._lr_scale)
 
     def has_failed(self, worker: int) -> bool:
@@ -302,7 +311,7 @@ class ParameterServer:
         if arrival.storage.is_meta:
             return
         message = arrival.storage[: arrival.length]
-        if is_void(message):
+        if is_damaged(message):
             arrival.refuse()  # those who saw it arrive have told of it
         elif thoroughly and not is_finite(self.arriving.numbers(arrival.bucket, message)):
             arrival.refuse()

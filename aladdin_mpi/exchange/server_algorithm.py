@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from aladdin_mpi.exchange.receiver import ReceivedBucket
 from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.exchange.server_mailbox import ReceivedBucket
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import saved
 from aladdin_mpi.flat.vectors import add

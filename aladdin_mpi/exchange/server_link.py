@@ -10,8 +10,7 @@ from torch import Tensor
 
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.control.budget import SampleLease
-from aladdin_mpi.exchange.inbox import Model, ModelInbox
-from aladdin_mpi.exchange.outbox import Outbox
+from aladdin_mpi.exchange.worker_mailbox import Model, ModelInbox, Outbox
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.vectors import add, copy, scale
 from aladdin_mpi.optimizers.base import Optimizer

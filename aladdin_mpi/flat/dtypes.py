@@ -94,32 +94,21 @@ def _wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
         ) from None
 
 
-class OtherDtypes:
+class OtherDtypes(dict[nn.Parameter, Tensor]):
     """Copies of parts of the flat vector, which holds them more precisely.
+
+    It maps each such parameter to its part of the flat vector, in the parameter's shape.
 
     Autograd wants a gradient in the dtype of its parameter. So these stay in ``.grad`` and are
     converted into the flat vector of gradients; the optimizer steps on the flat vector, and the
     parameters are rounded from it before each step.
     """
 
-    def __init__(self) -> None:
-        self._parts: dict[nn.Parameter, Tensor] = {}
-
-    def __contains__(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._parts
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def add(self, parameter: nn.Parameter, part: Tensor) -> None:
-        """Let ``parameter`` follow its ``part`` of the flat vector, shaped as it is."""
-        self._parts[parameter] = part
-
     def refresh(self) -> None:
         """Round the parameters from the flat vector."""
-        if self._parts:
+        if self:
             # As .data, so that the loop's writes are told from these by their versions.
-            torch._foreach_copy_(list(map(raw_data, self._parts)), list(self._parts.values()))
+            torch._foreach_copy_(list(map(raw_data, self)), list(self.values()))
 
 
 def convert_gradient(parameter: nn.Parameter, into: Tensor) -> None:

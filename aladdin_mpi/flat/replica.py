@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.dtypes import OtherDtypes, common_dtype
-from aladdin_mpi.flat.gradients import BoundGradients, BucketWatch, OnBucketIndex
+from aladdin_mpi.flat.gradients import BoundGradients, BucketWatch
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.vectors import sizes as sizes_alone
 
@@ -203,7 +203,7 @@ class Replica(_Flat):
             if parameter.dtype == dtype:
                 parameter.data = view
             else:
-                self.others.add(parameter, view)
+                self.others[parameter] = view
 
     def _device(self) -> torch.device:
         if not self._parameters:
@@ -257,22 +257,23 @@ class Replica(_Flat):
 
     def bind_gradients(self, vector: Tensor) -> None:
         """Let the next gradient go into ``vector``: see :meth:`BoundGradients.bind`."""
-        self.others.refresh()
+        if self.others:
+            self.others.refresh()
         self.gradients.bind(vector, self._cut)
 
     def end_backward(self, is_skipped: bool = False) -> None:
         """Backward is over, or there was none: see :meth:`BoundGradients.end_backward`."""
         self.gradients.end_backward(is_skipped)
 
-    def watch(self, layout: Layout, on_bucket: OnBucketIndex, at_once: bool = True) -> BucketWatch:
-        """Call ``on_bucket`` during backward, in order, as buckets are completed.
+    def watch(self, layout: Layout, at_once: bool = True) -> BucketWatch:
+        """Return a watch that reports buckets during backward, in order, as they are completed.
 
         ``at_once``: they are used then; :meth:`end_backward` refuses gradients that are changed
         later.
         """
         if at_once:
             self.gradients.notice_changes()
-        return BucketWatch(layout, on_bucket, self.gradients, self._parameters)
+        return BucketWatch(layout, self.gradients, self._parameters)
 
     @property
     def unused(self) -> Set[int]:

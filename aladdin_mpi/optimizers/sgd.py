@@ -1,8 +1,11 @@
-"""Momentum SGD on flat vectors, bucket by bucket."""
+"""Momentum SGD on flat vectors, bucket by bucket, and the learning rate of a run."""
 
 from __future__ import annotations
 
-from math import sqrt
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from math import cos, pi, sqrt
 
 import torch
 from torch import Tensor
@@ -11,6 +14,10 @@ from aladdin_mpi.flat import fused
 from aladdin_mpi.flat.unused import Unused, used_parts
 from aladdin_mpi.flat.vectors import blocks
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.options.run import RunOptions
+
+WHOLE = (slice(None),)
+"""The used parts of a vector all of which is used."""
 
 
 class MomentumSGD(Optimizer):
@@ -59,7 +66,7 @@ class MomentumSGD(Optimizer):
             self._clip(gradient, self.clip)
         velocity = gradient if self.velocity is None else self.velocity[part]
         kept = gradient if raw is None else raw
-        for used in used_parts(x.numel(), unused):
+        for used in used_parts(x.numel(), unused) if unused else WHOLE:
             vectors = gradient[used], x[used], velocity[used], kept[used]
             for g, x_part, v, u in blocks(*vectors):
                 self._turn(g, x_part, v, None if raw is None else u)
@@ -85,7 +92,7 @@ class MomentumSGD(Optimizer):
             factor = 1.0
             self._clip(gradient, self.clip)
         velocity = gradient if self.velocity is None else self.velocity[part]
-        for used in used_parts(x.numel(), unused):
+        for used in used_parts(x.numel(), unused) if unused else WHOLE:
             for g, x_part, v in blocks(gradient[used], x[used], velocity[used]):
                 if factor != 1.0:
                     g.mul_(factor)
@@ -102,7 +109,8 @@ class MomentumSGD(Optimizer):
 
     def _turn(self, g: Tensor, x: Tensor, v: Tensor, raw: Tensor | None = None) -> None:
         """Gradient into step; ``v`` is the velocity, if there is any."""
-        if self.velocity is not None and fused.is_usable(g, x, v, g if raw is None else raw):
+        is_fused = self.velocity is not None and g.is_cuda
+        if is_fused and fused.is_usable(g, x, v, g if raw is None else raw):
             settings = self.weight_decay, self.momentum, self.nesterov
             fused.momentum_step(g, x, v, raw, *settings)
             return
@@ -131,7 +139,7 @@ class MomentumSGD(Optimizer):
             clipped = gradient.clone()
             self._clip(clipped, self.clip)
         velocity = gradient if self.velocity is None else self.velocity
-        for used in used_parts(x.numel(), unused):
+        for used in used_parts(x.numel(), unused) if unused else WHOLE:
             for g, x_part, v in blocks(clipped[used], x[used], velocity[used]):
                 direction = g.clone()
                 self._turn(direction, x_part, v)
@@ -145,3 +153,82 @@ class MomentumSGD(Optimizer):
         """Take a velocity from a checkpoint."""
         if self.velocity is not None and state["velocity"] is not None:
             self.velocity.copy_(state["velocity"])
+
+
+# -- learning rates ------------------------------------------------------------------------------
+def scale_of(scaling: str, workers: int) -> float:
+    """Return what ``--lr-scaling`` multiplies the learning rate of one worker by."""
+    return {"linear": float(workers), "sqrt": sqrt(workers), "none": 1.0}[scaling]
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """Warm-up, then constant, steps or half a cosine, scaled by the number of workers.
+
+    Following the global sample count keeps the schedule right however unequal the
+    workers are. The warm-up of SGD rises from the rate of one worker to the scaled one
+    (Goyal et al., 2017, section 2.2), that of other optimizers from 0.
+
+    Args:
+        options: the ``lr_*`` and ``warmup_epochs`` options.
+        workers: their number.
+        epoch: samples of one epoch.
+        total: samples of the run.
+        base: the rate of one worker; 1 where the optimizer has it in its groups.
+        function: of the samples drawn, in place of warm-up and the rest: a factor.
+    """
+
+    options: RunOptions
+    workers: int
+    epoch: int
+    total: int
+    base: float
+    function: Callable[[int], float] | None = None
+
+    @cached_property
+    def scale(self) -> float:
+        """What the rate of one worker is multiplied by."""
+        return scale_of(self.options.lr_scaling, self.workers)
+
+    @cached_property
+    def _warmup(self) -> float:
+        """Samples of the warm-up."""
+        return min(self.options.warmup_epochs * self.epoch, self.total)
+
+    def __call__(self, samples: int) -> float:
+        """The rate when ``samples`` have been drawn."""
+        options = self.options
+        rate = self.base * self.scale
+        if self.function is not None:
+            return rate * float(self.function(samples))
+        warmup = self._warmup
+        if samples < warmup:
+            if options.optimizer != "sgd":
+                return rate * samples / warmup
+            return self.base * (1 + (self.scale - 1) * samples / warmup)
+        if options.lr_schedule == "step":
+            passed = sum(samples >= step * self.epoch for step in options.lr_steps)
+            return rate * options.lr_decay**passed
+        if options.lr_schedule == "cosine" and self.total > warmup:
+            return rate * 0.5 * (1 + cos(pi * (samples - warmup) / (self.total - warmup)))
+        return rate
+
+
+def unscaled(workers: int) -> float:
+    """Return 1: the learning rate is the same for each number of workers."""
+    return 1.0
+
+
+def divisor(workers: int, survivors: int, lr_scale: Callable[[int], float]) -> float:
+    """Return what the gradient of one worker is divided by.
+
+    It weighs as much as in a run of the surviving workers alone: a gradient is divided by their
+    number, and the learning rate, which remains that of all workers, is taken back to theirs. With
+    the linear scaling rule, the default, that is the number of all workers.
+
+    Args:
+        workers: their number when the run, or the present group of ranks, began.
+        survivors: how many of them have not failed.
+        lr_scale: what the learning rate is multiplied by for a number of workers.
+    """
+    return survivors * lr_scale(workers) / lr_scale(survivors)

@@ -29,7 +29,7 @@ from aladdin_mpi.probing.links import Flow, Length
 from aladdin_mpi.probing.options import ProbeOptions
 from aladdin_mpi.run.trainer import AUTOCAST, SIZE_PREFIX
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.worker.step import RealStep, StepTimeModel
+from aladdin_mpi.worker.gradient_pass import RealStep
 
 WARM_UP = 2
 """Steps that are not counted: memory is found, kernels are chosen."""
@@ -111,15 +111,7 @@ def time_steps(transport: Transport, task: ProbeTask, seconds: float) -> StepTim
         loss.backward()
         return float(loss.detach())
 
-    step = RealStep(
-        transport,
-        layout,
-        replica,
-        compute,
-        StepTimeModel(),
-        lambda bucket: there.append((bucket, watch.stamp())),
-        wait_free=True,
-    )
+    step = RealStep(transport, layout, replica, compute, slowdown=1.0, wait_free=True)
     one = _one_step(step, replica.new_vector(), watch, begun, there, replica.numel)
     try:
         return _repeat(one, seconds)
@@ -150,7 +142,9 @@ def _one_step(
         begun.clear()
         there.clear()
         start = watch.stamp()
-        step.compute_into(vector, SampleLease(0, 1, 1))
+        step.compute_into(
+            vector, SampleLease(0, 1, 1), lambda bucket: there.append((bucket, watch.stamp()))
+        )
         end = watch.stamp()
         watch.finish()
         backward = watch.between(begun[0], end)

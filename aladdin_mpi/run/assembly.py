@@ -22,6 +22,7 @@ from aladdin_mpi.exchange.server_replica import ServerReplica, StoredReplicas
 from aladdin_mpi.flat.replica import Projection
 from aladdin_mpi.flat.vectors import full
 from aladdin_mpi.optimizers.base import Optimizer
+from aladdin_mpi.optimizers.sgd import LearningRate
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.run import RESUME_FIELDS, RunOptions, agreed
 from aladdin_mpi.process import console, guard
@@ -54,7 +55,7 @@ from aladdin_mpi.run.standby import Standby
 from aladdin_mpi.run.takeover import Takeover, take_over, tell
 from aladdin_mpi.run.training_log import TrainingLog
 from aladdin_mpi.run.user_metrics import UserMetrics
-from aladdin_mpi.run.user_optimizer import LearningRate, UserOptimizer
+from aladdin_mpi.run.user_optimizer import UserOptimizer
 from aladdin_mpi.run.variance import ModelVariance, draw_places
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.role import Role

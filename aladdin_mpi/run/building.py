@@ -21,13 +21,13 @@ from aladdin_mpi.exchange.server import ParameterServer
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.from_torch import TorchOptimizer
-from aladdin_mpi.optimizers.sgd import MomentumSGD
+from aladdin_mpi.optimizers.sgd import MomentumSGD, scale_of
 from aladdin_mpi.options.checks import marks_unused, steps_unused
 from aladdin_mpi.options.general import QUANTISED_BITS
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.run.context import Context
-from aladdin_mpi.run.user_optimizer import UserOptimizer, check_length, scale_of
-from aladdin_mpi.worker.clipping import Clipping
+from aladdin_mpi.run.user_optimizer import UserOptimizer, check_length
+from aladdin_mpi.worker.gradient_pass import Clipping
 from aladdin_mpi.worker.node import LedSampleClient, NodeLeader
 from aladdin_mpi.worker.role import LedWorker, TrainingWorker
 from aladdin_mpi.worker.step import Compute, StepTimeModel

@@ -11,22 +11,22 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from aladdin_mpi.accelerator import is_accelerator, random_state, set_random_state
-from aladdin_mpi.control.budget import SampleLease
+from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.errors import UserError, system_error
 from aladdin_mpi.flat.replica import PhantomReplica, Replica
 from aladdin_mpi.options.resume import RESIZE_FIELDS, differences
 from aladdin_mpi.process import files
 from aladdin_mpi.process.files import check_own_folder, remove_tree
-from aladdin_mpi.worker.step import Loss
+from aladdin_mpi.worker.step import Compute
+from aladdin_mpi.worker.worker import RandomState
 
 FORMAT = "aladdin_mpi checkpoint 1"
 MANIFEST = "manifest.json"
@@ -307,9 +307,6 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-Compute = Callable[[SampleLease], Loss]
-
-
 def check_plain(value: object, place: str) -> None:
     """Check that a checkpoint, which holds no code, can hold ``value``.
 
@@ -327,13 +324,6 @@ def check_plain(value: object, place: str) -> None:
             f"{place}: expected tensors, numbers, strings, and lists and dicts of these, got "
             f"{type(value).__name__}; put what it is made of there, such as a state_dict()"
         )
-
-
-class _Position(NamedTuple):
-    """How far random numbers are: the host's and, where one computes, the device's."""
-
-    host: Tensor
-    device: Tensor | None
 
 
 class LocalState:
@@ -356,14 +346,7 @@ class LocalState:
         self._replica = replica
         self._shared = shared
         self._device = replica.parameters.device
-        self._random = self._position()
-
-    def _position(self) -> _Position:
-        return _Position(torch.get_rng_state(), random_state(self._device))
-
-    def _go_to(self, position: _Position) -> None:
-        torch.set_rng_state(position.host)
-        set_random_state(self._device, position.device)
+        self._random = RandomState(self._device)
 
     def share_buffers(self, state: dict[str, Any]) -> None:
         """Take the buffers alone of a state from :meth:`state_dict`."""
@@ -376,30 +359,20 @@ class LocalState:
             torch.manual_seed(number)
         else:  # which would look for accelerators, and keep the stack for each
             torch.default_generator.manual_seed(number)
-        self._random = self._position()
+        self._random.keep()
 
     def computing(self, compute: Compute) -> Compute:
         """``compute``, with this rank's random state."""
-        if not self._shared:
-            return compute
-
-        def compute_so(lease: SampleLease) -> Loss:
-            kept = self._position()
-            self._go_to(self._random)
-            loss = compute(lease)
-            self._random = self._position()
-            self._go_to(kept)
-            return loss
-
-        return compute_so
+        return self._random.during(compute) if self._shared else compute
 
     def state_dict(self) -> dict[str, Any]:
         """The state between two segments."""
-        random = self._random if self._shared else self._position()
+        if not self._shared:
+            self._random.keep()
         check_plain(self._user, "run.state")
         return {
-            "random": random.host,
-            "device_random": random.device,
+            "random": self._random.host,
+            "device_random": self._random.device,
             "buffers": self._replica.buffers(),
             "user": self._user,
         }
@@ -408,7 +381,7 @@ class LocalState:
         """Take up a state from :meth:`state_dict`."""
         self._user.clear()
         self._user.update(state.get("user", {}))
-        self._random = _Position(state["random"], state.get("device_random"))
+        self._random.set(state["random"], state.get("device_random"))
         if not self._shared:
-            self._go_to(self._random)
+            self._random.restore()
         self.share_buffers(state)

@@ -34,12 +34,12 @@ from aladdin_mpi.run.api_options import (
     simulated_options,
 )
 from aladdin_mpi.run.assembly import UserTask, assemble
+from aladdin_mpi.run.batches import NO_BATCH, Batches, Delivery, Epoch, HeldBack
 from aladdin_mpi.run.elastic_runner import ElasticRunner
 from aladdin_mpi.run.ending import Ending, end_other_run
 from aladdin_mpi.run.handshake import with_bucket_size
 from aladdin_mpi.run.job import TIMEOUT, choose_device, start_mpi
-from aladdin_mpi.run.loop import NO_BATCH, Batches, Delivery, Epoch, HeldBack, Loop
-from aladdin_mpi.run.loop_watch import LoopWatch
+from aladdin_mpi.run.loop import Loop, LoopWatch
 from aladdin_mpi.run.measurement import Evaluate
 from aladdin_mpi.run.placement import bind_to_near, tell_placement
 from aladdin_mpi.run.plan import find_origin
@@ -460,17 +460,22 @@ class DataParallel:
                 needs; or the gradients are not where backward has to put them, as after
                 ``zero_grad()``.
         """
-        with self._words():
-            self._step(loss)
+        try:
+            if self._ending.was_closed:
+                self._ending.check_open()
+            if loss is None and self.options.max_loss is not None:
+                self._check_no_loss()
+            self._loop.step(loss)
+        except UserError:
+            with self._words():
+                raise
 
-    def _step(self, loss: Tensor | float | None) -> None:
-        self._ending.check_open()
-        if loss is None and self.options.max_loss is not None and self.options.compute == "real":
+    def _check_no_loss(self) -> None:
+        if self.options.compute == "real":
             raise UserError(
                 "--max-loss: expected the loss of every batch, got a step() without one; call "
                 "run.step(loss), or leave --max-loss out"
             )
-        self._loop.step(loss)
 
     def project(self, function: Projection) -> None:
         """Have parameters changed after each step, wherever the model is that is stepped.
@@ -506,7 +511,7 @@ class DataParallel:
             loss: of the batch, as :meth:`step` is given it too.
         """
         with self._words():
-            return self._ready().worker.scale_loss(loss)
+            return self._ready().worker.current.scale_loss(loss)
 
     def clip_grad_norm_(self, max_norm: float) -> None:
         """Clip the gradient of this step, between ``backward()`` and :meth:`step`.
@@ -519,7 +524,7 @@ class DataParallel:
             UserError: parts of the gradient may have been sent.
         """
         with self._words():
-            self._ready().worker.clipping.clip_step(max_norm)
+            self._ready().worker.current.clip_to(max_norm)
 
     # -- beside the gradients ---------------------------------------------------------------
     def log(self, **figures: float) -> None:

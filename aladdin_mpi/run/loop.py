@@ -1,55 +1,32 @@
-"""The user's loop and the algorithm's: two plain loops that take turns, as greenlets."""
+"""The user's loop and the algorithm's, which take turns as greenlets; checks of the former."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from functools import wraps
+from operator import is_
+from typing import Any, ClassVar
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
-from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from aladdin_mpi.accelerator import CopyStream, is_accelerator
+from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.data.feeds import Source
 from aladdin_mpi.errors import LostError, PeerFailedError, UserError
+from aladdin_mpi.flat.dtypes import VisibleWrites
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.process.guard import no_exit
-from aladdin_mpi.run.loop_watch import LoopWatch
+from aladdin_mpi.run.batches import NO_BATCH
 from aladdin_mpi.run.rank import Rank
+from aladdin_mpi.run.user_optimizer import UserOptimizer
 from aladdin_mpi.worker.step import SKIPPED, Loss
 from aladdin_mpi.worker.worker import Worker
-
-
-class Delivery:
-    """Puts batches of any structure on a device: by pinned memory, on a stream of its own.
-
-    Args:
-        device: of the model.
-        channels_last: images are laid out so.
-    """
-
-    def __init__(self, device: torch.device, channels_last: bool) -> None:
-        self._device = device
-        self._channels_last = channels_last
-        self._copies = CopyStream(device) if is_accelerator(device) else None
-
-    def __call__(self, batch: Any) -> Any:
-        """The same batch there."""
-        return tree_map(self._put, batch)
-
-    def _put(self, item: Any) -> Any:
-        if not isinstance(item, Tensor):
-            # Such as the batches of a tokenizer, which are no containers that torch knows.
-            return item.to(self._device) if callable(getattr(item, "to", None)) else item
-        if self._channels_last and item.dim() == 4:
-            item = item.contiguous(memory_format=torch.channels_last)
-        if self._copies is None or item.device.type != "cpu" or item.is_sparse:
-            return item.to(self._device, non_blocking=True)
-        return self._copies.fetch(item if item.is_pinned() else item.pin_memory())[0]
 
 
 def allreduce(worker: Worker, value: float | Tensor) -> tuple[Tensor, int]:
@@ -85,101 +62,6 @@ def allreduce(worker: Worker, value: float | Tensor) -> tuple[Tensor, int]:
     total = torch.stack([values[rank] for rank in sorted(values)]).sum(0)
     shape = value.shape if isinstance(value, Tensor) else ()
     return total.reshape(shape), len(values)
-
-
-_END = object()
-NO_BATCH = object()
-"""In place of a batch where a worker has none, but may come to the end of an epoch."""
-
-
-class Batches(Iterator[Any]):
-    """The batches of a run, for one loop.
-
-    When nobody holds it any more before it has come to its end, the loop has been left: by
-    ``break``, or by an error. Which of the two cannot be told at that moment.
-
-    Args:
-        batches: of the run.
-        left: called then.
-        check: called before each batch.
-    """
-
-    def __init__(
-        self, batches: Iterator[Any], left: Callable[[], None], check: Callable[[], None]
-    ) -> None:
-        self._batches = batches
-        self._left = left
-        self._check = check
-
-    def __next__(self) -> Any:
-        """The next batch."""
-        self._check()
-        return next(self._batches)
-
-    def __del__(self) -> None:
-        """Nobody holds it any more."""
-        self._left()
-
-
-class Epoch(Iterator[Any]):
-    """The batches that a worker computes while the workers together go through the data once.
-
-    A worker that is slow has fewer of them, or none. ``break`` ends the epoch for all.
-
-    Args:
-        number: from 0.
-        batches: of the run.
-        is_past: whether the next batch belongs to a later epoch, or there is none.
-    """
-
-    def __init__(self, number: int, batches: Iterator[Any], is_past: Callable[[], bool]) -> None:
-        self.number = number
-        self.is_done = False
-        self._batches = batches
-        self._is_past = is_past
-
-    def __int__(self) -> int:
-        """Its number, from 0."""
-        return self.number
-
-    __index__ = __int__
-
-    def __str__(self) -> str:
-        """Its number, from 0."""
-        return str(self.number)
-
-    def __format__(self, spec: str) -> str:
-        """Its number, as ``spec`` says."""
-        return format(self.number, spec)
-
-    def __next__(self) -> Any:
-        """The next batch."""
-        while not self._is_past():
-            batch = next(self._batches, _END)
-            if batch is _END:
-                break
-            if batch is not NO_BATCH:
-                return batch
-        self.is_done = True
-        raise StopIteration
-
-
-class HeldBack(Iterator[Any]):
-    """Batches of which the first has been asked for already, to see whether there is any."""
-
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
-        first = next(batches, _END)
-        self._first = [] if first is _END or first is NO_BATCH else [first]
-
-    @property
-    def has_first(self) -> bool:
-        """Whether it has not been taken yet."""
-        return bool(self._first)
-
-    def __next__(self) -> Any:
-        """The next batch."""
-        return self._first.pop() if self._first else next(self._batches)
 
 
 class Loop:
@@ -385,10 +267,222 @@ def _value(loss: Tensor | float | None) -> Tensor | float | None:
             "training loop: expected one number as the loss in run.step(loss), got a tensor of "
             f"shape {list(loss.shape)}; call run.step(loss.mean())"
         )
-    return loss.detach() if is_accelerator(loss.device) else loss.item()
+    if loss.is_cpu or not is_accelerator(loss.device):
+        return loss.item()
+    return loss.detach()
 
 
 def _total(losses: list[float | Tensor | None]) -> float | Tensor | None:
     """Of the parts of a step's loss, as far as they were told."""
     told = [loss for loss in losses if loss is not None]
     return sum(told) if told else None
+
+
+# -- what the user's loop must not do --------------------------------------------------------------
+COUNTS = "counts_for_aladdin_mpi"
+"""An attribute of ``GradScaler.scale`` that counts."""
+
+
+class ScalerWatch:
+    """Counts how often a loss is scaled by an enabled ``GradScaler``, in this process."""
+
+    _scaled: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        if not hasattr(GradScaler.scale, COUNTS):
+            GradScaler.scale = _counting(GradScaler.scale)  # type: ignore[method-assign]
+        self._before = 0
+
+    def begin(self) -> None:
+        """A batch is handed out."""
+        self._before = ScalerWatch._scaled
+
+    def end(self) -> None:
+        """run.step() has been called.
+
+        Raises:
+            UserError: a loss was scaled in between.
+        """
+        if ScalerWatch._scaled != self._before:
+            raise UserError(
+                "training loop: a GradScaler has scaled the loss, and so the gradients; use "
+                "run.scale(loss).backward() in its place, or autocast with bfloat16, which needs "
+                "no scale"
+            )
+
+
+def _counting(scale: Any) -> Any:
+    """Return ``scale`` with a count of its calls; it stays in place when the run has ended."""
+
+    @wraps(scale)
+    def counted(scaler: GradScaler, outputs: Any) -> Any:
+        ScalerWatch._scaled += scaler.is_enabled()
+        return scale(scaler, outputs)
+
+    setattr(counted, COUNTS, True)
+    return counted
+
+
+KEPT = (
+    "the run trains the parameters that the model had when run.batches() began, where they were in "
+    "memory: change or load the model before that, and later only write values into it, as "
+    "load_state_dict() does without assign=True"
+)
+
+
+class _ModuleParts:
+    """The modules and parameters that a module consists of, by the dicts that hold them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._dicts: list[dict[str, Any]] = []
+        for part in module.modules():
+            self._dicts += [part._modules, part._parameters]
+        self._held = [list(held.values()) for held in self._dicts]
+
+    def are_same(self) -> bool:
+        """Whether no dict holds anything new, or anything no more."""
+        return all(map(_are_same, self._dicts, self._held))
+
+
+def _are_same(now: dict[str, Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(is_, now.values(), before))
+
+
+class LoopWatch:
+    """Looks at a module's parameters when a batch is handed out, and at its step().
+
+    Args:
+        module: whose parameters the run trains; their memory is the run's already.
+        own: the script's optimizer; None: the built-in one.
+        loses_writes: the algorithm that would lose what the loop writes into trained parameters
+            between two steps; empty if that takes part.
+    """
+
+    def __init__(
+        self, module: nn.Module, own: UserOptimizer | None = None, loses_writes: str = ""
+    ) -> None:
+        self._loses_writes = loses_writes
+        self._module = module
+        self._access = None if own is None else own.access
+        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._trained = [p.requires_grad for p in self._names]
+        self._flat = [p for p in self._names if p.requires_grad]
+        self._places = [p.data_ptr() for p in self._flat]
+        self._parts = _ModuleParts(module)
+        self._versions = [p._version for p in self._names]
+        self._writes = VisibleWrites(self._names)
+        self._scaler = ScalerWatch()
+        self._hook = register_optimizer_step_pre_hook(self._refuse_optimizer)
+
+    def renew(self) -> None:
+        """The run itself has given the parameters other memory."""
+        self._places = [p.data_ptr() for p in self._flat]
+
+    def resume(self) -> None:
+        """The loop has done what follows a step.
+
+        Raises:
+            UserError: it has written into parameters, which the algorithm would lose.
+        """
+        if not self._loses_writes:
+            return
+        for name, parameter in self._written():
+            if parameter.requires_grad:
+                raise UserError(
+                    f"training loop: parameter {name} was written to after run.step(). "
+                    f"{self._loses_writes} would lose that: the model that it steps is kept "
+                    "elsewhere. Register changes that follow each step, such as clamping "
+                    "weights, with run.project(); load weights before run.batches()"
+                )
+
+    def _written(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters whose values have changed since the batch was handed out."""
+        # One look at all of them first: this is done in every step.
+        if [p._version for p in self._names] == self._versions:
+            return []
+        pairs = zip(self._names.items(), self._versions, strict=True)
+        return [(name, p) for (p, name), version in pairs if p._version != version]
+
+    def begin(self) -> None:
+        """A batch is handed out."""
+        self._versions = [p._version for p in self._names]
+        if self._access is not None:
+            self._access.begin_batch()
+        self._scaler.begin()
+
+    def end(self) -> None:
+        """step() has been called.
+
+        Raises:
+            UserError: parameters were changed, replaced, frozen or unfrozen meanwhile, gradients
+                scaled, or hyperparameters changed too late.
+        """
+        if self._access is not None:
+            self._access.end_batch()
+        self._scaler.end()
+        for name, _ in self._written():
+            raise _changed(name)
+        if [p.requires_grad for p in self._names] != self._trained:
+            self._refuse_frozen()
+        if [p.data_ptr() for p in self._flat] != self._places:
+            self._refuse_moved()
+        if not self._parts.are_same():
+            self._refuse_others()
+            self._parts = _ModuleParts(self._module)
+
+    def _refuse_frozen(self) -> None:
+        for (parameter, name), trained in zip(self._names.items(), self._trained, strict=True):
+            if parameter.requires_grad != trained:
+                now = "frozen" if trained else "unfrozen"
+                raise UserError(
+                    f"training loop: parameter {name} was {now} during the run; set requires_grad "
+                    "before DataParallel is made"
+                )
+
+    def _refuse_moved(self) -> None:
+        for parameter, place in zip(self._flat, self._places, strict=True):
+            if parameter.data_ptr() != place:
+                raise UserError(
+                    f"training loop: the memory of parameter {self._names[parameter]} was replaced "
+                    f"during the run, as by .data = or by moving the model; {KEPT}"
+                )
+
+    def _refuse_others(self) -> None:
+        """Refuse other trained parameters; modules and frozen parameters may be exchanged."""
+        known = {p: self._names[p] for p in self._flat}
+        now = {p: name for name, p in self._module.named_parameters() if p.requires_grad}
+        for parameter, name in now.items():
+            if parameter not in known:
+                what = "replaced" if name in known.values() else "added"
+                raise UserError(
+                    f"training loop: parameter {name} was {what} during the run; {KEPT}"
+                )
+        for parameter, name in known.items():
+            if parameter not in now:
+                raise UserError(
+                    f"training loop: parameter {name} was removed during the run; {KEPT}"
+                )
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._hook.remove()
+        self._writes.close()
+
+    def _refuse_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in self._names:
+                    raise UserError(
+                        f"training loop: {type(optimizer).__name__}.step() was called for "
+                        f"parameter {self._names[parameter]}; the optimizer is part of the "
+                        "algorithm: leave the call out, and give the optimizer to DataParallel"
+                    )
+
+
+def _changed(name: str) -> UserError:
+    return UserError(
+        f"training loop: parameter {name} was changed between its batch and step(); "
+        "the optimizer is part of the algorithm: leave out optimizer.step(); register "
+        "other changes that follow each step, such as clamping weights, with "
+        "run.project()"
+    )

@@ -19,11 +19,11 @@ from aladdin_mpi.control.exchange import broadcast, broadcast_tensor, packed, un
 from aladdin_mpi.errors import LostError
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.replica import PhantomReplica, Replica
+from aladdin_mpi.optimizers.sgd import LearningRate
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import console
 from aladdin_mpi.run.plan import Origin
-from aladdin_mpi.run.user_optimizer import LearningRate
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.merged_state import (
     COUNTS,

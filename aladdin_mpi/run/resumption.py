@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from aladdin_mpi.control.exchange import all_or_none, broadcast, gather
 from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.optimizers.sgd import LearningRate
 from aladdin_mpi.options.resume import (
     AUTO,
     CONFIG_NAME,
@@ -26,7 +27,6 @@ from aladdin_mpi.run.context import Context, collect_model, make_layout
 from aladdin_mpi.run.plan import Origin
 from aladdin_mpi.run.resizing import StateAssembly, share, tell
 from aladdin_mpi.run.segments import Segments
-from aladdin_mpi.run.user_optimizer import LearningRate
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.role import Role
 

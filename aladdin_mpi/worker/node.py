@@ -10,7 +10,7 @@ model comes to it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import log2
 
 import torch
@@ -58,10 +58,7 @@ class NodeLeader:
         self._taken: dict[int, Event] = {}
         """A device reads what has been received from a rank until then."""
         self._sends: list[Request] = []
-        self._awaited: deque[tuple[Bucket, list[Request]]] = deque()
         self._shares: list[float] = []
-        self._vector = x
-        self._completed = 0
         self._has_ended = False
 
     def open(self) -> None:
@@ -79,9 +76,9 @@ class NodeLeader:
         self._has_ended = self._has_ended or lease.whole == 0
         return lease._replace(size=parts[0])
 
-    def begin(self, vector: Tensor) -> None:
-        """The step begins: give the others the model; their gradients go into ``vector``."""
-        self._vector, self._completed = vector, 0
+    def begin(self, vector: Tensor) -> NodeSum:
+        """Begin a step: send the others the model; their gradients are added to ``vector``."""
+        awaited: deque[tuple[Bucket, list[Request]]] = deque()
         self._transport.wait_all(self._sends)
         self._sends.clear()
         for taken in self._taken.values():
@@ -99,24 +96,11 @@ class NodeLeader:
                 self._transport.irecv(bucket.of(buffer), rank, Tag.LOCAL_GRADIENT)
                 for rank, buffer in self._received.items()
             ]
-            self._awaited.append((bucket, receives))
+            awaited.append((bucket, receives))
+        return NodeSum(self._transport, awaited, lambda bucket: self._add(vector, bucket))
 
-    def complete(self, bucket: Bucket) -> Iterator[Bucket]:
-        """This worker's gradient of a bucket is there: the buckets that are there from all."""
-        self._completed = bucket.index + 1
-        last = self._completed == len(self._layout.buckets)
-        while self._awaited and self._awaited[0][0].index < self._completed:
-            first, receives = self._awaited[0]
-            if last:
-                self._transport.wait_all(receives)
-            elif not all(self._transport.test(receive) for receive in receives):
-                return
-            self._awaited.popleft()
-            self._add(first)
-            yield first
-
-    def _add(self, bucket: Bucket) -> None:
-        mine = bucket.of(self._vector)
+    def _add(self, vector: Tensor, bucket: Bucket) -> None:
+        mine = bucket.of(vector)
         nbytes = MOVED * mine.numel() * self._wire.dtype.itemsize * len(self._others)
         self._transport.charge_memory(nbytes)
         if mine.is_meta:
@@ -129,6 +113,38 @@ class NodeLeader:
                 add(mine, there, alpha=share)
                 if taken is not None:
                     self._taken[rank] = taken
+
+
+class NodeSum:
+    """The sum of a node's gradients in one step, at its leader.
+
+    Args:
+        awaited: for each bucket, in order, the receives of the other workers' gradients.
+        add: adds a received bucket to the leader's.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        awaited: deque[tuple[Bucket, list[Request]]],
+        add: Callable[[Bucket], None],
+    ) -> None:
+        self._transport = transport
+        self._awaited = awaited
+        self._last = awaited[-1][0].index
+        self._add = add
+
+    def complete(self, bucket: Bucket) -> Iterator[Bucket]:
+        """Yield the buckets of which every worker's gradient is there, now that this one's is."""
+        while self._awaited and self._awaited[0][0].index <= bucket.index:
+            first, receives = self._awaited[0]
+            if bucket.index == self._last:
+                self._transport.wait_all(receives)
+            elif not all(self._transport.test(receive) for receive in receives):
+                return
+            self._awaited.popleft()
+            self._add(first)
+            yield first
 
 
 class LedSampleClient(SampleClient):

@@ -1,25 +1,21 @@
-"""One step of a worker: the forward and backward pass, real or modelled, and its outcome."""
+"""The computing of one step: its function, and a step whose duration is modelled."""
 
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
-from aladdin_mpi.accelerator import CopyStream, is_accelerator
 from aladdin_mpi.control.budget import SampleLease
-from aladdin_mpi.control.refusals import Found, GradientCheck, found_in
-from aladdin_mpi.flat.gradients import BucketWatch
-from aladdin_mpi.flat.layout import Bucket, Layout
+from aladdin_mpi.flat.gradients import BucketWatch, OnBucket
+from aladdin_mpi.flat.layout import Layout
 from aladdin_mpi.flat.replica import PhantomReplica, Replica
 from aladdin_mpi.options.general import FORWARD_SHARE
-from aladdin_mpi.transport.base import Event, IdleUntil, Transport
+from aladdin_mpi.transport.base import IdleUntil, Transport
 
 Shape = Sequence[tuple[float, float]]
 """Of backward: shares of the gradient, last layer first, with the shares of backward's time after
@@ -73,78 +69,6 @@ class StepTimeModel:
         return self.forward + (1 - self.forward) * done
 
 
-class Outcome(NamedTuple):
-    """Of the step of ``lease``: ``found`` is what its gradient is refused for."""
-
-    lease: SampleLease
-    loss: float | None
-    found: Found | None
-
-
-class _Coming(NamedTuple):
-    """Numbers that are on their way from a device: sums of buckets, then perhaps the loss."""
-
-    numbers: Tensor
-    event: Event
-    buckets: list[int]
-
-    def read(self, outcome: Outcome) -> Outcome:
-        sums, rest = self.numbers.tolist(), len(self.buckets)
-        loss = sums[rest] if len(sums) > rest else outcome.loss
-        found = outcome.found or found_in(sums[:rest], self.buckets)
-        return outcome._replace(loss=loss, found=found)
-
-
-class Outcomes:
-    """Those of a worker's steps, in order.
-
-    Args:
-        device: what computes.
-    """
-
-    def __init__(self, transport: Transport, device: torch.device) -> None:
-        self._transport = transport
-        self._copies = CopyStream(device) if is_accelerator(device) else None
-        self._unread: deque[tuple[Outcome, _Coming | None]] = deque()
-        self.lag = 0 if self._copies is None else 1
-        """Steps whose outcome may still be coming when the next one has been given out."""
-
-    def __len__(self) -> int:
-        """How many have not been read."""
-        return len(self._unread)
-
-    def note(self, lease: SampleLease, loss: float | Tensor | None, check: GradientCheck) -> None:
-        """A step has been computed, or given to the device."""
-        there = list(check.sums)
-        known: float | None = None
-        if not isinstance(loss, torch.Tensor):
-            known = loss
-        elif self._copies is None:
-            known = loss.item()  # of another device than the model's
-        else:
-            there.append(loss)
-        coming = self._send(there, check.buckets) if there else None
-        self._unread.append((Outcome(lease, known, check.found), coming))
-
-    def _send(self, there: list[Tensor], buckets: list[int]) -> _Coming:
-        assert self._copies is not None
-        numbers = torch.stack([each.detach().float().reshape(()) for each in there])
-        room = torch.empty(len(there), pin_memory=True)
-        return _Coming(room, self._copies.copy(numbers, room), buckets)
-
-    def read(self, lag: int = 0) -> Iterator[Outcome]:
-        """All but the newest ``lag``, oldest first; waits for what is still coming."""
-        while len(self._unread) > lag:
-            outcome, coming = self._unread.popleft()
-            if coming is not None:
-                self._transport.await_event(coming.event)
-                outcome = coming.read(outcome)
-            yield outcome
-
-
-OnBucket = Callable[[Bucket], None]
-
-
 class Skip(Enum):
     """In place of a loss: nothing was computed, and the gradient is zero."""
 
@@ -158,64 +82,6 @@ Compute = Callable[[SampleLease], Loss]
 there is none. A tensor: a device is computing it."""
 
 
-class RealStep:
-    """A step that takes its time, told of by autograd as its buckets are completed.
-
-    Args:
-        pace: only its ``slowdown`` counts: that much longer it takes.
-        on_bucket: called for every bucket, in order.
-        wait_free: during backward; otherwise when that is over.
-    """
-
-    before_forward: OnBucket | None = None
-    idle_until: IdleUntil | None = None
-
-    def __init__(
-        self,
-        transport: Transport,
-        layout: Layout,
-        replica: Replica,
-        compute: Compute,
-        pace: StepTimeModel,
-        on_bucket: OnBucket,
-        wait_free: bool,
-    ) -> None:
-        self._transport = transport
-        self._replica = replica
-        self._compute = compute
-        self._slowdown = pace.slowdown
-        self._last: float | None = None
-        """Seconds that the last step has computed."""
-        self.watch: BucketWatch | None = replica.watch(
-            layout, lambda index: on_bucket(layout.buckets[index]), wait_free
-        )
-
-    def compute_into(self, vector: Tensor, batch: SampleLease) -> float | Tensor | None:
-        """The batch's gradient, into the flat ``vector``; returns the loss."""
-        assert self.watch is not None
-        _bind(self._replica, vector)
-        # A slow worker's gradient leaves at the end of its step, as old as that is long: so it
-        # sleeps before it computes, as long as the last step says. The first one sleeps behind.
-        self._sleep()
-        is_first, start = self._last is None, self._transport.now()
-        self.watch.begin()
-        loss = _end_backward(self._replica, self._compute(batch))
-        self.watch.end()
-        self._last = self._transport.now() - start
-        if is_first:
-            self._sleep()
-        return loss
-
-    def _sleep(self) -> None:
-        if self._slowdown > 1 and self._last is not None:
-            self._transport.sleep((self._slowdown - 1) * self._last)
-
-    def close(self) -> None:
-        """Take the hooks off the model."""
-        if self.watch is not None:
-            self.watch.close()
-
-
 class ModelledStep:
     """A step whose duration is modelled: buckets are completed as ``pace`` says.
 
@@ -226,12 +92,9 @@ class ModelledStep:
     Args:
         seconds: of a step on a plain worker.
         pace: how far this worker's differ.
-        on_bucket: called for every bucket, in order.
     """
 
     watch: BucketWatch | None = None
-    idle_until: IdleUntil | None = None
-    """How long ``on_bucket`` would do nothing: see :meth:`Transport.sleep_between`."""
 
     def __init__(
         self,
@@ -241,7 +104,6 @@ class ModelledStep:
         compute: Compute,
         seconds: float,
         pace: StepTimeModel,
-        on_bucket: OnBucket,
     ) -> None:
         self._transport = transport
         self._layout = layout
@@ -249,19 +111,37 @@ class ModelledStep:
         self._compute = compute
         self._seconds = seconds
         self._pace = pace
-        self._on_bucket = on_bucket
         self.before_forward: OnBucket | None = None
         self._ends = [pace.completed(bucket.stop / layout.numel) for bucket in layout.buckets]
         """When each bucket is complete, as a share of the step."""
 
-    def compute_into(self, vector: Tensor, batch: SampleLease) -> float | Tensor | None:
-        """The batch's gradient, into the flat ``vector``; returns the loss."""
-        _bind(self._replica, vector)
+    def compute_into(
+        self,
+        vector: Tensor,
+        batch: SampleLease,
+        on_bucket: OnBucket,
+        idle_until: IdleUntil | None = None,
+    ) -> float | Tensor | None:
+        """Compute the batch's gradient into the flat ``vector``; return the loss.
+
+        Args:
+            vector: its contents are overwritten.
+            batch: the samples.
+            on_bucket: called for every bucket, in order.
+            idle_until: how long that would have no effect: see :meth:`Transport.sleep_between`.
+        """
+        self._replica.bind_gradients(vector)
+        self._replica.keep_buffers()
         duration = self._pace.duration(self._seconds)
         start = self._pass_forward(self._transport.now(), duration)
-        loss = _end_backward(self._replica, self._compute(batch))
-        self._pass_backward(start, duration)
-        return loss
+        loss = self._compute(batch)
+        is_skipped = isinstance(loss, Skip)
+        if isinstance(self._replica, Replica):
+            self._replica.end_backward(is_skipped)
+        buckets = self._layout.buckets
+        moments = [start + duration * share for share in self._ends]
+        self._transport.sleep_between(moments, lambda index: on_bucket(buckets[index]), idle_until)
+        return None if isinstance(loss, Skip) else loss
 
     def _pass_forward(self, start: float, duration: float) -> float:
         """Let the forward pass's time pass, if somebody asks for it; when it began, less waits."""
@@ -273,26 +153,5 @@ class ModelledStep:
             self._transport.sleep(duration * self._pace.forward * share)
         return self._transport.now() - duration * self._pace.forward
 
-    def _pass_backward(self, start: float, duration: float) -> None:
-        """Let the step's time pass."""
-        moments = [start + duration * share for share in self._ends]
-        self._transport.sleep_between(moments, self._end_bucket, self.idle_until)
-
-    def _end_bucket(self, index: int) -> None:
-        self._on_bucket(self._layout.buckets[index])
-
     def close(self) -> None:
         """Nothing is left on the model."""
-
-
-def _bind(replica: Replica | PhantomReplica, vector: Tensor) -> None:
-    replica.bind_gradients(vector)
-    replica.keep_buffers()
-
-
-def _end_backward(replica: Replica | PhantomReplica, loss: Loss) -> float | Tensor | None:
-    """The loss, with the gradients where they belong."""
-    is_skipped = isinstance(loss, Skip)
-    if isinstance(replica, Replica):
-        replica.end_backward(is_skipped=is_skipped)
-    return None if isinstance(loss, Skip) else loss

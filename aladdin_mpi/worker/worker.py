@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from math import isfinite, nan
 
+import torch
 from torch import Tensor
 
+from aladdin_mpi.accelerator import is_accelerator, random_state, set_random_state
 from aladdin_mpi.control.budget import SampleClient, SampleLease, WorkerReport
-from aladdin_mpi.control.refusals import GradientCheck, Reason, Refusal, report
+from aladdin_mpi.control.refusals import Reason, Refusal, report
+from aladdin_mpi.flat.gradients import OnBucket
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.replica import PhantomReplica, Replica
 from aladdin_mpi.flat.state import Stateful, saved
-from aladdin_mpi.flat.unused import Unused, UnusedMarks, joined, shifted, within
-from aladdin_mpi.flat.vectors import clear, scale
+from aladdin_mpi.flat.unused import Unused, UnusedMarks, within
+from aladdin_mpi.optimizers.sgd import divisor, unscaled
 from aladdin_mpi.transport.base import IdleUntil, Transport
-from aladdin_mpi.worker.clipping import Clipping, divisor, unscaled
-from aladdin_mpi.worker.merged_state import MergedState
-from aladdin_mpi.worker.node import NodeLeader
-from aladdin_mpi.worker.step import (
-    Compute,
-    ModelledStep,
-    OnBucket,
+from aladdin_mpi.worker.gradient_pass import (
+    Clipping,
+    GradientPass,
+    GradientStages,
     Outcome,
     Outcomes,
     RealStep,
-    StepTimeModel,
 )
+from aladdin_mpi.worker.merged_state import MergedState
+from aladdin_mpi.worker.node import NodeLeader
+from aladdin_mpi.worker.step import Compute, Loss, ModelledStep, StepTimeModel
 
 
 class SampleMilestones:
@@ -63,6 +65,52 @@ class SampleMilestones:
                     action()
                 else:
                     self._waiting.append((least, action))
+
+
+class RandomState:
+    """A rank's random numbers: the host's and, where one computes, the device's.
+
+    Ranks that share a process, as in virtual time, each compute with their own.
+
+    Args:
+        device: that computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._accelerator = device if is_accelerator(device) else None
+        self.host = torch.get_rng_state()
+        self.device: Tensor | None = None
+        self.keep()
+
+    def set(self, host: Tensor, device: Tensor | None) -> None:
+        """Take the states of a checkpoint."""
+        self.host, self.device = host, device
+
+    def keep(self) -> None:
+        """Take the process's states."""
+        self.host = torch.get_rng_state()
+        if self._accelerator is not None:
+            self.device = random_state(self._accelerator)
+
+    def restore(self) -> None:
+        """Set the process's states."""
+        torch.set_rng_state(self.host)
+        if self._accelerator is not None:
+            set_random_state(self._accelerator, self.device)
+
+    def during(self, compute: Compute) -> Compute:
+        """Return ``compute`` with these random numbers; the process's remain as they are."""
+        process = RandomState(self._accelerator or torch.device("cpu"))
+
+        def compute_so(lease: SampleLease) -> Loss:
+            process.keep()
+            self.restore()
+            loss = compute(lease)
+            self.keep()
+            process.restore()
+            return loss
+
+        return compute_so
 
 
 def _unknown(lr: float) -> None:
@@ -155,55 +203,47 @@ class Worker(Stateful):
         self.computed = 0
         self.refused = 0
         self.in_a_row = 0
-        self.loss_scale = 1.0
-        """What the loss of the present step has been multiplied by."""
+        self.lr = 0.0
+        """Learning rate of the current batch."""
         self.reached = SampleMilestones(transport)
-        self.check = GradientCheck()
         self.clipping = clipping
         self._pace = pace
         self._batch_size = batch_size
         self._schedule = schedule
         self._node = node
-        self._rated: SampleLease | None = None
-        self._lr = 0.0
         self._draws = draws or SampleClient(self.whole)
         self._outcomes = Outcomes(self.whole, replica.parameters.device)
         self._reports: deque[WorkerReport] = deque()
         self._on_loss: list[Callable[[float], None]] = []
-        self._max_loss = max_loss
         self._lockstep = lockstep
         self._rate = rate
         self._after_step = after_step
         self._on_empty = on_empty
-        self._vector = replica.parameters
-        self._completed: list[Bucket] = []
-        self._on_bucket: OnBucket = _ignore
-        self._marks = UnusedMarks(replica.sizes, layout)
-        self._unused: list[slice] = []
         self._batch_unused: Set[int] = frozenset()
         """The parameters that the last batch did not use."""
-        self._marks_unused = marks_unused
-        self._warns_unused = steps_unused
         self.project = project
         self._lr_scale = lr_scale
-        self.step = self._make_step(compute, pace)
-
-    def _make_step(self, compute: Compute, pace: StepTimeModel) -> RealStep | ModelledStep:
-        transport, layout, replica = self.transport, self.layout, self.replica
+        self.step: RealStep | ModelledStep
         if pace.seconds is not None:
-            return ModelledStep(
-                transport, layout, replica, compute, pace.seconds, pace, self._complete
-            )
-        assert isinstance(replica, Replica)
-        wait_free = self.clipping.is_wait_free
-        return RealStep(transport, layout, replica, compute, pace, self._complete, wait_free)
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the current batch."""
-        if self._rated is not self.lease:  # it is asked for with every bucket
-            self._rated, self._lr = self.lease, self._schedule(self.lease.start)
-        return self._lr
+            self.step = ModelledStep(transport, layout, replica, compute, pace.seconds, pace)
+        else:
+            assert isinstance(replica, Replica)
+            wait_free = clipping.is_wait_free
+            self.step = RealStep(transport, layout, replica, compute, pace.slowdown, wait_free)
+        self._stages = GradientStages(
+            self.whole,
+            layout,
+            replica,
+            self.step,
+            clipping,
+            node,
+            UnusedMarks(replica.sizes, layout),
+            marks_unused,
+            steps_unused,
+            max_loss,
+        )
+        self.current = GradientPass(self._stages, self.lease, self.part, self.parameters)
+        """The gradient of the current step; before the first one, of no batch."""
 
     def on_loss(self, action: Callable[[float], None]) -> None:
         """Have ``action`` called with the finite loss of each step whose gradient is sound.
@@ -230,7 +270,7 @@ class Worker(Stateful):
 
     @property
     def divisor(self) -> float:
-        """What gradients are divided by: see :func:`~aladdin_mpi.worker.clipping.divisor`."""
+        """What gradients are divided by: see :func:`~aladdin_mpi.optimizers.sgd.divisor`."""
         return divisor(self.count, self.survivors, self._lr_scale)
 
     def shares_of(self, ranks: Sequence[int]) -> float:
@@ -260,10 +300,12 @@ class Worker(Stateful):
         if node is not None:
             size *= node.size
             node.open()
+        self.lr = self._schedule(self.lease.start)
         draws.request(size, self._take_report())
         has_ended = False
         while draws.outstanding:
             self.lease = draws.take()
+            self.lr = self._schedule(self.lease.start)
             self.part = self.lease if node is None else node.deal(self.lease)
             if self.part.size == 0 and not has_ended:
                 self._on_empty(self.part)
@@ -308,14 +350,6 @@ class Worker(Stateful):
         self._draws.pass_over(samples)
 
     # -- gradients ----------------------------------------------------------------------
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """The present step's loss, to be differentiated in half precision.
-
-        Of the gradients that come from it the scale is taken off again.
-        """
-        self.loss_scale = self.lease.scale
-        return loss * self.loss_scale
-
     def gradient(
         self,
         vector: Tensor,
@@ -324,45 +358,36 @@ class Worker(Stateful):
     ) -> None:
         """Compute the current batch's gradient into the flat ``vector``, whatever it holds.
 
-        ``on_bucket`` is called for every bucket, in order, as soon as it is complete:
-        during backward, or spread over the modelled one; None: nobody asks. It need not be
-        called while it would do nothing by ``idle_until`` (see :meth:`Transport.sleep_between`),
-        where nothing is calculated. Without samples in the round the gradient is zero and takes no
-        time. Of one that is refused at least the bucket that is not finite, and those after it, are
-        zero.
+        ``on_bucket`` is called for every bucket, in order, as soon as it is complete: during
+        backward, or spread over the modelled one. It need not be called while it would do nothing
+        by ``idle_until`` (see :meth:`Transport.sleep_between`), where nothing is calculated.
+        Without samples in the round the gradient is zero and takes no time. If a gradient is
+        refused, at least the bucket that is not finite, and those after it, are zero.
         """
-        on_bucket = on_bucket or _ignore
-        self._on_bucket = on_bucket if self.clipping.tells_at_once else self._completed.append
-        self.step.idle_until = self._idleness(vector, on_bucket, idle_until)
-        self.clipping.begin()
-        self.check.begin()
-        self.loss_scale = 1.0
-        self._vector = vector
-        self._unused = []
-        if self._node is not None:
-            self._node.begin(vector)
-        loss = None
-        if self.part.size:
-            loss = self._compute_into(vector)
+        part = self.part
+        step = GradientPass(self._stages, self.lease, part, vector, on_bucket, idle_until)
+        self.current = step
+        if part.size:
+            step.compute()
+            self.computed += 1
+            self.samples += part.size
         else:
-            self._leave_out(vector)
-        self.clipping.end(vector, is_computed=self.lease.size > 0)
-        for bucket in self._completed:
-            on_bucket(bucket)
-        self._completed.clear()
-        if self.part.size:
+            step.leave_out(self._batch_unused)
+        step.finish()
+        if part.size:
             self._batch_unused = self.replica.unused
-            self._outcomes.note(self.part._replace(scale=self.loss_scale), loss, self.check)
+            self._outcomes.note(step)
             self.settle(self._outcomes.lag)
 
     def unused(self, part: slice) -> Unused:
         """Return the parts of ``part``, relative to its start, that have no gradient.
 
-        These are the parameters that the present step's batch did not use, which are not to be
+        These are the parameters that the current step's batch did not use, which are not to be
         stepped. Those of a bucket are known when ``on_bucket`` is called for it. For a sum over
         workers see :meth:`unused_by_all`.
         """
-        return within(part, self._unused) if self._unused else ()
+        unused = self.current.unused
+        return within(part, unused) if unused else ()
 
     def unused_by_all(self, bucket: Bucket, total: Tensor) -> Unused:
         """Return the parts of a bucket of a sum of gradients that no worker has a gradient for.
@@ -370,97 +395,21 @@ class Worker(Stateful):
         Nothing has to be read, which on a device would wait for the sum, unless this worker has
         none for some parameter itself.
         """
-        return self._marks.read(bucket, total, self.replica.unused)
-
-    def _leave_out(self, vector: Tensor) -> None:
-        """There are no samples for this worker: a sum over workers gets nothing from it.
-
-        A step of its own is one along a gradient of zero, so that workers that average their
-        models remain equal to one process; it leaves alone what the last batch did not use.
-        """
-        clear(vector)
-        self.replica.use_none()
-        for bucket in self.layout.buckets:
-            self._mark(bucket)
-            for each in self._summed(bucket):
-                self._note_unused(each, self._batch_unused)
-                self._on_bucket(each)
-
-    def _mark(self, bucket: Bucket) -> None:
-        if self._marks_unused and not self._vector.is_meta:
-            self._marks.write(bucket, bucket.of(self._vector), self.replica.unused)
-
-    def _note_unused(self, bucket: Bucket, unused: Set[int]) -> None:
-        """Take note of what a bucket, summed over the node, has no gradient for."""
-        if not unused or self._vector.is_meta:
-            return
-        if self._warns_unused and self.part.size:
-            self._warns_unused = False
-            report(self.whole, Refusal(Reason.UNUSED, self.whole.rank, sample=self.lease.start))
-        if self._node is None:
-            found = self._marks.parts(bucket, unused)
-        else:
-            found = self._marks.read(bucket, bucket.of(self._vector), unused)
-        self._unused = joined([*self._unused, *shifted(found, bucket.start)])
-
-    def _compute_into(self, vector: Tensor) -> float | Tensor | None:
-        """Compute; returns the loss. If nothing has been told yet, all of it may be cleared."""
-        loss = self.step.compute_into(vector, self.part)
-        self.computed += 1
-        self.samples += self.part.size
-        if self._completed:
-            if self._is_too_large(loss):
-                self.check.refuse()
-                clear(vector)
-            self.check.clear_unsound(vector)
-        return loss
-
-    def _idleness(
-        self, vector: Tensor, on_bucket: OnBucket, idle_until: IdleUntil | None
-    ) -> IdleUntil | None:
-        """What says how long :meth:`_complete` would have no effect; None: it always has."""
-        if self._node is not None or not vector.is_meta or not self.clipping.tells_at_once:
-            return None
-        return _for_ever if on_bucket is _ignore else idle_until
-
-    def _complete(self, bucket: Bucket) -> None:
-        """Backward has completed a bucket."""
-        if self.loss_scale != 1.0:
-            scale(bucket.of(self._vector), 1 / self.loss_scale)
-        self._mark(bucket)
-        for each in self._summed(bucket):
-            self._tell(each)
-
-    def _summed(self, bucket: Bucket) -> Iterable[Bucket]:
-        """With this one of this worker: the buckets that are complete on the node."""
-        return (bucket,) if self._node is None else self._node.complete(bucket)
-
-    def _tell(self, bucket: Bucket) -> None:
-        """A bucket's gradient is there: look at it and tell of it."""
-        if not self._vector.is_meta:
-            self._note_unused(bucket, self.replica.unused)
-            part = bucket.of(self._vector)
-            self.check.look(part, bucket.index)
-            self.clipping.clip_part(part, bucket.numel / self.layout.numel)
-        self._on_bucket(bucket)
-
-    def _is_too_large(self, loss: float | Tensor | None) -> bool:
-        """Waits for the device that computes the loss, if there is a largest one."""
-        return self._max_loss is not None and loss is not None and not loss <= self._max_loss
+        return self._stages.marks.read(bucket, total, self.replica.unused)
 
     def settle(self, lag: int = 0) -> None:
-        """Take note of what the steps have come to, but for the newest ``lag``."""
+        """Process the outcomes of all steps but the newest ``lag``."""
         for outcome in self._outcomes.read(lag):
             self._judge(outcome)
 
     def _judge(self, outcome: Outcome) -> None:
-        """A step is computed, and perhaps refused: take note, and tell rank 0 of that."""
-        lease, loss, found = outcome
-        reason, bucket = found or (None, -1)
+        """Count a step, which may be refused, and report that to rank 0."""
+        lease, loss, finding = outcome
+        reason, bucket = finding or (None, -1)
         was_scaled = reason is not None and lease.scale != 1.0
         if was_scaled:
             reason = Reason.SCALE
-        if reason is None and self._is_too_large(loss):
+        if reason is None and self._stages.is_too_large(loss):
             reason = Reason.LOSS
         refused = reason is not None
         if refused:
@@ -487,12 +436,3 @@ class Worker(Stateful):
         """Begin a period with another number of workers."""
         self.computed = int(merged.carried("computed", self.index, self.count))
         self.refused = int(merged.carried("refused", self.index, self.count))
-
-
-def _ignore(bucket: Bucket) -> None:
-    """There is nobody to tell."""
-
-
-def _for_ever() -> tuple[()]:
-    """There is never anything to be done."""
-    return ()

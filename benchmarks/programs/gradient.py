@@ -31,24 +31,23 @@ from torch.utils.data import TensorDataset
 
 from aladdin_mpi.algorithms import aladdin
 from aladdin_mpi.codec.base import DenseWire
-from aladdin_mpi.control.refusals import GradientCheck
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.exchange.inbox import ModelInbox
-from aladdin_mpi.exchange.model_sender import ModelSender
 from aladdin_mpi.exchange.server import GradientSum
+from aladdin_mpi.exchange.server_mailbox import ModelSender
+from aladdin_mpi.exchange.worker_mailbox import ModelInbox
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.process import guard
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.transport.base import Event, Request
 from aladdin_mpi.transport.mpi import engine, progress
-from aladdin_mpi.worker import worker
+from aladdin_mpi.worker.gradient_pass import GradientCheck, GradientPass
 from benchmarks.programs.contenders import DECAY, LR, MOMENTUM, TIMEOUT, Task
 
 SMALL = 1024
 """Bytes of tensors that are left out: headers and single values."""
 BACKWARD = "backward"
 STAGES: list[tuple[Any, str, str]] = [
-    (worker.Worker, "_compute_into", BACKWARD),
+    (GradientPass, "compute", BACKWARD),
     (GradientCheck, "look", "look"),
     (MomentumSGD, "descend", "own update"),
     (DenseWire, "encode", "wire buffer"),
@@ -144,9 +143,9 @@ def _marked(passes: Passes, function: Callable[..., Any], stage: str) -> Callabl
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if stage == BACKWARD:
-            worker_, vector = args[:2]
-            assert isinstance(worker_, worker.Worker)
-            pointer = vector.untyped_storage().data_ptr()
+            step = args[0]
+            assert isinstance(step, GradientPass)
+            pointer = step.vector.untyped_storage().data_ptr()
             passes.gradient = lambda: pointer
         with passes.during(stage):
             return function(*args, **kwargs)

@@ -23,9 +23,9 @@ from torch import Tensor
 from aladdin_mpi.algorithms.aladdin import AladdinServer
 from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.exchange.inbox import ModelInbox
-from aladdin_mpi.exchange.receiver import RECEIVES_AHEAD, Header, Kind, new_header
 from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.exchange.server_mailbox import RECEIVES_AHEAD, Header, Kind, new_header
+from aladdin_mpi.exchange.worker_mailbox import ModelInbox
 from aladdin_mpi.flat.layout import Layout, cut
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.algorithms import AladdinOptions

@@ -21,7 +21,7 @@ from mpi4py import MPI
 import torch
 from torch.nn.functional import cross_entropy
 
-from aladdin_mpi.flat.layout import cut
+from aladdin_mpi.flat.layout import Bucket, cut
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.process import guard, heap
@@ -53,15 +53,15 @@ def flat(task: Task) -> Moments:
     gradient = replica.new_vector()
     layout = cut(replica.numel, SERVERS, BUCKET_MB, shard_mb=BUCKET_MB)
 
-    def on_bucket(index: int) -> None:
-        part = layout.buckets[index].part
+    def on_bucket(bucket: Bucket) -> None:
+        part = bucket.part
         sgd.descend(part, gradient[part], replica.parameters[part], LR)
 
-    watch = replica.watch(layout, on_bucket)
+    watch = replica.watch(layout)
     moments = []
     for _ in range(task.steps):
         replica.bind_gradients(gradient)
-        watch.begin()
+        watch.begin(on_bucket)
         cross_entropy(module(images), labels).backward()
         replica.end_backward()
         watch.end()

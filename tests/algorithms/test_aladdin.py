@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 
 from aladdin_mpi.algorithms.aladdin import AladdinServer
 from aladdin_mpi.codec.base import DenseWire
-from aladdin_mpi.exchange.model_sender import NotesThen
-from aladdin_mpi.exchange.receiver import ReceivedBucket
 from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.exchange.server_mailbox import NotesThen, ReceivedBucket
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.algorithms import AladdinOptions

@@ -30,8 +30,8 @@ from aladdin_mpi.algorithms.ashl import (
     shares,
 )
 from aladdin_mpi.codec.base import DenseWire
-from aladdin_mpi.exchange.outbox import Outbox
 from aladdin_mpi.exchange.server_link import LocalDifference
+from aladdin_mpi.exchange.worker_mailbox import Outbox
 from aladdin_mpi.flat.layout import cut
 from aladdin_mpi.run.recorder import rounded
 from aladdin_mpi.transport.base import Transport

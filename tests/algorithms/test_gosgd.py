@@ -20,7 +20,7 @@ from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.endpoint import Endpoint
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
-from aladdin_mpi.worker.clipping import Clipping
+from aladdin_mpi.worker.gradient_pass import Clipping
 from aladdin_mpi.worker.step import StepTimeModel
 from aladdin_mpi.worker.worker import Worker
 from tests.gossip_lab import Spy, any_job, large, run_spied, starts

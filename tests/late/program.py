@@ -23,7 +23,7 @@ from aladdin_mpi import DataParallel, accelerator, load_dataset
 from aladdin_mpi.allreduce import compressed, messages
 from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.data import loading
-from aladdin_mpi.exchange import inbox
+from aladdin_mpi.exchange import worker_mailbox
 from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.run import trainer
 from aladdin_mpi.run.measurement import Measurement, reestimate_batch_norm
@@ -422,7 +422,7 @@ DEFECTS: dict[str, tuple[str, tuple[int, int], Callable[[], Any]]] = {
         "bsp",
         LATE_COPIES,
         lambda: replaced(
-            inbox._Line, "repost", lambda self, count, after=None: self._repost(count)
+            worker_mailbox._Line, "repost", lambda self, count, after=None: self._repost(count)
         ),
     ),
 }

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.gradients import BucketWatch
-from aladdin_mpi.flat.layout import Layout, cut
+from aladdin_mpi.flat.layout import Bucket, Layout, cut
 from aladdin_mpi.flat.replica import PhantomReplica, Replica, outline
 
 
@@ -137,9 +137,9 @@ def test_tied_weights_are_stored_once_and_sum_both_gradients() -> None:
     assert module.out.weight is module.embed.weight
     vector = replica.new_vector()
     told: list[int] = []
-    watch = replica.watch(small_buckets(replica), told.append)
+    watch = replica.watch(small_buckets(replica))
     replica.bind_gradients(vector)
-    watch.begin()
+    watch.begin(lambda bucket: told.append(bucket.index))
     for each in (module, plain):
         each(torch.tensor([1, 2, 2])).square().sum().backward()
     watch.end()
@@ -216,14 +216,14 @@ def test_mixed_dtypes_are_stepped_in_widest_dtype(watched: bool) -> None:
     replica = Replica(module)
     assert replica.parameters.dtype == torch.float32
     assert replica.numel == sum(p.numel() for p in alone.parameters())
-    watch = replica.watch(small_buckets(replica), lambda index: None) if watched else None
+    watch = replica.watch(small_buckets(replica)) if watched else None
     vector = replica.new_vector()
     for passes in (1, 2):
         alone.zero_grad()
         vector.fill_(7)
         replica.bind_gradients(vector)
         if watch is not None:
-            watch.begin()
+            watch.begin(lambda bucket: None)
         for number in range(passes):
             if watch is not None:
                 watch.enabled = number == passes - 1
@@ -243,9 +243,9 @@ def test_mixed_dtypes_are_stepped_in_widest_dtype(watched: bool) -> None:
 def test_changed_gradients_of_other_dtypes_are_rejected() -> None:
     module = Mixed()
     replica = Replica(module)
-    watch = replica.watch(small_buckets(replica), lambda index: None)
+    watch = replica.watch(small_buckets(replica))
     replica.bind_gradients(replica.new_vector())
-    watch.begin()
+    watch.begin(lambda bucket: None)
     backward(module)
     assert module.middle.weight.grad is not None
     module.middle.weight.grad.mul_(2)
@@ -276,13 +276,15 @@ class Watched:
         self.vector = self.replica.new_vector()
         self.told: list[int] = []
         self.seen = torch.full_like(self.vector, float("nan"))
-        self.watch: BucketWatch = self.replica.watch(self.layout, self.on_bucket)
+        self.watch: BucketWatch = self.replica.watch(self.layout)
         self.replica.bind_gradients(self.vector)
 
-    def on_bucket(self, index: int) -> None:
-        self.told.append(index)
-        part = self.layout.buckets[index].part
-        self.seen[part] = self.vector[part]
+    def begin(self) -> None:
+        self.watch.begin(self.on_bucket)
+
+    def on_bucket(self, bucket: Bucket) -> None:
+        self.told.append(bucket.index)
+        self.seen[bucket.part] = self.vector[bucket.part]
 
     @property
     def all(self) -> list[int]:
@@ -298,7 +300,7 @@ def test_watch_reports_complete_buckets_in_order_during_backward() -> None:
     for _ in range(3):
         watched.told.clear()
         watched.replica.bind_gradients(watched.vector)
-        watched.watch.begin()
+        watched.begin()
         backward(watched.module)
         assert watched.told == watched.all
         watched.watch.end()
@@ -325,7 +327,7 @@ def test_unused_parameters_have_zero_gradients(turn: int) -> None:
     module = Branches()
     module.turn = turn
     watched = Watched(module)
-    watched.watch.begin()
+    watched.begin()
     backward(module)
     if turn == 0:  # the unused branch lies before the used one, and holds it up
         assert len(watched.told) < len(watched.all)
@@ -348,7 +350,7 @@ def test_previous_contents_of_bound_vector_are_overwritten(times: int) -> None:
         module.turn = plain.turn = turn
         watched.vector.fill_(float("nan"))
         watched.replica.bind_gradients(watched.vector)
-        watched.watch.begin()
+        watched.begin()
         watched.watch.enabled = False  # as in `accumulate()`
         for _ in range(times - 1):
             backward(module)
@@ -370,7 +372,7 @@ def test_previous_contents_of_bound_vector_are_overwritten(times: int) -> None:
 def test_zero_grad_is_allowed_before_backward_and_rejected_after() -> None:
     module = perceptron()
     watched = Watched(module)
-    watched.watch.begin()
+    watched.begin()
     module.zero_grad()
     backward(module)
     assert watched.told == watched.all
@@ -382,7 +384,7 @@ def test_zero_grad_is_allowed_before_backward_and_rejected_after() -> None:
 def test_zero_grad_between_accumulated_passes_is_rejected() -> None:
     module = perceptron()
     watched = Watched(module)
-    watched.watch.begin()
+    watched.begin()
     watched.watch.enabled = False
     backward(module)
     module.zero_grad()
@@ -393,7 +395,7 @@ def test_zero_grad_between_accumulated_passes_is_rejected() -> None:
 def test_sparse_gradients_are_copied_into_vector() -> None:
     module = nn.Embedding(7, 2, sparse=True)
     watched = Watched(module)
-    watched.watch.begin()
+    watched.begin()
     module(torch.tensor([1, 1, 3])).sum().backward()
     watched.replica.end_backward()
     watched.watch.end()
@@ -404,7 +406,7 @@ def test_sparse_gradients_are_copied_into_vector() -> None:
 
 def test_second_backward_in_a_step_is_rejected() -> None:
     watched = Watched(perceptron())
-    watched.watch.begin()
+    watched.begin()
     backward(watched.module)
     with pytest.raises(UserError, match=r"backward\(\).*run\.accumulate\(\)"):
         backward(watched.module)
@@ -412,7 +414,7 @@ def test_second_backward_in_a_step_is_rejected() -> None:
 
 def test_watch_reports_buckets_only_in_last_accumulated_backward() -> None:
     watched = Watched(perceptron())
-    watched.watch.begin()
+    watched.begin()
     watched.watch.enabled = False
     backward(watched.module)
     assert watched.told == []

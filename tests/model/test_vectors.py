@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from aladdin_mpi.exchange.receiver import ReceivedBucket
 from aladdin_mpi.exchange.server import GradientSum
+from aladdin_mpi.exchange.server_mailbox import ReceivedBucket
 from aladdin_mpi.flat import vectors
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.optimizers.sgd import MomentumSGD

@@ -7,8 +7,8 @@ import torch
 
 from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.control.tags import Tag
-from aladdin_mpi.exchange.receiver import Header, Kind, new_header
 from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.exchange.server_mailbox import Header, Kind, new_header
 from aladdin_mpi.flat.layout import cut
 from aladdin_mpi.transport.base import Transport
 from tests import virtual_lab

@@ -15,7 +15,7 @@ from torch import Tensor
 from aladdin_mpi.algorithms.shat import staleness_weight
 from aladdin_mpi.algorithms.ssp import SspWorker
 from aladdin_mpi.control.budget import SampleLease
-from aladdin_mpi.exchange.receiver import Header
+from aladdin_mpi.exchange.server_mailbox import Header
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.role import Role

@@ -19,8 +19,7 @@ from aladdin_mpi.codec.quantised import (
     QuantisedEncoder,
     make_codec,
 )
-from aladdin_mpi.exchange.model_sender import SENT
-from aladdin_mpi.exchange.receiver import TAKEN
+from aladdin_mpi.exchange.server_mailbox import SENT, TAKEN
 from aladdin_mpi.flat.layout import cut
 from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.options.general import QUANTISED_BITS

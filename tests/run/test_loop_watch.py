@@ -10,7 +10,7 @@ from torch import nn
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.replica import Replica
-from aladdin_mpi.run.loop_watch import LoopWatch
+from aladdin_mpi.run.loop import LoopWatch
 from tests.messages import naming
 
 

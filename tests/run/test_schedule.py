@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from aladdin_mpi.optimizers.sgd import LearningRate
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.run.user_optimizer import LearningRate
 
 EPOCH, WORKERS = 1000, 4
 
