@@ -101,7 +101,7 @@ class _Line:
         else:
             with self._transport.atomic():
                 self._held += count
-            self._transport.when_happened(after, partial(self._release, count))
+            self._transport.when_done(after, partial(self._release, count))
 
     def _release(self, count: int) -> None:
         self._held -= count

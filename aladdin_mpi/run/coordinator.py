@@ -20,7 +20,7 @@ from aladdin_mpi.run.failures import Failures
 from aladdin_mpi.run.plan import Plan
 from aladdin_mpi.run.progress import State
 from aladdin_mpi.run.user_metrics import Means
-from aladdin_mpi.transport.base import Request, Transport
+from aladdin_mpi.transport.base import Request, Transport, surviving_ranks
 from aladdin_mpi.worker.merged_state import MergedState
 
 EVERY = 8
@@ -32,7 +32,7 @@ MOST_BYTES = 1 << 16
 
 def deputy_of(transport: Transport) -> int | None:
     """The first rank on another host than rank 0's, or else the next one; None: rank 0 is alone."""
-    others = [rank for rank in transport.living if rank]
+    others = [rank for rank in surviving_ranks(transport) if rank]
     away = [rank for rank in others if transport.hosts[rank] != transport.hosts[0]]
     return next(iter(away or others), None)
 
@@ -286,7 +286,7 @@ class Coordinator:
             total=self.plan.total,
             epoch=drawn / self.plan.epoch,
             workers=self._workers,
-            alive=sum(rank >= self._first_worker for rank in self._transport.living),
+            alive=sum(rank >= self._first_worker for rank in surviving_ranks(self._transport)),
             figures={**self.own_figures.so_far(), **self.marks.measured},
             lr=self.lr,
             waiting=self.wait_fraction if self._waiting else None,

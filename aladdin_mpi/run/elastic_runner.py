@@ -16,7 +16,7 @@ from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.run.membership import begin, next_membership, rendezvous
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.takeover import LoopProgress, RankSnapshot, Takeover, former_ranks, snapshot
-from aladdin_mpi.transport.base import Request, Transport
+from aladdin_mpi.transport.base import Request, Transport, surviving_ranks
 from aladdin_mpi.transport.group import Group, RankLostError
 
 T = TypeVar("T")
@@ -111,8 +111,8 @@ class ElasticRunner:
         try:
             self.rank = self.assemble(transport, self.options, None)
         except RankLostError as error:
-            number = transport.original(error.rank)
-            raise PeerFailedError(number, transport.host_name(error.rank)) from None
+            number = transport.original_ranks[error.rank]
+            raise PeerFailedError(number, transport.host_names[error.rank]) from None
         self.on_change(self.rank)
         return True
 
@@ -139,7 +139,7 @@ class ElasticRunner:
     def _say_coming(self) -> None:
         """To whom gathers the next group: this rank lives, though its step may take long."""
         with suppress(LostError):  # which is told of by whoever gathers
-            leader = next_membership(self.members, self._base.living).ranks[0]
+            leader = next_membership(self.members, surviving_ranks(self._base)).ranks[0]
             if leader != self._base.rank:
                 self._base.isend(torch.zeros(1, dtype=torch.uint8), leader, Tag.COMING)
 

@@ -15,7 +15,7 @@ from typing import Any
 from aladdin_mpi.control.exchange import receive_object, send_object
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import LostError, PeerFailedError
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import Transport, surviving_ranks, wait_ended
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def rendezvous(
         LostError: too few ranks are left.
     """
     while True:
-        leader = next_membership(before, base.living).ranks[0]
+        leader = next_membership(before, surviving_ranks(base)).ranks[0]
         try:
             if base.rank == leader:
                 return _lead(base, before, mine, patience or None, is_coming)
@@ -130,10 +130,10 @@ def rendezvous(
 
 
 def _follow(base: Transport, leader: int, number: int, mine: Any) -> NextGroup:
-    base.wait_ended(send_object(base, [number, mine], leader, Tag.JOIN))
+    wait_ended(base, send_object(base, [number, mine], leader, Tag.JOIN))
     told = receive_object(base, leader, Tag.MEMBERS)
     members = Membership(**{k: _frozen(v) for k, v in told["members"].items()})
-    for rank in base.living:
+    for rank in surviving_ranks(base):
         if rank not in told["brought"]:
             base.exclude(rank)  # it did not come in time
     return NextGroup(members, told["brought"])
@@ -147,7 +147,7 @@ def _lead(
     is_coming: Callable[[int], bool],
 ) -> NextGroup:
     number, brought = before.number, {base.rank: mine}
-    for rank in [rank for rank in base.living if rank != base.rank]:
+    for rank in [rank for rank in surviving_ranks(base) if rank != base.rank]:
         try:
             comes = partial(is_coming, rank)
             other, theirs = receive_object(base, rank, Tag.JOIN, patience, comes)

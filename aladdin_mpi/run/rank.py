@@ -162,7 +162,7 @@ class Rank:
         summary = summarise(context, self.role, self.books, self.folder.path, trained)
         if seen is not None:
             share_buffers(context, 0)
-        if context.transport.is_revoked_without(0):
+        if context.transport.is_revoked(without=0):
             broadcast(context.transport, None)  # rank 0 has written all: nobody is needed any more
         self._leave()
         return summary

@@ -207,7 +207,7 @@ class Takeover:
             raise RefusedError
         first = self.merged[0]
         raise LostError(
-            f"rank {first} (host {self.base.host_name(first)}), which kept the run's books, and "
+            f"rank {first} (host {self.base.host_names[first]}), which kept the run's books, and "
             "its deputy are both lost"
         )
 
@@ -342,7 +342,7 @@ def _losses(takeover: Takeover, gradients: int, step: int) -> list[dict[str, Any
         found.append(
             {
                 "rank": rank,
-                "host": takeover.base.host_name(rank),
+                "host": takeover.base.host_names[rank],
                 "what": "left out" if rank in takeover.base.excluded else "died",
                 "samples_lost": samples,
                 "gradients_lost": 0,
@@ -379,7 +379,7 @@ class _StateParts:
 
     def end(self) -> None:
         """Rank 0 has them all."""
-        self._transport.wait_all(self._sends)
+        self._transport.wait(*self._sends)
 
 
 def _take_local(context: Context, local: LocalState, takeover: Takeover) -> None:

@@ -19,7 +19,7 @@ from aladdin_mpi.flat.gradients import BucketWatch
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.replica import PhantomReplica, Replica
 from aladdin_mpi.options.general import FORWARD_SHARE
-from aladdin_mpi.transport.base import Event, IdleUntil, Transport
+from aladdin_mpi.transport.base import Event, IdleUntil, Transport, await_event, sleep_between
 
 Shape = Sequence[tuple[float, float]]
 """Of backward: shares of the gradient, last layer first, with the shares of backward's time after
@@ -137,7 +137,7 @@ class Outcomes:
         while len(self._unread) > lag:
             outcome, coming = self._unread.popleft()
             if coming is not None:
-                self._transport.await_event(coming.event)
+                await_event(self._transport, coming.event)
                 outcome = coming.read(outcome)
             yield outcome
 
@@ -276,7 +276,7 @@ class ModelledStep:
     def _pass_backward(self, start: float, duration: float) -> None:
         """Let the step's time pass."""
         moments = [start + duration * share for share in self._ends]
-        self._transport.sleep_between(moments, self._end_bucket, self.idle_until)
+        sleep_between(self._transport, moments, self._end_bucket, self.idle_until)
 
     def _end_bucket(self, index: int) -> None:
         self._on_bucket(self._layout.buckets[index])

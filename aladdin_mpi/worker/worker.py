@@ -15,7 +15,7 @@ from aladdin_mpi.flat.replica import PhantomReplica, Replica
 from aladdin_mpi.flat.state import Stateful, saved
 from aladdin_mpi.flat.unused import Unused, UnusedMarks, joined, shifted, within
 from aladdin_mpi.flat.vectors import clear, scale
-from aladdin_mpi.transport.base import IdleUntil, Transport
+from aladdin_mpi.transport.base import IdleUntil, Transport, survivors_from
 from aladdin_mpi.worker.clipping import Clipping, divisor, unscaled
 from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.node import NodeLeader
@@ -226,7 +226,7 @@ class Worker(Stateful):
     @property
     def survivors(self) -> int:
         """The number of workers, this one included, that are not known to have failed."""
-        return self.transport.survivors_from(self.servers)
+        return survivors_from(self.transport, self.servers)
 
     @property
     def divisor(self) -> float:
