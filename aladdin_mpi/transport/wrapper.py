@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import update_abstractmethods
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from inspect import get_annotations
 from operator import attrgetter
 from typing import Any
@@ -39,13 +39,14 @@ DATA = sorted({name for kind in Transport.__mro__ for name in get_annotations(ki
 class TransportWrapper(Transport):
     """A transport that forwards everything to ``inner``, for subclasses to change.
 
-    Primitives are forwarded. Methods built on them, such as ``wait``, come from
-    :class:`Transport` and use the subclass's primitives.
+    Primitives are forwarded; an instance has those that its class does not change as bound methods
+    of ``inner``, which saves a call for each layer. Methods built on primitives, such as ``wait``,
+    come from :class:`Transport` and use the subclass's.
     """
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
-        for name in DATA:
+        for name in [*DATA, *_unchanged(type(self))]:
             setattr(self, name, getattr(inner, name))
 
     def __getattr__(self, name: str) -> Any:
@@ -64,6 +65,17 @@ def _forward(name: str) -> Callable[..., Any] | property:
         return getattr(self.inner, name)(*args, **kwargs)
 
     return forward
+
+
+@cache
+def _unchanged(kind: type[TransportWrapper]) -> list[str]:
+    """Return the methods that a class forwards, whose calls can go to the inner transport."""
+    return [
+        name
+        for name in sorted(Transport.__abstractmethods__)
+        if getattr(kind, name) is vars(TransportWrapper)[name]
+        and not isinstance(vars(TransportWrapper)[name], property)
+    ]
 
 
 for _name in Transport.__abstractmethods__:
