@@ -47,7 +47,7 @@ def check_order_within_tag(transport: Transport) -> None:
         transport.wait(request)
         assert (request.source, request.nbytes) == (source, 4 * length)
         assert torch.equal(buffer[:length], full(length, i))
-    transport.wait_all(sends)
+    transport.wait(*sends)
 
 
 @_listed
@@ -59,7 +59,7 @@ def check_tags_are_apart(transport: Transport) -> None:
         buffer = torch.empty(4)
         transport.wait(transport.irecv(buffer, source, _tag(1, tag)))
         assert torch.equal(buffer, full(4, tag))
-    transport.wait_all(sends)
+    transport.wait(*sends)
 
 
 @_listed
@@ -70,7 +70,7 @@ def check_posted_receives(transport: Transport) -> None:
     receives = [transport.irecv(buffer, source, _tag(2)) for buffer in buffers]
     transport.wait(transport.ibarrier())
     sends = [transport.isend(full(LARGE, i), dest, _tag(2)) for i in range(4)]
-    transport.wait_all(receives + sends)
+    transport.wait(*receives + sends)
     assert [buffer[-1].item() for buffer in buffers] == [0, 1, 2, 3]
     assert sorted(receives, key=lambda request: request.order) == receives
 
@@ -102,7 +102,7 @@ def check_any_source_among_others(transport: Transport) -> None:
             for buffer, source in zip(buffers, sources, strict=True)
         ]
         sends = [transport.isend(full(1, i), rank, _tag(tag)) for i in range(2)]
-        transport.wait_all(receives + sends)
+        transport.wait(*receives + sends)
         assert [buffer.item() for buffer in buffers] == [0, 1]
 
 
@@ -195,7 +195,7 @@ def check_self_send(transport: Transport) -> None:
         buffer = torch.empty(length)
         request = transport.irecv(buffer, transport.rank, _tag(8))
         send = transport.isend(full(length, 3), transport.rank, _tag(8))
-        transport.wait_all([request, send])
+        transport.wait(request, send)
         assert request.source == transport.rank
         assert torch.equal(buffer, full(length, 3))
 
@@ -209,7 +209,7 @@ def check_server_and_workers(transport: Transport) -> None:
             answer = torch.empty(LARGE)
             receive = transport.irecv(answer, 0, _tag(9, 1))
             question = full(LARGE, transport.rank + 10 * turn)
-            transport.wait_all([transport.isend(question, 0, _tag(9)), receive])
+            transport.wait(transport.isend(question, 0, _tag(9)), receive)
             assert answer[-1].item() == question[0].item() + 0.5
         return
     turns = dict.fromkeys(range(1, transport.size), 0)
@@ -235,7 +235,7 @@ def check_exchange_of_large(transport: Transport) -> None:
     requests = [transport.irecv(buffers[rank], rank, _tag(10)) for rank in others]
     mine = full(LARGE, transport.rank)
     requests += [transport.isend(mine, rank, _tag(10)) for rank in others]
-    transport.wait_all(requests)
+    transport.wait(*requests)
     for rank in others:
         assert torch.equal(buffers[rank], full(LARGE, rank))
 
@@ -247,7 +247,7 @@ def check_half_precision_payload(transport: Transport) -> None:
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     buffer = torch.zeros(2**16, dtype=torch.bfloat16)
     receive = transport.irecv(buffer, source, _tag(11))
-    transport.wait_all([transport.isend(bits.view(torch.bfloat16), dest, _tag(11)), receive])
+    transport.wait(transport.isend(bits.view(torch.bfloat16), dest, _tag(11)), receive)
     assert torch.equal(buffer.view(torch.int16), bits)
 
 
@@ -258,7 +258,7 @@ def check_mixed_dtypes(transport: Transport) -> None:
     numbers = torch.tensor([[1.5, -2.0], [3.0, float("inf")]], dtype=torch.float64)
     buffer = torch.zeros(32, dtype=torch.uint8)
     receive = transport.irecv(buffer, source, _tag(12))
-    transport.wait_all([transport.isend(numbers, dest, _tag(12)), receive])
+    transport.wait(transport.isend(numbers, dest, _tag(12)), receive)
     assert torch.equal(buffer.view(torch.float64).view(2, 2), numbers)
 
 
@@ -271,7 +271,7 @@ def check_cancel(transport: Transport) -> None:
     transport.cancel(request)
     receive = transport.irecv(kept, source, _tag(13))
     transport.wait(transport.ibarrier())
-    transport.wait_all([transport.isend(full(4, 6), dest, _tag(13)), receive])
+    transport.wait(transport.isend(full(4, 6), dest, _tag(13)), receive)
     assert torch.equal(kept, full(4, 6))
     assert torch.equal(given_up, full(4, -1))
 
@@ -287,7 +287,7 @@ def check_traffic(transport: Transport) -> None:
     lengths = [25, LARGE, 0]
     requests = [transport.irecv(torch.empty(LARGE), source, _tag(14)) for _ in lengths]
     requests += [transport.isend(torch.ones(length), dest, _tag(14)) for length in lengths]
-    transport.wait_all(requests)
+    transport.wait(*requests)
     nbytes = 4 * sum(lengths)
     assert (traffic.bytes_sent - before[0], traffic.messages_sent - before[1]) == (nbytes, 3)
     assert (traffic.bytes_received - received[0], traffic.messages_received - received[1]) == (
@@ -329,7 +329,7 @@ def check_send_after_event(transport: Transport) -> None:
         transport.sleep(0.01)
         buffer.fill_(1)
         event.on = True
-        transport.wait_all(receives + sends)
+        transport.wait(*receives + sends)
         assert torch.equal(first, full(length, 1))
         assert torch.equal(second, full(length, 2))
 
@@ -359,7 +359,7 @@ def check_handler_during_sleep(transport: Transport) -> None:
         question = torch.full((8,), transport.rank, dtype=torch.uint8)
         reply = torch.zeros(8, dtype=torch.uint8)
         receive = transport.irecv(reply, 0, _tag(16, 1))
-        transport.wait_all([transport.isend(question, 0, _tag(16)), receive])
+        transport.wait(transport.isend(question, 0, _tag(16)), receive)
         assert torch.equal(reply, question + 1)
     transport.wait(transport.ibarrier())
 
@@ -375,7 +375,7 @@ def check_handler_keeps_order(transport: Transport) -> None:
     dest, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     lengths = [10, 0, 1000, 1, 500, 7, 8, 9]
     sends = [transport.isend(torch.zeros(n, dtype=torch.uint8), dest, _tag(17)) for n in lengths]
-    transport.wait_all(sends)
+    transport.wait(*sends)
     for _ in range(100):
         if len(seen) == len(lengths):
             break
@@ -400,7 +400,7 @@ def check_atomic(transport: Transport) -> None:
                 pair[0] += 1
                 pair[1] += 1
         transport.sleep(0.0005)
-    transport.wait_all(sends)
+    transport.wait(*sends)
     for _ in range(100):
         if len(equal) == count * len(others):
             break

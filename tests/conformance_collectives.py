@@ -117,7 +117,7 @@ def check_overlapping_collectives(transport: Transport) -> None:
         transport.iallgather(mine, gathered),
     ]
     transport.sleep(0.01 * rank)
-    transport.wait_all([receive, *reversed(requests)])
+    transport.wait(receive, *reversed(requests))
     assert torch.equal(total, full(LARGE, sum(range(size))))
     assert torch.equal(root_value, full(1000, size - 1))
     assert torch.equal(gathered, torch.arange(size).float().repeat_interleave(10))
@@ -177,7 +177,7 @@ def check_when_happened(transport: Transport) -> None:
         requests.append(transport.iallreduce(totals[len(requests)]))
 
     for number in range(3):
-        transport.when_happened(FifthLook(), start)
+        transport.when_done(FifthLook(), start)
         for _ in range(500):
             if len(requests) > number and requests[-1].done:
                 break

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.control.tags import SEALED
-from aladdin_mpi.transport.base import Event, Request, Transport
+from aladdin_mpi.transport.base import Event, Request, Transport, as_tensor
 from aladdin_mpi.transport.checksums import ChecksumTransport
 from aladdin_mpi.transport.wrapper import TransportWrapper
 
@@ -29,7 +29,14 @@ class DamagingTransport(TransportWrapper):
         self._numbers = {True: 0, False: 0}
         self.damaged: list[int] = []
 
-    def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
+    def isend(
+        self,
+        buffer: Tensor | Sequence[float],
+        dest: int,
+        tag: int,
+        after: Event | None = None,
+    ) -> Request:
+        buffer = as_tensor(buffer)
         if tag in SEALED and buffer.numel():
             kind = is_values(buffer)
             self._numbers[kind] += 1

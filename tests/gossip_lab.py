@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aladdin_mpi.transport.base import Event, Handler, IdleUntil, Request, Transport
+from aladdin_mpi.transport.base import Event, Handler, IdleUntil, Request, sleep_and_call
 from aladdin_mpi.transport.virtual.endpoint import Endpoint
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 from tests.roles import Job, Outcome, any_network, flat_start, noise_of_samples, run_rank
@@ -31,12 +31,25 @@ class Spy(VirtualTransport):
     def switched(self) -> None:
         """Other ranks run now, or have run."""
 
-    def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
+    def isend(
+        self,
+        buffer: Tensor | Sequence[float],
+        dest: int,
+        tag: int,
+        after: Event | None = None,
+    ) -> Request:
         request = super().isend(buffer, dest, tag, after)
-        self.sent(buffer, dest, tag)
+        if isinstance(buffer, Tensor):
+            self.sent(buffer, dest, tag)
         return request
 
-    def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
+    def on_message(
+        self, tag: int, nbytes: int, handler: Handler, *, as_numbers: bool = False
+    ) -> None:
+        if as_numbers:
+            super().on_message(tag, nbytes, handler, as_numbers=True)
+            return
+
         def spied(source: int, message: Tensor) -> None:
             kept = message.clone()
             handler(source, message)
@@ -45,9 +58,9 @@ class Spy(VirtualTransport):
 
         super().on_message(tag, nbytes, spied)
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float = 0.0, *, until: float | None = None) -> None:
         self.switched()
-        super().sleep(seconds)
+        super().sleep(seconds, until=until)
         self.switched()
 
     def sleep_between(
@@ -57,7 +70,7 @@ class Spy(VirtualTransport):
         idle_until: IdleUntil | None = None,
     ) -> None:
         # By single sleeps, each of which is told of.
-        Transport.sleep_between(self, moments, action, idle_until)
+        sleep_and_call(self, moments, action)
 
     def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
         self.switched()

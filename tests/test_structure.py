@@ -55,7 +55,8 @@ def test_figures_of_size_equal_a_count_of_the_files(figures: dict[str, dict[str,
     assert values["lines"] == sum(len(path.read_text().splitlines()) for path in paths)
     methods = {
         name
-        for name, value in vars(Transport).items()
+        for kind in Transport.__mro__
+        for name, value in vars(kind).items()
         if not name.startswith("_") and isinstance(value, FunctionType | property)
     }
     assert set(figures["public methods of Transport"]["names"]) == methods

@@ -8,8 +8,9 @@ syntax trees of the package:
   functions and for type checking. ``from package import name`` counts as the module ``name`` if
   there is one. The front page, ``__init__.py`` of the package, is left out: it re-exports names.
   A chain counts its modules, and a cycle in it as one.
-- The public methods of Transport are those that the class and its bases in the package define,
-  including properties.
+- The public methods of Transport are those that the class and its bases in the package, the four
+  protocols, define, including properties. Those of the objects that only one engine has,
+  ``Simulation`` and ``PollHooks``, are counted apart.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from typing import TypeAlias
 PACKAGE = "aladdin_mpi"
 ROOT = Path(__file__).resolve().parent.parent
 REPEATED = "class names defined more than once"
+OPTIONAL = ("Simulation", "PollHooks")
+"""The protocols of objects that a transport may have."""
 TRACES = {
     "gradient": ("files on a gradient's path", 14),
     "option": ("files on an option's path", 8),
@@ -138,7 +141,11 @@ def static_figures() -> list[Figure]:
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     repeated = sorted(name for name, n in Counter(node.name for node in classes).items() if n > 1)
-    methods = sorted(public_methods({node.name: node for node in classes}, "Transport"))
+    by_name = {node.name: node for node in classes}
+    methods = sorted(public_methods(by_name, "Transport"))
+    optional = sorted(
+        f"{kind}.{name}" for kind in OPTIONAL for name in public_methods(by_name, kind)
+    )
     conditions = [ast.unparse(node.test) for node in nodes if isinstance(node, ast.If)]
     texts = [path.read_text() for path in (ROOT / PACKAGE).rglob("*.py")]
     graph = imports(trees)
@@ -153,6 +160,7 @@ def static_figures() -> list[Figure]:
         Figure("lines", sum(len(text.splitlines()) for text in texts), 38_000),
         Figure("if TYPE_CHECKING blocks", conditions.count("TYPE_CHECKING"), 10),
         Figure("public methods of Transport", len(methods), 25, methods),
+        Figure("methods that only one engine has", len(optional), None, optional),
         Figure("imports per module, p90", counts[len(counts) * 9 // 10], 8),
         Figure("imports per module, maximum", counts[-1], 20),
         Figure("modules with exactly one importer", len(single), None, single),

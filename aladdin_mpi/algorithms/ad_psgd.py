@@ -32,7 +32,7 @@ from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.vectors import add, copy, host_vector
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import AD_PSGD, AdPsgdOptions, own
-from aladdin_mpi.transport.base import Request
+from aladdin_mpi.transport.base import Request, await_event, wait_ended
 from aladdin_mpi.transport.checksums import is_void, void
 from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
@@ -119,7 +119,7 @@ class PassiveSide(_Side):
 
     def flush(self) -> None:
         """Wait for the last answers."""
-        self.transport.wait_ended([request for sent in self._sent for request in sent])
+        wait_ended(self.transport, [request for sent in self._sent for request in sent])
 
 
 class ActiveSide(_Side):
@@ -207,7 +207,7 @@ class _DeviceLink:
         """``g`` on the host, when the device has computed it."""
         staged, event = self._wire.stage(g, self.room)
         if event is not None:
-            self._transport.await_event(event)
+            await_event(self._transport, event)
         return staged
 
 

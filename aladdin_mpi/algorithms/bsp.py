@@ -22,7 +22,7 @@ from aladdin_mpi.flat.state import saved
 from aladdin_mpi.flat.vectors import copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import BSP, BspOptions, own
-from aladdin_mpi.transport.base import Event, Request, Transport
+from aladdin_mpi.transport.base import Event, Request, Transport, await_event, charge_memory
 from aladdin_mpi.transport.checksums import ChecksumTransport, is_void
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
@@ -90,7 +90,7 @@ class LeadingLink(GradientLink):
         while self.awaited and self.awaited[0][0].index < self.completed:
             bucket, receives = self.awaited[0]
             if last:
-                self.transport.wait_all(receives)
+                self.transport.wait(*receives)
             elif not all(self.transport.test(receive) for receive in receives):
                 break
             self.awaited.popleft()
@@ -99,8 +99,8 @@ class LeadingLink(GradientLink):
 
     def _add(self, g: Tensor, bucket: Bucket) -> None:
         mine = bucket.of(g)
-        self.transport.charge_memory(
-            TAKEN * mine.numel() * self.wire.dtype.itemsize * len(self.received)
+        charge_memory(
+            self.transport, TAKEN * mine.numel() * self.wire.dtype.itemsize * len(self.received)
         )
         if not mine.is_meta:
             for buffer in self.received.values():
@@ -114,8 +114,8 @@ class LeadingLink(GradientLink):
         """Wait for the model and hand it on."""
         super().pull()
         event = self.wire.encode(self.x, self.model)
-        self.transport.wait_all(
-            [
+        self.transport.wait(
+            *[
                 self.transport.isend(bucket.of(self.model), rank, Tag.LOCAL_MODEL, after=event)
                 for bucket in self.layout.buckets
                 for rank in self.group[1:]
@@ -151,7 +151,7 @@ class FollowingLink(GradientLink):
 
     def push(self, batch: SampleLease) -> Tensor:
         """Compute, and send each bucket to the leader as it is completed."""
-        self.transport.wait_all(self.requests)
+        self.transport.wait(*self.requests)
         self.requests.clear()
         self.worker.gradient(self.g, self._send(self.g))
         return self.g
@@ -167,12 +167,12 @@ class FollowingLink(GradientLink):
     def pull(self) -> None:
         """Wait for the model from the leader."""
         if self.taken is not None:
-            self.transport.await_event(self.taken)
+            await_event(self.transport, self.taken)
         receives = [
             self.transport.irecv(bucket.of(self.model), self.leader, Tag.LOCAL_MODEL)
             for bucket in self.layout.buckets
         ]
-        self.transport.wait_all(receives)
+        self.transport.wait(*receives)
         if self.model.data_ptr() != self.x.data_ptr():
             for bucket in self.layout.buckets:
                 if not is_void(bucket.of(self.model)):

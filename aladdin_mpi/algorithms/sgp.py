@@ -38,7 +38,7 @@ from aladdin_mpi.flat.vectors import copy, lerp, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import OSGP, SGP, OsgpOptions, SgpOptions, own
 from aladdin_mpi.options.general import GeneralOptions
-from aladdin_mpi.transport.base import Event, Request
+from aladdin_mpi.transport.base import Event, Request, await_event
 from aladdin_mpi.transport.checksums import intact, is_void
 from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
@@ -165,7 +165,7 @@ class SgpWorker(TrainingWorker):
             return
         push = self._spare.pop()
         if push.event is not None:
-            self.transport.await_event(push.event)
+            await_event(self.transport, push.event)
         push.step = self.steps
         post = self.transport.irecv
         push.requests = [post(push.w, source, Tag.PUSH)]
@@ -185,7 +185,7 @@ class SgpWorker(TrainingWorker):
             requests, is_lost = self.incoming[0].requests, False
             try:
                 if self.incoming[0].step < due:
-                    self.transport.wait_all(requests)
+                    self.transport.wait(*requests)
                 elif not all(self.transport.test(request) for request in requests):
                     break
             except PeerFailedError:

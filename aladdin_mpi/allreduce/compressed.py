@@ -97,7 +97,7 @@ class InOrder:
             self._held.append(queued)
             self._launch()
         if after is not None and queued.request is None:
-            self._transport.when_happened(after, self._launch)
+            self._transport.when_done(after, self._launch)
         return queued
 
     def _launch(self) -> None:

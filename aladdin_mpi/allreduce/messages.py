@@ -12,7 +12,7 @@ from aladdin_mpi.allreduce.compressed import InOrder, Queued
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.transport import collectives
-from aladdin_mpi.transport.base import Event, Request, Transport
+from aladdin_mpi.transport.base import Event, Request, Transport, await_event
 from aladdin_mpi.transport.group import GroupChannel, Stepper
 
 
@@ -163,11 +163,11 @@ class DirectAllReduce(AllReduce):
         while not pending.reduced:
             first = self._scattering[0]
             if first.event is not None:
-                self._transport.await_event(first.event)
-            self._transport.wait_all(first.own)
+                await_event(self._transport, first.event)
+            self._transport.wait(*first.own)
             self._check()
             self._advance()
-        self._transport.wait_all(pending.others)
+        self._transport.wait(*pending.others)
         self._check()
         self._under_way.remove(pending)
         Buffers.store(pending.space.gathered, pending.values)
@@ -357,13 +357,13 @@ class _Sum(PendingSum):
         if self._event is None:
             self.steps.advance()
         else:
-            self._transport.when_happened(self._event, self.steps.advance)
+            self._transport.when_done(self._event, self.steps.advance)
 
     def wait_for_step(self) -> None:
         """Wait for what is awaited at present, and go on."""
         if self._event is not None:
-            self._transport.await_event(self._event)
-        self._transport.wait_all(self.steps.awaited)
+            await_event(self._transport, self._event)
+        self._transport.wait(*self.steps.awaited)
         self.steps.advance()
 
     def wait(self) -> Tensor:

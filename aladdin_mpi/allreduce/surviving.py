@@ -26,7 +26,7 @@ from aladdin_mpi.control.tags import COORDINATOR, Tag, of_generation
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.vectors import copy
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import Transport, wait_ended
 from aladdin_mpi.transport.group import PartOfRanks
 
 GONE = -1
@@ -229,7 +229,7 @@ class SurvivingSums:
         for bucket in self._layout.buckets:
             values = _on_host(bucket.of(last))
             sends = [self._transport.isend(values, rank, Tag.SUMS) for rank in lacking]
-            self._transport.wait_ended(sends)
+            wait_ended(self._transport, sends)
 
     def _take(self, agreed: _Agreed) -> None:
         """Receive this step's sums from the first rank that has them.

@@ -127,7 +127,8 @@ class Budget:
         """Samples granted to each rank before this segment, by a budget of as many ranks."""
         self._computed = [0] * transport.size
         transport.on_failure(self._lose)
-        transport.on_numbers(Tag.DRAW, 1 + len(WorkerReport._fields), self._draw)
+        nbytes = 8 * (1 + len(WorkerReport._fields))
+        transport.on_message(Tag.DRAW, nbytes, self._draw, as_numbers=True)
 
     def _draw(self, source: int, numbers: Sequence[float]) -> None:
         want, samples, loss, waiting, sent, steps, *rate = numbers
@@ -159,7 +160,7 @@ class Budget:
         if lease.size:
             self._granted[rank].append(lease.size)
         numbers = (*lease[:3], log2(lease.scale), *lease.absent)
-        self._transport.isend_numbers(numbers, rank, Tag.GRANT)
+        self._transport.isend(numbers, rank, Tag.GRANT)
 
     def _take(self, want: int) -> SampleLease:
         count = min(want, max(self.limit - self.drawn, 0))
@@ -303,7 +304,7 @@ class SampleClient:
         self._send(-samples, WorkerReport())
 
     def _send(self, want: float, report: WorkerReport) -> None:
-        self._transport.isend_numbers((want, *report.pack()), COORDINATOR, Tag.DRAW)
+        self._transport.isend((want, *report.pack()), COORDINATOR, Tag.DRAW)
 
     def take(self) -> SampleLease:
         """The first lease asked for; waits for it if it has not come."""

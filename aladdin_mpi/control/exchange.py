@@ -14,7 +14,7 @@ from torch import Tensor
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import PeerFailedError, RefusedError, UserError, combined
 from aladdin_mpi.process.guard import no_exit
-from aladdin_mpi.transport.base import Request, Transport
+from aladdin_mpi.transport.base import Request, Transport, meet, surviving_ranks, wait_ended
 
 T = TypeVar("T")
 
@@ -24,8 +24,8 @@ def gather(transport: Transport, fact: Any) -> list[Any]:
 
     None of a rank that has failed.
     """
-    if transport.meets:
-        facts = transport.meet(fact)
+    facts = meet(transport, fact)
+    if facts is not None:
         return [] if transport.rank else [fact, *map(_as_read, facts[1:])]
     if transport.rank:
         _send(transport, _written(fact), 0)
@@ -35,9 +35,9 @@ def gather(transport: Transport, fact: Any) -> list[Any]:
 
 def broadcast(transport: Transport, fact: Any) -> Any:
     """Rank 0's ``fact`` at every rank that lives."""
-    if transport.meets:
-        told = transport.meet(None if transport.rank else _as_read(fact))
-        return told[0] if transport.rank else fact
+    facts = meet(transport, None if transport.rank else _as_read(fact))
+    if facts is not None:
+        return facts[0] if transport.rank else fact
     return _broadcast(transport, fact)
 
 
@@ -59,7 +59,9 @@ def broadcast_tensor(transport: Transport, values: Tensor, root: int) -> None:
         return
     if root:
         _pass_on(transport, values, root, [0])
-    _pass_on(transport, values, 0, [rank for rank in transport.living if rank not in (0, root)])
+    _pass_on(
+        transport, values, 0, [rank for rank in surviving_ranks(transport) if rank not in (0, root)]
+    )
 
 
 def allreduce_tensor(transport: Transport, values: Tensor) -> None:
@@ -71,7 +73,7 @@ def allreduce_tensor(transport: Transport, values: Tensor) -> None:
         transport.wait(transport.isend(values, 0, Tag.SETUP))
     else:
         other = torch.empty_like(values)
-        for source in transport.living[1:]:
+        for source in surviving_ranks(transport)[1:]:
             with suppress(PeerFailedError):
                 transport.wait(transport.irecv(other, source, Tag.SETUP))
                 values.add_(other)
@@ -80,7 +82,7 @@ def allreduce_tensor(transport: Transport, values: Tensor) -> None:
 
 def _pass_on(transport: Transport, values: Tensor, source: int, dests: list[int]) -> None:
     if transport.rank == source:
-        transport.wait_ended([transport.isend(values, dest, Tag.SETUP) for dest in dests])
+        wait_ended(transport, [transport.isend(values, dest, Tag.SETUP) for dest in dests])
     elif transport.rank in dests:
         transport.wait(transport.irecv(values, source, Tag.SETUP))
 
@@ -108,12 +110,11 @@ def all_or_none(transport: Transport, attempt: Callable[[], T]) -> T:
 
 def _summary(transport: Transport, problem: str | None) -> str:
     """What is wrong, at every rank."""
-    if transport.meets:
-        problems = transport.meet(problem)
-        if problems.count(None) == len(problems):
-            return ""
-    else:
+    problems = meet(transport, problem)
+    if problems is None:
         problems = gather(transport, problem)
+    elif problems.count(None) == len(problems):
+        return ""
     # By messages: the others' errors are to come behind that of rank 0, which says what is wrong.
     found: str = _broadcast(transport, combined(problems, transport.size))
     return found
@@ -158,7 +159,7 @@ def receive_object(
     if transport.wait_any(announced, timeout) < 0:
         if not unless():
             raise TimeoutError
-        transport.wait_all(announced)
+        transport.wait(*announced)
     data = torch.empty(int(size), dtype=torch.uint8)
     transport.wait(transport.irecv(data, source, tag))
     return unpacked(data)
@@ -177,7 +178,7 @@ def _as_read(fact: Any) -> Any:
 
 def _send(transport: Transport, message: tuple[Tensor, Tensor], dest: int) -> None:
     requests = [transport.isend(part, dest, Tag.SETUP) for part in message]
-    transport.wait_all(requests)
+    transport.wait(*requests)
 
 
 def _receive_if_living(transport: Transport, source: int) -> Any:
@@ -212,8 +213,8 @@ def barrier(transport: Transport) -> None:
 
 
 def _wait_for_all(transport: Transport) -> None:
-    others = transport.living[1:]
-    transport.wait_ended([transport.irecv(_nothing(), rank, Tag.BARRIER) for rank in others])
+    others = surviving_ranks(transport)[1:]
+    wait_ended(transport, [transport.irecv(_nothing(), rank, Tag.BARRIER) for rank in others])
     for rank in others:
         transport.isend(_nothing(), rank, Tag.BARRIER)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import ExcludedError, LostError
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import Transport, surviving_ranks
 
 SIGNS = 6
 """Signs of life that a rank sends within the time after which it would be excluded."""
@@ -44,34 +44,38 @@ class Heartbeats:
         self._timeout = timeout
         self._heard: dict[int, float] = {}
         self._last_look = transport.now()
-        # Without a thread of its own a rank that computes would seem to hang.
-        self._on = timeout > 0 and not transport.models_time and transport.progresses
-        if self._on:
+        # Without a progress thread a rank that computes would seem to hang.
+        self._hooks = transport.poll_hooks if timeout > 0 and transport.progresses else None
+        if self._hooks is not None:
             others = set(range(transport.size)) - {transport.rank}
             self._heard = dict.fromkeys(others, transport.now())
             transport.exclude_from_traffic(Tag.ALIVE, Tag.EXCLUDED)
             transport.on_message(Tag.ALIVE, 8, self._hear)
             transport.on_message(Tag.EXCLUDED, 8, self._exclude)
-            transport.watch(self._look)
+            self._hooks.watch(self._look)
 
     def close(self) -> None:
         """The run is over for this rank: it goes silent, and nobody is watched any more."""
-        if self._on:
-            self._transport.unwatch(self._look)
+        if self._hooks is not None:
+            self._hooks.unwatch(self._look)
             for dest in self._watchers():
                 self._send(dest, GOODBYE)
-            self._on = False
+            self._hooks = None
 
     def give_up(self) -> None:
         """The group has come apart: nobody is watched any more, and nobody told."""
-        if self._on:
-            self._transport.unwatch(self._look)
-            self._on = False
+        if self._hooks is not None:
+            self._hooks.unwatch(self._look)
+            self._hooks = None
 
     # -- signs of life ----------------------------------------------------------
     @property
     def _deputy(self) -> int:
-        return self._transport.living[1:2][0] if len(self._transport.living) > 1 else 0
+        return (
+            surviving_ranks(self._transport)[1:2][0]
+            if len(surviving_ranks(self._transport)) > 1
+            else 0
+        )
 
     def _watchers(self) -> set[int]:
         """The ranks that have to hear of this one."""
@@ -122,7 +126,7 @@ class Heartbeats:
     def _cut_off(self, silent: int) -> None:
         """Leave a rank out, and tell everybody: at rank 0, or of rank 0."""
         if self._transport.survives:  # otherwise the job ends here
-            for dest in self._transport.living:
+            for dest in surviving_ranks(self._transport):
                 if dest != self._transport.rank:
                     self._send(dest, silent, Tag.EXCLUDED)
         self._transport.exclude(silent)
@@ -142,7 +146,7 @@ class Heartbeats:
         The latter where only its own link is cut.
         """
         silence = f"{self._name(0)} has sent no heartbeat for {now - self._heard[0]:.0f} s"
-        if is_deputy and self._transport.is_revoked_without(0) and self._hears_most(now):
+        if is_deputy and self._transport.is_revoked(without=0) and self._hears_most(now):
             self._cut_off(0)
             return
         if self._transport.survives and not (is_deputy and self._hears_others(now)):
@@ -153,7 +157,9 @@ class Heartbeats:
     def _hears_others(self, now: float) -> bool:
         """Whether what is wrong with rank 0 cannot be this rank's own link."""
         hosts, mine = self._transport.hosts, self._transport.host
-        others = [r for r in self._transport.living[1:] if hosts[r] != mine and r in self._heard]
+        others = [
+            r for r in surviving_ranks(self._transport)[1:] if hosts[r] != mine and r in self._heard
+        ]
         if hosts[0] == mine or not others:
             return True
         return any(now - self._heard[r] <= self._timeout for r in others)
@@ -166,7 +172,9 @@ class Heartbeats:
         if self._transport.hosts[0] == self._transport.host:
             return True
         heard = sum(now - moment <= self._timeout for moment in self._heard.values())
-        return 2 * (heard + 1) > len(self._transport.living)
+        return 2 * (heard + 1) > len(surviving_ranks(self._transport))
 
     def _name(self, rank: int) -> str:
-        return f"rank {self._transport.original(rank)} (host {self._transport.host_name(rank)})"
+        return (
+            f"rank {self._transport.original_ranks[rank]} (host {self._transport.host_names[rank]})"
+        )

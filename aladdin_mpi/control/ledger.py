@@ -106,7 +106,7 @@ class Ledger(Stateful):
         console.say(f"aladdin_mpi: {text}")
 
     def _name(self, rank: int) -> str:
-        where = f"rank {rank}, host {self._transport.host_name(rank)}"
+        where = f"rank {rank}, host {self._transport.host_names[rank]}"
         if rank < self._first_worker:
             return f"server {rank} ({where})"
         return f"worker {rank - self._first_worker} ({where})"

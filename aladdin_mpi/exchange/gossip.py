@@ -12,7 +12,7 @@ from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.vectors import host_vector, lerp
-from aladdin_mpi.transport.base import Request
+from aladdin_mpi.transport.base import Request, wait_ended
 from aladdin_mpi.transport.checksums import intact, is_void
 from aladdin_mpi.worker.worker import Worker
 
@@ -60,7 +60,7 @@ class ModelOutbox:
         """
         copy = self._copies.pop(0)
         self._copies.append(copy)
-        self._transport.wait_ended(copy.requests)
+        wait_ended(self._transport, copy.requests)
         event = self._wire.encode(vector, copy.values)
         if event is not None:
             event.hold()  # what changes the vector from now on comes after the copying
@@ -73,7 +73,7 @@ class ModelOutbox:
     def flush(self) -> None:
         """Wait until everything is delivered."""
         for copy in self._copies:
-            self._transport.wait_ended(copy.requests)
+            wait_ended(self._transport, copy.requests)
             copy.requests = []
 
 

@@ -31,7 +31,7 @@ from aladdin_mpi.flat.replica import Projections
 from aladdin_mpi.flat.unused import Unused, UnusedMarks
 from aladdin_mpi.flat.vectors import add_if_finite, copy, cut, full, is_finite
 from aladdin_mpi.optimizers.sgd import divisor, unscaled
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import Transport, charge_memory, survivors_from
 from aladdin_mpi.worker.merged_state import MergedState
 
 
@@ -233,7 +233,7 @@ class ParameterServer:
             self._count(worker, intake.header)
         else:
             besides = self.arriving.besides(arrival.bucket, arrival.nbytes)
-            self.transport.charge_memory(TAKEN * arrival.nbytes + besides)
+            charge_memory(self.transport, TAKEN * arrival.nbytes + besides)
             self._sender.note(arrival)
             self.taken[worker][arrival.bucket.index] += arrival.count
             self._look(arrival, look)
@@ -263,7 +263,7 @@ class ParameterServer:
         """The number of workers that are not known to have failed; at least 1."""
         if not self.transport.failed:
             return self.worker_count
-        return max(1, self.transport.survivors_from(self.layout.servers))
+        return max(1, survivors_from(self.transport, self.layout.servers))
 
     @property
     def divisor(self) -> float:

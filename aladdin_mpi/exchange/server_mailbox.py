@@ -18,7 +18,7 @@ from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.vectors import add, cut, full, is_finite
-from aladdin_mpi.transport.base import Event, Request, Transport, WaitSet, numbers_of
+from aladdin_mpi.transport.base import Event, Request, Transport, WaitSet, charge_memory, numbers_of
 from aladdin_mpi.transport.checksums import intact, is_void
 
 MOST_NOTES = 8
@@ -338,10 +338,10 @@ class ModelSender:
         self._take_waiting(key)
         wire = self._free.pop() if self._free else self._wire.buffer(self._largest)
         message, event = self._write(rank, bucket, values, wire)
-        self._transport.charge_memory(self._moved(bucket, message.nbytes))
+        charge_memory(self._transport, self._moved(bucket, message.nbytes))
         told = notes() if callable(notes) else notes
         header = Header(Kind.BUCKETS, bucket=bucket.index, alpha=alpha, notes=told)
-        self._transport.isend_numbers(header.pack(), rank, Tag.MODEL)
+        self._transport.isend(header.pack(), rank, Tag.MODEL)
         request = self._transport.isend(message, rank, Tag.MODEL, after=event)
         self._in_flight[key] = (request, wire)
 
@@ -395,7 +395,7 @@ class ModelSender:
                 self.send(key[0], *model)
         for rank in [rank for rank in self._ending if not self._waiting[rank]]:
             self._ending.remove(rank)
-            self._transport.isend_numbers(Header(Kind.END).pack(), rank, Tag.MODEL)
+            self._transport.isend(Header(Kind.END).pack(), rank, Tag.MODEL)
 
     def keep_up(self, awaited: WaitSet) -> None:
         """Send what can go now, and have ``awaited`` wait for what the rest waits behind.

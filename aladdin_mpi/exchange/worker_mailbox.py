@@ -141,7 +141,7 @@ class Outbox(Stateful):
     def drain(self) -> None:
         """Wait until everything is delivered."""
         while self._in_flight:
-            self._transport.wait_all(list(self._in_flight[0].requests))
+            self._transport.wait(*list(self._in_flight[0].requests))
             self._advance()
 
     def flush(self) -> None:
@@ -187,7 +187,7 @@ class Outbox(Stateful):
             slot.requests.append(self._header(server, header))
 
     def _header(self, server: int, header: Header) -> Request:
-        return self._transport.isend_numbers(header.pack(), server, Tag.GRADIENT)
+        return self._transport.isend(header.pack(), server, Tag.GRADIENT)
 
     def _send(self, slot: _Slot, bucket: Bucket) -> None:
         values, room = bucket.of(slot.vector), bucket.of(slot.room)
@@ -285,7 +285,7 @@ class _Line:
         else:
             with self._transport.atomic():
                 self._held += count
-            self._transport.when_happened(after, partial(self._release, count))
+            self._transport.when_done(after, partial(self._release, count))
 
     def _release(self, count: int) -> None:
         self._held -= count

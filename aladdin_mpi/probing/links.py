@@ -54,7 +54,7 @@ def message_cost(transport: Transport) -> Figure:
         own = transport.rank
         receives = [transport.irecv(buffer, own, Tag.PROBE) for buffer in buffers[:BURST]]
         sends = [transport.isend(buffer, own, Tag.PROBE) for buffer in buffers[BURST:]]
-        transport.wait_all([*receives, *sends])
+        transport.wait(*receives, *sends)
         found.append(1e6 * (transport.now() - start) / (2 * BURST))
     return figure(found)
 
@@ -216,7 +216,7 @@ def _ask(transport: Transport, other: int, seconds: float) -> list[float]:
         word, answer = torch.tensor([float(is_last)], dtype=torch.float64), torch.empty(WORD)
         begin = transport.now()
         receive = transport.irecv(answer, other, Tag.PROBE)
-        transport.wait_all([transport.isend(word, other, Tag.PROBE), receive])
+        transport.wait(transport.isend(word, other, Tag.PROBE), receive)
         found.append((transport.now() - begin) / 2)
     return found[1:]  # the first one may have made the connection
 

@@ -110,7 +110,9 @@ def measure(transport: Transport, time_steps: TimeSteps, seconds: float, cores: 
         WaitTimeoutError: a rank does not answer.
     """
     start = transport.now()
-    names = [transport.host_name(transport.hosts.index(h)) for h in range(max(transport.hosts) + 1)]
+    names = [
+        transport.host_names[transport.hosts.index(h)] for h in range(max(transport.hosts) + 1)
+    ]
     found = Measured(transport.hosts, names, NetworkFigures(len(names)))
     _tell(transport, f"timing steps of {transport.size} rank{'s' * (transport.size > 1)}")
     _measure_steps(transport, found, time_steps, STEPS * seconds)

@@ -272,7 +272,7 @@ def _lost(error: WaitTimeoutError, transport: Transport) -> LostError:
     """Which rank keeps this one waiting, and on which host it is."""
     waited, _, _ = str(error).partition(": that rank")
     named = re.search(r"rank (\d+), tag", waited)
-    where = f" on host {transport.host_name(int(named[1]))}" if named else ""
+    where = f" on host {transport.host_names[int(named[1])]}" if named else ""
     return LostError(
         f"{waited}{where}: that rank hangs, has died, or its step takes very long; start the probe "
         "without its host, or give it more time with --seconds"

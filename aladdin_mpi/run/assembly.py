@@ -238,7 +238,7 @@ def _on_error(undo: Callable[[], None]) -> Iterator[None]:
 def _replicas(context: Context, role: Role) -> StoredReplicas | None:
     """Have servers' states kept a second time, if the run can outlive one of them."""
     transport, every = context.transport, context.options.mirror_every
-    if not every or not context.servers or not transport.is_revoked_without(0):
+    if not every or not context.servers or not transport.is_revoked(without=0):
         return None
     if isinstance(role, ServerAlgorithm) and (
         context.algorithm.has_centre or role.optimizer is not None
@@ -400,7 +400,7 @@ def _prospects(context: Context) -> str:
     """What becomes of the run if a worker dies, where something can be done."""
     if context.transport.models_time or not context.transport.survives:
         return ""
-    if context.transport.is_revoked_without(0):
+    if context.transport.is_revoked(without=0):
         return "ULFM: if ranks die the others go on"
     if context.needs_all is not None:
         return f"ULFM: is there, but {context.needs_all} needs every worker"

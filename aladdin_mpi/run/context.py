@@ -25,7 +25,7 @@ from aladdin_mpi.flat.vectors import full
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.run import RunOptions, check_workers
 from aladdin_mpi.process import guard
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import Transport, once, surviving_ranks
 from aladdin_mpi.transport.group import PartOfRanks
 from aladdin_mpi.worker.role import Role
 
@@ -176,8 +176,8 @@ def make_context(
             layout = between_parameters(layout, replica.sizes)
     else:  # all ranks of a simulation have the same
         key = "layout", id(module), servers, workers
-        layout = transport.once(
-            key, lambda: make_layout(options, algorithm, replica, servers, workers)
+        layout = once(
+            transport, key, lambda: make_layout(options, algorithm, replica, servers, workers)
         )
     all_or_none(transport, lambda: _check(options, replica, layout))
     if not numbers:  # else the run began with more
@@ -205,7 +205,7 @@ def _make_replica(
 ) -> Replica | PhantomReplica:
     if options.compute == "real":
         return Replica(module)
-    _, sizes = transport.once(("outline", id(module)), lambda: (module, shared_outline(module)))
+    _, sizes = once(transport, ("outline", id(module)), lambda: (module, shared_outline(module)))
     return PhantomReplica(sum(sizes.layers), sizes)
 
 
@@ -256,7 +256,7 @@ def share_model(context: Context) -> None:
 
 def share_buffers(context: Context, source: int) -> None:
     """Everybody's module gets those of a rank, or of the next one that lives."""
-    living = [rank for rank in context.transport.living if rank >= source]
+    living = [rank for rank in surviving_ranks(context.transport) if rank >= source]
     for buffer in context.module.buffers():
         _broadcast(context.transport, buffer, living[0])
 

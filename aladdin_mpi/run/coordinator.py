@@ -13,7 +13,7 @@ from aladdin_mpi.exchange.server import ParameterServer
 from aladdin_mpi.run.failures import Failures
 from aladdin_mpi.run.plan import Plan
 from aladdin_mpi.run.progress import State
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import Transport, surviving_ranks
 from aladdin_mpi.worker.merged_state import MergedState
 
 SHOWN = ("wire_bits", "pi")
@@ -222,7 +222,7 @@ class Coordinator:
             epoch=drawn / self.plan.epoch,
             seconds=self.seconds,
             workers=self._workers,
-            alive=sum(rank >= self._first_worker for rank in self._transport.living),
+            alive=sum(rank >= self._first_worker for rank in surviving_ranks(self._transport)),
             figures={name: value for hook in self._hooks for name, value in hook.figures().items()},
             lr=self.lr,
             waiting=self.wait_fraction if self._waiting else None,

@@ -48,7 +48,7 @@ from aladdin_mpi.run.script import OptionsFound, simulated_rank
 from aladdin_mpi.run.takeover import LoopProgress, Takeover
 from aladdin_mpi.run.training_data import TrainingData, deal
 from aladdin_mpi.run.user_optimizer import Asked, resolve, settings_for
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import Transport, once
 from aladdin_mpi.transport.checksums import ChecksumTransport
 
 
@@ -211,7 +211,7 @@ class DataParallel:
                 check_module(module, needs_values)
                 return module  # it lives as long as its number is known
 
-            self.transport.once(("checked", id(module)), check)
+            once(self.transport, ("checked", id(module)), check)
 
     def _placed(self, module: nn.Module) -> nn.Module:
         module = module.to(self.device)

@@ -24,6 +24,7 @@ from aladdin_mpi.flat.vectors import full
 from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.run.context import Context, share_buffers
 from aladdin_mpi.run.measurement import Measurement, Sums, added
+from aladdin_mpi.transport.base import surviving_ranks
 
 HEAD_BYTES = 16
 """Before the values of a piece: the number of the evaluation and where the piece begins."""
@@ -133,7 +134,7 @@ class DividedEvaluation:
 
     def _living(self) -> list[int]:
         servers = self._context.servers
-        return [rank for rank in self._transport.living if rank >= servers]
+        return [rank for rank in surviving_ranks(self._transport) if rank >= servers]
 
     def _take(self, source: int, message: Tensor) -> None:
         number, sums = json.loads(message.numpy().tobytes())

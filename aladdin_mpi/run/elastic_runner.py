@@ -47,7 +47,7 @@ from aladdin_mpi.run.elasticity import (
 )
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.takeover import LoopProgress, RankSnapshot, Takeover, snapshot
-from aladdin_mpi.transport.base import Request, Transport
+from aladdin_mpi.transport.base import Request, Transport, surviving_ranks, wait_ended
 from aladdin_mpi.transport.group import Group, RankLostError
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ class ElasticityDriver:
             match decision:
                 case JoinRendezvous(leader, before, facts):
                     join = [asdict(before), dict(facts)]
-                    self._base.wait_ended(send_object(self._base, join, leader, Tag.JOIN))
+                    wait_ended(self._base, send_object(self._base, join, leader, Tag.JOIN))
                     told = receive_object(self._base, leader, Tag.MEMBERS)
                     return MembersArrived(_membership(told["members"]), told["facts"])
                 case AwaitJoin(rank):
@@ -186,7 +186,9 @@ class ElasticRunner:
         self._seal = seal
         servers = options.servers if algorithm.has_servers else 0
         members = begin(base.size, servers, options.spares)
-        self._machine = ElasticityMachine(base.rank, base.size, members, base.host_name)
+        self._machine = ElasticityMachine(
+            base.rank, base.size, members, base.host_names.__getitem__
+        )
         patience = 0.0 if base.models_time else options.worker_timeout
         self._driver = ElasticityDriver(base, self._machine, patience)
         self._group: Group | None = None
@@ -243,15 +245,15 @@ class ElasticRunner:
         try:
             self.rank = self.assemble(transport, self.options, None)
         except RankLostError as error:
-            number = transport.original(error.rank)
-            raise PeerFailedError(number, transport.host_name(error.rank)) from None
+            number = transport.original_ranks[error.rank]
+            raise PeerFailedError(number, transport.host_names[error.rank]) from None
         self._machine.handle(SetupCompleted())
         self.on_change(self.rank)
         return True
 
     def _say_coming(self) -> None:
         """Report to the next leader that this rank is alive, although its step may take long."""
-        leader = self._base.living[0]
+        leader = surviving_ranks(self._base)[0]
         if leader != self._base.rank:
             self._base.isend(torch.zeros(1, dtype=torch.uint8), leader, Tag.COMING)
 

@@ -110,7 +110,7 @@ class Ending:
         if segments.closed_by is not None:
             succession.end()
             self._give_up()
-            raise ClosedError(succession.rank.context.transport.original(segments.closed_by))
+            raise ClosedError(succession.rank.context.transport.original_ranks[segments.closed_by])
         if segments.suspended:
             succession.end()
             succession.rank.suspend()

@@ -10,7 +10,7 @@ from aladdin_mpi.control.exchange import gather
 from aladdin_mpi.errors import LostError
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.process import console
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import Transport, surviving_ranks
 from aladdin_mpi.worker.role import Role
 
 
@@ -73,8 +73,8 @@ class Failures:
         fate = "hangs, and is excluded" if loss["what"] == "left out" else "has failed"
         console.say(
             f"aladdin_mpi: rank {loss['rank']} (host {loss['host']}) {fate} at sample "
-            f"{moment['samples']}, and rank {transport.original(0)} (host "
-            f"{transport.host_name(0)}) keeps the run's books now"
+            f"{moment['samples']}, and rank {transport.original_ranks[0]} (host "
+            f"{transport.host_names[0]}) keeps the run's books now"
         )
         record = {name: loss[name] for name in ("rank", "host", "what")} | moment
         self.records.append(record)
@@ -89,13 +89,13 @@ class Failures:
             return
         self._lost.add(rank)
         moment = self._moment()
-        host = self._transport.host_name(rank)
-        number = self._transport.original(rank)
+        host = self._transport.host_names[rank]
+        number = self._transport.original_ranks[rank]
         what = f"rank {number} (host {host}) {self._fate(rank)} at sample {moment['samples']}"
         self._check_goes_on(rank, what)
         excluded = rank in self._transport.excluded
         prospect = self._prospect()
-        if self._transport.is_revoked_without(rank):
+        if self._transport.is_revoked(without=rank):
             prospect = "the others go on from what they have"
         console.say(f"aladdin_mpi: {what}; {'it is excluded, and ' * excluded}{prospect}")
         fate = "left out" if excluded else "died"
@@ -106,11 +106,11 @@ class Failures:
     @property
     def _workers(self) -> int:
         """How many are left."""
-        return sum(rank >= self._first_worker for rank in self._transport.living)
+        return sum(rank >= self._first_worker for rank in surviving_ranks(self._transport))
 
     def _check_goes_on(self, rank: int, what: str) -> None:
         """Raise LostError if the run cannot go on without the rank."""
-        if self._transport.is_revoked_without(rank):
+        if self._transport.is_revoked(without=rank):
             return
         if rank < self._first_worker and not self._is_complete:
             raise LostError(f"{what}; it kept a part of the model")

@@ -25,6 +25,7 @@ from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.run.batches import NO_BATCH
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.user_optimizer import UserOptimizer
+from aladdin_mpi.transport.base import surviving_ranks, wait_ended
 from aladdin_mpi.worker.step import SKIPPED, Loss
 from aladdin_mpi.worker.worker import Worker
 
@@ -42,7 +43,9 @@ def allreduce(worker: Worker, value: float | Tensor) -> tuple[Tensor, int]:
     transport = worker.whole
     mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(-1).contiguous()
     others = [
-        rank for rank in transport.living if rank >= worker.servers and rank != transport.rank
+        rank
+        for rank in surviving_ranks(transport)
+        if rank >= worker.servers and rank != transport.rank
     ]
     received = {rank: torch.empty_like(mine) for rank in others}
     receives = {
@@ -56,9 +59,9 @@ def allreduce(worker: Worker, value: float | Tensor) -> tuple[Tensor, int]:
         except PeerFailedError:
             continue
         values[rank] = received[rank]
-    if transport.is_revoked:
+    if transport.is_revoked():
         raise LostError("a rank was lost while workers waited for each other in run.reduce()")
-    transport.wait_ended(sends)
+    wait_ended(transport, sends)
     total = torch.stack([values[rank] for rank in sorted(values)]).sum(0)
     shape = value.shape if isinstance(value, Tensor) else ()
     return total.reshape(shape), len(values)

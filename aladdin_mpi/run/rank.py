@@ -155,7 +155,7 @@ class Rank:
         )
         if recalibrator is not None:
             share_buffers(context, 0)
-        if context.transport.is_revoked_without(0):
+        if context.transport.is_revoked(without=0):
             broadcast(context.transport, None)  # rank 0 has written all: no rank is needed any more
         self._leave()
         return summary

@@ -121,14 +121,14 @@ class Segments:
             suspended = 0 if budget.used_up else self._coordinator.suspended
             moment = self._transport.now() + SETTLE_SECONDS
             lost = min(self._transport.failed, default=None)
-            if not self._transport.is_revoked_without(COORDINATOR):
+            if not self._transport.is_revoked(without=COORDINATOR):
                 lost = None
             fact = (budget.drawn, budget.used_up, suspended, budget.closed_by, moment, lost)
         told = broadcast(self._transport, fact)
         self._drawn, self.over, self.suspended, self.closed_by, self._moment, lost = told
         if self._transport.models_time:
             # A worker's last report may come after the barrier: it belongs to the checkpoint.
-            self._transport.sleep_until(self._moment)
+            self._transport.sleep(until=self._moment)
         # A run that was suspended at once is where its last checkpoint is.
         # One that is closed may hold a part of a gradient.
         if self._drawn != self._saved and self.closed_by is None:
@@ -139,13 +139,13 @@ class Segments:
     def _start_together(self) -> None:
         """Start when all are ready; in virtual time, when a resumed run starts as well."""
         transport = self._transport
-        if not transport.models_time:
+        if transport.simulation is None:
             with self.uncounted():
                 barrier(transport)
             return
-        transport.sleep_until(self._moment + SETTLE_SECONDS + STAGGER_SECONDS * transport.rank)
+        transport.sleep(until=self._moment + SETTLE_SECONDS + STAGGER_SECONDS * transport.rank)
         if transport.rank == 0:
-            transport.reseed(self._drawn)  # type: ignore[attr-defined]
+            transport.simulation.reseed(self._drawn)
 
     def _mark_beginning(self) -> None:
         self.began_at = self._drawn
@@ -337,7 +337,8 @@ class Suspension(RunHook):
         self._transport = transport
         self._coordinator = coordinator
         self._told = False
-        if transport.shares_process:
+        self._hooks = transport.poll_hooks
+        if self._hooks is None:
             return
         stop_signal.install()
         if coordinator is not None:
@@ -345,11 +346,12 @@ class Suspension(RunHook):
             transport.on_message(
                 Tag.SUSPEND, 8, lambda _, message: suspend(int(message.view(torch.int64)))
             )
-        transport.watch(self._look)
+        self._hooks.watch(self._look)
 
     def on_end(self, ending: Ending) -> None:
         """From now on signals change nothing."""
-        self._transport.unwatch(self._look)
+        if self._hooks is not None:
+            self._hooks.unwatch(self._look)
 
     def _look(self) -> None:
         number = stop_signal.received()

@@ -12,7 +12,7 @@ from aladdin_mpi.control.exchange import packed, unpacked
 from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.run.coordinator import Coordinator, RunHook
 from aladdin_mpi.run.elasticity import standby_coordinator
-from aladdin_mpi.transport.base import Request, Transport
+from aladdin_mpi.transport.base import Request, Transport, surviving_ranks
 
 EVERY = 8
 """Reports of workers between two copies, ..."""
@@ -83,7 +83,7 @@ class Standby(RunHook):
     def _send(self, run: Coordinator) -> None:
         if not self._transport.survives:
             return
-        standby = standby_coordinator(self._transport.living, self._transport.hosts)
+        standby = standby_coordinator(surviving_ranks(self._transport), self._transport.hosts)
         if standby is None:
             return
         self._reports, self._sent_at = 0, self._transport.now()

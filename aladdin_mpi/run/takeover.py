@@ -254,7 +254,7 @@ def _losses(takeover: Takeover, gradients: int, step: int) -> list[dict[str, Any
     found: list[dict[str, Any]] = [
         {
             "rank": loss.rank,
-            "host": takeover.base.host_name(loss.rank),
+            "host": takeover.base.host_names[loss.rank],
             "what": "left out" if loss.rank in takeover.base.excluded else "died",
             "samples_lost": loss.samples,
             "gradients_lost": 0,
@@ -302,7 +302,7 @@ class _StateParts:
 
     def end(self) -> None:
         """Rank 0 has them all."""
-        self._transport.wait_all(self._sends)
+        self._transport.wait(*self._sends)
 
 
 def _take_local(context: Context, local: LocalState, takeover: Takeover) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from aladdin_mpi.control.exchange import allreduce_tensor
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.flat.layout import Bucket, Layout
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.transport.base import Transport, once
 from aladdin_mpi.worker.role import Role, TrainingWorker
 
 COUNT = 4096
@@ -112,7 +112,7 @@ class ModelVariance:
         self._transport = transport
         self._role = role
         self._weight = places.weight
-        self._parts = transport.once(("sample", layout), lambda: _by_bucket(layout, places))
+        self._parts = once(transport, ("sample", layout), lambda: _by_bucket(layout, places))
         self._lockstep = lockstep
         self._workers = workers
         self._open: dict[int, _Answers] = {}

@@ -1,4 +1,8 @@
-"""The interface between algorithms and the two engines."""
+"""The interface between algorithms and the two engines: four protocols that make a transport."""
+
+# Engines implement the methods marked as primitive, which are empty here.
+# mypy: disable-error-code="empty-body"
+# ruff: noqa: B027
 
 from __future__ import annotations
 
@@ -69,9 +73,8 @@ class Request:
     ``done`` is set when it has ended; ``source`` and ``nbytes`` then describe a received
     message, and ``order`` is a counter that grows with every completion on this
     rank, so that messages can be taken in their order of arrival. ``failed`` is
-    the dead rank at the other end, if that is how the operation ended. ``numbers`` are those of
-    :meth:`Transport.isend_numbers` where an engine hands them over as they are, and not in
-    ``buffer``.
+    the failed rank at the other end, if that is how the operation ended. ``numbers`` are the
+    numbers sent, if an engine hands them over directly and not in ``buffer``.
     """
 
     __slots__ = ("buffer", "done", "failed", "nbytes", "numbers", "order", "source", "what")
@@ -92,31 +95,46 @@ class Request:
 
 
 def numbers_of(receive: Request) -> Sequence[float]:
-    """What a receive has brought that :meth:`Transport.isend_numbers` has sent."""
+    """Return the numbers that a receive has received."""
     if receive.numbers is not None:
         return receive.numbers
     assert receive.buffer is not None
-    found: list[float] = receive.buffer[: receive.nbytes // receive.buffer.itemsize].tolist()
-    return found
+    received = receive.buffer[: receive.nbytes // receive.buffer.itemsize]
+    numbers: list[float] = received.tolist()
+    return numbers
+
+
+def as_tensor(buffer: Tensor | Sequence[float]) -> Tensor:
+    """Return a tensor as it is, and numbers as a tensor in float64."""
+    if isinstance(buffer, Tensor):
+        return buffer
+    # Takes half the time of torch.tensor(), and every message of a model has a header.
+    data = bytearray(struct.pack(f"{len(buffer)}d", *buffer))
+    return torch.frombuffer(data, dtype=torch.float64)
+
+
+def reading_numbers(handler: Handler) -> Handler:
+    """Return a handler of bytes that calls ``handler`` with the numbers that they hold."""
+    return lambda source, message: handler(source, message.view(torch.float64).tolist())
 
 
 EVENT_POLL = 0.0001
 """Seconds between two looks at an event."""
 
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
-Handler = Callable[[int, "Tensor"], None]
-"""Called as ``handler(source, message)`` when a registered message arrives."""
-NumbersHandler = Callable[[int, "Sequence[float]"], None]
+Handler = Callable[[int, Any], None]
+"""Called as ``handler(source, message)`` when a registered message arrives; the message is a
+``uint8`` tensor, or a sequence of floats for a handler of numbers."""
 IdleUntil = Callable[[], "Sequence[Request] | None"]
-"""Says which requests something waits for, one of them at least to end; None: for nothing."""
+"""Return requests of which one has to end before there is something to do; None: there is now."""
 
 
 @dataclass
 class Traffic:
     """Running totals of one rank. Times in seconds, sizes in bytes.
 
-    ``waiting`` is the time that this rank spent blocked in ``wait``,
-    ``wait_any`` and ``wait_all``.
+    ``waiting`` is the time that this rank spent blocked in ``wait`` and ``wait_any``.
     """
 
     bytes_sent: int = 0
@@ -126,126 +144,63 @@ class Traffic:
     waiting: float = 0.0
 
 
-class Transport(ABC):
-    """One rank's door to the others.
+def primitive(method: F) -> F:
+    """Mark a method that every engine implements and that a wrapper forwards.
 
-    Buffers are contiguous CPU tensors of any dtype; they must be left alone from
-    the call that names them until the request is done. Messages between two
-    ranks with one tag arrive in the order in which they were sent. A receive
-    buffer may be larger than the message that it takes. Several receives may be
-    posted for one (source, tag); they are filled in the order of posting.
+    An abstract method, except to type checkers: a wrapper's are defined at import
+    (:mod:`.wrapper`). Methods without this mark are built on primitives.
+    """
+    return abstractmethod(method)
+
+
+class PointToPoint(ABC):
+    """Messages between two ranks.
+
+    Buffers are contiguous CPU tensors of any dtype. They must not be changed from the call that
+    names them until the request is done. Messages between two ranks with one tag arrive in the
+    order in which they were sent. A receive buffer may be larger than its message. Several
+    receives may be posted for one (source, tag); they are filled in the order of posting.
     """
 
-    rank: int
-    size: int
     traffic: Traffic
-    hosts: Sequence[int]
-    """For every rank the number of its host, counted from 0."""
-    engine: str
-    """``"mpi"`` or ``"virtual"``: to be reported; what it can do is said below."""
-    models_time: bool
-    """Whether time is modelled: it passes by messages and ``sleep``, and computing takes none."""
-    shares_process: bool
-    """Whether all ranks are in one process, with one set of signals, random states and devices."""
     needs_memory: bool
-    """Whether what is sent must lie in memory; otherwise tensors without any will do."""
-    survives: bool
-    """Whether the living are told of a rank's death and can go on."""
-    has_collectives = True
-    """Whether its ranks are all, so that the engine's collectives are there."""
+    """Whether buffers must have memory; otherwise tensors of the device "meta" are sent too."""
     progresses: bool
     """Whether messages move, and are handled, while the rank computes."""
-    meets = False
-    """Whether there is :meth:`meet`."""
 
-    @property
-    def host(self) -> int:
-        """The number of this rank's host."""
-        return self.hosts[self.rank]
-
-    def host_name(self, rank: int) -> str:
-        """The name of a rank's host."""
-        return str(self.hosts[rank])
-
-    def original(self, rank: int) -> int:
-        """The number that a rank has in the job, which users know it by."""
-        return rank
-
-    # -- in one process -----------------------------------------------------
-    def meet(self, fact: Any) -> list[Any]:
-        """Everyone's ``fact`` by rank, when all have called it: without messages or time."""
-        raise NotImplementedError
-
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What ``make`` returns; of ranks that share a process the first one's, for all."""
-        return make()
-
-    # -- time ---------------------------------------------------------------
-    @abstractmethod
-    def now(self) -> float:
-        """Seconds since the transport started: real, or virtual."""
-
-    @abstractmethod
-    def sleep(self, seconds: float) -> None:
-        """Let time pass as computing does: messages move on meanwhile."""
-
-    @abstractmethod
-    def charge_memory(self, nbytes: int) -> None:
-        """A message is taken in or written, for which ``nbytes`` are read or written in memory.
-
-        Where time is real that takes time by itself; where it is modelled, this lets it pass.
-        """
-
-    def sleep_until(self, moment: float) -> None:
-        """As :meth:`sleep`, until ``now()`` is ``moment``; in virtual time exactly so."""
-        self.sleep(max(0.0, moment - self.now()))
-
-    def sleep_between(
+    @primitive
+    def isend(
         self,
-        moments: Sequence[float],
-        action: Callable[[int], None],
-        idle_until: IdleUntil | None = None,
-    ) -> None:
-        """Call ``action(i)`` at the i-th of ``moments``, or at once if that is past.
-
-        The rank sleeps in between. ``action`` may do all that the rank itself may. It need not be
-        called before one of the requests that ``idle_until()`` returns has ended, if it would do
-        nothing before; None: it has something to do now.
-        """
-        for index, moment in enumerate(moments):
-            self.sleep(max(0.0, moment - self.now()))
-            action(index)
-
-    # -- point to point -----------------------------------------------------
-    @abstractmethod
-    def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
+        buffer: Tensor | Sequence[float],
+        dest: int,
+        tag: int,
+        after: Event | None = None,
+    ) -> Request:
         """Start to send all bytes of ``buffer``; with ``after``, once that has happened.
 
         Never waits. Sends of one tag to one rank leave in the order of the calls.
+
+        Args:
+            buffer: a tensor; or numbers, which are sent in float64 to a receive of at least as
+                many and which :func:`numbers_of` reads there.
+            dest: the receiving rank.
+            tag: of the message.
+            after: what has to happen before the buffer holds its values.
         """
 
-    def isend_numbers(self, numbers: Sequence[float], dest: int, tag: int) -> Request:
-        """Start to send numbers, in float64, to a receive of at least as many.
-
-        They come in its buffer or, without having been in memory, in its ``numbers``.
-        """
-        # Half the time of torch.tensor(), and every message of a model has a header.
-        data = bytearray(struct.pack(f"{len(numbers)}d", *numbers))
-        return self.isend(torch.frombuffer(data, dtype=torch.float64), dest, tag)
-
-    @abstractmethod
+    @primitive
     def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
         """Post a receive into ``buffer``. Never waits."""
 
-    @abstractmethod
+    @primitive
     def test(self, request: Request) -> bool:
         """Return whether ``request`` is done.
 
         Raises:
-            PeerFailedError: it ended because the rank at the other end died.
+            PeerFailedError: it ended because the rank at the other end failed.
         """
 
-    @abstractmethod
+    @primitive
     def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
         """Wait until one is done; return the index of the one that was done first.
 
@@ -253,192 +208,319 @@ class Transport(ABC):
         transport's own; returns -1 when a ``timeout`` given here runs out.
 
         Raises:
-            PeerFailedError: the first to end ended because its peer died.
+            PeerFailedError: the first to end ended because its peer failed.
             WaitTimeoutError: nothing happened within the transport's timeout.
         """
 
-    def wait(self, request: Request) -> None:
-        """Wait until ``request`` is done. Raises as :meth:`wait_any` does."""
-        self.wait_any([request])
-
-    def wait_all(self, requests: Sequence[Request]) -> None:
-        """Wait until all are done. Raises as :meth:`wait_any` does."""
+    def wait(self, *requests: Request) -> None:
+        """Wait until all ``requests`` are done. Raises as :meth:`wait_any` does."""
         for request in requests:
             self.wait_any([request])
 
     def wait_set(self) -> WaitSet:
-        """An empty set of requests to be waited for again and again."""
+        """Return an empty set of requests to wait for repeatedly."""
         return WaitSet(self.wait_any)
 
-    def wait_ended(self, requests: Iterable[Request]) -> None:
-        """Wait until all have ended, be it because a peer died."""
-        for request in requests:
-            with suppress(PeerFailedError):
-                self.wait(request)
-
-    @abstractmethod
+    @primitive
     def cancel(self, request: Request) -> None:
-        """Give up a posted receive that no message has matched yet."""
+        """Cancel a posted receive that no message has matched yet."""
 
-    @abstractmethod
-    def abandon(self, request: Request) -> None:
-        """End a send or a receive whose other end may never come; its memory is not used again.
+    @primitive
+    def abandon(self, target: Request | range) -> None:
+        """End operations whose other end may never come; their memory is not used again.
 
-        Handlers may call it: who waits for the request goes on.
+        Handlers may call it: a wait for such a request ends.
+
+        Args:
+            target: a send or a receive; or a range of tags, whose sends and receives all end and
+                whose messages are not handled any more, for a revoked group of ranks.
         """
 
-    @abstractmethod
-    def abandon_tags(self, tags: range) -> None:
-        """End all sends and receives of these tags, and hear no message of theirs any more.
-
-        Their memory is not used again. For a group of ranks that has come apart.
-        """
-
-    @abstractmethod
+    @primitive
     def exclude_from_traffic(self, *tags: int) -> None:
-        """Leave messages of these tags out of ``traffic``; in virtual time they take no room.
+        """Leave messages of these tags out of ``traffic``; in virtual time they take no bandwidth.
 
-        For what only serves to measure a run. Their sender has to call it, before it
-        sends the first.
+        For messages that only measure a run. The sender must call it before it sends the first.
         """
 
-    # -- messages that interrupt --------------------------------------------
-    @abstractmethod
-    def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
-        """Have ``handler`` called for every message of ``tag``, even while computing.
+    @primitive
+    def on_message(
+        self, tag: int, nbytes: int, handler: Handler, *, as_numbers: bool = False
+    ) -> None:
+        """Call ``handler`` for every message of ``tag``, even while the rank computes.
 
-        Messages are at most ``nbytes`` long; the handler gets them as ``uint8``
-        tensors which are reused after it returns. Handlers of one rank run one at
-        a time, never inside :meth:`atomic` of another thread of the rank, and
-        must not wait; they may call :meth:`isend` and :meth:`now`.
+        The handlers of one rank run one at a time, never inside :meth:`atomic` of another thread
+        of the rank. They must not wait; they may call :meth:`isend` and :meth:`Clock.now`.
+
+        Args:
+            tag: of the messages.
+            nbytes: longest message.
+            handler: called with the source and the message, a ``uint8`` tensor that is reused
+                after the handler returns.
+            as_numbers: hand over the numbers that :meth:`isend` was called with instead.
         """
 
-    def on_numbers(self, tag: int, most: int, handler: NumbersHandler) -> None:
-        """As :meth:`on_message`, for at most so many numbers that :meth:`isend_numbers` sends."""
-        self.on_message(
-            tag,
-            8 * most,
-            lambda source, message: handler(source, message.view(torch.float64).tolist()),
-        )
-
-    @abstractmethod
+    @primitive
     def atomic(self) -> AbstractContextManager[None]:
-        """A section during which no handler of this rank runs."""
+        """Return a section during which no handler of this rank runs."""
 
-    def watch(self, look: Callable[[], None]) -> None:
-        """Have ``look`` called now and then, also while the rank computes.
+    @primitive
+    def when_done(self, operation: Request | Event, action: Callable[[], None]) -> None:
+        """Call ``action`` once, as a handler, soon after ``operation`` has ended.
 
-        For what comes from outside, such as signals; so never in virtual time. It is
-        called by any thread, must be quick, and may do what a handler may.
+        Even while the rank computes, so that one collective can follow another, or a copy from a
+        device.
+
+        Args:
+            operation: a request, also one that has ended or whose peer failed; or an event.
+            action: unlike other handlers it may start collectives.
         """
-        return
 
-    def unwatch(self, look: Callable[[], None]) -> None:
-        """Have ``look`` called no more."""
-        return
 
-    # -- collectives: every rank calls them in the same order ----------------
-    @abstractmethod
+class Collectives(ABC):
+    """Operations that every rank calls in the same order."""
+
+    has_collectives: bool
+    """Whether the engine's collectives are available; they need all ranks of the job."""
+
+    @primitive
     def ibarrier(self) -> Request:
         """Done when every rank has called it."""
 
-    @abstractmethod
+    @primitive
     def ibroadcast(self, buffer: Tensor, root: int) -> Request:
-        """Copy ``buffer`` of ``root`` into everyone's."""
+        """Copy ``buffer`` of ``root`` into every rank's."""
 
-    @abstractmethod
+    @primitive
     def iallreduce(self, buffer: Tensor, total: Tensor | None = None) -> Request:
         """Put the sum of ``buffer`` over all ranks into ``total``; fp32, fp64 or int64.
 
         Args:
-            buffer: left alone until it is done; what it then holds is not said, unless there
-                is no ``total``.
+            buffer: must not be changed until the request is done; its contents are undefined
+                then, unless there is no ``total``.
             total: of the same length and dtype, which spares MPI a copy; None: ``buffer``.
 
         Raises:
-            TypeError: for half precision, which MPI does not add rightly.
+            TypeError: for half precision, which MPI does not sum correctly.
         """
 
-    @abstractmethod
+    @primitive
     def iallgather(self, buffer: Tensor, gathered: Tensor) -> Request:
-        """Collect everyone's ``buffer`` in rank order; ``gathered`` is ``size`` times as long."""
+        """Collect all ranks' ``buffer`` in rank order; ``gathered`` is ``size`` times as long."""
 
-    @abstractmethod
+    @primitive
     def ialltoall(self, buffer: Tensor, received: Tensor) -> Request:
         """Send the i-th of ``size`` equal parts to rank i; receive likewise."""
 
-    @abstractmethod
-    def when_done(self, request: Request, action: Callable[[], None]) -> None:
-        """Have ``action`` called once, as a handler, soon after ``request`` has ended.
 
-        Even while the rank computes, so that one collective can follow another.
+class Clock(ABC):
+    """Real or virtual time."""
+
+    models_time: bool
+    """Whether time is virtual: messages and ``sleep`` take time, and computing takes none."""
+
+    @primitive
+    def now(self) -> float:
+        """Return the seconds since the transport started."""
+
+    @primitive
+    def sleep(self, seconds: float = 0.0, *, until: float | None = None) -> None:
+        """Let time pass as computing does: messages move at the same time.
 
         Args:
-            request: a collective, under way or ended, be it because a peer died.
-            action: unlike other handlers it may start collectives.
+            seconds: duration.
+            until: sleep until ``now()`` is this instead; in virtual time exactly this.
         """
 
-    @abstractmethod
-    def when_happened(self, event: Event, action: Callable[[], None]) -> None:
-        """Have ``action`` called once, as :meth:`when_done` does, soon after ``event``.
 
-        For what a device does, so that a collective starts as soon as its buffer is filled.
-        """
+class FailureDetector(ABC):
+    """The ranks that have failed, and what follows from that."""
 
-    def await_event(self, event: Event) -> None:
-        """Wait until ``event`` has happened; messages move on meanwhile."""
-        while not event.query():
-            self.sleep(EVENT_POLL)
+    survives: bool
+    """Whether the surviving ranks are notified of a failure and can continue."""
 
-    # -- failure and end ------------------------------------------------------
     @property
-    @abstractmethod
+    @primitive
     def failed(self) -> frozenset[int]:
-        """The ranks known to have died, and those excluded."""
-
-    @abstractmethod
-    def on_failure(self, action: Callable[[int], None]) -> None:
-        """Have ``action`` called, as a handler, with every rank that fails from now on.
-
-        What waited for that rank has ended then, with :class:`PeerFailedError`; so does
-        every collective, which needs all ranks.
-        """
+        """The ranks known to have failed, and those excluded."""
 
     @property
-    @abstractmethod
+    @primitive
     def excluded(self) -> frozenset[int]:
-        """Those of ``failed`` that may live, but have sent no heartbeat for too long."""
+        """Those of ``failed`` that may be alive, but have sent no heartbeat for too long."""
 
-    @abstractmethod
+    @primitive
     def exclude(self, rank: int) -> None:
-        """Take ``rank`` as failed from now on, though it may live.
+        """Treat ``rank`` as failed from now on, though it may be alive.
 
-        That is all between this rank and that one: nothing is sent to it any more, nothing
-        that comes from it is taken. The others have to do the same.
+        Nothing is sent to it any more, and nothing that it sends is received. The other ranks
+        have to do the same.
         """
 
-    @property
-    def is_revoked(self) -> bool:
-        """Whether a rank is lost without which these cannot go on, so that no wait is one."""
-        return False
+    @primitive
+    def on_failure(self, action: Callable[[int], None]) -> None:
+        """Call ``action``, as a handler, with every rank that fails from now on.
 
-    def is_revoked_without(self, rank: int) -> bool:
-        """Whether those who are left form a new group when ``rank`` is lost: see :mod:`.group`."""
-        return False
+        Operations with that rank have ended by then, with :class:`PeerFailedError`; so has every
+        collective, which needs all ranks.
+        """
 
-    @property
-    def living(self) -> list[int]:
-        """The ranks that are not known to have failed."""
-        return [rank for rank in range(self.size) if rank not in self.failed]
-
-    def survivors_from(self, first: int) -> int:
-        """Return the number of ranks from ``first`` on that are not known to have failed."""
-        return self.size - first - sum(rank >= first for rank in self.failed)
-
-    @abstractmethod
-    def close(self, status: int = 0) -> None:
-        """Complete or cancel what is under way and stop. To be called once, by every rank.
+    @primitive
+    def is_revoked(self, without: int | None = None) -> bool:
+        """Return whether a rank has failed that these ranks need, so that every wait ends.
 
         Args:
-            status: with which the program is going to end.
+            without: a rank; return whether its failure revokes this transport, after which the
+                surviving ranks form a new group (see :mod:`.group`).
         """
+
+
+class Transport(PointToPoint, Collectives, Clock, FailureDetector):
+    """One rank's connection to the others."""
+
+    rank: int
+    size: int
+    host: int
+    """The number of this rank's host."""
+    hosts: Sequence[int]
+    """For every rank the number of its host, counted from 0."""
+    host_names: Sequence[str]
+    """For every rank the name of its host."""
+    original_ranks: Sequence[int]
+    """For every rank its number in the job, which is the one that users know."""
+    engine: str
+    """``"mpi"`` or ``"virtual"``, for reports; the other attributes say what it can do."""
+    shares_process: bool
+    """Whether all ranks are in one process, with one set of signals, random states and devices."""
+    simulation: Simulation | None
+    """What only a simulation offers."""
+    meets: bool
+    """Whether all ranks are in the simulation and can call :meth:`Simulation.meet`."""
+    poll_hooks: PollHooks | None
+    """Functions called after each poll; None: nothing is polled."""
+
+    @primitive
+    def close(self, status: int = 0) -> None:
+        """Complete or cancel what is under way and stop. Every rank has to call it once.
+
+        Args:
+            status: exit status of the program, which ends next.
+        """
+
+
+# -- what only one engine has -----------------------------------------------------------------
+class Simulation(Protocol):
+    """What ranks can do that share a process and a virtual clock."""
+
+    def meet(self, fact: Any) -> list[Any]:
+        """Return all ranks' ``fact`` by rank, when all have called it: no messages, no time."""
+        ...
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what ``make`` returned to the first rank that called it with this key."""
+        ...
+
+    def charge_memory(self, nbytes: int) -> None:
+        """Let the time pass that it takes to read or write ``nbytes`` of a message in memory."""
+        ...
+
+    def sleep_between(
+        self,
+        moments: Sequence[float],
+        action: Callable[[int], None],
+        idle_until: IdleUntil | None = None,
+    ) -> None:
+        """See :func:`sleep_between`."""
+        ...
+
+    def reseed(self, *key: int) -> None:
+        """Start the random numbers of all ranks anew from the seed and ``key``."""
+        ...
+
+
+class PollHooks(Protocol):
+    """Functions that check for something outside the transport, such as signals."""
+
+    def watch(self, look: Callable[[], None]) -> None:
+        """Call ``look`` after each poll, also while the rank computes.
+
+        Any thread may call it. It must be quick, and may do what a handler may.
+        """
+        ...
+
+    def unwatch(self, look: Callable[[], None]) -> None:
+        """Stop calling ``look``."""
+        ...
+
+
+def once(transport: Transport, key: Hashable, make: Callable[[], T]) -> T:
+    """Return what ``make`` returns, which ranks that share a process call once for all."""
+    return make() if transport.simulation is None else transport.simulation.once(key, make)
+
+
+def meet(transport: Transport, fact: Any) -> list[Any] | None:
+    """Return all ranks' ``fact`` by rank, without messages or time; None: they cannot meet."""
+    if transport.simulation is None or not transport.meets:
+        return None
+    return transport.simulation.meet(fact)
+
+
+def charge_memory(transport: Transport, nbytes: int) -> None:
+    """Account for reading or writing ``nbytes`` of a message in memory; real time does so."""
+    if transport.simulation is not None:
+        transport.simulation.charge_memory(nbytes)
+
+
+def sleep_between(
+    transport: Transport,
+    moments: Sequence[float],
+    action: Callable[[int], None],
+    idle_until: IdleUntil | None = None,
+) -> None:
+    """Call ``action(i)`` at the i-th of ``moments``, or at once if that is past.
+
+    The rank sleeps between them. ``action`` may do what the rank may.
+
+    Args:
+        transport: whose clock counts.
+        moments: in seconds.
+        action: called with the index of each moment.
+        idle_until: returns requests of which one has to end before ``action`` has anything to do,
+            so that it need not be called; None: it has something to do now.
+    """
+    if transport.simulation is not None:
+        transport.simulation.sleep_between(moments, action, idle_until)
+    else:
+        sleep_and_call(transport, moments, action)
+
+
+def sleep_and_call(clock: Clock, moments: Sequence[float], action: Callable[[int], None]) -> None:
+    """Call ``action(i)`` at the i-th of ``moments``, by one sleep for each."""
+    for index, moment in enumerate(moments):
+        clock.sleep(max(0.0, moment - clock.now()))
+        action(index)
+
+
+# -- built on the primitives --------------------------------------------------------------------
+def wait_ended(transport: PointToPoint, requests: Iterable[Request]) -> None:
+    """Wait until all have ended, even if because a peer failed."""
+    for request in requests:
+        with suppress(PeerFailedError):
+            transport.wait(request)
+
+
+def await_event(clock: Clock, event: Event) -> None:
+    """Wait until ``event`` has happened; messages move at the same time."""
+    while not event.query():
+        clock.sleep(EVENT_POLL)
+
+
+def surviving_ranks(transport: Transport) -> list[int]:
+    """Return the ranks that are not known to have failed."""
+    failed = transport.failed
+    return [rank for rank in range(transport.size) if rank not in failed]
+
+
+def survivors_from(transport: Transport, first: int) -> int:
+    """Return the number of ranks from ``first`` on that are not known to have failed."""
+    return transport.size - first - sum(rank >= first for rank in transport.failed)

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.errors import TransportError
-from aladdin_mpi.transport.base import ANY_SOURCE, Event, Handler, Request, Transport
+from aladdin_mpi.transport.base import (
+    ANY_SOURCE,
+    Event,
+    Handler,
+    Request,
+    Transport,
+    as_tensor,
+    reading_numbers,
+)
 from aladdin_mpi.transport.wrapper import TransportWrapper
 
 SEAL = 16384
@@ -91,9 +99,16 @@ class ChecksumTransport(TransportWrapper):
         self._tags = frozenset(tags)
         self._on_damage = on_damage
 
-    def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
+    def isend(
+        self,
+        buffer: Tensor | Sequence[float],
+        dest: int,
+        tag: int,
+        after: Event | None = None,
+    ) -> Request:
         if tag not in self._tags:
             return self.inner.isend(buffer, dest, tag, after)
+        buffer = as_tensor(buffer)
         seal = torch.zeros(SEAL_BYTES, dtype=torch.uint8)
         if buffer.is_meta:
             self.inner.isend(seal, dest, tag + SEAL, after)
@@ -139,11 +154,13 @@ class ChecksumTransport(TransportWrapper):
         for part in parts:
             self.inner.cancel(part)
 
-    def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
+    def on_message(
+        self, tag: int, nbytes: int, handler: Handler, *, as_numbers: bool = False
+    ) -> None:
         if tag not in self._tags:
-            self.inner.on_message(tag, nbytes, handler)
+            self.inner.on_message(tag, nbytes, handler, as_numbers=as_numbers)
             return
-        pairs = _Pairs(tag, handler, self._judge)
+        pairs = _Pairs(tag, reading_numbers(handler) if as_numbers else handler, self._judge)
         self.inner.on_message(tag + SEAL, SEAL_BYTES, pairs.seal)
         self.inner.on_message(tag, nbytes, pairs.message)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.transport import collectives
-from aladdin_mpi.transport.base import Event, Handler, Request, Transport
+from aladdin_mpi.transport.base import Event, Handler, Request, Transport, surviving_ranks
 from aladdin_mpi.transport.collectives import Part, Steps
 from aladdin_mpi.transport.wrapper import TransportWrapper
 
@@ -189,12 +190,8 @@ class Group(TransportWrapper):
             self.inner.abandon(self._loss)
             self.on_loss()
 
-    @property
-    def is_revoked(self) -> bool:
-        return self.lost is not None
-
-    def is_revoked_without(self, rank: int) -> bool:
-        return self._needs(rank)
+    def is_revoked(self, without: int | None = None) -> bool:
+        return self.lost is not None if without is None else self._needs(without)
 
     def explains(self, error: PeerFailedError) -> bool:
         """Whether the group cannot go on without the rank of which the error tells."""
@@ -205,22 +202,28 @@ class Group(TransportWrapper):
 
         They may not have needed whom this rank has just waited for.
         """
-        for rank in self.living:
+        for rank in surviving_ranks(self):
             if rank != self.rank and self.number > 1:
                 self.isend(torch.zeros(1, dtype=torch.uint8), rank, APART)
         self._has_left = True
-        self.inner.abandon_tags(range(self._first_tag, self._first_tag + TAGS))
+        self.inner.abandon(range(self._first_tag, self._first_tag + TAGS))
 
     def close(self, status: int = 0) -> None:
         self.before_close()
         self.inner.close(status)
 
     # -- messages -----------------------------------------------------------------
-    def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
-        return super().isend(buffer, dest, self._first_tag + tag, after)
+    def isend(
+        self,
+        buffer: Tensor | Sequence[float],
+        dest: int,
+        tag: int,
+        after: Event | None = None,
+    ) -> Request:
+        return self.inner.isend(buffer, dest, self._first_tag + tag, after)
 
     def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
-        return super().irecv(buffer, source, self._first_tag + tag)
+        return self.inner.irecv(buffer, source, self._first_tag + tag)
 
     def exclude_from_traffic(self, *tags: int) -> None:
         self.inner.exclude_from_traffic(*(self._first_tag + tag for tag in tags))
@@ -297,32 +300,28 @@ class Group(TransportWrapper):
         return self._collective(collectives.alltoall, buffer, received)
 
     # -- handlers -------------------------------------------------------------------
-    def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
-        def handle(source: int, message: Tensor) -> None:
+    def on_message(
+        self, tag: int, nbytes: int, handler: Handler, *, as_numbers: bool = False
+    ) -> None:
+        def handle(source: int, message: Any) -> None:
             if not self._has_left:
                 handler(source, message)
 
-        super().on_message(self._first_tag + tag, nbytes, handle)
+        self.inner.on_message(self._first_tag + tag, nbytes, handle, as_numbers=as_numbers)
 
     def on_failure(self, action: Callable[[int], None]) -> None:
         def act(rank: int) -> None:
             if not self._has_left:
                 action(rank)
 
-        super().on_failure(act)
+        self.inner.on_failure(act)
 
-    def when_done(self, request: Request, action: Callable[[], None]) -> None:
-        self.inner.when_done(request, self._unless_left(action))
-
-    def when_happened(self, event: Event, action: Callable[[], None]) -> None:
-        self.inner.when_happened(event, self._unless_left(action))
-
-    def _unless_left(self, action: Callable[[], None]) -> Callable[[], None]:
+    def when_done(self, operation: Request | Event, action: Callable[[], None]) -> None:
         def act() -> None:
             if not self._has_left:
                 action()
 
-        return act
+        self.inner.when_done(operation, act)
 
 
 class PartOfRanks(TransportWrapper):
@@ -335,31 +334,24 @@ class PartOfRanks(TransportWrapper):
         ranks: this one is among them.
     """
 
-    has_collectives = False
-
     def __init__(self, inner: Transport, ranks: Sequence[int]) -> None:
         super().__init__(inner)
-        self.meets = False  # not all of its ranks are here
+        self.has_collectives = self.meets = False  # not all of the job's ranks are here
         self._ranks = tuple(ranks)
         self._places = {rank: place for place, rank in enumerate(ranks)}
         self.rank, self.size = self._places[inner.rank], len(ranks)
         self.hosts = [inner.hosts[rank] for rank in ranks]
+        self.host_names = [inner.host_names[rank] for rank in ranks]
+        self.original_ranks = [inner.original_ranks[rank] for rank in ranks]
 
-    @property
-    def host(self) -> int:
-        return self.inner.host
-
-    def host_name(self, rank: int) -> str:
-        return self.inner.host_name(self._ranks[rank])
-
-    def original(self, rank: int) -> int:
-        return self.inner.original(self._ranks[rank])
-
-    def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
+    def isend(
+        self,
+        buffer: Tensor | Sequence[float],
+        dest: int,
+        tag: int,
+        after: Event | None = None,
+    ) -> Request:
         return self.inner.isend(buffer, self._ranks[dest], tag, after)
-
-    def isend_numbers(self, numbers: Sequence[float], dest: int, tag: int) -> Request:
-        return self.inner.isend_numbers(numbers, self._ranks[dest], tag)
 
     def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
         return self.inner.irecv(buffer, self._ranks[source], tag)
@@ -379,12 +371,15 @@ class PartOfRanks(TransportWrapper):
     def _with_place(self, error: PeerFailedError) -> PeerFailedError:
         """The same, naming the rank by its place."""
         place = self._places.get(error.rank, error.rank)
-        return PeerFailedError(place, self.inner.host_name(error.rank))
+        return PeerFailedError(place, self.inner.host_names[error.rank])
 
-    def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
-        self.inner.on_message(
-            tag, nbytes, lambda source, message: handler(self._places[source], message)
-        )
+    def on_message(
+        self, tag: int, nbytes: int, handler: Handler, *, as_numbers: bool = False
+    ) -> None:
+        def handle(source: int, message: Any) -> None:
+            handler(self._places[source], message)
+
+        self.inner.on_message(tag, nbytes, handle, as_numbers=as_numbers)
 
     @property
     def failed(self) -> frozenset[int]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from abc import update_abstractmethods
+from collections.abc import Callable
+from functools import cache, wraps
+from inspect import get_annotations
+from operator import attrgetter
 from typing import Any
 
-from torch import Tensor
-
-from aladdin_mpi.transport.base import Event, Handler, IdleUntil, Request, T, Transport
+from aladdin_mpi.transport.base import Transport
 
 
 def allreduce_bytes(nbytes: int, ranks: int) -> int:
@@ -31,131 +32,52 @@ def broadcast_bytes(nbytes: int, ranks: int) -> int:
     return nbytes * (ranks - 1) // ranks
 
 
+DATA = sorted({name for kind in Transport.__mro__ for name in get_annotations(kind)})
+"""The attributes of a transport, which do not change."""
+
+
 class TransportWrapper(Transport):
-    """A transport that hands everything on to another one, to be changed by subclasses."""
+    """A transport that forwards everything to ``inner``, for subclasses to change.
+
+    Primitives are forwarded; an instance has those that its class does not change as bound methods
+    of ``inner``, which saves a call for each layer. Methods built on primitives, such as ``wait``,
+    come from :class:`Transport` and use the subclass's.
+    """
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
-        self.rank, self.size = inner.rank, inner.size
-        self.traffic, self.hosts, self.engine = inner.traffic, inner.hosts, inner.engine
-        self.models_time, self.needs_memory = inner.models_time, inner.needs_memory
-        self.shares_process = inner.shares_process
-        self.survives, self.progresses = inner.survives, inner.progresses
-        self.meets = inner.meets
+        for name in [*DATA, *_unchanged(type(self))]:
+            setattr(self, name, getattr(inner, name))
 
     def __getattr__(self, name: str) -> Any:
-        """What only one engine has."""
+        """Return what only one engine has."""
         return getattr(self.inner, name)
 
-    def meet(self, fact: Any) -> list[Any]:
-        return self.inner.meet(fact)
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        return self.inner.once(key, make)
+def _forward(name: str) -> Callable[..., Any] | property:
+    """Return a primitive of the wrapper that forwards to the one of the inner transport."""
+    declared = getattr(Transport, name)
+    if isinstance(declared, property):
+        return property(attrgetter(f"inner.{name}"), doc=declared.__doc__)
 
-    def host_name(self, rank: int) -> str:
-        return self.inner.host_name(rank)
+    @wraps(declared, updated=())
+    def forward(self: TransportWrapper, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
 
-    def original(self, rank: int) -> int:
-        return self.inner.original(rank)
+    return forward
 
-    def now(self) -> float:
-        return self.inner.now()
 
-    def sleep(self, seconds: float) -> None:
-        self.inner.sleep(seconds)
+@cache
+def _unchanged(kind: type[TransportWrapper]) -> list[str]:
+    """Return the methods that a class forwards, whose calls can go to the inner transport."""
+    return [
+        name
+        for name in sorted(Transport.__abstractmethods__)
+        if getattr(kind, name) is vars(TransportWrapper)[name]
+        and not isinstance(vars(TransportWrapper)[name], property)
+    ]
 
-    def charge_memory(self, nbytes: int) -> None:
-        self.inner.charge_memory(nbytes)
 
-    def sleep_until(self, moment: float) -> None:
-        self.inner.sleep_until(moment)
-
-    def sleep_between(
-        self,
-        moments: Sequence[float],
-        action: Callable[[int], None],
-        idle_until: IdleUntil | None = None,
-    ) -> None:
-        self.inner.sleep_between(moments, action, idle_until)
-
-    def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
-        return self.inner.isend(buffer, dest, tag, after)
-
-    def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
-        return self.inner.irecv(buffer, source, tag)
-
-    def test(self, request: Request) -> bool:
-        return self.inner.test(request)
-
-    def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
-        return self.inner.wait_any(requests, timeout)
-
-    def cancel(self, request: Request) -> None:
-        self.inner.cancel(request)
-
-    def abandon(self, request: Request) -> None:
-        self.inner.abandon(request)
-
-    def abandon_tags(self, tags: range) -> None:
-        self.inner.abandon_tags(tags)
-
-    def exclude_from_traffic(self, *tags: int) -> None:
-        self.inner.exclude_from_traffic(*tags)
-
-    def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
-        self.inner.on_message(tag, nbytes, handler)
-
-    def atomic(self) -> AbstractContextManager[None]:
-        return self.inner.atomic()
-
-    def ibarrier(self) -> Request:
-        return self.inner.ibarrier()
-
-    def ibroadcast(self, buffer: Tensor, root: int) -> Request:
-        return self.inner.ibroadcast(buffer, root)
-
-    def iallreduce(self, buffer: Tensor, total: Tensor | None = None) -> Request:
-        return self.inner.iallreduce(buffer, total)
-
-    def iallgather(self, buffer: Tensor, gathered: Tensor) -> Request:
-        return self.inner.iallgather(buffer, gathered)
-
-    def ialltoall(self, buffer: Tensor, received: Tensor) -> Request:
-        return self.inner.ialltoall(buffer, received)
-
-    def when_done(self, request: Request, action: Callable[[], None]) -> None:
-        self.inner.when_done(request, action)
-
-    def when_happened(self, event: Event, action: Callable[[], None]) -> None:
-        self.inner.when_happened(event, action)
-
-    @property
-    def failed(self) -> frozenset[int]:
-        return self.inner.failed
-
-    @property
-    def excluded(self) -> frozenset[int]:
-        return self.inner.excluded
-
-    def exclude(self, rank: int) -> None:
-        self.inner.exclude(rank)
-
-    @property
-    def is_revoked(self) -> bool:
-        return self.inner.is_revoked
-
-    def is_revoked_without(self, rank: int) -> bool:
-        return self.inner.is_revoked_without(rank)
-
-    def on_failure(self, action: Callable[[int], None]) -> None:
-        self.inner.on_failure(action)
-
-    def watch(self, look: Callable[[], None]) -> None:
-        self.inner.watch(look)
-
-    def unwatch(self, look: Callable[[], None]) -> None:
-        self.inner.unwatch(look)
-
-    def close(self, status: int = 0) -> None:
-        self.inner.close(status)
+for _name in Transport.__abstractmethods__:
+    setattr(TransportWrapper, _name, _forward(_name))
+update_abstractmethods(TransportWrapper)

@@ -21,7 +21,7 @@ from aladdin_mpi.flat.replica import PhantomReplica, Replica
 from aladdin_mpi.flat.unused import UnusedMarks, joined, shifted
 from aladdin_mpi.flat.vectors import clear, clip_norm, is_finite, scale, total
 from aladdin_mpi.options.algorithms import Clips
-from aladdin_mpi.transport.base import Event, IdleUntil, Transport
+from aladdin_mpi.transport.base import Event, IdleUntil, Transport, await_event
 from aladdin_mpi.worker.node import NodeLeader, NodeSum
 from aladdin_mpi.worker.step import Compute, ModelledStep, Skip
 
@@ -473,6 +473,6 @@ class Outcomes:
         while len(self._unread) > lag:
             outcome, transit = self._unread.popleft()
             if transit is not None:
-                self._transport.await_event(transit.event)
+                await_event(self._transport, transit.event)
                 outcome = transit.read(outcome)
             yield outcome

@@ -21,7 +21,14 @@ from aladdin_mpi.control.budget import SampleClient, SampleLease, WorkerReport
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.vectors import add, full, scale
-from aladdin_mpi.transport.base import Event, Request, Transport, numbers_of
+from aladdin_mpi.transport.base import (
+    Event,
+    Request,
+    Transport,
+    await_event,
+    charge_memory,
+    numbers_of,
+)
 from aladdin_mpi.transport.checksums import is_void
 
 TICKET = 4
@@ -72,17 +79,17 @@ class NodeLeader:
         if not self._has_ended:
             for rank, part in zip(self._others, parts[1:], strict=True):
                 numbers = (lease.start, part, lease.whole, log2(lease.scale))
-                self._transport.isend_numbers(numbers, rank, Tag.NODE_TICKET)
+                self._transport.isend(numbers, rank, Tag.NODE_TICKET)
         self._has_ended = self._has_ended or lease.whole == 0
         return lease._replace(size=parts[0])
 
     def begin(self, vector: Tensor) -> NodeSum:
         """Begin a step: send the others the model; their gradients are added to ``vector``."""
         awaited: deque[tuple[Bucket, list[Request]]] = deque()
-        self._transport.wait_all(self._sends)
+        self._transport.wait(*self._sends)
         self._sends.clear()
         for taken in self._taken.values():
-            self._transport.await_event(taken)
+            await_event(self._transport, taken)
         for bucket in self._layout.buckets:
             model = bucket.of(self._model)
             event = self._wire.encode(bucket.of(self._x), model)
@@ -102,7 +109,7 @@ class NodeLeader:
     def _add(self, vector: Tensor, bucket: Bucket) -> None:
         mine = bucket.of(vector)
         nbytes = MOVED * mine.numel() * self._wire.dtype.itemsize * len(self._others)
-        self._transport.charge_memory(nbytes)
+        charge_memory(self._transport, nbytes)
         if mine.is_meta:
             return
         scale(mine, self._shares[0])
@@ -139,7 +146,7 @@ class NodeSum:
         while self._awaited and self._awaited[0][0].index <= bucket.index:
             first, receives = self._awaited[0]
             if bucket.index == self._last:
-                self._transport.wait_all(receives)
+                self._transport.wait(*receives)
             elif not all(self._transport.test(receive) for receive in receives):
                 return
             self._awaited.popleft()

@@ -14,7 +14,7 @@ from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import Saved, load_state, saved, state_of
 from aladdin_mpi.flat.vectors import add, copy, full, scale
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.transport.base import Event, Request
+from aladdin_mpi.transport.base import Event, Request, await_event
 from aladdin_mpi.transport.checksums import is_void
 from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.worker import Worker
@@ -177,20 +177,20 @@ class LedWorker(TrainingWorker):
         """Take the model, compute, send; until the segment's samples are used up."""
         for _ in self.worker.batches():
             self._take_model()
-            self.transport.wait_all(self.sends)
+            self.transport.wait(*self.sends)
             self.sends.clear()
             self.worker.gradient(self.g, self._send)
-        self.transport.wait_all(self.sends)
+        self.transport.wait(*self.sends)
         self.sends.clear()
 
     def _take_model(self) -> None:
         if self.taken is not None:
-            self.transport.await_event(self.taken)
+            await_event(self.transport, self.taken)
         receives = [
             self.transport.irecv(bucket.of(self.model), self.leader, Tag.LOCAL_MODEL)
             for bucket in self.layout.buckets
         ]
-        self.transport.wait_all(receives)
+        self.transport.wait(*receives)
         for bucket in self.layout.buckets:
             if not is_void(bucket.of(self.model)):
                 there, self.taken = self.wire.fetch(bucket.of(self.model))

@@ -15,7 +15,7 @@ from aladdin_mpi.flat.gradients import BucketWatch, OnBucket
 from aladdin_mpi.flat.layout import Layout
 from aladdin_mpi.flat.replica import PhantomReplica, Replica
 from aladdin_mpi.options.general import FORWARD_SHARE
-from aladdin_mpi.transport.base import IdleUntil, Transport
+from aladdin_mpi.transport.base import IdleUntil, Transport, sleep_between
 
 Shape = Sequence[tuple[float, float]]
 """Of backward: shares of the gradient, last layer first, with the shares of backward's time after
@@ -140,7 +140,7 @@ class ModelledStep:
             self._replica.end_backward(is_skipped)
         buckets = self._layout.buckets
         moments = [start + duration * share for share in self._ends]
-        self._transport.sleep_between(moments, lambda index: on_bucket(buckets[index]), idle_until)
+        sleep_between(self._transport, moments, lambda index: on_bucket(buckets[index]), idle_until)
         return None if isinstance(loss, Skip) else loss
 
     def _pass_forward(self, start: float, duration: float) -> float:

@@ -18,7 +18,7 @@ from aladdin_mpi.flat.replica import PhantomReplica, Replica
 from aladdin_mpi.flat.state import Stateful, saved
 from aladdin_mpi.flat.unused import Unused, UnusedMarks, within
 from aladdin_mpi.optimizers.sgd import divisor, unscaled
-from aladdin_mpi.transport.base import IdleUntil, Transport
+from aladdin_mpi.transport.base import IdleUntil, Transport, survivors_from
 from aladdin_mpi.worker.gradient_pass import (
     Clipping,
     GradientPass,
@@ -266,7 +266,7 @@ class Worker(Stateful):
     @property
     def survivors(self) -> int:
         """The number of workers, this one included, that are not known to have failed."""
-        return self.transport.survivors_from(self.servers)
+        return survivors_from(self.transport, self.servers)
 
     @property
     def divisor(self) -> float:

@@ -71,7 +71,7 @@ def _once(transport: Transport, nbytes: int, count: int) -> list[tuple[int, floa
         index = transport.wait_any([receive for _, receive in receives])
         source, _ = receives.pop(index)
         ends.append((source, transport.now() - start))
-    transport.wait_all(sends)
+    transport.wait(*sends)
     return ends
 
 

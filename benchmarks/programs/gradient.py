@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,13 @@ class CountingTransport(engine.MpiTransport):
         self._complete = self._requests.complete
         self._requests.complete = self._counted  # type: ignore[method-assign]
 
-    def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
+    def isend(
+        self,
+        buffer: Tensor | Sequence[float],
+        dest: int,
+        tag: int,
+        after: Event | None = None,
+    ) -> Request:
         self.counts[f"sent {Tag(tag).name}"] += 1
         return super().isend(buffer, dest, tag, after)
 

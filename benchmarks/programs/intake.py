@@ -57,18 +57,18 @@ class Sender:
         self._inbox.open()
         for turn in range(gradients):
             vector, requests = self._slots[turn % len(self._slots)]
-            self._transport.wait_all(requests)
+            self._transport.wait(*requests)
             requests[:] = [self._announce(Header(Kind.BUCKETS, gradients=1))]
             requests += [self._send(vector[bucket.part]) for bucket in self._layout.buckets]
             self._inbox.blend_into(self._parameters)
         for _, requests in self._slots:
-            self._transport.wait_all(requests)
+            self._transport.wait(*requests)
             requests.clear()
         self._transport.wait(self._announce(Header(Kind.END)))
         self._inbox.drain_into(self._parameters)
 
     def _announce(self, header: Header) -> Request:
-        return self._transport.isend_numbers(header.pack(), 0, Tag.GRADIENT)
+        return self._transport.isend(header.pack(), 0, Tag.GRADIENT)
 
     def _send(self, message: Tensor) -> Request:
         return self._transport.isend(message, 0, Tag.GRADIENT)
@@ -137,9 +137,9 @@ class BareReceiver:
             line = living[MPI.Request.Waitany([line.head for line in living])]
             if line.drop():
                 living.remove(line)
-        word, send = Header(Kind.END).pack(), self._transport.isend_numbers
-        self._transport.wait_all(
-            [send(word, worker, Tag.MODEL) for worker in range(1, self._transport.size)]
+        word, send = Header(Kind.END).pack(), self._transport.isend
+        self._transport.wait(
+            *[send(word, worker, Tag.MODEL) for worker in range(1, self._transport.size)]
         )
 
 

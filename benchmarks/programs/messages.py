@@ -26,12 +26,12 @@ TIMEOUT = 60.0
 
 def _send(transport: MpiTransport, buffers: list[Tensor]) -> None:
     peer = 1 - transport.rank
-    transport.wait_all([transport.isend(buffer, peer, TAG) for buffer in buffers])
+    transport.wait(*[transport.isend(buffer, peer, TAG) for buffer in buffers])
 
 
 def _receive(transport: MpiTransport, buffers: list[Tensor]) -> None:
     peer = 1 - transport.rank
-    transport.wait_all([transport.irecv(buffer, peer, TAG) for buffer in buffers])
+    transport.wait(*[transport.irecv(buffer, peer, TAG) for buffer in buffers])
 
 
 def one_way(transport: MpiTransport, nbytes: int) -> float:
@@ -68,7 +68,7 @@ def all_at_once(transport: MpiTransport, nbytes: int, count: int) -> float:
     start = time.perf_counter()
     for _ in range(count):
         receives = [transport.irecv(b, r, TAG) for b, r in zip(taken, peers, strict=True)]
-        transport.wait_all([*receives, *(transport.isend(given, r, TAG) for r in peers)])
+        transport.wait(*receives, *(transport.isend(given, r, TAG) for r in peers))
     transport.wait(transport.ibarrier())
     return (time.perf_counter() - start) / count
 

@@ -116,7 +116,7 @@ def measure(case: Case, payload: Tensor, seconds: float) -> Times:
         requests = [transport.isend(piece, 1, TAG) for piece in pieces]
     rounds = compute(seconds)
     computed = time.perf_counter()
-    transport.wait_all(requests)
+    transport.wait(*requests)
     waited = time.perf_counter() - computed
     transport.close()
     return Times(computed - start, waited, rounds)

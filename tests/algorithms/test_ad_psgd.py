@@ -73,8 +73,8 @@ class Reporter(Spy):
         if tag == Tag.AVERAGE:
             self.log.append(("exchange", source, self.rank))
 
-    def sleep(self, seconds: float) -> None:
-        super().sleep(seconds)
+    def sleep(self, seconds: float = 0.0, *, until: float | None = None) -> None:
+        super().sleep(seconds, until=until)
         self.log.append(("computed", self.rank, -1))
 
 

@@ -36,7 +36,7 @@ def test_compression_loses_no_gradient(transport: MpiTransport, dtype: torch.dty
             locals_ = (x + job.lr * end.codec.left) / workers
         else:
             locals_ = x / workers
-    transport.wait_all([transport.iallreduce(model), transport.iallreduce(locals_)])
+    transport.wait(transport.iallreduce(model), transport.iallreduce(locals_))
     torch.testing.assert_close(model, locals_, rtol=1e-4, atol=1e-5)
 
 
@@ -67,6 +67,6 @@ def test_empty_message_leaves_the_buffer_unchanged(transport: MpiTransport) -> N
     if peer != transport.rank:
         buffer = torch.zeros(5)
         receive = transport.irecv(buffer, peer, 2100)
-        transport.wait_all([transport.isend(torch.empty(0), peer, 2100), receive])
+        transport.wait(transport.isend(torch.empty(0), peer, 2100), receive)
         assert receive.nbytes == 0
         assert buffer.count_nonzero() == 0

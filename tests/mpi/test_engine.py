@@ -104,7 +104,7 @@ def test_message_handlers_run_without_calls(transport: MpiTransport) -> None:
     sends = [transport.isend(torch.zeros(n, dtype=torch.uint8), dest, 2001) for n in range(20)]
     assert happens(lambda: len(seen) == 20)
     assert seen == [(source, n) for n in range(20)]
-    transport.wait_all(sends)
+    transport.wait(*sends)
 
 
 def test_mpi_transport_works_without_a_progress_thread() -> None:
@@ -164,7 +164,7 @@ def test_send_abandoned_before_its_event_is_never_sent(transport: MpiTransport) 
     happened.append(True)
     message = torch.empty(4)
     receive = transport.irecv(message, source, 2007)
-    transport.wait_all([receive, transport.isend(full(4, 2), dest, 2007)])
+    transport.wait(receive, transport.isend(full(4, 2), dest, 2007))
     assert torch.equal(message, full(4, 2))
 
 
@@ -179,5 +179,6 @@ def test_non_contiguous_tensor_is_refused(transport: MpiTransport, direction: st
 
 
 def test_hosts_are_numbered_by_name(transport: MpiTransport) -> None:
-    assert len(transport.host_names) == len(set(transport.hosts))
-    assert max(transport.hosts) == len(transport.host_names) - 1
+    hosts = set(zip(transport.hosts, transport.host_names, strict=True))
+    assert len(hosts) == len(set(transport.hosts)) == len(set(transport.host_names))
+    assert max(transport.hosts) == len(hosts) - 1

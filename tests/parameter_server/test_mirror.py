@@ -73,7 +73,7 @@ class Spy:
         monkeypatch.setattr(takeover, "_reconcile", keep)
 
     def _send(self, transport: Transport, state: dict[str, Any], *where: Any) -> Any:
-        if transport.original(transport.rank) == 0:
+        if transport.original_ranks[transport.rank] == 0:
             self.sent.setdefault(state["bucket"], []).append(state)
         return send_object(transport, state, *where)
 

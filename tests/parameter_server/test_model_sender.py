@@ -31,14 +31,14 @@ def train(transport: Transport, awaited: int) -> list[float]:
     """Send a gradient, and end only after ``awaited`` models have arrived."""
     models = []
     header = Header(Kind.BUCKETS, gradients=1, samples=1).pack()
-    transport.isend_numbers(header, 0, Tag.GRADIENT)
+    transport.isend(header, 0, Tag.GRADIENT)
     transport.isend(torch.ones(NUMEL), 0, Tag.GRADIENT)
     for _ in range(awaited):
         model = torch.empty(NUMEL)
         transport.wait(transport.irecv(new_header(), 0, Tag.MODEL))
         transport.wait(transport.irecv(model, 0, Tag.MODEL))
         models.append(float(model[0]))
-    transport.isend_numbers(Header(Kind.END).pack(), 0, Tag.GRADIENT)
+    transport.isend(Header(Kind.END).pack(), 0, Tag.GRADIENT)
     end = transport.irecv(new_header(), 0, Tag.MODEL)
     transport.wait(end)
     assert Header.received(end).kind == Kind.END

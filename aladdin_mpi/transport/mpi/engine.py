@@ -31,7 +31,19 @@ from aladdin_mpi.errors import (
     UserError,
     WaitTimeoutError,
 )
-from aladdin_mpi.transport.base import ANY_SOURCE, Event, Handler, Request, Traffic, Transport
+from aladdin_mpi.transport.base import (
+    ANY_SOURCE,
+    Event,
+    Handler,
+    PollHooks,
+    Request,
+    Traffic,
+    Transport,
+    as_tensor,
+    reading_numbers,
+    surviving_ranks,
+    wait_ended,
+)
 from aladdin_mpi.transport.mpi.failures import MpiFailures
 from aladdin_mpi.transport.mpi.progress import (
     HANDLER_DEPTH,
@@ -70,7 +82,9 @@ class MpiTransport(Transport):
 
     engine = "mpi"
     models_time = shares_process = False
-    needs_memory = True
+    needs_memory = has_collectives = True
+    simulation = None
+    meets = False
 
     def __init__(self, timeout: float | None = None, progress: bool = True) -> None:
         self.rank = MPI.COMM_WORLD.Get_rank()
@@ -82,7 +96,9 @@ class MpiTransport(Transport):
         startup.end()
         numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
         self.hosts = [numbers[name] for name in names]
-        self.host_names = list(numbers)
+        self.host = self.hosts[self.rank]
+        self.host_names = names
+        self.original_ranks = range(self.size)
         self._start = time.perf_counter()
         threads = MPI.Query_thread()
         self.progresses = progress and threads >= MPI.THREAD_SERIALIZED
@@ -91,27 +107,29 @@ class MpiTransport(Transport):
         self._failures = MpiFailures(self._messages)
         self._requests = Requests(self._messages, self.traffic, self._failures, self._signals)
         self._handlers = Handlers(self._receive)
+        self.poll_hooks: PollHooks | None = self._handlers
         self._polling = Polling(self._requests, self._handlers, self._failures, self._signals, pace)
         free = threads >= MPI.THREAD_MULTIPLE
         self._posting: AbstractContextManager[Any] = nullcontext() if free else self._polling.lock
         if self.progresses:
             self._polling.start()
 
-    def host_name(self, rank: int) -> str:
-        return self.host_names[self.hosts[rank]]
-
     # -- time ---------------------------------------------------------------
     def now(self) -> float:
         return time.perf_counter() - self._start
 
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    def charge_memory(self, nbytes: int) -> None:
-        """Takes its time by itself."""
+    def sleep(self, seconds: float = 0.0, *, until: float | None = None) -> None:
+        time.sleep(seconds if until is None else max(0.0, until - self.now()))
 
     # -- point to point -----------------------------------------------------
-    def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
+    def isend(
+        self,
+        buffer: Tensor | Sequence[float],
+        dest: int,
+        tag: int,
+        after: Event | None = None,
+    ) -> Request:
+        buffer = as_tensor(buffer)
         name = f"send to rank {dest}, tag {tag}"
         request = MpiRequest(name, buffer, receives=False, peer=dest, tag=tag)
         if tag not in self._requests.untracked:
@@ -144,7 +162,7 @@ class MpiTransport(Transport):
             # Not while another thread polls: what has ended by now is to be seen by now.
             self._polling.poll(patient=True)
         if request.failed is not None:
-            raise PeerFailedError(request.failed, self.host_name(request.failed))
+            raise PeerFailedError(request.failed, self.host_names[request.failed])
         return request.done
 
     def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
@@ -168,16 +186,16 @@ class MpiTransport(Transport):
         with self._polling.lock:
             self._requests.cancel(request)
 
-    def abandon(self, request: Request) -> None:
-        assert isinstance(request, MpiRequest)
+    def abandon(self, target: Request | range) -> None:
+        if isinstance(target, range):
+            with self._handlers.lock:
+                self._handlers.drop_tags(target)
+                with self._polling.lock:
+                    self._requests.abandon_tags(target)
+            return
+        assert isinstance(target, MpiRequest)
         with self._polling.lock:
-            self._requests.abandon(request)
-
-    def abandon_tags(self, tags: range) -> None:
-        with self._handlers.lock:
-            self._handlers.drop_tags(tags)
-            with self._polling.lock:
-                self._requests.abandon_tags(tags)
+            self._requests.abandon(target)
 
     def exclude_from_traffic(self, *tags: int) -> None:
         self._requests.untracked |= set(tags)
@@ -208,24 +226,27 @@ class MpiTransport(Transport):
         with self._polling.lock:
             self._requests.end_what_needs(rank)
 
+    def is_revoked(self, without: int | None = None) -> bool:
+        return False
+
     # -- messages that interrupt --------------------------------------------
-    def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
-        # A receive from any rank ends with an error at every death: so one for each rank.
-        sources, depth = (self.living, 1) if self.survives else ([ANY_SOURCE], HANDLER_DEPTH)
-        self._handlers.add(sources, depth, tag, nbytes, handler)
+    def on_message(
+        self, tag: int, nbytes: int, handler: Handler, *, as_numbers: bool = False
+    ) -> None:
+        # A receive from any rank ends with an error at every failure: so one for each rank.
+        sources, depth = [ANY_SOURCE], HANDLER_DEPTH
+        if self.survives:
+            sources, depth = surviving_ranks(self), 1
+        self._handlers.add(
+            sources, depth, tag, nbytes, reading_numbers(handler) if as_numbers else handler
+        )
 
-    def when_done(self, request: Request, action: Callable[[], None]) -> None:
-        self._handlers.when_done(request, action)
-
-    def when_happened(self, event: Event, action: Callable[[], None]) -> None:
-        self._handlers.when_happened(event, action)
-        self._signals.begun()
-
-    def watch(self, look: Callable[[], None]) -> None:
-        self._handlers.watch(look)
-
-    def unwatch(self, look: Callable[[], None]) -> None:
-        self._handlers.unwatch(look)
+    def when_done(self, operation: Request | Event, action: Callable[[], None]) -> None:
+        if isinstance(operation, Request):
+            self._handlers.when_done(operation, action)
+        else:
+            self._handlers.when_happened(operation, action)
+            self._signals.begun()
 
     def atomic(self) -> AbstractContextManager[Any]:
         return self._handlers.lock
@@ -286,7 +307,7 @@ class MpiTransport(Transport):
             return
         self._polling.stop()
         self._requests.take_fresh()
-        self.wait_ended(self._requests.left(receives=False))
+        wait_ended(self, self._requests.left(receives=False))
         for request in self._requests.left(receives=True):
             self.cancel(request)
         self._polling.closed = True
@@ -296,7 +317,7 @@ class MpiTransport(Transport):
 
     def _take_leave(self, status: int) -> None:
         """Leave together, the first rank last: nobody may go to whom another still sends."""
-        last, *others = self.living
+        last, *others = surviving_ranks(self)
         if self.rank != last:
             if self.survives:
                 fault_tolerance.tell_exit(self._collectives, last)
@@ -306,7 +327,7 @@ class MpiTransport(Transport):
         if not self.survives:
             return
         fault_tolerance.wait_gone(self._collectives)
-        hanging = {rank: self.host_name(rank) for rank in self.excluded}
+        hanging = {rank: self.host_names[rank] for rank in self.excluded}
         if hanging:
             farewell = self._messages, self._collectives
             end = partial(fault_tolerance.end_those_left, *farewell, hanging, others, status)

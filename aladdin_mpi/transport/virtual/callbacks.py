@@ -24,7 +24,7 @@ class ScheduledCallbacks:
 
     Args:
         callers: greenlets that are free, for all ranks.
-        moments: see :meth:`Transport.sleep_between`; at least one. ``idle_until`` likewise.
+        moments: see :func:`sleep_between`; at least one. ``idle_until`` likewise.
     """
 
     __slots__ = (

@@ -17,13 +17,12 @@ from aladdin_mpi.transport.base import (
     ANY_SOURCE,
     Event,
     Handler,
-    NumbersHandler,
     Request,
     Traffic,
     WaitSet,
 )
 from aladdin_mpi.transport.collectives import HostByHost, Part, Steps
-from aladdin_mpi.transport.virtual.fiber import LATE, Clock, Fiber
+from aladdin_mpi.transport.virtual.fiber import LATE, Fiber, VirtualClock
 from aladdin_mpi.transport.virtual.messages import (
     Mailbox,
     Message,
@@ -87,8 +86,8 @@ class VirtualWaitSet(WaitSet):
                 _, name, request = self._done[0]
                 if self.requests.get(name) is request:
                     if request.failed is not None:
-                        host = self._endpoint.fabric.network.hosts[request.failed]
-                        raise PeerFailedError(request.failed, str(host))
+                        host = self._endpoint.fabric.host_names[request.failed]
+                        raise PeerFailedError(request.failed, host)
                     return name
                 heapq.heappop(self._done)  # has been replaced since
             self._endpoint.fiber.wait_for_news(self._shown)
@@ -178,11 +177,12 @@ class Fabric:
         may_fail: whether ranks may die, or be excluded.
     """
 
-    def __init__(self, cluster: Cluster, size: int, clock: Clock, may_fail: bool) -> None:
+    def __init__(self, cluster: Cluster, size: int, clock: VirtualClock, may_fail: bool) -> None:
         self.clock = clock
         network = TcpNetwork if cluster.sharing == "tcp" else Network
         self.network = network(cluster, size, clock, self._deliver)
         self.in_order = HostByHost(self.network.hosts)
+        self.host_names = [str(host) for host in self.network.hosts]
         self.dead: frozenset[int] = frozenset()
         self.excluded: frozenset[int] = frozenset()
         self.may_fail = may_fail
@@ -191,7 +191,7 @@ class Fabric:
         self.meetings: dict[int, Meeting] = {}
         """Those at which some ranks have not come yet."""
         self.known: dict[Hashable, Any] = {}
-        """See :meth:`Transport.once`."""
+        """See :meth:`Simulation.once`."""
         is_free = not (cluster.memory_gbyte or cluster.handling_us)
         self.handling = None if is_free else cluster.handling
         self.callers: list[greenlet] = []
@@ -316,15 +316,17 @@ class Endpoint:
             self._hold(message, request, after)
         return request
 
-    def send_numbers(self, numbers: tuple[float, ...], dest: int, tag: int) -> Operation:
+    def send_numbers(
+        self, numbers: tuple[float, ...], dest: int, tag: int, after: Event | None = None
+    ) -> Operation:
         """Start to send numbers that nobody changes any more."""
         nbytes = 8 * len(numbers)
         request = Operation("send", None, dest, tag, nbytes)
         message = Message(self.rank, dest, tag, nbytes, numbers, request, tag in self.untracked)
-        if self._held:
-            self._hold(message, request, None)
-        else:
+        if after is None and not self._held:
             self._launch(message, request)
+        else:
+            self._hold(message, request, after)
         return request
 
     def _launch(self, message: Message, request: Operation) -> None:
@@ -426,7 +428,7 @@ class Endpoint:
         """Have ``handler`` called for the messages of ``tag``, those waiting included."""
         self._register(tag, nbytes, lambda message: handler(message.source, _handed(message)))
 
-    def register_numbers(self, tag: int, nbytes: int, handler: NumbersHandler) -> None:
+    def register_numbers(self, tag: int, nbytes: int, handler: Handler) -> None:
         """As :meth:`register`, for numbers."""
         self._register(tag, nbytes, lambda message: handler(message.source, _numbers(message)))
 
@@ -468,7 +470,7 @@ class Endpoint:
         self.complete(collective)
 
     def meet(self, fact: Any) -> list[Any]:
-        """See :meth:`Transport.meet`."""
+        """See :meth:`Simulation.meet`."""
         number, meetings = self._meetings, self.fabric.meetings
         self._meetings += 1
         meeting = meetings.setdefault(number, Meeting(self.size))

@@ -25,15 +25,16 @@ from aladdin_mpi.transport.base import (
     Event,
     Handler,
     IdleUntil,
-    NumbersHandler,
     Request,
+    Simulation,
     Transport,
     WaitSet,
+    sleep_and_call,
 )
 from aladdin_mpi.transport.collectives import Channel, Steps
 from aladdin_mpi.transport.virtual.callbacks import ScheduledCallbacks
 from aladdin_mpi.transport.virtual.endpoint import Endpoint, Fabric, VirtualWaitSet
-from aladdin_mpi.transport.virtual.fiber import EARLY, Clock
+from aladdin_mpi.transport.virtual.fiber import EARLY, VirtualClock
 from aladdin_mpi.transport.virtual.messages import Operation
 
 T = TypeVar("T")
@@ -92,7 +93,7 @@ class _Run:
     """One run: the loop over the events."""
 
     def __init__(self, setup: VirtualCluster) -> None:
-        self.clock = Clock(setup.seed, setup.start_time)
+        self.clock = VirtualClock(setup.seed, setup.start_time)
         # Where a run goes on all ranks take part again, as over MPI.
         self.deaths = _from(setup.start_time, setup.cluster.deaths)
         self.silences = _from(setup.start_time, _silences(setup))
@@ -171,53 +172,47 @@ class VirtualTransport(Transport):
     engine = "virtual"
     models_time = shares_process = True
     needs_memory = False
+    has_collectives = progresses = True
+    poll_hooks = None
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.rank = endpoint.rank
         self.size = endpoint.size
         self.traffic = endpoint.traffic
         self.hosts = endpoint.fabric.network.hosts
+        self.host = self.hosts[self.rank]
+        self.host_names = endpoint.fabric.host_names
+        self.original_ranks = range(self.size)
         self.survives = endpoint.fabric.may_fail
         self.meets = endpoint.fabric.meets
-        self.progresses = True
         self._endpoint = endpoint
         self._fabric = endpoint.fabric
         self._clock = endpoint.fabric.clock
         self._fiber = endpoint.fiber
         self._handling = endpoint.fabric.handling
 
-    # -- in one process -----------------------------------------------------
+    # -- only in a simulation -----------------------------------------------
+    @property
+    def simulation(self) -> Simulation | None:  # type: ignore[override]
+        """This transport itself."""
+        return self
+
     def meet(self, fact: Any) -> list[Any]:
-        """See :meth:`Transport.meet`."""
+        """See :meth:`Simulation.meet`."""
         return self._endpoint.meet(fact)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """See :meth:`Transport.once`."""
+        """See :meth:`Simulation.once`."""
         known = self._fabric.known
         if key not in known:
             known[key] = make()
         found: T = known[key]
         return found
 
-    # -- time ---------------------------------------------------------------
-    def now(self) -> float:
-        """Virtual seconds."""
-        return self._clock.now
-
-    def sleep(self, seconds: float) -> None:
-        """Let virtual time pass for this rank; pauses make it longer."""
-        if not seconds >= 0:
-            raise ValueError(f"sleep: expected 0 seconds or more, got {seconds}")
-        self._fiber.sleep(seconds)
-
     def charge_memory(self, nbytes: int) -> None:
         """Let the time pass that the cluster's processes need; it may be none."""
         if self._handling is not None and (seconds := self._handling(nbytes)):
             self._fiber.sleep(seconds)
-
-    def sleep_until(self, moment: float) -> None:
-        """Let virtual time pass until ``moment`` exactly, or the end of a pause after it."""
-        self._fiber.sleep_until(max(moment, self._clock.now))
 
     def sleep_between(
         self,
@@ -225,13 +220,13 @@ class VirtualTransport(Transport):
         action: Callable[[int], None],
         idle_until: IdleUntil | None = None,
     ) -> None:
-        """See :meth:`Transport.sleep_between`. The rank itself is resumed after the last one."""
+        """See :func:`sleep_between`. The rank itself is resumed after the last one."""
         if self._fiber.may_be_spoken_for and moments:
             ScheduledCallbacks(
                 self._fiber, self._fabric.callers, moments, action, idle_until
             ).make()
         else:
-            super().sleep_between(moments, action)
+            sleep_and_call(self, moments, action)
 
     def reseed(self, *key: int) -> None:
         """Start the random numbers of all ranks anew from the seed and ``key``.
@@ -245,16 +240,36 @@ class VirtualTransport(Transport):
         """See :meth:`NetworkFigures.carried`: for "out", "in" and "local" the bytes by host."""
         return self._fabric.network.carried()
 
-    # -- point to point -----------------------------------------------------
-    def isend(self, buffer: Tensor, dest: int, tag: int, after: Event | None = None) -> Request:
-        """See :meth:`Transport.isend`; ``after`` is looked at every 10 virtual microseconds."""
-        self._check(dest, tag)
-        return self._endpoint.send(buffer, _nbytes(buffer), dest, tag, after)
+    # -- time ---------------------------------------------------------------
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self._clock.now
 
-    def isend_numbers(self, numbers: Sequence[float], dest: int, tag: int) -> Request:
-        """See :meth:`Transport.isend_numbers`. They are handed over as they are."""
+    def sleep(self, seconds: float = 0.0, *, until: float | None = None) -> None:
+        """Let virtual time pass for this rank; pauses make it longer."""
+        if until is not None:
+            self._fiber.sleep_until(max(until, self._clock.now))
+            return
+        if not seconds >= 0:
+            raise ValueError(f"sleep: expected 0 seconds or more, got {seconds}")
+        self._fiber.sleep(seconds)
+
+    # -- point to point -----------------------------------------------------
+    def isend(
+        self,
+        buffer: Tensor | Sequence[float],
+        dest: int,
+        tag: int,
+        after: Event | None = None,
+    ) -> Request:
+        """See :meth:`Transport.isend`; ``after`` is queried every 10 virtual microseconds.
+
+        Numbers are handed over without a tensor.
+        """
         self._check(dest, tag)
-        return self._endpoint.send_numbers(tuple(map(float, numbers)), dest, tag)
+        if isinstance(buffer, Tensor):
+            return self._endpoint.send(buffer, _nbytes(buffer), dest, tag, after)
+        return self._endpoint.send_numbers(tuple(map(float, buffer)), dest, tag, after)
 
     def exclude_from_traffic(self, *tags: int) -> None:
         """See :meth:`Transport.exclude_from_traffic`."""
@@ -274,13 +289,14 @@ class VirtualTransport(Transport):
     def test(self, request: Request) -> bool:
         """See :meth:`Transport.test`. No time passes: a loop around it alone never ends."""
         if request.failed is not None:
-            raise PeerFailedError(request.failed, self.host_name(request.failed))
+            raise PeerFailedError(request.failed, self.host_names[request.failed])
         return request.done
 
-    def wait(self, request: Request) -> None:
+    def wait(self, *requests: Request) -> None:
         """See :meth:`Transport.wait`."""
-        if not request.done or request.failed is not None:
-            self.wait_any([request])
+        for request in requests:
+            if not request.done or request.failed is not None:
+                self.wait_any([request])
 
     def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
         """See :meth:`Transport.wait_any`. Without ``timeout`` only a deadlock ends the wait."""
@@ -305,29 +321,32 @@ class VirtualTransport(Transport):
         if isinstance(request, Operation):
             self._endpoint.cancel(request)
 
-    def abandon(self, request: Request) -> None:
+    def abandon(self, target: Request | range) -> None:
         """See :meth:`Transport.abandon`."""
-        if isinstance(request, Operation) and not request.done:
-            self._endpoint.abandon(request)
-
-    def abandon_tags(self, tags: range) -> None:
-        """See :meth:`Transport.abandon_tags`."""
-        self._endpoint.abandon_tags(tags)
+        if isinstance(target, range):
+            self._endpoint.abandon_tags(target)
+        elif isinstance(target, Operation) and not target.done:
+            self._endpoint.abandon(target)
 
     # -- messages that interrupt --------------------------------------------
-    def on_message(self, tag: int, nbytes: int, handler: Handler) -> None:
-        """See :meth:`Transport.on_message`. Handlers run before any rank goes on at that time."""
+    def on_message(
+        self, tag: int, nbytes: int, handler: Handler, *, as_numbers: bool = False
+    ) -> None:
+        """See :meth:`Transport.on_message`. Handlers run before any rank continues at that time."""
         self._check(self.rank, tag)
-        self._endpoint.register(tag, nbytes, handler)
-
-    def on_numbers(self, tag: int, most: int, handler: NumbersHandler) -> None:
-        """See :meth:`Transport.on_numbers`. They come as they are."""
-        self._check(self.rank, tag)
-        self._endpoint.register_numbers(tag, 8 * most, handler)
+        register = self._endpoint.register_numbers if as_numbers else self._endpoint.register
+        register(tag, nbytes, handler)
 
     def atomic(self) -> AbstractContextManager[None]:
         """See :meth:`Transport.atomic`. Nothing else runs until a wait, which is refused."""
         return self._fiber.atomic()
+
+    def when_done(self, operation: Request | Event, action: Callable[[], None]) -> None:
+        """See :meth:`Transport.when_done`. No virtual time passes between a request and it."""
+        if isinstance(operation, Request):
+            self._endpoint.when_done(operation, action)
+        else:
+            self._endpoint.when_happened(operation, action)
 
     # -- collectives: every rank calls them in the same order ----------------
     def ibarrier(self) -> Request:
@@ -377,14 +396,6 @@ class VirtualTransport(Transport):
             )
         return self._endpoint.collective("all-to-all", collectives.alltoall, buffer, received)
 
-    def when_done(self, request: Request, action: Callable[[], None]) -> None:
-        """See :meth:`Transport.when_done`. No virtual time passes before ``action``."""
-        self._endpoint.when_done(request, action)
-
-    def when_happened(self, event: Event, action: Callable[[], None]) -> None:
-        """See :meth:`Transport.when_happened`."""
-        self._endpoint.when_happened(event, action)
-
     # -- failure and end ------------------------------------------------------
     @property
     def failed(self) -> frozenset[int]:
@@ -403,6 +414,10 @@ class VirtualTransport(Transport):
     def on_failure(self, action: Callable[[int], None]) -> None:
         """See :meth:`Transport.on_failure`. All ranks are told at the moment of a death."""
         self._endpoint.on_failure.append(action)
+
+    def is_revoked(self, without: int | None = None) -> bool:
+        """Never: ranks that fail end no wait but those for them."""
+        return False
 
     def close(self, status: int = 0) -> None:
         """Cancel the posted receives and the handlers; sends under way still arrive."""

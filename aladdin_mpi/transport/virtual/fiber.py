@@ -27,7 +27,7 @@ Action = Callable[[Any], None]
 _Event = tuple[float, float, int, Action, Any]
 
 
-class Clock:
+class VirtualClock:
     """Events in the order of their time; the order of equal times is drawn at random.
 
     ``random`` is the only source of chance of the engine, so that a run depends on
@@ -140,7 +140,7 @@ class Fiber:
         "waiting",
     )
 
-    def __init__(self, rank: int, clock: Clock, pauses: Pauses, traffic: Traffic) -> None:
+    def __init__(self, rank: int, clock: VirtualClock, pauses: Pauses, traffic: Traffic) -> None:
         self.rank = rank
         self._clock = clock
         self._pauses = pauses
@@ -164,7 +164,7 @@ class Fiber:
         self._wake()
 
     @property
-    def clock(self) -> Clock:
+    def clock(self) -> VirtualClock:
         """That of all ranks."""
         return self._clock
 

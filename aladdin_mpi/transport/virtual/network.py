@@ -35,7 +35,7 @@ from math import exp
 from typing import ClassVar
 
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.transport.virtual.fiber import Clock
+from aladdin_mpi.transport.virtual.fiber import VirtualClock
 from aladdin_mpi.transport.virtual.messages import Message
 
 EXPRESS = 4096
@@ -103,7 +103,7 @@ class Network:
     flow_class: ClassVar[type[Flow]] = Flow
 
     def __init__(
-        self, cluster: Cluster, size: int, clock: Clock, deliver: Callable[[Message], None]
+        self, cluster: Cluster, size: int, clock: VirtualClock, deliver: Callable[[Message], None]
     ) -> None:
         self._clock = clock
         self._deliver = deliver

@@ -61,7 +61,7 @@ def test_what_all_would_find_is_found_once() -> None:
 def test_numbers_come_as_they_are_and_take_their_time() -> None:
     def main(t: VirtualTransport) -> tuple[tuple[float, ...] | None, int, float]:
         if t.rank == 0:
-            sent = t.isend_numbers((1, 2.5, 3), 1, 7)
+            sent = t.isend((1, 2.5, 3), 1, 7)
             assert sent.done  # as any short message
             return None, 0, 0.0
         request = t.irecv(torch.empty(5, dtype=torch.float64), 0, 7)
@@ -78,7 +78,7 @@ def test_a_handler_gets_numbers_as_bytes() -> None:
 
     def main(t: VirtualTransport) -> None:
         t.on_message(3, 80, lambda source, m: found.append(m.view(torch.float64).tolist()))
-        t.isend_numbers([4, 5.5], 1 - t.rank, 3)
+        t.isend([4, 5.5], 1 - t.rank, 3)
         t.sleep(1.0)
 
     run(2, main, lab(2))
@@ -320,11 +320,11 @@ def test_flood_of_one_worker_does_not_starve_another() -> None:
         if t.rank == 0:
             receives = [t.irecv(buffer, 1, 0) for _ in range(100)]
             receives += [t.irecv(buffer, 3, 0) for _ in range(10)]
-            t.wait_all(receives)
+            t.wait(*receives)
         elif t.rank == 1:
-            t.wait_all([t.isend(buffer, 0, 0) for _ in range(100)])
+            t.wait(*[t.isend(buffer, 0, 0) for _ in range(100)])
         elif t.rank == 3:
-            t.wait_all([t.isend(buffer, 0, 0) for _ in range(10)])
+            t.wait(*[t.isend(buffer, 0, 0) for _ in range(10)])
         return t.now()
 
     end = run(4, main)
@@ -397,9 +397,9 @@ def test_meta_tensors_take_the_time_of_real_ones(nbytes: int) -> None:
             gathered = torch.zeros(nbytes * t.size, dtype=torch.uint8, device=device)
             total = torch.zeros(nbytes, device=device)
             request = t.irecv(receive, (t.rank - 1) % t.size, 0)
-            t.wait_all([t.isend(send, (t.rank + 1) % t.size, 0), request])
+            t.wait(t.isend(send, (t.rank + 1) % t.size, 0), request)
             requests = [t.iallreduce(total), t.ibroadcast(send, 1), t.iallgather(send, gathered)]
-            t.wait_all([*requests, t.ialltoall(gathered, torch.zeros_like(gathered))])
+            t.wait(*requests, t.ialltoall(gathered, torch.zeros_like(gathered)))
             return t.now(), request.nbytes, t.traffic.bytes_received
 
         return inner

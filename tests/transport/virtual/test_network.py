@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from aladdin_mpi.options.cluster import Cluster, Pauses
-from aladdin_mpi.transport.virtual.fiber import Clock
+from aladdin_mpi.transport.virtual.fiber import VirtualClock
 from aladdin_mpi.transport.virtual.messages import PIECES, QUANTUM, Message
 from aladdin_mpi.transport.virtual.network import EXPRESS, Network
 from tests.virtual_lab import LATENCY, OVERHEAD, PIECE, lab
@@ -21,7 +21,7 @@ Arrival = tuple[float, int, int, int]
 
 def arrivals(cluster: Cluster, size: int, sends: Sequence[Send], seed: int = 0) -> list[Arrival]:
     """Return what arrives, in the order of arrival."""
-    clock = Clock(seed, 0.0)
+    clock = VirtualClock(seed, 0.0)
     found: list[Arrival] = []
     network = Network(
         cluster,
@@ -49,7 +49,7 @@ def test_idle_network_passes_the_bytes_through_both_links_at_once(nbytes: int) -
 
 def test_carried_bytes_are_those_that_are_through() -> None:
     """Two senders to one host: what queues for its link in has not been carried by it."""
-    clock = Clock(0, 0.0)
+    clock = VirtualClock(0, 0.0)
     network = Network(lab(3), 3, clock, lambda message: None)
     for source in (1, 2):
         network.send(Message(source, 0, 0, QUANTUM, None, None))

@@ -9,7 +9,7 @@ import pytest
 
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
-from aladdin_mpi.transport.virtual.fiber import Clock
+from aladdin_mpi.transport.virtual.fiber import VirtualClock
 from aladdin_mpi.transport.virtual.messages import QUANTUM, Message
 from aladdin_mpi.transport.virtual.network import (
     MOST,
@@ -35,7 +35,7 @@ def ends(
     network_class: type[Network] = TcpNetwork,
 ) -> list[float]:
     """When each of the messages (time, source, dest, bytes) has come, in their order."""
-    clock = Clock(seed, 0.0)
+    clock = VirtualClock(seed, 0.0)
     messages = [Message(s, d, tag, n, None, None) for tag, (_, s, d, n) in enumerate(sends)]
     found = [0.0] * len(sends)
 

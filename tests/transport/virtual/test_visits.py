@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.transport.base import Request, Transport
+from aladdin_mpi.transport.base import Request, sleep_and_call
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 
 MOMENTS = [0.1, 0.1, 0.05, 0.4, 1.0]
 MANY = [0.001, 0.002, 0.011, 0.012, 0.013, 0.0135, 0.1, 0.05, 0.4]
-PLAIN = Transport.sleep_between
 Events = list[tuple[float, int, int]]
 CLUSTERS = [
     Cluster(hosts=2),
@@ -59,7 +58,7 @@ def test_they_are_a_loop_of_sleeps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = run(cluster, action, seed)
-    monkeypatch.setattr(VirtualTransport, "sleep_between", PLAIN)
+    monkeypatch.setattr(VirtualTransport, "sleep_between", sleep_and_call)
     assert found == run(cluster, action, seed)
     assert len(found) > 60
 
