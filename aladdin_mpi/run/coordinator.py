@@ -20,7 +20,7 @@ SHOWN = ("wire_bits", "pi")
 """Of a server's own figures, those in the progress."""
 
 
-class Ending(Enum):
+class RunEnd(Enum):
     """How a rank's part in a run ends."""
 
     COMPLETED = "trained to the end"
@@ -52,7 +52,7 @@ class RunHook:
     def on_failure(self, run: Coordinator, rank: int) -> None:
         """A rank has failed."""
 
-    def on_end(self, ending: Ending) -> None:
+    def on_end(self, ending: RunEnd) -> None:
         """Training is over on this rank."""
 
     def figures(self) -> Mapping[str, float]:

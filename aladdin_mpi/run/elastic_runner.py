@@ -35,9 +35,9 @@ from aladdin_mpi.run.elasticity import (
     JoinTimedOut,
     MembersArrived,
     Membership,
-    Policy,
     RankComing,
     RanksLost,
+    RecoveryRules,
     RunOver,
     SetupCompleted,
     SetupFailed,
@@ -123,8 +123,9 @@ class ElasticityDriver:
                         self._base.sleep(guard.YIELD_SECONDS)  # the reporter ends the job
                         raise RefusedError
                     raise LostError(reason)
-        except PeerFailedError:
-            return self.lost()
+        except PeerFailedError as error:
+            # An operation may find a failure before the transport lists it.
+            return RanksLost(self._base.failed | {error.rank}, self._base.excluded)
         return None
 
     def _hear_coming(self) -> None:
@@ -238,7 +239,7 @@ class ElasticRunner:
         """
         can_regroup = can_follow(self.options, self._algorithm)
         needs_all = can_regroup and bool(self._algorithm.needs_all(self.options))
-        self._machine.policy = Policy(can_regroup, needs_all)
+        self._machine.policy = RecoveryRules(can_regroup, needs_all)
         if self.is_spare:
             return self._take_place(None, None)
         transport = self._new_transport()

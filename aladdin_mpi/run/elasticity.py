@@ -521,7 +521,7 @@ def plan_takeover(members: Membership, facts: Mapping[int, RankFacts]) -> Takeov
 
 
 # -- the machine ------------------------------------------------------------------------
-class Phase(Enum):
+class MachineState(Enum):
     """What a rank is doing."""
 
     SETUP = auto()
@@ -537,7 +537,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
-class Policy:
+class RecoveryRules:
     """What the algorithm allows.
 
     Attributes:
@@ -583,14 +583,14 @@ class ElasticityMachine:
         size: int,
         members: Membership,
         host_name: Callable[[int], str] = str,
-        policy: Policy | None = None,
+        policy: RecoveryRules | None = None,
     ) -> None:
         self.rank = rank
         self.members = members
-        self.policy = policy or Policy()
+        self.policy = policy or RecoveryRules()
         self.failed: frozenset[int] = frozenset()
         self.excluded: frozenset[int] = frozenset()
-        self.phase = Phase.SPARE if self.is_spare else Phase.SETUP
+        self.phase = MachineState.SPARE if self.is_spare else MachineState.SETUP
         self.coming: set[int] = set()
         """Ranks that have reported that they are alive, since the last rendezvous."""
         self._all = range(size)
@@ -622,7 +622,7 @@ class ElasticityMachine:
         """
         if not self.policy.can_regroup:
             return False
-        is_new = self.phase is Phase.SETUP and self.members.number > 1
+        is_new = self.phase is MachineState.SETUP and self.members.number > 1
         needs_all = self.policy.needs_all or bool(self.members.spares) or is_new
         return needs_all or place < max(1, self.members.servers)
 
@@ -633,7 +633,7 @@ class ElasticityMachine:
 
     def handle(self, event: Event) -> Decisions:
         """Return what to do about an event."""
-        if self.phase is Phase.ENDED:
+        if self.phase is MachineState.ENDED:
             return ()
         match event:
             case RanksLost(failed, excluded):
@@ -644,7 +644,7 @@ class ElasticityMachine:
             case SetupFailed():
                 return self._meet()
             case SetupCompleted():
-                self.phase = Phase.TRAINING
+                self.phase = MachineState.TRAINING
             case TrainingStarted():
                 self._facts = {}
             case RankComing(rank):
@@ -656,7 +656,7 @@ class ElasticityMachine:
             case MembersArrived(members, facts_of_all):
                 return self._take_members(members, facts_of_all)
             case RunOver():
-                self.phase = Phase.ENDED
+                self.phase = MachineState.ENDED
                 return (LeaveRun(),)
         return ()
 
@@ -664,11 +664,11 @@ class ElasticityMachine:
     def _lose(self, failed: frozenset[int], excluded: frozenset[int]) -> Decisions:
         known = self.failed
         self.note_lost(failed, excluded)
-        if self.phase is Phase.SPARE:
+        if self.phase is MachineState.SPARE:
             return self._wait_for_place()
-        if self.phase is Phase.JOINING:
+        if self.phase is MachineState.JOINING:
             return self._meet() if self._leader in self.failed else ()
-        if self.phase is Phase.LEADING:
+        if self.phase is MachineState.LEADING:
             return self._await_next()
         places = [self.members.place(rank) for rank in sorted(self.failed - known)]
         lost = [place for place in places if place is not None]
@@ -687,15 +687,15 @@ class ElasticityMachine:
             return self._end(str(error))
         self._leader = self.leader
         if self._leader != self.rank:
-            self.phase = Phase.JOINING
+            self.phase = MachineState.JOINING
             return (JoinRendezvous(self._leader, self.members, self._facts),)
-        self.phase = Phase.LEADING
+        self.phase = MachineState.LEADING
         others = [rank for rank in self.living if rank != self.rank]
         self._rendezvous = Rendezvous(self.members, {self.rank: self._facts}, others)
         return self._await_next()
 
     def _let_join(self, rank: int, before: Membership, facts: RankFacts) -> Decisions:
-        if self._rendezvous is None or self.phase is not Phase.LEADING:
+        if self._rendezvous is None or self.phase is not MachineState.LEADING:
             return ()
         rendezvous = self._rendezvous
         rendezvous.facts[rank] = facts
@@ -732,7 +732,7 @@ class ElasticityMachine:
         return (AnnounceMembers(dests, members, facts), *self._enter(members, facts))
 
     def _take_members(self, members: Membership, facts: Mapping[int, RankFacts]) -> Decisions:
-        if self.phase is not Phase.JOINING:
+        if self.phase is not MachineState.JOINING:
             return ()
         late = [rank for rank in self.living if rank not in facts]
         self.note_lost((), late)
@@ -743,7 +743,7 @@ class ElasticityMachine:
         self.members, self._rendezvous = members, None
         self.coming.clear()
         if self.is_spare:
-            self.phase = Phase.SPARE
+            self.phase = MachineState.SPARE
             return self._wait_for_place()
         plan = plan_takeover(members, facts)
         if plan is None:
@@ -757,7 +757,7 @@ class ElasticityMachine:
             return self._end(reason, members.ranks[0])
         if not plan.has_worker:
             return self._end("no worker's state is left to go on from", members.ranks[0])
-        self.phase = Phase.SETUP
+        self.phase = MachineState.SETUP
         self._facts = plan.known.get(self.rank, self._facts)
         return (FormGroup(plan),)
 
@@ -767,5 +767,5 @@ class ElasticityMachine:
         return (WaitForPlace(self.members),)
 
     def _end(self, reason: str, reporter: int | None = None) -> Decisions:
-        self.phase = Phase.ENDED
+        self.phase = MachineState.ENDED
         return (EndRun(reason, reporter),)

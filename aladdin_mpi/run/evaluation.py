@@ -17,7 +17,7 @@ from aladdin_mpi.data.loading import global_generators_kept
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.replica import Projections, Replica
 from aladdin_mpi.process.guard import no_exit
-from aladdin_mpi.run.coordinator import Coordinator, Ending, RunHook
+from aladdin_mpi.run.coordinator import Coordinator, RunEnd, RunHook
 from aladdin_mpi.run.divided_evaluation import DividedEvaluation
 from aladdin_mpi.run.measurement import Evaluate
 from aladdin_mpi.run.plan import Plan
@@ -316,9 +316,9 @@ class Evaluations(RunHook):
             if self._measuring == samples:
                 self._measuring = None
 
-    def on_end(self, ending: Ending) -> None:
+    def on_end(self, ending: RunEnd) -> None:
         """Wait for the evaluation under way, if the process goes on without the run."""
-        if ending is Ending.CLOSED and self._evaluator is not None:
+        if ending is RunEnd.CLOSED and self._evaluator is not None:
             self._evaluator.wait()
 
     def figures(self) -> Mapping[str, float]:

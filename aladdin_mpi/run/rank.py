@@ -17,7 +17,7 @@ from aladdin_mpi.exchange.server_replica import StoredReplicas
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.process import console, guard
 from aladdin_mpi.run.context import Context, collect_model, share_buffers, warn_of_differences
-from aladdin_mpi.run.coordinator import Coordinator, Ending, RunHook
+from aladdin_mpi.run.coordinator import Coordinator, RunEnd, RunHook
 from aladdin_mpi.run.divided_evaluation import DividedEvaluation
 from aladdin_mpi.run.evaluation import Evaluations
 from aladdin_mpi.run.measurement import BatchNormRecalibrator
@@ -91,7 +91,7 @@ class Rank:
 
     def suspend(self) -> None:
         """A signal has ended the run, which is saved: end everything and leave."""
-        self._end(Ending.SUSPENDED)
+        self._end(RunEnd.SUSPENDED)
         if self.coordinator is not None:
             name = signal.Signals(self.segments.suspended).name
             console.say(
@@ -104,7 +104,7 @@ class Rank:
 
     def give_up(self) -> None:
         """The group is revoked: this rank's part in it ends where it is."""
-        self._end(Ending.REVOKED)
+        self._end(RunEnd.REVOKED)
         self.heartbeats.give_up()
         if self.divided is not None:
             self.divided.close()
@@ -112,7 +112,7 @@ class Rank:
 
     def abandon(self) -> None:
         """The run is closed before its end, on every rank: give everything back."""
-        self._end(Ending.CLOSED)
+        self._end(RunEnd.CLOSED)
         if self.coordinator is not None and not self.context.options.quiet:
             drawn = self.coordinator.budget.drawn
             console.say(
@@ -123,7 +123,7 @@ class Rank:
     def complete(self) -> dict[str, Any]:
         """Complete the model everywhere, measure it, write all results; the summary at rank 0."""
         context, recalibrator = self.context, self.recalibrator
-        self._end(Ending.COMPLETED)
+        self._end(RunEnd.COMPLETED)
         waiting = context.transport.traffic.waiting  # what follows is not training
         if isinstance(self.role, ServerAlgorithm):
             self.role.complete()
@@ -164,10 +164,10 @@ class Rank:
         assert isinstance(self.role, TrainingWorker)  # there are no servers
         return self.role.own_model.clone()
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self, ending: RunEnd) -> None:
         for hook in self.hooks:
             hook.on_end(ending)
-        if self.recalibrator is not None and ending in (Ending.CLOSED, Ending.REVOKED):
+        if self.recalibrator is not None and ending in (RunEnd.CLOSED, RunEnd.REVOKED):
             self.recalibrator.close()
 
     def _leave(self) -> None:

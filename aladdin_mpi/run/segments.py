@@ -20,7 +20,7 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.vectors import is_finite
 from aladdin_mpi.process import stop_signal
 from aladdin_mpi.run.checkpoint import CheckpointStore, LocalState
-from aladdin_mpi.run.coordinator import Coordinator, Ending, RunHook
+from aladdin_mpi.run.coordinator import Coordinator, RunEnd, RunHook
 from aladdin_mpi.run.plan import Origin, Plan
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.group import RankLostError
@@ -348,7 +348,7 @@ class Suspension(RunHook):
             )
         self._hooks.watch(self._look)
 
-    def on_end(self, ending: Ending) -> None:
+    def on_end(self, ending: RunEnd) -> None:
         """From now on signals change nothing."""
         if self._hooks is not None:
             self._hooks.unwatch(self._look)

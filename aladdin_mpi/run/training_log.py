@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 from aladdin_mpi.control.budget import WorkerReport
-from aladdin_mpi.run.coordinator import Coordinator, Ending, RunHook
+from aladdin_mpi.run.coordinator import Coordinator, RunEnd, RunHook
 from aladdin_mpi.run.plan import Plan
 from aladdin_mpi.run.progress import Progress, Style
 from aladdin_mpi.run.recorder import Metrics
@@ -108,11 +108,11 @@ class TrainingLog(RunHook):
         self._last, self._losses = (drawn, seconds), Losses()
         self.metrics.append("train", values)
 
-    def on_end(self, ending: Ending) -> None:
+    def on_end(self, ending: RunEnd) -> None:
         """Leave the progress on the screen, unless another rank shows it from now on."""
-        if ending is Ending.COMPLETED or self._progress is None:
+        if ending is RunEnd.COMPLETED or self._progress is None:
             return  # the summary follows
-        if ending is Ending.SUSPENDED:
+        if ending is RunEnd.SUSPENDED:
             self._progress.close()
         else:
             self._progress.give_up()

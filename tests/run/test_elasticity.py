@@ -35,13 +35,13 @@ from aladdin_mpi.run.elasticity import (
     JoinRendezvous,
     JoinTimedOut,
     LeaveRun,
+    MachineState,
     MembersArrived,
     Membership,
-    Phase,
-    Policy,
     RankComing,
     RankFacts,
     RanksLost,
+    RecoveryRules,
     RevokeGroup,
     RunOver,
     SetupCompleted,
@@ -133,7 +133,7 @@ class Simulation:
         servers, spares = r.choice([0, 1, 1, 2, 3]), r.choice([0, 0, 1, 2, 3])
         self.size = workers + servers + spares
         self.first = begin(self.size, servers, spares)
-        policy = Policy(True, r.random() < 0.5)
+        policy = RecoveryRules(True, r.random() < 0.5)
         self.nodes = [
             Node(ElasticityMachine(rank, self.size, self.first, str, policy))
             for rank in range(self.size)
@@ -387,8 +387,10 @@ class Simulation:
         (members,) = newest
         for rank in self.taking_part:
             node = self.nodes[rank]
-            assert node.machine.phase in (Phase.TRAINING, Phase.SPARE), "a rank waits for ever"
-            assert (rank in members.ranks) == (node.machine.phase is Phase.TRAINING)
+            assert node.machine.phase in (MachineState.TRAINING, MachineState.SPARE), (
+                "a rank waits for ever"
+            )
+            assert (rank in members.ranks) == (node.machine.phase is MachineState.TRAINING)
         assert self.alive.issuperset(members.ranks[: max(1, members.servers)])
 
     @property

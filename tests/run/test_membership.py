@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+from unittest.mock import Mock
+
 import pytest
 
-from aladdin_mpi.errors import LostError
+from aladdin_mpi.errors import LostError, PeerFailedError
 from aladdin_mpi.options.cluster import Cluster
+from aladdin_mpi.run import elastic_runner
 from aladdin_mpi.run.elastic_runner import ElasticityDriver
 from aladdin_mpi.run.elasticity import (
     ElasticityMachine,
@@ -99,3 +104,35 @@ def test_surviving_ranks_agree_on_the_next_group_despite_further_failures(seed: 
     assert not set(moments) & set(plans[0].members.ranks)
     for rank in plans[0].members.ranks:
         assert plans[0].facts[rank]["rank"] == rank
+
+
+def test_rendezvous_restarts_if_an_operation_finds_the_leader_failed_before_the_transport_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = begin(3, 1, 0)
+    facts = {
+        rank: {
+            "rank": rank,
+            "keeper": {},
+            "group": 1,
+            "ranks": [0, 1, 2],
+            "origin": {"servers": 1},
+        }
+        for rank in (1, 2)
+    }
+    leaders = []
+
+    def receive(base: Transport, leader: int, tag: int) -> dict[str, Any]:
+        leaders.append(leader)
+        if leader == 0:
+            raise PeerFailedError(0, "host")
+        return {"members": asdict(next_membership(before, {1, 2})), "facts": facts}
+
+    monkeypatch.setattr(elastic_runner, "send_object", lambda *_: [])
+    monkeypatch.setattr(elastic_runner, "wait_ended", lambda *_: None)
+    monkeypatch.setattr(elastic_runner, "receive_object", receive)
+    base = Mock(rank=2, size=3, failed=frozenset(), excluded=frozenset())
+    driver = ElasticityDriver(base, ElasticityMachine(2, 3, before))
+    decision = driver.decide(GroupRevoked(facts[2]))
+    assert leaders == [0, 1]
+    assert isinstance(decision, FormGroup)

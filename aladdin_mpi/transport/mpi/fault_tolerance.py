@@ -12,16 +12,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from mpi4py import MPI
-
-from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.process import console, guard
 from aladdin_mpi.transport.mpi import library  # before MPI: it decides how that begins
 from aladdin_mpi.transport.mpi.library import SURVIVES  # and this one how it ends
 
 # isort: split
+from mpi4py import MPI
 
 # isort: split
+from aladdin_mpi.errors import PeerFailedError
 
 library.settle()
 

@@ -36,7 +36,7 @@ for both in (False, True):
     requests = [transport.irecv(torch.empty_like(mine), peer, 1)] if takes else []
     transport.sleep(LATE * transport.rank)
     requests += [transport.isend(mine, peer, 1)] if sends else []
-    transport.wait_all(requests)
+    transport.wait(*requests)
     transport.wait(transport.ibarrier())
     seconds.append(time.perf_counter() - start)
 if transport.rank == 0:
