@@ -1,4 +1,4 @@
-"""The advice as it is told: a table, the bottleneck in words, command lines; and for programs."""
+"""The advice as a table, text, command lines and JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of a comparison: whose it is, and who is at work in it."""
+"""The folder of a comparison, and the machine that it ran on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A comparison for the eye: accuracy and variance against time and samples, and throughput."""
+"""Plots of a comparison: accuracy and variance against time and samples, and throughput."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of batches that can only be read from their beginning."""
+"""The order in which a user's DataLoader gives its samples or batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where other workers' models are mixed while this one computes."""
+"""Models sent from worker to worker, and the inbox that mixes them in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a worker wants its models: as late as they still come before they are read.
+"""When a worker requests models, and how strongly they are compressed.
 
 A model that is sent as soon as a gradient has come waits in the worker's inbox for most of a
 step, and ages. So the worker asks for it at a moment of its next step, told as the share f of

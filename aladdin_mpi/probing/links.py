@@ -1,4 +1,4 @@
-"""The network: rates and latencies between hosts, alone and all at once, and inside a host.
+"""Measurements of the network: rates and latencies between hosts and inside a host.
 
 One rank of each host, its first, stands for it.
 """

@@ -1,4 +1,4 @@
-"""What is printed: whole lines, numbers with units, and where a live line can be drawn."""
+"""Console output: whole lines, numbers with units, and the terminal of the live line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every part of a rank stands on: its options, its replica, and how the model is cut."""
+"""The parts that all components of a rank share: options, replica, layout, model exchange."""
 
 from __future__ import annotations
 

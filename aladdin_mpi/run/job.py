@@ -1,4 +1,4 @@
-"""The ranks of this job, known before a run is made."""
+"""The ranks of this job and their devices, known before a run is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is measured by, and the statistics of batch norm that it needs before."""
+"""Measurements of a model, and the batch-norm statistics that they need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run in samples: its length, and how often something happens."""
+"""A run in samples: its length, its milestones, and the ranks that it began with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank takes up the last checkpoint of its run."""
+"""Resume a run: find its last checkpoint, and take up the state."""
 
 from __future__ import annotations
 
