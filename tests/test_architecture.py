@@ -148,3 +148,13 @@ def test_only_reports_query_engine_name() -> None:
         if not place.startswith("transport/") and "transport.engine" in path.read_text()
     }
     assert asking == {"run/segments.py", "run/summary.py"}
+
+
+def test_layers_below_data_do_not_import_the_options_of_commands() -> None:
+    """These are composed while algorithms of other packages, which stand on the layers, load."""
+    composing = {
+        place
+        for place, used in uses().items()
+        if "options/run.py" in used and LEVEL[top(place)] < LEVEL["data"]
+    }
+    assert composing <= {"options/run.py"}

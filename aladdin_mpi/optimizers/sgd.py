@@ -14,7 +14,7 @@ from aladdin_mpi.flat import fused
 from aladdin_mpi.flat.unused import Unused, used_parts
 from aladdin_mpi.flat.vectors import blocks
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.options.run import RunOptions
+from aladdin_mpi.options.general import GeneralOptions
 
 WHOLE = (slice(None),)
 """The used parts of a vector all of which is used."""
@@ -178,7 +178,7 @@ class LearningRate:
         function: of the samples drawn, in place of warm-up and the rest: a factor.
     """
 
-    options: RunOptions
+    options: GeneralOptions
     workers: int
     epoch: int
     total: int
