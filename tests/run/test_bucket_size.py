@@ -14,7 +14,7 @@ from aladdin_mpi.run.handshake import GPU_BUCKET_MB, with_bucket_size
 class Alone:
     """The part of a transport that a single rank needs for the decision."""
 
-    rank, size, meets, survives = 0, 1, False, False
+    rank, size, meets, survives, simulation = 0, 1, False, False, None
 
     def __init__(self, models_time: bool = False) -> None:
         self.models_time = models_time
