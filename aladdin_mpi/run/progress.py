@@ -43,6 +43,7 @@ class State:
         others: further figures of the algorithm, by name.
         alive: workers that have not failed, of ``workers``.
         left: seconds to go.
+        seconds: of training so far.
     """
 
     samples: int

@@ -1,4 +1,4 @@
-"""What rank 0 alone knows of the run, copied to a standby on another host."""
+"""Copies of rank 0's knowledge of the run, sent to a standby on another host."""
 
 from __future__ import annotations
 
