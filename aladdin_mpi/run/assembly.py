@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,10 @@ from aladdin_mpi.data.images import SkippedImages
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_replica import ServerReplica, StoredReplicas
 from aladdin_mpi.flat.replica import Projection
-from aladdin_mpi.flat.vectors import full
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import LearningRate
 from aladdin_mpi.options.algorithms import Algorithm
-from aladdin_mpi.options.run import RESUME_FIELDS, RunOptions, agreed
+from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import console, guard
 from aladdin_mpi.run import run_folder
 from aladdin_mpi.run.building import (
@@ -35,28 +33,27 @@ from aladdin_mpi.run.building import (
     make_wire,
     make_worker,
 )
-from aladdin_mpi.run.checkpoint import CheckpointStore, LocalState
-from aladdin_mpi.run.context import Context, make_context, server_count, share_model
+from aladdin_mpi.run.checkpoint import CheckpointStore
+from aladdin_mpi.run.checkpointing import Checkpoints
+from aladdin_mpi.run.context import Context, make_context, share_model
 from aladdin_mpi.run.coordinator import Coordinator, RunHook
-from aladdin_mpi.run.divided_evaluation import DividedEvaluation, is_divided
-from aladdin_mpi.run.evaluation import Evaluations, Evaluator, Snapshots
-from aladdin_mpi.run.failures import record_losses
+from aladdin_mpi.run.evaluation import Evaluations
 from aladdin_mpi.run.handshake import check_agreement
-from aladdin_mpi.run.measurement import BatchNormRecalibrator, Evaluate, Measurement
+from aladdin_mpi.run.local_state import LocalState
+from aladdin_mpi.run.measurement import Evaluate
 from aladdin_mpi.run.plan import Origin, Plan, make_plan
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.recorder import Metrics
 from aladdin_mpi.run.report import not_written
-from aladdin_mpi.run.resumption import Resumption, go_on
 from aladdin_mpi.run.run_folder import OpenFolder
-from aladdin_mpi.run.segments import Segments, Suspension
+from aladdin_mpi.run.session import Session
 from aladdin_mpi.run.skip_reports import SkipReports
 from aladdin_mpi.run.standby import Standby
+from aladdin_mpi.run.suspension import Suspension
 from aladdin_mpi.run.takeover import Takeover, take_over, tell
 from aladdin_mpi.run.training_log import TrainingLog
 from aladdin_mpi.run.user_metrics import UserMetrics
 from aladdin_mpi.run.user_optimizer import UserOptimizer
-from aladdin_mpi.run.variance import ModelVariance, draw_places
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.role import Role
 from aladdin_mpi.worker.step import Loss
@@ -71,8 +68,7 @@ class UserTask:
         data: facts about this rank's data, in which all must agree.
         compute: see :class:`Worker`; ``on_empty`` and ``may_clip`` likewise.
         may_draw: whether computing may draw random numbers.
-        evaluate: see :class:`.Evaluator`; None: no evaluations. Unless it is a
-            :class:`Measurement`, the module has batch norm's statistics estimated before.
+        evaluate: see :class:`.Evaluations`.
         optimizer: None: momentum SGD.
         schedule: factor of the learning rate by the samples drawn; None: as the options say.
         state: of the user's loop, for checkpoints.
@@ -105,23 +101,24 @@ def assemble(
     module: nn.Module,
     task: UserTask,
     takeover: Takeover | None = None,
+    others: Sequence[RunHook] = (),
 ) -> Rank:
     """Put a rank together, from its checkpoint if the run is resumed. Every rank calls it.
 
     The order is that of what the ranks agree on, one after another. ``module`` is on its device.
-    With ``takeover`` the run continues from what a former group of ranks has left.
+    With ``takeover`` the run continues from what a former group of ranks has left. ``others``
+    are hooks of whoever calls.
 
     Raises:
         UserError, RefusedError: ranks disagree, or a folder cannot be used.
     """
-    recalibrator = _recalibrator(transport, options, algorithm, module, task.evaluate)
     numbers = () if takeover is None else takeover.numbers
     context = make_context(transport, options, algorithm, module, numbers, task.project)
-    described = _described(task)
+    optimizer = _described(task)
     if takeover is None:
         parameters, servers = context.replica.describe(), context.servers
         state = _initial_state(task.optimizer, options, algorithm)
-        check_agreement(transport, options, parameters, task.data, servers, described, state)
+        check_agreement(transport, options, parameters, task.data, servers, optimizer, state)
     plan = make_plan(options, task.epoch, task.origin, not transport.models_time, task.whole)
     base = options.lr if task.optimizer is None else 1.0
     lr = LearningRate(options, context.workers, task.epoch, plan.total, base, task.schedule)
@@ -131,7 +128,7 @@ def assemble(
     else:
         folder = takeover.open_folder(transport)
     with _on_error(folder.release):
-        return _assemble_in(folder, context, task, plan, lr, recalibrator, described, takeover)
+        return _assemble_in(folder, context, task, plan, lr, takeover, others)
 
 
 def _assemble_in(
@@ -140,9 +137,8 @@ def _assemble_in(
     task: UserTask,
     plan: Plan,
     lr: LearningRate,
-    recalibrator: BatchNormRecalibrator | None,
-    described: str,
     takeover: Takeover | None,
+    others: Sequence[RunHook],
 ) -> Rank:
     """Put a rank together in the run's folder."""
     transport, options = context.transport, context.options
@@ -154,59 +150,38 @@ def _assemble_in(
     with _on_error(role.close):
         # It outlives this rank, so it must not hold it, with all its vectors.
         guard.remedy = partial(_remedy, folder.path)
-        variance = _variance(context, role)
-        evaluate = _evaluate(context, task.evaluate, recalibrator)
-        divided = None
-        if isinstance(evaluate, Measurement) and is_divided(context, evaluate):
-            divided = DividedEvaluation(context, evaluate, skips.pass_on)
-        snapshots = _snapshots(context, role)
-
-        def make_evaluator() -> Evaluator:
-            assert evaluate is not None
-            return _evaluator(context, skips, evaluate, divided)
-
+        first = transport.rank == 0
+        metrics = Metrics(folder.path) if first else None
+        log = None
+        if metrics is not None:
+            log = TrainingLog(metrics, plan, options.progress, options.quiet, takeover is not None)
         user_metrics, standby = UserMetrics(transport), Standby(transport)
+        evaluations = Evaluations(context, plan, role, metrics, task.evaluate, skips.pass_on)
+        checkpoints = Checkpoints(context, plan, _described(task), folder.path)
         hooks: list[RunHook] = [skips, user_metrics]
-        coordinator = log = evaluations = None
-        if transport.rank == 0:
-            metrics, keeps_all = Metrics(folder.path), takeover is not None
-            log = TrainingLog(metrics, plan, options.progress, options.quiet, keeps_all)
-            make = None if evaluate is None else make_evaluator
-            evaluations = Evaluations(transport, plan, metrics, make, snapshots, variance)
-            hooks += [log, evaluations, standby]
-            coordinator = _coordinator(context, role, plan, lr, hooks)
-        hooks.append(Suspension(transport, coordinator))
-        if takeover is None:
-            local.seed(options.seed * 1_000_003 + transport.rank + 1)
-        store = CheckpointStore(folder.path)
-        segments = _segments(context, role, coordinator, local, store, plan, task.origin, described)
+        hooks += [log] if log is not None else []
+        hooks += [evaluations, standby, checkpoints, Suspension(transport), *others]
+        coordinator = _coordinator(context, role, plan, lr, hooks) if first else None
+        session = Session(context, plan, role, local, coordinator, hooks, task.origin)
         if takeover is not None:
-            take_over(context, local, segments, takeover)
-        elif options.resume is not None:
-            go_on(Resumption(context, role, local, segments, store, task.origin, lr))
+            take_over(session, takeover)
+        else:
+            local.seed(options.seed * 1_000_003 + transport.rank + 1)
+            if options.resume is not None:
+                checkpoints.resume(session, lr)
         heartbeats = Heartbeats(transport, options.worker_timeout)
         if coordinator is not None:
             _begin(context, role, coordinator, folder.path, takeover)
-        if recalibrator is not None:
-            recalibrator.open()
         return Rank(
-            context,
-            plan,
+            session,
             folder,
             optimizer,
-            role,
-            coordinator,
-            segments,
             heartbeats,
-            hooks,
+            evaluations,
             user_metrics,
             skips,
             standby,
             log,
-            evaluations,
-            recalibrator,
-            divided,
-            variance,
             _replicas(context, role),
         )
 
@@ -247,20 +222,6 @@ def _replicas(context: Context, role: Role) -> StoredReplicas | None:
     return StoredReplicas(transport, context.servers)
 
 
-def _recalibrator(
-    transport: Transport,
-    options: RunOptions,
-    algorithm: Algorithm,
-    module: nn.Module,
-    evaluate: Evaluate | None,
-) -> BatchNormRecalibrator | None:
-    if options.compute != "real" or isinstance(evaluate, Measurement):
-        return None
-    return BatchNormRecalibrator(
-        transport, module, server_count(options, algorithm), options.bn_batches
-    )
-
-
 def _role(
     context: Context,
     task: UserTask,
@@ -287,49 +248,9 @@ def _role(
         skips.pass_on()
 
     compute = local.computing(task.compute) if task.may_draw else task.compute
-    pace = make_pace(context)
-    computing = Computing(compute, pace, task.may_clip, advance, task.on_empty)
+    computing = Computing(compute, make_pace(context), task.may_clip, advance, task.on_empty)
     role = make_worker(context, optimizer, wire, lr, computing)
     return role
-
-
-def _evaluate(
-    context: Context, evaluate: Evaluate | None, recalibrator: BatchNormRecalibrator | None
-) -> Evaluate | None:
-    if not context.is_real or evaluate is None:
-        return None
-    return evaluate if recalibrator is None else recalibrator.measured(evaluate)
-
-
-def _evaluator(
-    context: Context, skips: SkipReports, evaluate: Evaluate, divided: DividedEvaluation | None
-) -> Evaluator:
-    def measure(module: nn.Module) -> Mapping[str, float]:
-        figures = evaluate(module)
-        skips.pass_on()  # rank 0 reads images too
-        return figures
-
-    return Evaluator(context.module, measure, not context.transport.models_time, divided)
-
-
-def _snapshots(context: Context, role: Role) -> Snapshots:
-    dtype = full(context.replica.parameters.dtype)
-    return Snapshots(
-        context.transport, context.layout, role, context.holders, dtype, context.projections
-    )
-
-
-def _variance(context: Context, role: Role) -> ModelVariance:
-    sizes = tuple(prod(shape) for shape in context.replica.shapes)
-    places = draw_places(sizes, context.options.seed)
-    return ModelVariance(
-        context.transport,
-        context.layout,
-        role,
-        places,
-        context.leaders,
-        context.algorithm.lockstep,
-    )
 
 
 def _coordinator(
@@ -345,33 +266,6 @@ def _coordinator(
         context.leaders if context.algorithm.lockstep else (),
         context.needs_all,
         context.options.worker_timeout,
-    )
-
-
-def _segments(
-    context: Context,
-    role: Role,
-    coordinator: Coordinator | None,
-    local: LocalState,
-    store: CheckpointStore,
-    plan: Plan,
-    origin: Origin,
-    optimizer: str,
-) -> Segments:
-    """What a checkpoint must have in common with the run that resumes it goes into it."""
-    facts = agreed(context.options)
-    option = {name: facts[name] for name in facts if name not in RESUME_FIELDS}
-    failures = coordinator.failures if coordinator else None
-    return Segments(
-        context.transport,
-        role,
-        coordinator,
-        local,
-        store,
-        {"option": option, "optimizer": optimizer},
-        plan,
-        origin,
-        lambda: record_losses(context.transport, role, context.servers, failures),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from math import isfinite
 from typing import Any
@@ -11,7 +12,7 @@ from aladdin_mpi.control.budget import Budget, WorkerReport
 from aladdin_mpi.control.ledger import Ledger
 from aladdin_mpi.exchange.server import ParameterServer
 from aladdin_mpi.run.failures import Failures
-from aladdin_mpi.run.plan import Plan
+from aladdin_mpi.run.plan import Origin, Plan
 from aladdin_mpi.run.progress import State
 from aladdin_mpi.transport.base import Transport, surviving_ranks
 from aladdin_mpi.worker.merged_state import MergedState
@@ -29,13 +30,52 @@ class RunEnd(Enum):
     REVOKED = "continued by another group of ranks"
 
 
+@dataclass(frozen=True)
+class SegmentEnd:
+    """What all ranks have agreed on at the end of a segment, when nothing is in flight.
+
+    Attributes:
+        drawn: samples that the workers have drawn.
+        is_last: the budget is used up.
+        suspended: the signal that ends the run before that; 0: none does.
+        closed_by: the rank that has closed the run; None: none has.
+        moment: when the next segment may begin, in seconds of the engine's clock.
+        lost: a rank that has failed, if the others can form a new group; None: none has.
+        origin: who has trained so far.
+        state: returns this rank's state, for a checkpoint.
+        doubt: returns why such a state should not be saved; empty: nothing speaks against it.
+    """
+
+    drawn: int
+    is_last: bool
+    suspended: int
+    closed_by: int | None
+    moment: float
+    lost: int | None
+    origin: Origin
+    state: Callable[[], dict[str, Any]]
+    doubt: Callable[[Mapping[str, Any]], str]
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether no segment follows."""
+        return bool(self.is_last or self.suspended or self.closed_by is not None)
+
+
 class RunHook:
     """A part of a run beside training. A method does nothing unless a subclass overrides it.
 
-    At rank 0 :class:`Coordinator` calls, in this order, ``on_begin``, and for each segment
-    ``on_open``, ``on_report`` for each report of a worker, and ``on_close``. Every rank calls
-    ``on_end``. A hook saves its own state, under keys of its own.
+    Every rank calls ``on_start`` and ``on_settled`` for each segment, and ``on_end``. Rank 0 calls
+    the methods with a :class:`Coordinator`: ``on_begin``, and for each segment ``on_open``,
+    ``on_report`` for each report of a worker, and ``on_close``. A hook saves its own state, under
+    keys of its own.
     """
+
+    def on_start(self) -> None:
+        """A segment starts: every rank is ready."""
+
+    def on_settled(self, end: SegmentEnd, run: Coordinator | None) -> None:
+        """A segment has ended on every rank; ``run`` is None except at rank 0."""
 
     def on_begin(self, run: Coordinator) -> None:
         """The run's state is known, and training is about to begin or to resume."""

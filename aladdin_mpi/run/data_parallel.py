@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,7 @@ from aladdin_mpi.run.api_options import (
 )
 from aladdin_mpi.run.assembly import UserTask, assemble
 from aladdin_mpi.run.batches import NO_BATCH, Batches, Delivery, Epoch, HeldBack
+from aladdin_mpi.run.coordinator import RunHook
 from aladdin_mpi.run.elastic_runner import ElasticRunner
 from aladdin_mpi.run.ending import Ending, end_other_run
 from aladdin_mpi.run.handshake import with_bucket_size
@@ -188,18 +189,13 @@ class DataParallel:
         )
         self._evaluate = evaluate
         self._servers = servers
-        seal = _sealed if self.options.checksum else _plain
-        self._succession = ElasticRunner(transport, self.options, self.algorithm, seal)
-        self._loop = Loop(
-            self.options.batch_size, Delivery(self.device, self.options.channels_last)
-        )
+        self._runner: ElasticRunner | None = None
+        self._loop = Loop(Delivery(self.device, self.options.channels_last))
         self._by_epochs = False
         self._projections: list[Projection] = []
         self._progress = LoopProgress()
-        self._succession.progress = self._progress
         self.run_dir: Path | None = None
         self.state: dict[str, Any] = {}
-        self._ending.of(self.module, self._loop, self._succession)
 
     def _check(self, module: nn.Module, needs_values: bool) -> None:
         """Of a module that is only measured all ranks of a simulation may have the same."""
@@ -221,7 +217,7 @@ class DataParallel:
 
     @property
     def _rank(self) -> Rank | None:
-        return self._succession.rank
+        return None if self._runner is None else self._runner.rank
 
     @property
     def lr(self) -> float:
@@ -241,7 +237,7 @@ class DataParallel:
     @property
     def groups(self) -> int:
         """How many groups of ranks the run has had: one, and one for each loss that ended one."""
-        return self._succession.members.number
+        return 1 if self._runner is None else self._runner.members.number
 
     @property
     def is_over(self) -> bool:
@@ -307,12 +303,12 @@ class DataParallel:
         """
         self._by_epochs = True
         batches = HeldBack(self.batches(data, sharded))
-        if self._rank is None or self.is_server or self._succession.is_spare:
+        if self._rank is None or self.is_server:
             return
-        plan, loop = self._ready().plan, self._loop
+        plan, loop = self._ready().session.plan, self._loop
         first = self._progress.first_epoch
         if first is None:  # of all workers the same, wherever their first batches are
-            first = self._ready().segments.began_at // plan.epoch
+            first = self._ready().session.began_at // plan.epoch
         for number in range(first, -(-plan.total // plan.epoch)):
             self._progress.epoch = number
             end = (number + 1) * plan.epoch
@@ -332,7 +328,7 @@ class DataParallel:
     def _drawn(self) -> int:
         """Where in the run the present batch is; its end where there is none."""
         lease = self._loop.lease
-        return self._ready().plan.total if lease is None else lease.start
+        return self._ready().session.plan.total if lease is None else lease.start
 
     def _in_words(self, data: Any, sharded: bool) -> Generator[Any, None, None]:
         with self._words():
@@ -345,7 +341,7 @@ class DataParallel:
             lambda: deal(data, sharded, self.options, self._given, self._is_own_loop, origin),
         )
         facts = all_or_none(self.transport, lambda: dealt.facts(self.is_server))
-        self.options, self._loop.batch_size = dealt.options, dealt.options.batch_size
+        self.options = dealt.options
         task = UserTask(
             dealt.length,
             facts,
@@ -362,29 +358,41 @@ class DataParallel:
             project=tuple(self._projections),
             whole=dealt.whole,
         )
-        succession = self._succession
-        succession.options = self.options
-        succession.assemble = partial(self._assemble, task)
-        succession.on_change = partial(self._follow, dealt)
-        if not succession.begin():
+        runner = self._runner = ElasticRunner(
+            self.transport,
+            self.options,
+            self.algorithm,
+            _sealed if self.options.checksum else _plain,
+            partial(self._assemble, task),
+            partial(self._follow, dealt),
+            lambda: self._ending.is_concluding or not self._loop.is_in_user_code,
+            self._progress,
+        )
+        self._ending.of(self.module, self._loop, runner)
+        if not runner.begin():
             self._ending.release()
             return
         if self.options.resume is not None and dealt.caveat and self.transport.rank == 0:
             guard.warn([dealt.caveat])
         if self.is_server:
-            succession.run()
+            runner.run()
         else:
-            yield from self._worker_batches()
+            yield from self._worker_batches(runner)
         self._ending.conclude()
 
     def _assemble(
-        self, task: UserTask, transport: Transport, options: RunOptions, takeover: Takeover | None
+        self,
+        task: UserTask,
+        transport: Transport,
+        options: RunOptions,
+        takeover: Takeover | None,
+        hooks: Sequence[RunHook],
     ) -> Rank:
         if takeover is not None:
             task = replace(task, origin=takeover.origin)
             self._progress.take_over(takeover.progress, takeover.mine is None)
         self.transport = transport
-        return assemble(transport, options, self.algorithm, self.module, task, takeover)
+        return assemble(transport, options, self.algorithm, self.module, task, takeover, hooks)
 
     def _follow(self, dealt: TrainingData, rank: Rank) -> None:
         """This rank has a place in a group."""
@@ -392,18 +400,17 @@ class DataParallel:
         self._servers = rank.context.servers
         self.is_server = rank.context.is_server
         if not self.is_server:
-            source = dealt.source(rank.worker, rank.segments.origin.past)
+            source = dealt.source(rank.worker, rank.session.origin.past)
             self._loop.follow(rank, source)
 
-    def _worker_batches(self) -> Iterator[Any]:
-        self._succession.may_raise = lambda: self._loop.is_in_algorithm
+    def _worker_batches(self, runner: ElasticRunner) -> Iterator[Any]:
         watch = None
         if self._is_own_loop and self.options.compute == "real":
             takes_writes = self.algorithm.takes_writes or self.transport.size == 1
             loses_writes = "" if takes_writes else self.algorithm.name
             watch = LoopWatch(self.module, self._optimizer, loses_writes)
         try:
-            yield from self._loop.batches(self._succession.run, watch)
+            yield from self._loop.batches(runner.run, watch)
             if self._by_epochs and not self.is_server:
                 yield NO_BATCH  # before the run is completed, for which others may wait
                 if watch is not None:
@@ -535,7 +542,7 @@ class DataParallel:
         """
         with self._words():
             rank = self._ready()
-            rank.user_metrics.tell(figures, is_late=rank.segments.over)
+            rank.user_metrics.tell(figures, is_late=rank.session.over)
 
     def reduce(self, value: float | Tensor, how: Literal["mean", "sum"] = "mean") -> Tensor:
         """The mean or the sum of a number, or a tensor, over all workers that live.

@@ -5,7 +5,7 @@ The rules are in :mod:`.elasticity`. Here are the transport and this rank's part
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from aladdin_mpi.errors import LostError, PeerFailedError, RefusedError
 from aladdin_mpi.options.algorithms import OUTLAST_DEATHS, Algorithm
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import guard
+from aladdin_mpi.run.coordinator import RunHook
 from aladdin_mpi.run.elasticity import (
     AnnounceMembers,
     AwaitJoin,
@@ -51,8 +52,8 @@ from aladdin_mpi.transport.base import Request, Transport, surviving_ranks, wait
 from aladdin_mpi.transport.group import Group, RankLostError
 
 T = TypeVar("T")
-Assemble = Callable[[Transport, RunOptions, "Takeover | None"], Rank]
-"""Puts this rank together in a group."""
+Assemble = Callable[[Transport, RunOptions, "Takeover | None", Sequence[RunHook]], Rank]
+"""Puts this rank together in a group, with these hooks besides its own."""
 
 
 class ElasticityDriver:
@@ -164,14 +165,18 @@ LOOK_SECONDS = 60.0
 """Of a spare rank between two looks at whether it waits still: no wait lasts longer."""
 
 
-class ElasticRunner:
-    """Forms groups, and trains in one after another.
+class ElasticRunner(RunHook):
+    """Forms groups, and trains in one after another; a hook of this rank in each of them.
 
     Args:
         base: the transport among all ranks of the job.
         options: of the run.
         algorithm: of the run.
         seal: puts checksums on a group's messages, where they are asked for.
+        assemble: see :data:`Assemble`.
+        on_change: called with this rank's part in every new group.
+        may_raise: whether this rank is where an error brings it here; see :class:`.Group`.
+        progress: of the user's loop at this rank.
     """
 
     def __init__(
@@ -180,27 +185,29 @@ class ElasticRunner:
         options: RunOptions,
         algorithm: Algorithm,
         seal: Callable[[Transport], Transport],
+        assemble: Assemble,
+        on_change: Callable[[Rank], None],
+        may_raise: Callable[[], bool],
+        progress: LoopProgress,
     ) -> None:
         self._base = base
-        self.options = options
-        self._algorithm = algorithm
+        self._options = options
         self._seal = seal
+        self._assemble = assemble
+        self._on_change = on_change
+        self._may_raise = may_raise
+        self._progress = progress
         servers = options.servers if algorithm.has_servers else 0
         members = begin(base.size, servers, options.spares)
+        can_regroup = can_follow(options, algorithm)
+        needs_all = can_regroup and bool(algorithm.needs_all(options))
+        rules = RecoveryRules(can_regroup, needs_all)
         self._machine = ElasticityMachine(
-            base.rank, base.size, members, base.host_names.__getitem__
+            base.rank, base.size, members, base.host_names.__getitem__, rules
         )
         patience = 0.0 if base.models_time else options.worker_timeout
         self._driver = ElasticityDriver(base, self._machine, patience)
         self._group: Group | None = None
-        self.may_raise: Callable[[], bool] = lambda: True
-        """Whether this rank is where an error brings it here; see :class:`Group`."""
-        self.assemble: Assemble = _not_yet
-        """Puts this rank together in a group."""
-        self.on_change: Callable[[Rank], None] = lambda rank: None
-        """Called with this rank's part in every new group."""
-        self.progress = LoopProgress()
-        """Of the user's loop at this rank."""
         self.rank: Rank | None = None
         self._left: RankSnapshot | None = None
         """What is left of this rank's part in the former group, until training starts."""
@@ -221,15 +228,16 @@ class ElasticRunner:
         if not self._base.survives and not self.members.spares:
             return self._seal(self._base)
         members = self.members
-        self._group = Group(self._base, members.ranks, members.number, self._machine.needs)
-        self._group.may_raise = self.may_raise_now
-        self._group.on_loss = self._say_coming
-        self._group.before_close = self.end
+        self._group = Group(
+            self._base,
+            members.ranks,
+            members.number,
+            self._machine.needs,
+            self._may_raise,
+            self._say_coming,
+            self.end,
+        )
         return self._seal(self._group)
-
-    def may_raise_now(self) -> bool:
-        """See :attr:`may_raise`."""
-        return self.may_raise()
 
     def begin(self) -> bool:
         """Take a place in the run; False: it has ended before a spare rank got one.
@@ -237,19 +245,16 @@ class ElasticRunner:
         Raises:
             PeerFailedError: a rank has died of which there is nothing yet to go on from.
         """
-        can_regroup = can_follow(self.options, self._algorithm)
-        needs_all = can_regroup and bool(self._algorithm.needs_all(self.options))
-        self._machine.policy = RecoveryRules(can_regroup, needs_all)
         if self.is_spare:
             return self._take_place(None, None)
         transport = self._new_transport()
         try:
-            self.rank = self.assemble(transport, self.options, None)
+            self.rank = self._assemble(transport, self._options, None, [self])
         except RankLostError as error:
             number = transport.original_ranks[error.rank]
             raise PeerFailedError(number, transport.host_names[error.rank]) from None
         self._machine.handle(SetupCompleted())
-        self.on_change(self.rank)
+        self._on_change(self.rank)
         return True
 
     def _say_coming(self) -> None:
@@ -278,13 +283,13 @@ class ElasticRunner:
     # -- training ---------------------------------------------------------------------
     def run(self) -> None:
         """Train until the run is over, or suspended."""
-        self._go_on(lambda rank: rank.segments.run())
+        self._go_on(lambda rank: rank.session.run())
 
     def complete(self) -> dict[str, Any]:
         """Complete the run; the summary at its rank 0, when that has written everything."""
 
         def complete(rank: Rank) -> dict[str, Any]:
-            rank.segments.run()  # to its end, where a loss has brought the run back
+            rank.session.run()  # to its end, where a loss has brought the run back
             return rank.complete()
 
         return self._go_on(complete)
@@ -300,7 +305,7 @@ class ElasticRunner:
                     raise
             except RankLostError:
                 pass
-            left = snapshot(self.rank, self.members, self.progress)
+            left = snapshot(self.rank, self.members, self._progress)
             self._follow(replace(left, previous=self._left))
 
     def _follow(self, left: RankSnapshot) -> None:
@@ -331,23 +336,23 @@ class ElasticRunner:
 
     def _set_up(self, takeover: Takeover) -> bool:
         """Take this rank's place in the next group; return whether that succeeded."""
-        options = self.options.model_copy(update={"servers": max(1, self.members.servers)})
+        options = self._options.model_copy(update={"servers": max(1, self.members.servers)})
         transport = self._new_transport()
         assert self._group is not None
         try:
-            self.rank = self.assemble(transport, options, takeover)
+            self.rank = self._assemble(transport, options, takeover, [self])
         except (RankLostError, PeerFailedError):
             self._group.leave()
             return False
         self._machine.handle(SetupCompleted())
-        self.rank.segments.on_start = self._start
-        self.on_change(self.rank)
+        self._on_change(self.rank)
         return True
 
-    def _start(self) -> None:
-        """Training starts: nothing of the former group is needed any more."""
-        self._machine.handle(TrainingStarted())
-        self._left = None
+    def on_start(self) -> None:
+        """Keep nothing of the former group any more: training starts."""
+        if self.members.number > 1:
+            self._machine.handle(TrainingStarted())
+            self._left = None
 
 
 class _SpareWaiter:
@@ -381,7 +386,3 @@ class _SpareWaiter:
         while not self._ring.done:
             self._base.wait_any([self._ring], seconds)
         self._ring = self._new()
-
-
-def _not_yet(transport: Transport, options: RunOptions, takeover: Takeover | None) -> Rank:
-    raise AssertionError("nobody has said how a rank is put together")

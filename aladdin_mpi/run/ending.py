@@ -42,9 +42,10 @@ class Ending:
         self._simulated: SimulatedRank | None = None
         self._module: nn.Module
         self._loop: Loop
-        self._succession: ElasticRunner | None = None
+        self._runner: ElasticRunner | None = None
         self._is_left = False
-        self._is_concluding = False
+        self.is_concluding = False
+        """Whether the algorithm has ended on this rank, and the run is being completed."""
         self._hooks = Hooks()
 
     # -- from the start ---------------------------------------------------------------------
@@ -59,9 +60,9 @@ class Ending:
         Ending._open = self
         atexit.register(self._at_exit)
 
-    def of(self, module: nn.Module, loop: Loop, succession: ElasticRunner) -> None:
+    def of(self, module: nn.Module, loop: Loop, runner: ElasticRunner) -> None:
         """The run is ready for its loop."""
-        self._module, self._loop, self._succession = module, loop, succession
+        self._module, self._loop, self._runner = module, loop, runner
 
     def fail(self) -> None:
         """The run could not be made."""
@@ -92,7 +93,7 @@ class Ending:
     @property
     def _rank(self) -> Rank | None:
         """This rank's part in the run; None: it has none yet."""
-        return self._succession.rank if self._succession is not None else None
+        return self._runner.rank if self._runner is not None else None
 
     # -- the end ----------------------------------------------------------------------------
     def conclude(self) -> None:
@@ -102,22 +103,21 @@ class Ending:
             SuspendedError: a signal has ended it.
             ClosedError: a rank has closed it.
         """
-        self._is_concluding = True
-        succession = self._succession
-        assert succession is not None and succession.rank is not None
-        succession.may_raise = lambda: True
-        segments = succession.rank.segments
-        if segments.closed_by is not None:
-            succession.end()
+        self.is_concluding = True
+        runner = self._runner
+        assert runner is not None and runner.rank is not None
+        session = runner.rank.session
+        if session.closed_by is not None:
+            runner.end()
             self._give_up()
-            raise ClosedError(succession.rank.context.transport.original_ranks[segments.closed_by])
-        if segments.suspended:
-            succession.end()
-            succession.rank.suspend()
+            raise ClosedError(runner.rank.context.transport.original_ranks[session.closed_by])
+        if session.suspended:
+            runner.end()
+            runner.rank.suspend()
             self.leave()
             raise SuspendedError
-        self.summary = succession.complete()
-        succession.end()
+        self.summary = runner.complete()
+        runner.end()
         self.release()
 
     def check_open(self) -> None:
@@ -185,12 +185,12 @@ class Ending:
     @property
     def _is_in_loop(self) -> bool:
         """Whether the algorithm waits for the user's loop."""
-        return self._succession is not None and self._loop.is_active
+        return self._runner is not None and self._loop.is_active
 
     @property
     def _is_trained(self) -> bool:
         """Whether the loop was left after its last step, so that only the results are missing."""
-        return self._succession is not None and self._loop.has_finished and not self._is_concluding
+        return self._runner is not None and self._loop.has_finished and not self.is_concluding
 
     # -- runs that are closed -------------------------------------------------------------------
     def close(self) -> None:
@@ -250,7 +250,7 @@ class Ending:
     def _at_exit(self) -> None:
         """At the end of the program: no rank goes while others wait for it."""
         rank = self._rank
-        if rank is not None and rank.segments.suspended and rank.evaluating:
+        if rank is not None and rank.session.suspended and rank.evaluations.busy:
             # Python cannot end in order while a thread computes.
             guard.leave(SUSPENDED_STATUS)
         try:

@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,16 +15,17 @@ from torch import Tensor, nn
 from aladdin_mpi.control.budget import WorkerReport
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.data.loading import global_generators_kept
-from aladdin_mpi.flat.layout import Bucket, Layout
-from aladdin_mpi.flat.replica import Projections, Replica
+from aladdin_mpi.flat.layout import Bucket
+from aladdin_mpi.flat.replica import Replica
+from aladdin_mpi.flat.vectors import full
 from aladdin_mpi.process.guard import no_exit
+from aladdin_mpi.run.context import Context, share_buffers
 from aladdin_mpi.run.coordinator import Coordinator, RunEnd, RunHook
-from aladdin_mpi.run.divided_evaluation import DividedEvaluation
-from aladdin_mpi.run.measurement import Evaluate
+from aladdin_mpi.run.divided_evaluation import DividedEvaluation, is_divided
+from aladdin_mpi.run.measurement import BatchNormRecalibrator, Evaluate, Measurement
 from aladdin_mpi.run.plan import Plan
 from aladdin_mpi.run.recorder import Metrics
-from aladdin_mpi.run.variance import ModelVariance
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.run.variance import model_variance
 from aladdin_mpi.worker.role import Role
 
 FRAME_BYTES = 16
@@ -39,26 +41,16 @@ class Snapshots:
 
     Args:
         role: this rank's.
-        holders: the ranks whose weighted mean is the model's bucket.
-        dtype: of the copies.
-        projections: applied to a copy, which may be a mean of several models.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        layout: Layout,
-        role: Role,
-        holders: Callable[[Bucket], range],
-        dtype: torch.dtype,
-        projections: Projections,
-    ) -> None:
-        self._dtype = dtype
-        self._projections = projections
+    def __init__(self, context: Context, role: Role) -> None:
+        transport, layout = context.transport, context.layout
+        self._dtype = dtype = full(context.replica.parameters.dtype)
+        self._projections = context.projections  # a copy may be a mean of several models
         self._transport = transport
         self._layout = layout
         self._role = role
-        self._holders = {bucket: holders(bucket) for bucket in layout.buckets}
+        self._holders = {bucket: context.holders(bucket) for bucket in layout.buckets}
         self._done: Callable[[Tensor], None] = _nobody
         self._vector = torch.empty(0)
         self._weights: list[float] = []
@@ -216,58 +208,99 @@ class Evaluator:
 
 
 class Evaluations(RunHook):
-    """Requests a copy of the model when an evaluation is due, and logs what it measures. At rank 0.
+    """Measures copies of the model when an evaluation is due, and the trained model. On every rank.
 
     Args:
-        metrics: another hook opens them before.
-        make_evaluator: called when training begins, as it copies the model; None: nothing is
-            measured.
+        role: this rank's.
+        metrics: at rank 0, where another hook opens them before.
+        evaluate: measures a module; None: nothing is measured. Unless it is a
+            :class:`.Measurement`, the module has batch norm's statistics estimated before.
+        after: called when this rank has measured something.
     """
 
     def __init__(
         self,
-        transport: Transport,
+        context: Context,
         plan: Plan,
-        metrics: Metrics,
-        make_evaluator: Callable[[], Evaluator] | None,
-        snapshots: Snapshots,
-        variance: ModelVariance,
+        role: Role,
+        metrics: Metrics | None,
+        evaluate: Evaluate | None,
+        after: Callable[[], None],
     ) -> None:
-        self._transport = transport
-        self._every = plan.eval_every
+        self._context = context
+        self._transport = transport = context.transport
+        self._after = after
+        self._recalibrator: BatchNormRecalibrator | None = None
+        if context.is_real and not isinstance(evaluate, Measurement):
+            batches = context.options.bn_batches
+            self._recalibrator = BatchNormRecalibrator(
+                transport, context.module, context.servers, batches
+            )
+        self._evaluate = evaluate if context.is_real else None
+        self._divided: DividedEvaluation | None = None
+        if isinstance(self._evaluate, Measurement) and is_divided(context, self._evaluate):
+            self._divided = DividedEvaluation(context, self._evaluate, after)
+        self._variance = model_variance(context, role)
+        self._snapshots = Snapshots(context, role)
         self._metrics = metrics
-        self._make_evaluator = make_evaluator
         self._evaluator: Evaluator | None = None
-        self._snapshots = snapshots
-        self._variance = variance
         self._lines: dict[int, dict[str, Any]] = {}
         self._lines_lock = threading.Lock()
-        self._next = plan.eval_every
+        self._every = self._next = plan.eval_every
         self._measuring: int | None = None
         """Samples of the evaluation under way."""
         self._measured: Mapping[str, float] = {}
         """Figures of the last evaluation; not in checkpoints."""
+        self._final_variance: float | None = None
+        self._final_figures: Mapping[str, float] | None = None
+        """What the workers have measured of the trained model; None: they have not."""
+
+    @property
+    def are_divided(self) -> bool:
+        """Whether the workers share each evaluation."""
+        return self._divided is not None
 
     @property
     def busy(self) -> bool:
         """Whether an evaluation goes on in a thread of its own."""
+        if self._divided is not None and self._divided.busy:
+            return True
         return self._evaluator is not None and self._evaluator.busy
+
+    def on_start(self) -> None:
+        """Begin to keep inputs for batch norm's statistics."""
+        if self._recalibrator is not None:
+            self._recalibrator.open()
 
     def on_begin(self, run: Coordinator) -> None:
         """Evaluate soon, if the resumed run ended before its last evaluation did.
 
         But not if it was evaluated at its end already, and is longer now.
         """
+        assert self._metrics is not None
         due, drawn = self._measuring, run.budget.drawn
         if due is not None and not self._metrics.has("eval", due):
             self._next = due
         elif self._every and self._metrics.has("eval", drawn):
-            self._next = max(self._next, self._after(drawn))
+            self._next = max(self._next, self._due_after(drawn))
         self._measuring = None
-        if self._make_evaluator is not None:
-            self._evaluator = self._make_evaluator()
+        if self._evaluate is not None:  # only now: it copies the model
+            evaluate = partial(self._measure_here, self._evaluate)
+            threaded = not self._transport.models_time
+            self._evaluator = Evaluator(self._context.module, evaluate, threaded, self._divided)
 
-    def _after(self, drawn: int) -> int:
+    def _measure_here(self, evaluate: Evaluate, module: nn.Module) -> Mapping[str, float]:
+        if self._recalibrator is None:
+            figures = evaluate(module)
+        else:
+            self._recalibrator.reestimate(module)
+            module.eval()
+            with torch.no_grad():
+                figures = evaluate(module)
+        self._after()
+        return figures
+
+    def _due_after(self, drawn: int) -> int:
         return (drawn // self._every + 1) * self._every
 
     # -- during training ----------------------------------------------------------
@@ -275,7 +308,7 @@ class Evaluations(RunHook):
         """Begin an evaluation if one is due."""
         drawn = run.budget.drawn
         if self._every and self._next <= drawn < run.plan.total:
-            self._next = self._after(drawn)
+            self._next = self._due_after(drawn)
             if self._evaluator is not None:
                 self._begin(run, self._evaluator)
 
@@ -312,14 +345,25 @@ class Evaluations(RunHook):
                 return
             del self._lines[samples]
             variance = line.pop("model_variance")
+            assert self._metrics is not None
             self._metrics.append("eval", {**line, "model_variance": variance})
             if self._measuring == samples:
                 self._measuring = None
 
     def on_end(self, ending: RunEnd) -> None:
-        """Wait for the evaluation under way, if the process goes on without the run."""
+        """Stop what would outlive the run; one that is completed is measured yet."""
+        if ending is RunEnd.COMPLETED:
+            return
+        self.close()
+        if self._recalibrator is not None and ending is not RunEnd.SUSPENDED:
+            self._recalibrator.close()
         if ending is RunEnd.CLOSED and self._evaluator is not None:
-            self._evaluator.wait()
+            self._evaluator.wait()  # the process goes on without the run
+
+    def close(self) -> None:
+        """Tell nobody any more of what is still measured."""
+        if self._divided is not None:
+            self._divided.close()
 
     def figures(self) -> Mapping[str, float]:
         """Return what was measured last."""
@@ -334,33 +378,54 @@ class Evaluations(RunHook):
         self._next = state["next_eval"] if "next_eval" in state else state["next"][1]
         self._measuring = state["measuring"]
 
-    # -- at the end of the run ------------------------------------------------------
-    def at_end(
-        self,
-        run: Coordinator,
-        model: Tensor,
-        variance: float | None,
-        measured: Mapping[str, float] | None,
-    ) -> dict[str, float] | None:
-        """Measure the trained model; None: nothing measures it.
+    # -- at the end of the run: every rank calls these in this order ----------------
+    def note_variance(self) -> None:
+        """Measure the variance among the workers' models, while they still differ."""
+        if self._context.is_real:
+            self._final_variance = self._variance.at_end()
 
-        ``variance`` is that among the workers' models. The evaluation that is under way is waited
-        for, and no worker's answer any more. ``measured`` is what the workers have measured, if
-        they have.
-        """
+    def complete_statistics(self) -> None:
+        """Complete what batch norm's statistics are estimated from."""
+        if self._recalibrator is not None:
+            self._recalibrator.complete()
+            share_buffers(self._context, self._context.servers)
+
+    def measure_divided(self, model: Tensor | None) -> None:
+        """Have the workers measure the trained model, if they share evaluations."""
+        if self._divided is not None and model is not None:
+            timeout = self._context.options.timeout
+            self._final_figures = self._divided.at_end(model, timeout)
+
+    def measure(self, run: Coordinator, model: Tensor | None) -> dict[str, float]:
+        """Return the trained model's figures, at rank 0; its module gets the right buffers."""
+        figures = None if model is None else self._at_end(run, model)
+        if self._final_figures is None:
+            if figures is not None and self._evaluator is not None:
+                theirs = self._evaluator.module.buffers()
+                for buffer, other in zip(self._context.module.buffers(), theirs, strict=True):
+                    buffer.copy_(other)
+            elif self._recalibrator is not None:
+                self._recalibrator.reestimate(self._context.module)
+        return figures or {}
+
+    def _at_end(self, run: Coordinator, model: Tensor) -> dict[str, float] | None:
+        """Wait for the evaluation under way, but no longer for any worker's answer."""
         if self._evaluator is None:
             return None
+        assert self._metrics is not None
         self._evaluator.wait()
         with self._transport.atomic():
             self._variance.give_up()
-        if measured is None:
-            measured = self._evaluator.measure(model)
+        figures = self._final_figures
+        if figures is None:
+            figures = self._evaluator.measure(model)
         drawn = run.budget.drawn
         if not self._metrics.has("eval", drawn):
-            self._take_variance(drawn, variance)
-            self._take_figures(run.moment(), measured, 0)
-        return dict(measured)
+            self._take_variance(drawn, self._final_variance)
+            self._take_figures(run.moment(), figures, 0)
+        return dict(figures)
 
-    def buffers(self) -> list[Tensor]:
-        """Those of the model that was measured; none where nothing is."""
-        return [] if self._evaluator is None else list(self._evaluator.module.buffers())
+    def share_statistics(self) -> None:
+        """Give every rank the buffers of rank 0's module."""
+        if self._recalibrator is not None:
+            share_buffers(self._context, 0)

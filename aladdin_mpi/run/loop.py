@@ -71,17 +71,17 @@ class Loop:
     """A worker's batches for the user's loop, and the gradients for the algorithm's.
 
     Args:
-        batch_size: of a batch; a step has several where gradients are accumulated.
         deliver: puts a batch where the loop wants it.
     """
 
-    def __init__(self, batch_size: int, deliver: Callable[[Any], Any]) -> None:
+    def __init__(self, deliver: Callable[[Any], Any]) -> None:
         self.skipping = False
         """The loop has been left: what is granted still is not computed any more."""
         self.has_finished = False
         """Whether the algorithm has come to its end without an error."""
         self.lease: SampleLease | None = None
-        self.batch_size = batch_size
+        self._batch_size = 0
+        """Samples of a batch; a step has several batches where gradients are accumulated."""
         self._deliver = deliver
         self._rank: Rank | None = None
         self._source: Source | None = None
@@ -118,16 +118,17 @@ class Loop:
     @property
     def is_active(self) -> bool:
         """Whether the algorithm waits for the user's loop."""
-        return bool(self._algorithm_side) and not self.is_in_algorithm
+        return bool(self._algorithm_side) and self.is_in_user_code
 
     @property
-    def is_in_algorithm(self) -> bool:
-        """Whether it is the algorithm's side that asks."""
-        return self._algorithm_side is not None and getcurrent() is self._algorithm_side
+    def is_in_user_code(self) -> bool:
+        """Whether the loop has begun, and it is not the algorithm's side that asks."""
+        return self._algorithm_side is not None and getcurrent() is not self._algorithm_side
 
     def follow(self, rank: Rank, source: Source | None) -> None:
         """Go on with this part in the run, and these data; None: there are none."""
         self._rank, self._source = rank, source
+        self._batch_size = rank.context.options.batch_size
         if self._watch is not None:
             self._watch.renew()
 
@@ -161,7 +162,7 @@ class Loop:
             yield NO_BATCH
             self.note_resumed()
         while left and not self.skipping:
-            size = min(left, self.batch_size)
+            size = min(left, self._batch_size)
             left -= size
             self._begin(is_last=not left)
             source = self._source

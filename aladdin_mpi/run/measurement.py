@@ -140,6 +140,7 @@ class BatchNormRecalibrator:
         self._first = Event()
         self._coming = bytearray()
         self._hooks = Hooks()
+        self._is_open = False
         if not self._left:
             return
         transport.exclude_from_traffic(Tag.INPUTS)
@@ -148,9 +149,10 @@ class BatchNormRecalibrator:
 
     # -- at the first worker ---------------------------------------------------------------
     def open(self) -> None:
-        """Begin to watch the module."""
-        if not self._left or self._transport.rank != self._source:
+        """Begin to watch the module, unless that has begun."""
+        if not self._left or self._transport.rank != self._source or self._is_open:
             return
+        self._is_open = True
         register = self._module.register_forward_pre_hook
         self._hooks.add(self._module, register, self._see, with_kwargs=True)
 
@@ -234,17 +236,6 @@ class BatchNormRecalibrator:
                     "those of one worker's steps; call the model itself, not its parts"
                 ]
             )
-
-    def measured(self, evaluate: Evaluate) -> Evaluate:
-        """``evaluate`` for a module with the right statistics, in eval mode, under no_grad."""
-
-        def measure(module: nn.Module) -> Mapping[str, float]:
-            self.reestimate(module)
-            module.eval()
-            with torch.no_grad():
-                return evaluate(module)
-
-        return measure
 
 
 def _copy(item: Any) -> Any:

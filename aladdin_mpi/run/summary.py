@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from aladdin_mpi.process.files import written_whole
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.run.coordinator import Coordinator
 from aladdin_mpi.run.evaluation import Evaluations
-from aladdin_mpi.run.measurement import BatchNormRecalibrator
 from aladdin_mpi.run.recorder import rounded
 from aladdin_mpi.run.report import CURVES, draw_curves, table
 from aladdin_mpi.run.run_folder import MODEL, write_summary
@@ -33,49 +30,32 @@ class AccountsError(RuntimeError):
     """Gradients computed and gradients applied do not agree."""
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What a rank knows when training is over.
-
-    Attributes:
-        model: the global one, flat; None with timed computing.
-        variance: among the workers' models.
-        waiting: seconds that this rank waited in training.
-        recalibrator: of batch norm's statistics; None: nothing needs it.
-        measured: by the workers, whose batch norm's statistics the module has; None: they have not.
-    """
-
-    model: Tensor | None
-    variance: float | None
-    waiting: float
-    user_metrics: UserMetrics
-    skips: SkipReports
-    recalibrator: BatchNormRecalibrator | None
-    measured: Mapping[str, float] | None
-
-
 def summarise(
     context: Context,
     role: Role,
     coordinator: Coordinator | None,
     log: TrainingLog | None,
-    evaluations: Evaluations | None,
+    evaluations: Evaluations,
+    user_metrics: UserMetrics,
+    skips: SkipReports,
     folder: Path,
-    trained: Trained,
+    model: Tensor | None,
+    waiting: float,
 ) -> dict[str, Any]:
     """Gather the accounts; at rank 0 evaluate, write into ``folder`` and print.
 
-    Returns the summary there.
+    ``model`` is the trained one, flat, and None with timed computing; ``waiting`` is how many
+    seconds this rank waited in training. Returns the summary at rank 0, and nothing elsewhere.
     """
     mine = {
         **role.counts(),
         **_given(role),
-        "waiting": trained.waiting,
-        "figures": trained.user_metrics.late,
+        "waiting": waiting,
+        "figures": user_metrics.late,
     }
     totals = [total or {} for total in gather(context.transport, mine)]
-    means = trained.user_metrics.means
-    if coordinator is None or log is None or evaluations is None or means is None:
+    means = user_metrics.means
+    if coordinator is None or log is None or means is None:
         return {}
     servers = context.servers
     _part_with_failed(totals[:servers], [not totals[rank] for rank in context.leaders])
@@ -93,12 +73,12 @@ def summarise(
     all_waiting = sum(total.get("waiting", 0.0) for total in totals[servers:])
     whole = coordinator.worker_seconds
     summary["wait_fraction"] = all_waiting / whole if whole else 0.0
-    measured = _measure(context, coordinator, evaluations, trained)
+    measured = evaluations.measure(coordinator, model)
     summary |= measured
-    if trained.skips.are_possible:
-        paths = trained.skips.paths
+    if skips.are_possible:
+        paths = skips.paths
         summary |= {"images_skipped": len(paths), "skipped": paths}
-    if trained.model is not None:
+    if model is not None:
         state = {name: each.cpu() for name, each in context.module.state_dict().items()}
         with written_whole(folder / MODEL) as temporary, temporary.open("wb") as file:
             torch.save(state, file)
@@ -115,26 +95,6 @@ def summarise(
         shown = table(summary, {**measured, **means.last})
         console.say(f"{shown}\n  results in {folder}", sys.stdout)
     return summary
-
-
-def _measure(
-    context: Context, coordinator: Coordinator, evaluations: Evaluations, trained: Trained
-) -> dict[str, float]:
-    """The trained model's figures; its module gets the buffers that belong to it."""
-    measured = None
-    if trained.model is not None:
-        measured = evaluations.at_end(
-            coordinator, trained.model, trained.variance, trained.measured
-        )
-    if trained.measured is not None:
-        return measured or {}
-    if measured is not None:
-        buffers = context.module.buffers()
-        for buffer, theirs in zip(buffers, evaluations.buffers(), strict=True):
-            buffer.copy_(theirs)
-    elif trained.recalibrator is not None:
-        trained.recalibrator.reestimate(context.module)
-    return measured or {}
 
 
 def _about(context: Context, coordinator: Coordinator) -> dict[str, Any]:

@@ -29,14 +29,13 @@ from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_replica import keeper_of
 from aladdin_mpi.process import console
 from aladdin_mpi.run import run_folder
-from aladdin_mpi.run.checkpoint import LocalState
 from aladdin_mpi.run.context import Context, make_layout
 from aladdin_mpi.run.elasticity import Membership, TakeoverPlan
 from aladdin_mpi.run.plan import Origin
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.resizing import StateAssembly, share
 from aladdin_mpi.run.run_folder import OpenFolder
-from aladdin_mpi.run.segments import Segments
+from aladdin_mpi.run.session import Session
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
@@ -108,42 +107,43 @@ class RankSnapshot:
 
 def snapshot(rank: Rank, group: Membership, progress: LoopProgress) -> RankSnapshot:
     """Of ``rank``, when its group has come apart, and of the ``progress`` of its loop."""
-    segments, computed, taken, not_given = rank.segments, 0, None, None
-    if isinstance(rank.role, TrainingWorker):
-        computed = rank.role.worker.samples - segments.computed_before
-    elif isinstance(rank.role, ServerAlgorithm):
-        workers = range(rank.role.n)
-        taken = [rank.role.taken_from(worker) for worker in workers]
-        not_given = [rank.role.server.not_given_by(worker) for worker in workers]
+    session, computed, taken, not_given = rank.session, 0, None, None
+    role, coordinator = session.role, session.coordinator
+    if isinstance(role, TrainingWorker):
+        computed = role.worker.samples - session.computed_before
+    elif isinstance(role, ServerAlgorithm):
+        workers = range(role.n)
+        taken = [role.taken_from(worker) for worker in workers]
+        not_given = [role.server.not_given_by(worker) for worker in workers]
     keeper = rank.standby.copy
-    if rank.coordinator is not None:
-        keeper = rank.coordinator.knowledge()
-    origin = segments.origin
+    if coordinator is not None:
+        keeper = coordinator.knowledge()
+    origin = session.origin
     facts = {
         "group": group.number,
         "ranks": list(group.ranks),
-        "drawn": segments.began_at,
-        "ended_at": segments.ended_at,
+        "drawn": session.began_at,
+        "ended_at": session.ended_at,
         "computed": computed,
-        "progress": None if isinstance(rank.role, ServerAlgorithm) else progress.as_plain(),
+        "progress": None if isinstance(role, ServerAlgorithm) else progress.as_plain(),
         "taken": taken,
         "not_given": not_given,
         "keeper": keeper,
-        "is_first": rank.coordinator is not None,
+        "is_first": coordinator is not None,
         "origin": {
             "workers": origin.workers,
             "servers": origin.servers,
             "past": [list(period.taken) for period in origin.past],
-            "schedule_step": rank.plan.schedule_step,
+            "schedule_step": session.plan.schedule_step,
             "begun": origin.begun,
         },
         "folder": str(rank.folder.path.absolute()),
     }
-    local = segments.local_state()
+    local = session.local.state_dict()
     local = {**local, "user": dict(local["user"])}
     with rank.context.transport.atomic():  # mirrors come by a handler
         mirrors = {} if rank.replicas is None else {k: dict(v) for k, v in rank.replicas.of.items()}
-    return RankSnapshot({**segments.part(), "mirrors": mirrors}, local, rank.folder, facts)
+    return RankSnapshot({**session.part(), "mirrors": mirrors}, local, rank.folder, facts)
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,9 @@ class Takeover:
         return [each["progress"] for each in present if each["progress"] is not None]
 
 
-def take_over(context: Context, local: LocalState, segments: Segments, takeover: Takeover) -> None:
+def take_over(session: Session, takeover: Takeover) -> None:
     """Take up in a new group what is left of the former one; every rank of it calls it."""
+    context = session.context
     transport, first = context.transport, context.transport.rank == COORDINATOR
     origin = takeover.origin
     options, algorithm, replica = context.options, context.algorithm, context.replica
@@ -205,14 +206,14 @@ def take_over(context: Context, local: LocalState, segments: Segments, takeover:
     lost = _reconcile(merged, takeover)
     past = (*origin.past, Period(merged.taken))
     _keep_own_counts(merged, takeover)
-    segments.origin = replace(origin, workers=context.workers, servers=context.servers, past=past)
+    now = replace(origin, workers=context.workers, servers=context.servers, past=past)
     if first:
         losses = _losses(takeover, lost, options.step_size)
-        keeper = takeover.plan.accounting
-        segments.take_over(takeover.plan.drawn, merged, keeper, losses)
+        known = takeover.plan.accounting
+        session.take_over(takeover.plan.drawn, merged, now, known, losses)
     else:
-        segments.take_over(takeover.plan.drawn, merged)
-    _take_local(context, local, takeover)
+        session.take_over(takeover.plan.drawn, merged, now)
+    _take_local(session, takeover)
 
 
 def _keep_own_counts(merged: MergedState, takeover: Takeover) -> None:
@@ -305,12 +306,12 @@ class _StateParts:
         self._transport.wait(*self._sends)
 
 
-def _take_local(context: Context, local: LocalState, takeover: Takeover) -> None:
+def _take_local(session: Session, takeover: Takeover) -> None:
     """A rank keeps what it has of its own; one that is new gets the first worker's buffers."""
-    transport = context.transport
-    is_new = takeover.mine is None
+    context = session.context
+    transport, is_new = context.transport, takeover.mine is None
     if takeover.mine is not None:
-        local.load_state_dict(takeover.mine.local)
+        session.local.load_state_dict(takeover.mine.local)
     if not context.is_real:
         return
     everyone: list[bool] = broadcast(transport, gather(transport, is_new))

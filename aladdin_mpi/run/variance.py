@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from math import isfinite
+from math import isfinite, prod
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from aladdin_mpi.control.exchange import allreduce_tensor
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.flat.layout import Bucket, Layout
+from aladdin_mpi.run.context import Context
 from aladdin_mpi.transport.base import Transport, once
 from aladdin_mpi.worker.role import Role, TrainingWorker
 
@@ -223,6 +224,20 @@ class ModelVariance:
             squares[1] = 1.0
         allreduce_tensor(self._transport, squares)
         return _ratio(squares[0].item() / squares[1].item(), (self._weight @ mean**2).item())
+
+
+def model_variance(context: Context, role: Role) -> ModelVariance:
+    """Return the measurement for this rank's ``role``."""
+    sizes = tuple(prod(shape) for shape in context.replica.shapes)
+    places = draw_places(sizes, context.options.seed)
+    return ModelVariance(
+        context.transport,
+        context.layout,
+        role,
+        places,
+        context.leaders,
+        context.algorithm.lockstep,
+    )
 
 
 class _Answers:

@@ -124,15 +124,6 @@ class RankLostError(Exception):
         self.rank = rank
 
 
-def may_raise() -> bool:
-    """Where nobody says otherwise, a wait may end by an error."""
-    return True
-
-
-def _nothing() -> None:
-    """Nobody has to be told."""
-
-
 class Group(TransportWrapper):
     """The transport among ``ranks``, until one of them is lost that they need.
 
@@ -143,6 +134,9 @@ class Group(TransportWrapper):
         ranks: of the group, this one among them; a rank's place in it is its number there.
         number: counts the groups of a job, from 0.
         needs: whether the group cannot go on without a rank of it.
+        may_raise: whether a wait may end by an error; otherwise it just ends.
+        on_loss: called as a handler, also while this rank computes, when the group comes apart.
+        before_close: called before the transport is closed.
     """
 
     def __init__(
@@ -151,6 +145,9 @@ class Group(TransportWrapper):
         ranks: Sequence[int],
         number: int,
         needs: Callable[[int], bool],
+        may_raise: Callable[[], bool] = lambda: True,
+        on_loss: Callable[[], None] = lambda: None,
+        before_close: Callable[[], None] = lambda: None,
     ) -> None:
         is_whole = [*ranks] == [*range(base.size)]
         super().__init__(inner := base if is_whole else PartOfRanks(base, ranks))
@@ -159,12 +156,9 @@ class Group(TransportWrapper):
         # The engine's, which need all ranks of the job.
         self.has_collectives = self.size == base.size and base.has_collectives
         self._collectives = 0
-        self.may_raise: Callable[[], bool] = may_raise
-        """Whether a caller may be told of a loss by an error; a wait just ends otherwise."""
-        self.on_loss: Callable[[], None] = _nothing
-        """Called as a handler, also while this rank computes, when the group comes apart."""
-        self.before_close: Callable[[], None] = _nothing
-        """What this rank has to do before it closes."""
+        self._may_raise = may_raise
+        self._on_loss = on_loss
+        self._before_close = before_close
         self.lost: int | None = None
         """The first rank lost that it needs."""
         self._needs = needs
@@ -188,7 +182,7 @@ class Group(TransportWrapper):
         if self.lost is None:
             self.lost = rank
             self.inner.abandon(self._loss)
-            self.on_loss()
+            self._on_loss()
 
     def is_revoked(self, without: int | None = None) -> bool:
         return self.lost is not None if without is None else self._needs(without)
@@ -209,7 +203,7 @@ class Group(TransportWrapper):
         self.inner.abandon(range(self._first_tag, self._first_tag + TAGS))
 
     def close(self, status: int = 0) -> None:
-        self.before_close()
+        self._before_close()
         self.inner.close(status)
 
     # -- messages -----------------------------------------------------------------
@@ -237,7 +231,7 @@ class Group(TransportWrapper):
                 return 0
             if first < len(requests):
                 return first
-        if self.may_raise():
+        if self._may_raise():
             assert self.lost is not None
             raise RankLostError(self.lost)
         return 0
@@ -251,7 +245,7 @@ class Group(TransportWrapper):
 
     def _raise_unless_held_back(self, error: PeerFailedError) -> None:
         """In the user's code, as in a hook of backward, nobody could do with this error."""
-        if self.may_raise() or not self.explains(error):
+        if self._may_raise() or not self.explains(error):
             raise error
 
     # -- collectives ------------------------------------------------------------------

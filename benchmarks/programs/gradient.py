@@ -253,7 +253,7 @@ def train(task: Task, pi: int, bucket_mb: float) -> dict[str, Any]:
             run.step(loss)
     shutil.rmtree(folder, ignore_errors=True)
     rank = run._ready()
-    role_counts = rank.role.counts()
+    role_counts = rank.session.role.counts()
     found = {
         "rank": transport.rank,
         "gradients": role_counts["applied" if run.is_server else "computed"],

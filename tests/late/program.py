@@ -307,8 +307,8 @@ def check_evaluation(folder: str) -> None:
                 assert run.run_dir is not None
                 lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
                 evaluations.append([json.loads(line) for line in lines if '"eval"' in line])
-                parts = run._rank.divided if run._rank else None
-                expect((parts is not None) == (device == "gpu"), f"{name}, {device}: {parts}")
+                is_divided = run._ready().evaluations.are_divided
+                expect(is_divided == (device == "gpu"), f"{name}, {device}: {is_divided}")
         if WORLD.rank == 0:
             for key, value in models[0].items():
                 other = models[1][key].cpu()

@@ -13,8 +13,7 @@ from torch import Tensor
 from aladdin_mpi.data.sampler import ShardedStream
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
-from aladdin_mpi.run import resumption
-from aladdin_mpi.run.resumption import Resumption
+from aladdin_mpi.run.session import Session
 from aladdin_mpi.worker.merged_state import mean_state
 from tests.commands import checkpoint, checkpoint_part, summary
 from tests.launch import needs
@@ -44,7 +43,7 @@ class Watched:
         self.dealt: Counter[tuple[int, int]] = Counter()
         self.models: list[Tensor] = []
         self.states: list[dict[str, Any]] = []
-        take, resize = ShardedStream.take, resumption.resize
+        take, resize = ShardedStream.take, Session.resize
 
         def noted_take(stream: ShardedStream, count: int) -> Any:
             epochs, indices = take(stream, count)
@@ -53,8 +52,8 @@ class Watched:
                 self.dealt.update(zip(epochs.tolist(), indices.tolist(), strict=True))
             return epochs, indices
 
-        def noted_resize(of: Resumption) -> None:
-            resize(of)
+        def noted_resize(of: Session, *arguments: Any) -> None:
+            resize(of, *arguments)
             layout = of.context.layout
             parts = layout.owned_by(of.context.transport.rank)
             mine = torch.full((layout.numel,), torch.nan)
@@ -64,7 +63,7 @@ class Watched:
             self.states.append(json_free(of.role.state_dict()))
 
         monkeypatch.setattr(ShardedStream, "take", noted_take)
-        monkeypatch.setattr(resumption, "resize", noted_resize)
+        monkeypatch.setattr(Session, "resize", noted_resize)
 
     def forget(self) -> None:
         self.models, self.states = [], []

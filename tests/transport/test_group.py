@@ -23,8 +23,12 @@ def run(main: Callable[[Transport], Any], deaths: dict[int, float] | None = None
     return VirtualCluster(SIZE, Cluster(hosts=SIZE, deaths=deaths or {4: 1e9}), 0).run(main)
 
 
-def group_of(transport: Transport, number: int = 1, needed: int = NEEDED) -> Group:
-    return Group(transport, range(SIZE), number, lambda rank: rank == needed)
+def group_of(
+    transport: Transport, number: int = 1, needed: int = NEEDED, may_raise: bool = True
+) -> Group:
+    return Group(
+        transport, range(SIZE), number, lambda rank: rank == needed, may_raise=lambda: may_raise
+    )
 
 
 def test_group_is_revoked_when_required_rank_fails() -> None:
@@ -61,8 +65,7 @@ def test_failure_of_optional_rank_ends_only_its_own_waits() -> None:
 
 def test_group_wait_ends_without_error_in_user_code() -> None:
     def main(transport: Transport) -> int | None:
-        group = group_of(transport)
-        group.may_raise = lambda: False
+        group = group_of(transport, may_raise=False)
         if group.rank == NEEDED:
             group.sleep(10.0)
             return None

@@ -1,0 +1,59 @@
+"""Signals that ask the run to save itself and to end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from aladdin_mpi.control.tags import COORDINATOR, Tag
+from aladdin_mpi.process import stop_signal
+from aladdin_mpi.run.coordinator import Coordinator, RunEnd, RunHook
+from aladdin_mpi.transport.base import Transport
+
+
+class Suspension(RunHook):
+    """Reports a signal that this rank has received to the coordinator.
+
+    The transport looks for it, whether the rank computes, serves or waits.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._run: Coordinator | None = None
+        self._number = 0
+        self._polls = transport.poll_hooks
+        if self._polls is None:
+            return
+        stop_signal.install()
+        if transport.rank == COORDINATOR:
+            transport.on_message(Tag.SUSPEND, 8, self._take)
+        self._polls.watch(self._look)
+
+    def on_begin(self, run: Coordinator) -> None:
+        """Pass on from now on what has been received, at rank 0."""
+        self._run = run
+        if self._number:
+            run.suspend(self._number)
+
+    def on_end(self, ending: RunEnd) -> None:
+        """Ignore signals from now on."""
+        if self._polls is not None:
+            self._polls.unwatch(self._look)
+
+    def _look(self) -> None:
+        number = stop_signal.received()
+        if number is None or self._number:
+            return
+        if self._transport.rank == COORDINATOR:
+            self._suspend(number)
+        else:
+            self._number = number
+            self._transport.isend(torch.tensor([int(number)]), COORDINATOR, Tag.SUSPEND)
+
+    def _take(self, source: int, message: Tensor) -> None:
+        self._suspend(int(message.view(torch.int64)))
+
+    def _suspend(self, number: int) -> None:
+        self._number = self._number or number
+        if self._run is not None:
+            self._run.suspend(number)
