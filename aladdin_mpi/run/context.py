@@ -9,7 +9,6 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from aladdin_mpi.algorithms.bsp import host_groups
 from aladdin_mpi.algorithms.registry import implementation
 from aladdin_mpi.control.exchange import all_or_none, allreduce_tensor, broadcast_tensor, gather
 from aladdin_mpi.errors import UserError
@@ -27,6 +26,7 @@ from aladdin_mpi.options.run import RunOptions, check_workers
 from aladdin_mpi.process import guard
 from aladdin_mpi.transport.base import Transport, once, surviving_ranks
 from aladdin_mpi.transport.group import PartOfRanks
+from aladdin_mpi.worker.node import host_groups
 from aladdin_mpi.worker.role import Role
 
 
