@@ -15,18 +15,22 @@ from aladdin_mpi.transport.base import Event
 
 
 class ModelEncoder(ABC):
-    """The sender's side: it remembers what each receiver has."""
+    """The sender's side: it remembers what each receiver has, in as many models as receivers."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._last: dict[tuple[int, int], Tensor] = {}
+        """By the receiver's rank and the bucket's index."""
+
     def forget(self) -> None:
         """Send every bucket whole the next time; with :meth:`ModelDecoder.forget`."""
+        self._last.clear()
 
-    @abstractmethod
     def lost(self, rank: int, bucket: int) -> None:
         """A receiver has not got the last message: send it the whole bucket the next time."""
+        self._last.pop((rank, bucket), None)
 
     def use(self, rank: int, bits: int) -> None:
-        """Send what follows to ``rank`` in ``bits`` a value, where there is a choice."""
+        """Send what follows to ``rank`` in ``bits`` a value, if there is a choice."""
         return
 
     def touch(self, bucket: Bucket, count: int) -> None:
@@ -56,22 +60,35 @@ class ModelEncoder(ABC):
 
 
 class ModelDecoder(ABC):
-    """The receiver's side: its copy of the last model received."""
+    """The receiver's side: its copy of the last model received, kept where messages are read."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._last: dict[int, Tensor] = {}
+
     def forget(self) -> None:
         """Expect every bucket whole the next time."""
+        self._last.clear()
 
-    @abstractmethod
     def lost(self, bucket: Bucket) -> None:
         """A message about ``bucket`` is lost."""
+        self._last.pop(bucket.index, None)
 
-    @abstractmethod
     def decode(self, bucket: Bucket, message: Tensor) -> Tensor | None:
         """The sender's values of ``bucket``; they stay so until its next message.
 
         None after a loss, until the bucket comes whole.
         """
+        if message.numel() == bucket.numel:
+            whole = self._last.setdefault(bucket.index, torch.empty_like(message))
+            return whole.copy_(message)
+        last = self._last.get(bucket.index)
+        if last is not None:
+            self._update(last, message)
+        return last
+
+    @abstractmethod
+    def _update(self, last: Tensor, message: Tensor) -> None:
+        """Bring the copy of a bucket up to date."""
 
 
 class GradientCodec(ABC):
@@ -89,13 +106,13 @@ class GradientCodec(ABC):
     def plain(self) -> DenseWire:
         """For what is not a gradient."""
 
-    @abstractmethod
     def buffer(self, numel: int) -> Tensor:
-        """A new buffer that holds any message about ``numel`` values."""
+        """Return a new buffer that holds any message about ``numel`` values: none is longer."""
+        return self.plain.buffer(numel)
 
-    @abstractmethod
     def buffer_for(self, vector: Tensor) -> Tensor:
-        """Room for the messages of a flat gradient: ``vector`` itself where that can be sent."""
+        """Return room for a flat gradient's messages: ``vector`` itself if that can be sent."""
+        return self.plain.buffer_for(vector)
 
     @abstractmethod
     def compress(
@@ -180,7 +197,7 @@ class DenseWire(GradientCodec):
         return self
 
     def buffer(self, numel: int) -> Tensor:
-        """A new buffer for ``numel`` values, in memory that the transport can use.
+        """See :meth:`GradientCodec.buffer`; in memory that the transport can use.
 
         Cleared: timed computing sends it as it is, and what the memory held before may look like
         a message that was damaged on its way.

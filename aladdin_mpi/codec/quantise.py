@@ -115,9 +115,8 @@ def quantise_difference(
 ) -> None:
     """Write ``values - shadow``, and have ``shadow`` follow by what has been written.
 
-    It is then, to the bit, what :func:`add_dequantised` makes of a copy of the shadow: unless
-    that holds a negative zero, which would there become positive. Arguments as of
-    :func:`quantise`.
+    It is then, to the bit, what :func:`add_dequantised` makes of a copy of the shadow, unless
+    that holds a negative zero, which would become positive. Arguments as of :func:`quantise`.
     """
     message[-1:].zero_()
     for piece in _pieces(message, values.numel(), bits):
@@ -218,7 +217,7 @@ def _unpack(packed: Tensor, steps: Tensor, bits: int) -> None:
 
 
 def _halves(steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of a block that are the low part of their byte, and those that are the high one."""
+    """Return the values that are the low part of their byte, and those that are the high one."""
     low = _bytes(steps.shape[1], 4)
     return steps[:, :low], steps[:, low:]
 
