@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,15 +15,13 @@ _watched: Counter[int] = Counter()
 """How many watchers each parameter has, by its id; a watcher holds the parameter."""
 
 
-@cache
-def _plain() -> Any:
-    """Return torch's own descriptor of ``.data``."""
-    return torch._C.TensorBase.__dict__["data"]
+_DATA: Any = torch._C.TensorBase.__dict__["data"]
+"""Torch's own descriptor of ``.data``."""
 
 
 def raw_data(tensor: Tensor) -> Tensor:
     """Return ``tensor.data``, for writes that are not the script's."""
-    data: Tensor = _plain().__get__(tensor)
+    data: Tensor = _DATA.__get__(tensor)
     return data
 
 
@@ -43,7 +40,7 @@ class VisibleWrites:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
         if not _watched:
-            visible = property(_read, lambda tensor, value: _plain().__set__(tensor, value))
+            visible = property(_read, lambda tensor, value: _DATA.__set__(tensor, value))
             torch.Tensor.data = visible  # type: ignore[assignment]
         _watched.update(map(id, self._parameters))
 
@@ -67,31 +64,26 @@ def _read(tensor: Tensor) -> Tensor:
 
 
 def common_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
-    """The dtype that holds every value of all: float32 for bfloat16 beside float32.
+    """Return the dtype that holds every value of all: float32 for bfloat16 and float32.
 
     Raises:
-        UserError: one has no real numbers.
+        UserError: torch combines no two of them (as those of 8 bits), or one has no real numbers.
     """
-    dtypes = {parameter.dtype for parameter in parameters}
-    widest = dtypes.pop()
-    for dtype in dtypes:
-        widest = _wider(widest, dtype)
+    widest, *others = {parameter.dtype for parameter in parameters}
+    for dtype in others:
+        try:
+            widest = torch.promote_types(widest, dtype)
+        except RuntimeError:
+            raise UserError(
+                f"model: expected trainable parameters of dtypes that torch combines, got {widest} "
+                f"and {dtype}; convert them to one, or freeze some"
+            ) from None
     if not widest.is_floating_point:
         raise UserError(
             f"model: expected trainable parameters of real numbers, got {widest}; freeze the "
             "others, or split them into real and imaginary parts"
         )
     return widest
-
-
-def _wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    try:
-        return torch.promote_types(one, other)
-    except RuntimeError:  # as for those of 8 bits
-        raise UserError(
-            f"model: expected trainable parameters of dtypes that torch combines, got {one} and "
-            f"{other}; convert them to one, or freeze some"
-        ) from None
 
 
 class OtherDtypes(dict[nn.Parameter, Tensor]):
@@ -111,9 +103,8 @@ class OtherDtypes(dict[nn.Parameter, Tensor]):
             torch._foreach_copy_(list(map(raw_data, self)), list(self.values()))
 
 
-def convert_gradient(parameter: nn.Parameter, into: Tensor) -> None:
-    """Put the gradient that backward has left into the flat vector's; zero where there is none."""
-    gradient = parameter.grad
+def convert_gradient(gradient: Tensor | None, into: Tensor) -> None:
+    """Put a gradient that backward has left into the flat vector's; zero if there is none."""
     if gradient is None:
         into.zero_()
     else:

@@ -115,7 +115,7 @@ def _reduce(module: nn.Module, protocol: Any) -> Any:
 
 
 def _without_hooks(state: Any) -> Any:
-    """Return the attributes of a module without the hooks of runs; anything else as it is."""
+    """Return the attributes of a module without the hooks of runs, or another object as it is."""
     if isinstance(state, tuple):  # of a class with slots: (__dict__, slots)
         return tuple(map(_without_hooks, state))
     if not isinstance(state, dict):
@@ -191,18 +191,14 @@ class BoundGradients:
             self.unused.discard(number)
         if self._others and parameter in self._others:
             self.missing.discard(number)
-            convert_gradient(parameter, view)
+            convert_gradient(gradient, view)
             self._note_version(number, gradient)
             return
         if not _is_same(gradient, view):  # otherwise autograd has added to it
             if number not in self.missing:
                 raise _unbound()
             self.missing.remove(number)
-            if gradient is None:
-                view.zero_()
-            else:
-                dense = gradient.to_dense() if gradient.is_sparse else gradient
-                view.copy_(dense.detach())
+            convert_gradient(gradient, view)
         parameter.grad = view
         self._note_version(number, view)
 
@@ -221,9 +217,9 @@ class BoundGradients:
             for number in numbers:
                 self.take(number)
         elif numbers:
-            self._copy(numbers, dense)
+            self._take_together(numbers, dense)
 
-    def _copy(self, numbers: Sequence[int], gradients: list[Tensor]) -> None:
+    def _take_together(self, numbers: Sequence[int], gradients: list[Tensor]) -> None:
         views = [self._views[number] for number in numbers]
         with torch.no_grad():
             torch._foreach_copy_(views, gradients)
@@ -258,29 +254,24 @@ class BoundGradients:
             self.take(number)
         for number, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             if self._others and parameter in self._others:
-                self._end_other(number)
+                # Its gradient was converted when it came, if that was watched.
+                if self._versions is None:
+                    convert_gradient(parameter.grad, view)
+                elif self._versions[number] != _version(parameter.grad):
+                    raise _changed()
             elif parameter.grad is not view and not _is_same(parameter.grad, view):
                 raise _unbound()
             elif self._versions is not None and self._versions[number] != view._version:
                 raise _changed()
 
-    def _end_other(self, number: int) -> None:
-        """Of another dtype, its gradient was converted when it came, if that was watched."""
-        parameter = self._parameters[number]
-        if self._versions is None:
-            convert_gradient(parameter, self._views[number])
-            return
-        if self._versions[number] != _version(parameter.grad):
-            raise _changed()
-
 
 def _is_same(gradient: Tensor | None, view: Tensor) -> bool:
-    """Whether a gradient lies where ``view`` does."""
+    """Return whether a gradient lies where ``view`` does."""
     if gradient is view:
         return True
-    if gradient is None or gradient.is_sparse:
-        return False
-    return gradient.data_ptr() == view.data_ptr()
+    return (
+        gradient is not None and not gradient.is_sparse and gradient.data_ptr() == view.data_ptr()
+    )
 
 
 def _version(gradient: Tensor | None) -> int:

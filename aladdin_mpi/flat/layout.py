@@ -64,10 +64,10 @@ class Layout:
 
     @cached_property
     def _owned(self) -> dict[int, tuple[Bucket, ...]]:
-        found: dict[int, list[Bucket]] = {}
+        owned: dict[int, list[Bucket]] = {}
         for bucket in self.buckets:
-            found.setdefault(bucket.server, []).append(bucket)
-        return {server: tuple(buckets) for server, buckets in found.items()}
+            owned.setdefault(bucket.server, []).append(bucket)
+        return {server: tuple(buckets) for server, buckets in owned.items()}
 
 
 def cut(

@@ -18,7 +18,7 @@ from aladdin_mpi.flat.replica import (
     Projection,
     Projections,
     Replica,
-    shared_outline,
+    outline,
 )
 from aladdin_mpi.flat.vectors import full
 from aladdin_mpi.options.algorithms import Algorithm
@@ -205,7 +205,7 @@ def _make_replica(
 ) -> Replica | PhantomReplica:
     if options.compute == "real":
         return Replica(module)
-    _, sizes = once(transport, ("outline", id(module)), lambda: (module, shared_outline(module)))
+    _, sizes = once(transport, ("outline", id(module)), lambda: (module, outline(module)))
     return PhantomReplica(sum(sizes.layers), sizes)
 
 
