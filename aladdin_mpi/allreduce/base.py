@@ -118,7 +118,7 @@ class AllReduce(ABC):
         """What does the work, in a few words."""
 
     def abandon(self, dead: int) -> None:
-        """That rank has died: who waits for a sum gets :class:`PeerFailedError`, and so on.
+        """End the waits for sums with :class:`PeerFailedError`: the rank ``dead`` has failed.
 
         Also called by handlers. Collectives end by themselves.
         """
@@ -130,7 +130,7 @@ class AllReduce(ABC):
 
 
 def timeout_of(transport: Transport) -> float | None:
-    """The longest wait in seconds that the transport allows; None: no limit."""
+    """Return the longest wait in seconds that the transport allows; None: no limit."""
     timeout: float | None = getattr(transport, "timeout", None)
     return timeout
 
@@ -138,13 +138,8 @@ def timeout_of(transport: Transport) -> float | None:
 def wait_until(done: Callable[[], bool], transport: Transport, what: str) -> None:
     """Sleep until ``done()``; the time goes to the transport's ``traffic.waiting``.
 
-    Args:
-        done: asks the library that does the work.
-        transport: whose ``timeout`` limits the wait.
-        what: is waited for, for the message.
-
     Raises:
-        WaitTimeoutError: it took longer.
+        WaitTimeoutError: it took longer than the transport's ``timeout``; it names ``what``.
     """
     limit = timeout_of(transport)
     start = time.perf_counter()

@@ -131,9 +131,9 @@ def _best(transport: Transport, device: torch.device) -> str:
 
 
 def _are_apart(gpus: Sequence[list[str] | None]) -> bool:
-    """Whether every rank has a GPU, and none the same as another.
+    """Return whether every rank has a GPU of its own, by the GPUs' identities.
 
-    By what the GPUs are, not by their numbers: each task may see its own alone, as number 0.
+    Not by their numbers: each task may see its own alone, as number 0.
     """
     return None not in gpus and len({tuple(gpu or ()) for gpu in gpus}) == len(gpus)
 

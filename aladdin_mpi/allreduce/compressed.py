@@ -133,11 +133,9 @@ class CompressedAllReduce(AllReduce):
     """Compresses each slice and gathers all ranks' with the transport's all-gather.
 
     Args:
-        transport: among whose ranks is summed.
         layout: whose buckets the keys are.
         codec: this rank's, with what it has not sent yet.
-        samples: number of the run's sample that the current gradients start at; the same
-            on all ranks.
+        samples: returns the number of the run's sample that the current gradients start at.
     """
 
     name = "gather"

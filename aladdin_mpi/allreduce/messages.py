@@ -75,9 +75,7 @@ class DirectAllReduce(_MessageAllReduce):
     """Sums the wire's values in fp32: a reduce-scatter and an all-gather, each in one round.
 
     Every rank gets the same bits: the sum of everyone's rounded values, rounded once more.
-
-    Args:
-        tags: of the messages of the two rounds.
+    ``tags`` are those of the two rounds.
     """
 
     name = "mpi"
@@ -251,10 +249,7 @@ class RingAllReduce(_MessageAllReduce):
     Every sum is added up in one place and copied from there, so that all ranks get the same bits.
 
     Args:
-        transport: among whose ranks is summed.
-        device: where the gradients live.
-        dtype: of what is sent and added.
-        generation: another one than those before whose messages may still be under way.
+        generation: differs from that of earlier sums whose messages may still be under way.
     """
 
     name = "ring"

@@ -58,12 +58,8 @@ class _Agreed(NamedTuple):
 class SurvivingSums:
     """The sums of one step after another, all buckets of a step or none.
 
-    Every rank of ``transport`` takes part; rank 0 has to live.
-
-    Args:
-        name: see :func:`choose.by_transport`.
-        new_vector: makes a flat vector where the gradients live; two are needed.
-        wire_dtype: of what is sent.
+    Every rank of ``transport`` takes part, rank 0 to the end. ``new_vector`` makes a flat vector
+    where the gradients live; two are needed.
     """
 
     def __init__(

@@ -41,17 +41,13 @@ class ModelEncoder(ABC):
     def encode(
         self, rank: int, bucket: Bucket, values: Tensor, room: Tensor, always: int = 0
     ) -> Tensor:
-        """Write ``values`` for the receiver at ``rank``; it must get every message, in order.
+        """Write ``values``, those of a bucket of the model, for the receiver at ``rank``.
 
-        Args:
-            rank: the receiver's.
-            bucket: of the model.
-            values: its present values.
-            room: at least as long as the bucket, in the wire's dtype.
-            always: values that every gradient changes; for timed computing.
+        It must get every message, in order. ``always`` is the number of values that every gradient
+        changes, for timed computing.
 
         Returns:
-            The message, a part of ``room``.
+            The message, a part of ``room``, which is as long as the bucket, in the wire's dtype.
         """
 
     def besides(self, bucket: Bucket, nbytes: int) -> int:
@@ -120,11 +116,8 @@ class GradientCodec(ABC):
     ) -> tuple[Tensor, Event | None]:
         """Write ``values``, the gradient of ``bucket``, and leave them as they are.
 
-        Args:
-            bucket: whose gradient it is.
-            values: as many as the bucket has.
-            samples: number of the run's sample that the gradient starts at.
-            room: the bucket's part of a :meth:`buffer_for`.
+        ``samples`` is the number of the run's sample that the gradient starts at, ``room`` the
+        bucket's part of a :meth:`buffer_for`.
 
         Returns:
             The message, to be left alone until it is sent, as are ``values`` and

@@ -67,7 +67,7 @@ def select(values: Tensor, k: int, sample: float, start: int = 0) -> Tensor:
         values: one-dimensional.
         k: at least 1.
         sample: share of the values in the sample, which expects two of the k at least.
-        start: turns the sample, so that it is not the same values every time.
+        start: varies the values in the sample.
     """
     importance = values.abs()
     numel = importance.numel()
@@ -111,7 +111,6 @@ class DeepGradientCompression(GradientCodec):
 
     Args:
         wire: format of the values, and where they are staged.
-        layout: of the flat vector.
         shapes: of the parameters in flat order; those with fewer than two dimensions
             are sent whole.
         ratio: share of values that is chosen, in (0, 1], as a function of the run's

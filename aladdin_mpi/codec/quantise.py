@@ -133,13 +133,8 @@ def add_dequantised(message: Tensor, target: Tensor, alpha: float, scratch: Scra
     """``target <- target + alpha * values``.
 
     The products are rounded before they are added, so that the result is the same on every
-    machine and device (with ``alpha`` 1): no compiler makes one operation of both.
-
-    Args:
-        message: of a length that says its bits.
-        target: flat, in fp32, on the same device.
-        alpha: of the values.
-        scratch: for one piece.
+    machine and device (with ``alpha`` 1): no compiler makes one operation of both. The message's
+    length says its bits; ``target`` is flat, in fp32 and on the same device.
     """
     numel = target.numel()
     bits = bits_of(numel, message.numel())

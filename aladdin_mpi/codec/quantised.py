@@ -26,13 +26,9 @@ from aladdin_mpi.transport.base import Event
 class QuantisedCodec(GradientCodec):
     """The codec, with ``left``: what a worker has not sent yet, less than a step of any value.
 
-    Buckets of less than five values are sent as they are. Decoding needs no state.
-
-    Args:
-        wire: in fp32; where messages are staged.
-        layout: of the flat vector.
-        bits: of a value, 8 or 4; ``bits`` may be set at any time, as a message's length says
-            them to its receiver.
+    Buckets of less than five values are sent as they are. Decoding needs no state. ``wire``, where
+    messages are staged, is in fp32. ``bits`` of a value, 8 or 4, may be set at any time, as a
+    message's length tells them.
     """
 
     def __init__(self, wire: DenseWire, layout: Layout, bits: int) -> None:
@@ -210,14 +206,10 @@ def make_codec(
     moves_bytes: bool = True,
     dtype: torch.dtype | None = None,
 ) -> GradientCodec:
-    """The codec of a ``--wire``.
+    """Return the codec of a ``--wire``.
 
-    Args:
-        name: fp32, which does not round models in float64 either, bf16 or one of ``FEW_BITS``.
-        layout: of the flat vector.
-        device: where the vectors live.
-        moves_bytes: see :class:`DenseWire`.
-        dtype: of the flat vector; None: float32.
+    ``fp32`` does not round models in float64 either. ``dtype`` is that of the flat vector; None:
+    float32. ``device`` and ``moves_bytes`` are those of :class:`DenseWire`.
     """
     on_wire = _dtype(name)
     if name == "fp32" and dtype is not None:

@@ -32,9 +32,6 @@ class VisibleWrites:
     ``_version``. What ``.data`` returns has a counter of its own, so that such writes go unseen;
     ``detach()`` returns the same memory with the parameter's counter. Comparing the values instead
     would read the model twice in each step.
-
-    Args:
-        parameters: of the script's module.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -87,9 +84,7 @@ def common_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
 
 
 class OtherDtypes(dict[nn.Parameter, Tensor]):
-    """Copies of parts of the flat vector, which holds them more precisely.
-
-    It maps each such parameter to its part of the flat vector, in the parameter's shape.
+    """Maps each parameter of another dtype to its part of the flat vector, in its shape.
 
     Autograd wants a gradient in the dtype of its parameter. So these stay in ``.grad`` and are
     converted into the flat vector of gradients; the optimizer steps on the flat vector, and the

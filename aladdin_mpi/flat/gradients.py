@@ -24,12 +24,8 @@ class ModuleHook:
 
     Some modules, such as those of ``torch.fx``, copy their hooks themselves. In such a copy the
     hook is replaced by a function of the standard library that does nothing, so that the copy can
-    be loaded without this package.
-
-    Args:
-        module: the module to act on.
-        call: called as torch calls a hook.
-        before_copy: called before the module is copied or pickled; it may remove the hook.
+    be loaded without this package. ``before_copy`` is called before the module is copied or
+    pickled; it may remove the hook.
     """
 
     def __init__(
@@ -68,14 +64,10 @@ class Hooks:
         before_copy: Callable[[], None] | None = None,
         **how: Any,
     ) -> None:
-        """Add a hook.
+        """Add a :class:`ModuleHook`.
 
-        Args:
-            module: the module to act on.
-            register: a method of ``module``, such as ``module.register_forward_hook``.
-            call: see :class:`ModuleHook`.
-            before_copy: see there.
-            how: further arguments of ``register``.
+        ``register`` is a method of ``module``, such as ``module.register_forward_hook``; ``how``
+        are its further arguments.
         """
         self._added.append((module, register(ModuleHook(module, call, before_copy), **how)))
         # copy and pickle ask the object itself before its class. In __dict__, because modules
@@ -161,11 +153,8 @@ class BoundGradients:
 
         Autograd's tensors stay in ``.grad`` until they are taken: ``vector`` holds all of them only
         after :meth:`end_backward`. That is one pass over memory less than to clear the vector and
-        to add to it, and it tells a gradient of zero from none.
-
-        Args:
-            vector: flat.
-            cut: its views, shaped and strided as the parameters.
+        to add to it, and it tells a gradient of zero from none. ``cut`` returns the views of
+        ``vector``, shaped and strided as the parameters.
         """
         views = self._views_of.get(vector.data_ptr())
         if views is None:
@@ -307,13 +296,9 @@ step of 97 ms on a core, a call for each of its 170 parameters took 4 ms.
 class BucketWatch:
     """Counts gradients as backward delivers them, and reports completed buckets in order.
 
-    A bucket is reported only after all earlier ones, so that every rank sends in one
-    order. Parameters that take no part in a step are found by :meth:`end`.
-
-    Args:
-        layout: the buckets.
-        gradients: copied into the bound vector before their bucket is reported.
-        parameters: in flat order.
+    A bucket is reported only after all earlier ones, so that every rank sends in one order, and
+    when its ``gradients`` have been copied into the bound vector. Parameters that take no part in
+    a step are found by :meth:`end`.
     """
 
     def __init__(

@@ -146,9 +146,7 @@ class Replica(_Flat):
     The last layer comes first because backward completes it first: bucket 0 is
     then the first that can leave. Frozen parameters stay outside, tied ones are
     in once. Where dtypes differ the vector has the widest, and the others are copies.
-
-    Args:
-        module: on its device already; its parameters' storage is replaced.
+    The module is on its device already; its parameters' storage is replaced.
 
     Raises:
         UserError: no trainable parameter, several devices, or complex numbers.
@@ -210,8 +208,7 @@ class Replica(_Flat):
     def restore_buffers(self, steps: int = 0) -> None:
         """Make them what they were at the last call of :meth:`keep_buffers`.
 
-        Args:
-            steps: at the call so many before that, instead; what has been kept since goes too.
+        With ``steps``, at the call so many before; what has been kept since is dropped.
         """
         if not self._buffers:
             return
@@ -257,12 +254,8 @@ class Replica(_Flat):
 class PhantomReplica(_Flat):
     """Only the sizes of a model, for computing that is timed and not done.
 
-    Its vectors are ``meta`` tensors, which store nothing; what the wire needs of real
-    memory belongs to :class:`~aladdin_mpi.codec.base.DenseWire`.
-
-    Args:
-        numel: number of values.
-        sizes: of the parameters and layers; None: one matrix.
+    Its vectors are ``meta`` tensors, which store nothing; what the wire needs of real memory
+    belongs to :class:`~aladdin_mpi.codec.base.DenseWire`. Without ``sizes`` it is one matrix.
     """
 
     module = None

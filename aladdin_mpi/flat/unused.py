@@ -37,9 +37,7 @@ class _Segments(NamedTuple):
 class UnusedMarks:
     """Writes and reads the marks of a flat gradient, bucket by bucket.
 
-    Args:
-        sizes: number of values of each parameter, in flat order.
-        layout: the buckets.
+    Parameters are known by their numbers in flat order; ``sizes`` are their numbers of values.
     """
 
     def __init__(self, sizes: Sequence[int], layout: Layout) -> None:
@@ -49,13 +47,7 @@ class UnusedMarks:
         self._heads: dict[int, Tensor] = {}
 
     def write(self, bucket: Bucket, values: Tensor, unused: Collection[int]) -> None:
-        """Mark a bucket's gradient.
-
-        Args:
-            bucket: of the gradient.
-            values: the gradient, as many values as the bucket has; that of unused parameters is 0.
-            unused: numbers of the parameters that have none, in flat order.
-        """
+        """Mark a bucket's gradient ``values``, which is 0 for the parameters ``unused``."""
         heads = self._heads_of(bucket, values)
         values.index_add_(0, heads, values.new_zeros(1).expand(len(heads)))  # -0.0 + 0.0 is 0.0
         if unused:
@@ -68,12 +60,8 @@ class UnusedMarks:
     ) -> list[slice]:
         """Return the parts of a bucket's gradient, or of a sum, that are marked.
 
-        Waits for the device that computes it, if there is one and anything has to be read.
-
-        Args:
-            bucket: of the gradient.
-            values: the gradient.
-            among: parameters that may be unused; None: all.
+        Waits for the device that computes it, if there is one and anything has to be read. Only
+        the parameters ``among`` may be unused; None: all.
         """
         if values.is_meta or (among is not None and not among):
             return []

@@ -105,12 +105,10 @@ class Optimizer(ABC):
     def inherit(self, state: dict[str, Any], parts: Sequence[slice] = ()) -> None:
         """Take up a state of the whole vector, which was cut otherwise.
 
-        Args:
-            state: see :meth:`state_dict`.
-            parts: of which steps will be made; none: of all.
+        Steps will be made of ``parts``; none: of all.
 
         Raises:
-            UserError: it cannot be cut anew.
+            UserError: it cannot be cut in another way.
         """
         self.load_state_dict(state)
 

@@ -116,13 +116,10 @@ def same_kind(given: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> tor
 
 
 class OptimizerPart:
-    """A torch optimizer like ``given`` for some pieces of one part.
+    """A torch optimizer like ``given``, whose hyperparameters it follows, for pieces of a part.
 
-    Args:
-        given: whose hyperparameters are followed, as they change.
-        pieces: of the part; values that are in none stay as they are.
-        like: dtype and device.
-        states: of the pieces, to begin with.
+    Values that are in no piece stay as they are. ``like`` has the dtype and device, ``states`` are
+    the initial states of the pieces.
     """
 
     def __init__(

@@ -144,10 +144,7 @@ class ScriptAccess:
 
     A hyperparameter that the script changes after a step in progress has used it is refused.
     ``state_dict()`` returns the state that the run's steps have made on this rank. When the run
-    has ended, the optimizers hold that state themselves.
-
-    Args:
-        given: the script's optimizers.
+    has ended, the optimizers hold that state themselves. ``given`` are the script's optimizers.
     """
 
     _hooks_of: ClassVar[WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]]] = (
@@ -204,9 +201,7 @@ class ScriptAccess:
     def follow(self, states: Callable[[], States | None]) -> None:
         """The run has begun, or continues in another group of ranks.
 
-        Args:
-            states: returns the states of the parameters; None if this rank does not make the
-                steps of all of them.
+        ``states`` returns the parameters' states; None if other ranks make steps of some of them.
         """
         self._states = states
         for each in self._given:
