@@ -85,7 +85,8 @@ class TorchAllReduce(AllReduce):
         limit = timeout_of(transport)
         # NCCL makes its communicator for this device at once, where torch lets one say so (2.3).
         accepted = inspect.signature(torch.distributed.init_process_group).parameters
-        binding = {"device_id": device} if on_device and "device_id" in accepted else {}
+        binds = on_device and "device_id" in accepted
+        binding: dict[str, Any] = {"device_id": device} if binds else {}
         torch.distributed.init_process_group(
             backend,
             store=_meet(transport),
