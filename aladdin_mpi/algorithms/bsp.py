@@ -1,11 +1,8 @@
-"""BSP, bulk synchronous parallel: the servers wait for every worker in every step.
-
-``host_first.py`` has the links for ``--bsp-host-first``.
-"""
+"""BSP, bulk synchronous parallel: the servers wait for every worker in every step."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -16,108 +13,51 @@ from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.exchange.server import GradientSum, ParameterServer
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_link import GradientLink
-from aladdin_mpi.exchange.server_mailbox import TAKEN
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import saved
-from aladdin_mpi.flat.vectors import copy, scale
+from aladdin_mpi.flat.vectors import scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import BSP, BspOptions, own
-from aladdin_mpi.transport.base import Event, Request, Transport, await_event, charge_memory
-from aladdin_mpi.transport.checksums import ChecksumTransport, is_void
+from aladdin_mpi.transport.checksums import ChecksumTransport
+from aladdin_mpi.worker.node import LeaderLink, NodeSum, host_groups
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
-
-
-def host_groups(transport: Transport, servers: int, largest: int | None = None) -> list[list[int]]:
-    """The workers' ranks, host by host; the first of each leads the others.
-
-    Args:
-        transport: knows the hosts.
-        servers: their number; they are the first ranks.
-        largest: workers of a group; a host with more has several. None: all of a host.
-    """
-    hosts: dict[int, list[int]] = {}
-    for rank in range(servers, transport.size):
-        hosts.setdefault(transport.hosts[rank], []).append(rank)
-    return [
-        ranks[start : start + (largest or len(ranks))]
-        for ranks in hosts.values()
-        for start in range(0, len(ranks), largest or len(ranks))
-    ]
 
 
 class LeadingLink(GradientLink):
     """Adds its host's gradients to its own, talks to the servers, and hands on the model."""
 
     def __init__(
-        self,
-        worker: Worker,
-        optimizer: Optimizer,
-        wire: GradientCodec,
-        momentum: bool,
-        group: list[int],
+        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, group: list[int]
     ) -> None:
-        super().__init__(worker, optimizer, wire, momentum)
-        self.transport = worker.transport
-        self.layout = worker.layout
+        super().__init__(worker, optimizer, wire)
         self.wire = wire.plain
         self.group = group
         self.model = wire.buffer_for(self.x)
-        self.received = {rank: wire.buffer(self.layout.numel) for rank in group[1:]}
-        self.awaited: deque[tuple[Bucket, list[Request]]] = deque()
-        self.completed = 0
+        self.sum = NodeSum(worker.transport, worker.layout, group[1:], self.wire)
 
     def gradients_in(self, batch: SampleLease) -> int:
         """Workers of this host that have samples in the round."""
-        first = self.layout.servers
+        first = self.worker.servers
         return sum(batch.size_of(rank - first, self.worker.count) > 0 for rank in self.group)
 
-    def push(self, batch: SampleLease) -> Tensor:
-        """Compute, and send each bucket of the host's sum as it is completed."""
-        self.completed = 0
-        for bucket in self.layout.buckets:
-            receives = [
-                self.transport.irecv(bucket.of(buffer), rank, Tag.LOCAL_GRADIENT)
-                for rank, buffer in self.received.items()
-            ]
-            self.awaited.append((bucket, receives))
-        return super().push(batch)
+    def _send(self, g: Tensor) -> Callable[[Bucket], None]:
+        self.sum.begin(g)
+        return super()._send(g)
 
     def forward(self, g: Tensor, bucket: Bucket) -> None:
         """Send the host's sum of every bucket that has come from all, without waiting."""
-        self.completed = bucket.index + 1
-        last = self.completed == len(self.layout.buckets)
-        while self.awaited and self.awaited[0][0].index < self.completed:
-            bucket, receives = self.awaited[0]
-            if last:
-                self.transport.wait(*receives)
-            elif not all(self.transport.test(receive) for receive in receives):
-                break
-            self.awaited.popleft()
-            self._add(g, bucket)
-            self.outbox.put(bucket)
-
-    def _add(self, g: Tensor, bucket: Bucket) -> None:
-        mine = bucket.of(g)
-        charge_memory(
-            self.transport, TAKEN * mine.numel() * self.wire.dtype.itemsize * len(self.received)
-        )
-        if not mine.is_meta:
-            for buffer in self.received.values():
-                theirs = bucket.of(buffer)
-                if not is_void(theirs):
-                    # It is received into again after the answer to the sum, which left after this.
-                    there, _ = self.wire.fetch(theirs)
-                    mine.add_(there)
+        for each in self.sum.complete(bucket):
+            self.outbox.put(each)
 
     def pull(self) -> None:
         """Wait for the model and hand it on."""
         super().pull()
-        event = self.wire.encode(self.x, self.model)
-        self.transport.wait(
+        transport, event = self.worker.transport, self.wire.encode(self.x, self.model)
+        transport.wait(
             *[
-                self.transport.isend(bucket.of(self.model), rank, Tag.LOCAL_MODEL, after=event)
-                for bucket in self.layout.buckets
+                transport.isend(bucket.of(self.model), rank, Tag.LOCAL_MODEL, after=event)
+                for bucket in self.worker.layout.buckets
                 for rank in self.group[1:]
             ]
         )
@@ -127,57 +67,30 @@ class FollowingLink(GradientLink):
     """Sends its gradients to the leader of its host and gets the model from it."""
 
     def __init__(
-        self,
-        worker: Worker,
-        optimizer: Optimizer,
-        wire: GradientCodec,
-        momentum: bool,
-        group: list[int],
+        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, group: list[int]
     ) -> None:
-        super().__init__(worker, optimizer, wire, momentum)
-        self.transport = worker.transport
-        self.layout = worker.layout
-        self.wire = wire.plain
-        self.leader = group[0]
+        super().__init__(worker, optimizer, wire)
         self.sends_settings = False  # the leader does
+        transport, layout, plain = worker.transport, worker.layout, wire.plain
         self.g = worker.replica.new_vector()
-        self.sent = wire.buffer_for(self.g)
         # Straight into x, unless it may arrive damaged.
-        checked = isinstance(self.transport, ChecksumTransport)
-        self.model = wire.buffer(self.layout.numel) if checked else wire.buffer_for(self.x)
-        self.requests: list[Request] = []
-        self.taken: Event | None = None
-        """A device reads the model until then."""
+        checked = isinstance(transport, ChecksumTransport)
+        model = plain.buffer(layout.numel) if checked else plain.buffer_for(self.x)
+        self.leader = LeaderLink(transport, layout, group[0], plain, self.g, self.x, model)
 
     def push(self, batch: SampleLease) -> Tensor:
         """Compute, and send each bucket to the leader as it is completed."""
-        self.transport.wait(*self.requests)
-        self.requests.clear()
+        self.leader.flush()
         self.worker.gradient(self.g, self._send(self.g))
         return self.g
 
     def forward(self, g: Tensor, bucket: Bucket) -> None:
         """Send it to the leader."""
-        wire = bucket.of(self.sent)
-        event = self.wire.encode(bucket.of(g), wire)
-        self.requests.append(
-            self.transport.isend(wire, self.leader, Tag.LOCAL_GRADIENT, after=event)
-        )
+        self.leader.send(bucket)
 
     def pull(self) -> None:
         """Wait for the model from the leader."""
-        if self.taken is not None:
-            await_event(self.transport, self.taken)
-        receives = [
-            self.transport.irecv(bucket.of(self.model), self.leader, Tag.LOCAL_MODEL)
-            for bucket in self.layout.buckets
-        ]
-        self.transport.wait(*receives)
-        if self.model.data_ptr() != self.x.data_ptr():
-            for bucket in self.layout.buckets:
-                if not is_void(bucket.of(self.model)):
-                    there, self.taken = self.wire.fetch(bucket.of(self.model))
-                    copy(bucket.of(self.x), there)
+        self.leader.take_model()
 
 
 class BspWorker(TrainingWorker):
@@ -215,7 +128,7 @@ def _link(
         group = next(group for group in groups if worker.transport.rank in group)
         if len(group) > 1:
             kind = LeadingLink if group[0] == worker.transport.rank else FollowingLink
-            return kind(worker, optimizer, wire, momentum, group)
+            return kind(worker, optimizer, wire, group)
     return GradientLink(worker, optimizer, wire, momentum)
 
 

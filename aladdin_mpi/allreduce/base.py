@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,7 +43,8 @@ class Buffers:
         """The buffer with ``values`` in it, and the event after which they are there, if any."""
         buffer = self._made.get(key)
         if buffer is None or buffer.numel() != values.numel():
-            buffer = self._make(values)
+            on_device = self._on_device
+            buffer = values.to(self.dtype) if on_device else self._wire.buffer_for(values)
             if buffer is not values:
                 self._made[key] = buffer.zero_()  # timed computing fills it with nothing else
         if self._on_device:
@@ -50,11 +52,6 @@ class Buffers:
                 buffer.copy_(values)
             return buffer, None
         return buffer, self._wire.encode(values, buffer)
-
-    def _make(self, values: Tensor) -> Tensor:
-        if not self._on_device:
-            return self._wire.buffer_for(values)
-        return values if values.dtype == self.dtype else torch.empty_like(values, dtype=self.dtype)
 
     def total(self, buffer: Tensor, key: int) -> Tensor:
         """Memory for the sum of :meth:`load`'s buffer, for a library that does not add in place."""
@@ -78,22 +75,20 @@ LONGEST_NAP = 0.0002
 """Seconds of sleep, at most, between two looks at an operation of another library."""
 
 
-class PendingSum(ABC):
+@dataclass(frozen=True)
+class PendingSum:
     """A sum that is under way."""
 
-    @abstractmethod
-    def wait(self) -> Tensor:
-        """Wait for the sum and return it; to be called once.
+    wait: Callable[[], Tensor]
+    """Wait for the sum and return it; to be called once.
 
-        It is in ``values``, or in memory that stays as it is until the next sum with this key
-        begins; what ``values`` holds then is not said.
+    It is in ``values``, or in memory that stays as it is until the next sum with this key begins;
+    the contents of ``values`` are undefined then. The time goes to ``traffic.waiting``. On a GPU
+    the sum is there for the current stream.
 
-        The time goes to ``traffic.waiting``. On a GPU the sum is there for the
-        current stream.
-
-        Raises:
-            WaitTimeoutError: it took longer than the transport's ``timeout``.
-        """
+    Raises:
+        WaitTimeoutError: it took longer than the transport's ``timeout``.
+    """
 
 
 class AllReduce(ABC):
@@ -101,10 +96,12 @@ class AllReduce(ABC):
 
     Every rank starts the same slices in the same order, waits for all of them, and calls
     no collective of the transport in between.
+
+    Attributes:
+        name: ``ring``, ``mpi``, ``horovod``, ``torch`` or ``gather``.
     """
 
     name: str
-    """``ring``, ``mpi``, ``horovod`` or ``torch``."""
 
     @abstractmethod
     def start(self, values: Tensor, key: int) -> PendingSum:
@@ -121,7 +118,7 @@ class AllReduce(ABC):
         """What does the work, in a few words."""
 
     def abandon(self, dead: int) -> None:
-        """That rank has died: who waits for a sum gets :class:`PeerFailedError`, and so on.
+        """End the waits for sums with :class:`PeerFailedError`: the rank ``dead`` has failed.
 
         Also called by handlers. Collectives end by themselves.
         """
@@ -133,7 +130,7 @@ class AllReduce(ABC):
 
 
 def timeout_of(transport: Transport) -> float | None:
-    """The longest wait in seconds that the transport allows; None: no limit."""
+    """Return the longest wait in seconds that the transport allows; None: no limit."""
     timeout: float | None = getattr(transport, "timeout", None)
     return timeout
 
@@ -141,13 +138,8 @@ def timeout_of(transport: Transport) -> float | None:
 def wait_until(done: Callable[[], bool], transport: Transport, what: str) -> None:
     """Sleep until ``done()``; the time goes to the transport's ``traffic.waiting``.
 
-    Args:
-        done: asks the library that does the work.
-        transport: whose ``timeout`` limits the wait.
-        what: is waited for, for the message.
-
     Raises:
-        WaitTimeoutError: it took longer.
+        WaitTimeoutError: it took longer than the transport's ``timeout``; it names ``what``.
     """
     limit = timeout_of(transport)
     start = time.perf_counter()

@@ -60,11 +60,11 @@ def make(
     name: str,
     transport: Transport,
     device: torch.device,
-    wire_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype = torch.float32,
 ) -> AllReduce:
-    """The all-reduce called ``name``; to be called by every rank, with the same arguments.
+    """Return the all-reduce called ``name``; every rank calls this with the same arguments.
 
-    ``auto`` is NCCL where every rank has a GPU to itself, else :func:`by_transport`'s choice;
+    ``auto`` is NCCL if every rank has a GPU to itself, else :func:`by_transport`'s choice;
     ``benchmarks/allreduce.py`` measures which is faster on a given machine. In virtual time there
     are ``ring`` and ``mpi``, which both go around a ring of the modelled network.
 
@@ -72,12 +72,11 @@ def make(
         name: one of ``NAMES``.
         transport: among whose ranks is summed.
         device: where the gradients live; "meta" with timed computing.
-        wire_dtype: torch.float32, as without, torch.float64 or torch.bfloat16.
+        wire_dtype: torch.float32, torch.float64 or torch.bfloat16.
 
     Raises:
         UserError: an unknown name, or what it stands for cannot be used on some rank.
     """
-    wire_dtype = wire_dtype or torch.float32
     if name not in NAMES:
         raise UserError(f"all-reduce: expected one of {', '.join(NAMES)}, got {name!r}")
     if name == "auto":
@@ -104,17 +103,12 @@ def make(
 def by_transport(
     name: str, transport: Transport, device: torch.device, wire_dtype: torch.dtype
 ) -> AllReduce:
-    """The all-reduce among ``transport``'s ranks that needs nothing besides it.
+    """Return the all-reduce that needs no other library; ``name`` is one of ``OUTLAST_DEATHS``.
 
     ``auto`` is the ring between hosts, but for what is short, and the engine's own all-reduce on
     one host, where MPI's goes through shared memory, and in virtual time, where it is a ring too.
-    bf16, which would be rounded at each rank of a ring, goes from rank to rank at once.
-
-    Args:
-        name: one of ``OUTLAST_DEATHS``.
-        transport: among whose ranks is summed.
-        device: where the gradients live; "meta" with timed computing.
-        wire_dtype: of what is sent.
+    bf16, which would be rounded at each rank of a ring, goes from rank to rank at once. The other
+    arguments are those of :func:`make`.
     """
     if wire_dtype == torch.bfloat16:
         return DirectAllReduce(transport, device, wire_dtype)
@@ -137,16 +131,16 @@ def _best(transport: Transport, device: torch.device) -> str:
 
 
 def _are_apart(gpus: Sequence[list[str] | None]) -> bool:
-    """Whether every rank has a GPU, and none the same as another.
+    """Return whether every rank has a GPU of its own, by the GPUs' identities.
 
-    By what the GPUs are, not by their numbers: each task may see its own alone, as number 0.
+    Not by their numbers: each task may see its own alone, as number 0.
     """
     return None not in gpus and len({tuple(gpu or ()) for gpu in gpus}) == len(gpus)
 
 
 def _check(name: str, transport: Transport, obstacle: str | None) -> None:
     """Raise UserError on every rank if there is an obstacle on any."""
-    hindered = _count(transport, obstacle is not None)
+    hindered = int(broadcast(transport, sum(gather(transport, obstacle is not None))))
     if obstacle is not None:
         raise UserError(f"all-reduce {name}: {obstacle}")
     if hindered:
@@ -154,8 +148,3 @@ def _check(name: str, transport: Transport, obstacle: str | None) -> None:
             f"all-reduce {name}: {hindered} of {transport.size} ranks cannot use it; install the "
             "same on every host, or use the backend ring"
         )
-
-
-def _count(transport: Transport, flag: bool) -> int:
-    """On how many ranks ``flag`` is true."""
-    return int(broadcast(transport, sum(gather(transport, flag))))

@@ -4,35 +4,32 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from aladdin_mpi.allreduce.base import AllReduce, PendingSum
-from aladdin_mpi.codec.dgc import DeepGradientCompression
-from aladdin_mpi.codec.difference import index_dtype, index_values
+from aladdin_mpi.codec.dgc import DeepGradientCompression, index_dtype, index_values
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.vectors import clear
 from aladdin_mpi.transport.base import EVENT_POLL, Event, Request, Transport
 
 
 def packed_length(codec: DeepGradientCompression, bucket: Bucket, samples: int) -> int:
-    """Length of every rank's part, in values of the wire's dtype.
+    """Return the length of every rank's part, in values of the wire's dtype.
 
-    It depends on the bucket and on the share of values that is sent at ``samples``:
-    give the same on all ranks.
+    It depends on the share of values that is sent at ``samples``, the same on all ranks.
     """
-    head = _head(codec)
+    head = index_values(codec.dtype)
     return head + -(-codec.longest(bucket, samples) // head) * head
 
 
 def pack(codec: DeepGradientCompression, message: Tensor, part: Tensor) -> None:
-    """Put ``message`` into ``part``, which has the packed length, with its length in front.
-
-    Wait first for the event that came with the message.
-    """
+    """Put ``message``, with its length in front, into ``part``, which has the packed length."""
     if message.is_meta or codec.plain.device.type == "meta":
         return
-    head = _head(codec)
+    head = index_values(codec.dtype)
     part[:head].view(index_dtype(codec.dtype)).fill_(message.numel())
     part[head : head + message.numel()] = message
 
@@ -47,26 +44,15 @@ def add_packed(
 ) -> None:
     """``target <- target + alpha * sum of the gradients`` in ``gathered``, in rank order.
 
-    Args:
-        codec: any rank's.
-        bucket: whose gradients they are.
-        gathered: ``parts`` packed messages, one after the other.
-        parts: their number.
-        target: of the bucket's length.
-        alpha: of the sum.
+    ``gathered`` holds ``parts`` packed messages about ``bucket``; ``codec`` is any rank's.
     """
     if target.is_meta:
         return
-    head = _head(codec)
+    head = index_values(codec.dtype)
     there, _ = codec.plain.fetch(gathered)
     for here, part in zip(gathered.view(parts, -1), there.view(parts, -1), strict=True):
         length = int(here[:head].view(index_dtype(codec.dtype)))
         codec.add(bucket, part[head : head + length], target, alpha)
-
-
-def _head(codec: DeepGradientCompression) -> int:
-    """Values of the wire's dtype that are as long as a position, as the length in front is."""
-    return index_values(codec.dtype)
 
 
 UNDER_WAY = 2
@@ -113,7 +99,6 @@ class InOrder:
                     self._transport.when_done(queued.request, self._launch)
 
     def _are_most(self, under_way: list[Request]) -> bool:
-        """Whether these are as many as may be."""
         return self._most is not None and len(under_way) >= self._most
 
     def wait(self, queued: Queued) -> None:
@@ -121,9 +106,8 @@ class InOrder:
         self._launch()
         while queued.request is None:
             # Not started: it is behind others, or behind a copy from the GPU.
-            if self._are_most(
-                under_way := self._under_way
-            ):  # which a handler may replace meanwhile
+            under_way = self._under_way  # which a handler may replace meanwhile
+            if self._are_most(under_way):
                 self._transport.wait_any(under_way)
             else:
                 self._transport.sleep(EVENT_POLL)
@@ -131,29 +115,27 @@ class InOrder:
         self._transport.wait(queued.request)
 
 
+@dataclass(eq=False)
 class Queued:
     """A collective that has been put into the queue."""
 
-    def __init__(self, start: Callable[[], Request], after: Event | None) -> None:
-        self.start = start
-        self.request: Request | None = None
-        self._after = after
+    start: Callable[[], Request]
+    after: Event | None
+    request: Request | None = None
 
     @property
     def is_ready(self) -> bool:
         """Whether its buffer is filled."""
-        return self._after is None or self._after.query()
+        return self.after is None or self.after.query()
 
 
 class CompressedAllReduce(AllReduce):
     """Compresses each slice and gathers all ranks' with the transport's all-gather.
 
     Args:
-        transport: among whose ranks is summed.
         layout: whose buckets the keys are.
         codec: this rank's, with what it has not sent yet.
-        samples: number of the run's sample that the current gradients start at; the same
-            on all ranks.
+        samples: returns the number of the run's sample that the current gradients start at.
     """
 
     name = "gather"
@@ -179,53 +161,35 @@ class CompressedAllReduce(AllReduce):
         length = packed_length(codec, bucket, samples)
         room = self._rooms.get(key)
         if room is None or room.part.numel() != length:
-            room = self._rooms[key] = _BucketBuffers(codec, bucket, length, self._transport.size)
+            room = self._rooms[key] = _BucketBuffers(
+                codec.buffer(bucket.numel),
+                codec.plain.buffer(length),
+                codec.plain.buffer(length * self._transport.size),
+            )
         message, event = codec.compress(bucket, values, samples, room.message)
 
         def gather() -> Request:
             pack(codec, message, room.part)
             return self._transport.iallgather(room.part, room.gathered)
 
-        return _Gathering(self, self._order.put(gather, event), bucket, room.gathered, values)
+        queued = self._order.put(gather, event)
 
-    def finish(self, pending: _Gathering) -> Tensor:
-        """Wait for everyone's message and add them."""
-        self._order.wait(pending.queued)
-        bucket, values = pending.bucket, pending.values
-        clear(values)
-        add_packed(self._codec, bucket, pending.gathered, self._transport.size, values)
-        return values
+        def wait() -> Tensor:
+            self._order.wait(queued)
+            clear(values)
+            add_packed(codec, bucket, room.gathered, self._transport.size, values)
+            return values
+
+        return PendingSum(wait)
 
     def describe(self) -> str:
-        """What does the work."""
+        """See :meth:`AllReduce.describe`."""
         return "all-gather of compressed gradients"
 
 
-class _BucketBuffers:
+class _BucketBuffers(NamedTuple):
     """A bucket's memory: its message, that brought to everyone's length, and everyone's."""
 
-    def __init__(
-        self, codec: DeepGradientCompression, bucket: Bucket, length: int, ranks: int
-    ) -> None:
-        self.message = codec.buffer(bucket.numel)
-        self.part = codec.plain.buffer(length)
-        self.gathered = codec.plain.buffer(length * ranks)
-
-
-class _Gathering(PendingSum):
-    def __init__(
-        self,
-        owner: CompressedAllReduce,
-        queued: Queued,
-        bucket: Bucket,
-        gathered: Tensor,
-        values: Tensor,
-    ) -> None:
-        self.owner = owner
-        self.queued = queued
-        self.bucket = bucket
-        self.gathered = gathered
-        self.values = values
-
-    def wait(self) -> Tensor:
-        return self.owner.finish(self)
+    message: Tensor
+    part: Tensor
+    gathered: Tensor

@@ -34,7 +34,9 @@ def obstacle(device: torch.device, wire_dtype: torch.dtype) -> str | None:
     needed = _mpi_of(compiled)
     if needed is None:
         return f"this Horovod is built without MPI; {BUILD}"
-    if not any(name == needed or name.startswith(needed + ".") for name in _loaded_mpis()):
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    loaded = {Path(line.split()[-1]).name for line in maps if "/libmpi" in line}
+    if not any(name == needed or name.startswith(needed + ".") for name in loaded):
         return (
             f"this Horovod is built for another MPI ({needed}) than this run's; start the run with "
             f"that one, or build it again for this one: {BUILD}"
@@ -59,12 +61,6 @@ def _mpi_of(compiled: Path) -> str | None:
     """The MPI library that a compiled file asks for, such as ``libmpi.so.40``."""
     found = re.search(rb"\0(libmpi\w*\.so\.\d+)\0", compiled.read_bytes())
     return found[1].decode() if found else None
-
-
-def _loaded_mpis() -> set[str]:
-    """Names of the MPI libraries in this process; Linux tells them."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return {Path(line.split()[-1]).name for line in lines if "/libmpi" in line}
 
 
 def _horovod() -> Any:
@@ -102,7 +98,15 @@ class HorovodAllReduce(AllReduce):
         buffer, _ = self._buffers.load(values, key)
         self._transport.traffic.bytes_sent += allreduce_bytes(buffer.nbytes, self._transport.size)
         handle = self._hvd.allreduce_async_(buffer, op=self._hvd.Sum, name=f"bucket {key}")
-        return _Handle(self._hvd, self._transport, handle, values, buffer, key)
+
+        def wait() -> Tensor:
+            what = f"Horovod's sum of bucket {key}"
+            wait_until(lambda: self._hvd.poll(handle), self._transport, what)
+            self._hvd.synchronize(handle)
+            Buffers.store(buffer, values)
+            return values
+
+        return PendingSum(wait)
 
     def describe(self) -> str:
         """See :meth:`AllReduce.describe`."""
@@ -117,28 +121,3 @@ class HorovodAllReduce(AllReduce):
         _users -= 1
         if _users == 0:
             self._hvd.shutdown()  # else its thread would still call MPI after MPI has ended
-
-
-class _Handle(PendingSum):
-    def __init__(
-        self,
-        hvd: Any,
-        transport: Transport,
-        handle: int,
-        values: Tensor,
-        buffer: Tensor,
-        key: int,
-    ) -> None:
-        self._hvd = hvd
-        self._transport = transport
-        self._handle = handle
-        self._values = values
-        self._buffer = buffer
-        self._key = key
-
-    def wait(self) -> Tensor:
-        what = f"Horovod's sum of bucket {self._key}"
-        wait_until(lambda: self._hvd.poll(self._handle), self._transport, what)
-        self._hvd.synchronize(self._handle)
-        Buffers.store(self._buffer, self._values)
-        return self._values

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from aladdin_mpi.allreduce.base import AllReduce, Buffers, PendingSum
-from aladdin_mpi.allreduce.compressed import InOrder, Queued
+from aladdin_mpi.allreduce.compressed import InOrder
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.transport import collectives
@@ -32,50 +34,48 @@ class SingleAllReduce(AllReduce):
         buffer, event = self._buffers.load(values, key)
         total = self._buffers.total(buffer, key) if self._moves_bytes else None
         queued = self._order.put(lambda: self._transport.iallreduce(buffer, total), event)
-        return _Single(self, values, buffer, total, queued)
 
-    def finish(self, pending: _Single) -> Tensor:
-        """Wait for one sum; on the CPU it stays where it is."""
-        self._order.wait(pending.queued)
-        total = pending.buffer if pending.total is None else pending.total
-        if pending.buffer is pending.values:
-            return total
-        Buffers.store(total, pending.values)
-        return pending.values
+        def wait() -> Tensor:
+            self._order.wait(queued)
+            result = buffer if total is None else total
+            if buffer is values:  # on the CPU the sum stays where it is
+                return result
+            Buffers.store(result, values)
+            return values
+
+        return PendingSum(wait)
 
     def describe(self) -> str:
         """See :meth:`AllReduce.describe`."""
         return describe(self._transport, f"all-reduce in {self._buffers.name}")
 
 
-class _Single(PendingSum):
-    """``total`` is where the sum comes; None: into ``buffer``."""
+class _MessageAllReduce(AllReduce):
+    """Sums by messages between ranks, which end with PeerFailedError when a rank fails."""
 
-    def __init__(
-        self,
-        owner: SingleAllReduce,
-        values: Tensor,
-        buffer: Tensor,
-        total: Tensor | None,
-        queued: Queued,
-    ) -> None:
-        self.owner = owner
-        self.values = values
-        self.buffer = buffer
-        self.total = total
-        self.queued = queued
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._under_way: list[_DirectSum | _Sum] = []
+        self._dead: int | None = None
 
-    def wait(self) -> Tensor:
-        return self.owner.finish(self)
+    def abandon(self, dead: int) -> None:
+        """See :meth:`AllReduce.abandon`."""
+        self._dead = dead
+        for pending in list(self._under_way):
+            pending.abandon()
+
+    def _check(self) -> None:
+        """Raise PeerFailedError after a failure; abandon what has been sent since, too."""
+        if self._dead is not None:
+            self.abandon(self._dead)
+            raise PeerFailedError(self._dead, "")
 
 
-class DirectAllReduce(AllReduce):
+class DirectAllReduce(_MessageAllReduce):
     """Sums the wire's values in fp32: a reduce-scatter and an all-gather, each in one round.
 
     Every rank gets the same bits: the sum of everyone's rounded values, rounded once more.
-
-    Args:
-        tags: of the messages of the two rounds.
+    ``tags`` are those of the two rounds.
     """
 
     name = "mpi"
@@ -87,13 +87,11 @@ class DirectAllReduce(AllReduce):
         wire_dtype: torch.dtype,
         tags: tuple[int, int] = (Tag.REDUCE_SCATTER, Tag.ALL_GATHER),
     ) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self._scatter, self._gather = tags
         self._buffers = Buffers(wire_dtype, device, transport.needs_memory)
         self._spaces: dict[int, _Space] = {}
         self._scattering: deque[_DirectSum] = deque()
-        self._under_way: list[_DirectSum] = []
-        self._dead: int | None = None
 
     def start(self, values: Tensor, key: int) -> PendingSum:
         """See :meth:`AllReduce.start`."""
@@ -104,12 +102,12 @@ class DirectAllReduce(AllReduce):
         if space is None or space.gathered.numel() != values.numel():
             gathered = self._buffers.like(buffer)
             space = self._spaces[key] = _Space(self._transport, buffer, gathered)
-        pending = _DirectSum(self, values, buffer, event, space)
+        pending = _DirectSum(self._transport, values, buffer, event, space)
         self._under_way.append(pending)
         self._exchange(pending)
         self._scattering.append(pending)
         self._check()
-        return pending
+        return PendingSum(partial(self._finish, pending))
 
     def _exchange(self, pending: _DirectSum) -> None:
         """Send everyone's part to its owner; post the receives."""
@@ -140,11 +138,13 @@ class DirectAllReduce(AllReduce):
 
     def _advance(self) -> None:
         """Send the sums, in order, of which every rank's share has come."""
-        while self._scattering and self._ready(self._scattering[0]):
+        while self._scattering:
+            first = self._scattering[0]
+            if first.event is not None and not first.event.query():
+                return
+            if not all(map(self._transport.test, first.own)):
+                return
             self._reduce(self._scattering.popleft())
-
-    def _ready(self, pending: _DirectSum) -> bool:
-        return _happened(pending.event) and all(map(self._transport.test, pending.own))
 
     def _reduce(self, pending: _DirectSum) -> None:
         """Add this rank's part and send the sum to everyone."""
@@ -158,7 +158,7 @@ class DirectAllReduce(AllReduce):
                 pending.others.append(transport.isend(total, peer, self._gather))
         pending.reduced = True
 
-    def finish(self, pending: _DirectSum) -> None:
+    def _finish(self, pending: _DirectSum) -> Tensor:
         """Wait for one sum; the second half of those before it has to begin first."""
         while not pending.reduced:
             first = self._scattering[0]
@@ -172,48 +172,30 @@ class DirectAllReduce(AllReduce):
         self._under_way.remove(pending)
         Buffers.store(pending.space.gathered, pending.values)
         self._advance()
-
-    def abandon(self, dead: int) -> None:
-        """See :meth:`AllReduce.abandon`."""
-        self._dead = dead
-        for pending in list(self._under_way):
-            for request in (*pending.own, *pending.others):
-                self._transport.abandon(request)
-
-    def _check(self) -> None:
-        """Raise PeerFailedError behind a death; what has been sent since is abandoned too."""
-        if self._dead is not None:
-            self.abandon(self._dead)
-            raise PeerFailedError(self._dead, "")
+        return pending.values
 
     def describe(self) -> str:
         """See :meth:`AllReduce.describe`."""
         return describe(self._transport, f"messages in {self._buffers.name}, added in float32")
 
 
-class _DirectSum(PendingSum):
+@dataclass(eq=False)
+class _DirectSum:
     """``own`` are the receives of the first half, ``others`` all that has to end besides."""
 
-    def __init__(
-        self,
-        owner: DirectAllReduce,
-        values: Tensor,
-        buffer: Tensor,
-        event: Event | None,
-        space: _Space,
-    ) -> None:
-        self.owner = owner
-        self.values = values
-        self.buffer = buffer
-        self.event = event
-        self.space = space
-        self.own: list[Request] = []
-        self.others: list[Request] = []
-        self.reduced = False
+    transport: Transport
+    values: Tensor
+    buffer: Tensor
+    event: Event | None
+    space: _Space
+    own: list[Request] = field(default_factory=list)
+    others: list[Request] = field(default_factory=list)
+    reduced: bool = False
 
-    def wait(self) -> Tensor:
-        self.owner.finish(self)
-        return self.values
+    def abandon(self) -> None:
+        """Have the waits for it end."""
+        for request in (*self.own, *self.others):
+            self.transport.abandon(request)
 
 
 class _Space:
@@ -249,10 +231,6 @@ class _Space:
         total.copy_(sums)
 
 
-def _happened(event: Event | None) -> bool:
-    return event is None or event.query()
-
-
 def describe(transport: Transport, how: str) -> str:
     """What adds up, and over which network."""
     return f"{'virtual network' if transport.models_time else 'MPI'}: {how}"
@@ -265,16 +243,13 @@ GENERATIONS = 4
 """Of tags: see `RingAllReduce`."""
 
 
-class RingAllReduce(AllReduce):
+class RingAllReduce(_MessageAllReduce):
     """Sums in ``dtype``, in the memory that is sent: on the CPU in the gradient's own.
 
     Every sum is added up in one place and copied from there, so that all ranks get the same bits.
 
     Args:
-        transport: among whose ranks is summed.
-        device: where the gradients live.
-        dtype: of what is sent and added.
-        generation: another one than those before whose messages may still be under way.
+        generation: differs from that of earlier sums whose messages may still be under way.
     """
 
     name = "ring"
@@ -286,86 +261,64 @@ class RingAllReduce(AllReduce):
         dtype: torch.dtype,
         generation: int = 0,
     ) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self._first_tag = FIRST_TAG + generation % GENERATIONS * TAGS
         self._buffers = Buffers(dtype, device, transport.needs_memory)
-        self.in_order = collectives.HostByHost(transport.hosts)
-        self._under_way: list[_Sum] = []
-        self._dead: int | None = None
+        self._in_order = collectives.HostByHost(transport.hosts)
 
     def start(self, values: Tensor, key: int) -> PendingSum:
         """See :meth:`AllReduce.start`."""
         self._check()
         buffer, event = self._buffers.load(values, key)
         tag = self._first_tag + key % TAGS
-        pending = _Sum(self, self._transport, values, buffer, tag, event)
+        channel = GroupChannel(
+            self._transport.rank,
+            self._transport.size,
+            lambda part, dest: self._transport.isend(part, dest, tag),
+            lambda part, source: self._transport.irecv(part, source, tag),
+        )
+        steps = Stepper(collectives.allreduce(self._in_order(channel), buffer), self._transport)
+        pending = _Sum(self._transport, steps, event)
         self._under_way.append(pending)
         pending.begin()
-        return pending
 
-    def finish(self, pending: _Sum) -> None:
-        """Wait for one sum."""
-        while not pending.steps.has_ended:
-            pending.wait_for_step()
-            self._check()
-        self._under_way.remove(pending)
-        Buffers.store(pending.buffer, pending.values)
+        def wait() -> Tensor:
+            while not steps.has_ended:
+                pending.wait_for_step()
+                self._check()
+            self._under_way.remove(pending)
+            Buffers.store(buffer, values)
+            return values
 
-    def abandon(self, dead: int) -> None:
-        """See :meth:`AllReduce.abandon`."""
-        self._dead = dead
-        for pending in list(self._under_way):
-            pending.steps.abandon()
-
-    def _check(self) -> None:
-        if self._dead is not None:
-            self.abandon(self._dead)
-            raise PeerFailedError(self._dead, "")
+        return PendingSum(wait)
 
     def describe(self) -> str:
         """See :meth:`AllReduce.describe`."""
         return describe(self._transport, f"messages around a ring, added in {self._buffers.name}")
 
 
-class _Sum(PendingSum):
+@dataclass(eq=False)
+class _Sum:
     """One sum: as soon as a step's messages have ended, by whichever thread, the next begins."""
 
-    def __init__(
-        self,
-        owner: RingAllReduce,
-        transport: Transport,
-        values: Tensor,
-        buffer: Tensor,
-        tag: int,
-        event: Event | None,
-    ) -> None:
-        self.values = values
-        self.buffer = buffer
-        self._owner = owner
-        self._transport = transport
-        self._event = event
-        channel = GroupChannel(
-            transport.rank,
-            transport.size,
-            lambda part, dest: transport.isend(part, dest, tag),
-            lambda part, source: transport.irecv(part, source, tag),
-        )
-        self.steps = Stepper(collectives.allreduce(owner.in_order(channel), buffer), transport)
+    transport: Transport
+    steps: Stepper
+    event: Event | None
+
+    def abandon(self) -> None:
+        """Have the waits for it end."""
+        self.steps.abandon()
 
     def begin(self) -> None:
         """Once the values have come from the device."""
-        if self._event is None:
+        if self.event is None:
             self.steps.advance()
         else:
-            self._transport.when_done(self._event, self.steps.advance)
+            self.transport.when_done(self.event, self.steps.advance)
 
     def wait_for_step(self) -> None:
-        """Wait for what is awaited at present, and go on."""
-        if self._event is not None:
-            await_event(self._transport, self._event)
-        self._transport.wait(*self.steps.awaited)
+        """Wait for the messages of the current step, and begin the next one."""
+        if self.event is not None:
+            await_event(self.transport, self.event)
+        self.transport.wait(*self.steps.awaited)
         self.steps.advance()
-
-    def wait(self) -> Tensor:
-        self._owner.finish(self)
-        return self.values

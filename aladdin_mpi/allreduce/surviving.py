@@ -58,12 +58,8 @@ class _Agreed(NamedTuple):
 class SurvivingSums:
     """The sums of one step after another, all buckets of a step or none.
 
-    Every rank of ``transport`` takes part; rank 0 has to live.
-
-    Args:
-        name: see :func:`choose.by_transport`.
-        new_vector: makes a flat vector where the gradients live; two are needed.
-        wire_dtype: of what is sent.
+    Every rank of ``transport`` takes part, rank 0 to the end. ``new_vector`` makes a flat vector
+    where the gradients live; two are needed.
     """
 
     def __init__(
@@ -130,12 +126,12 @@ class SurvivingSums:
             except PeerFailedError:
                 has_sums = self._recover()
         totals = self._totals[self._steps % 2]
-        found = [(bucket, values) for bucket, values, _ in self._begun]
-        for bucket, values in found:
+        summed = [(bucket, values) for bucket, values, _ in self._begun]
+        for bucket, values in summed:
             copy(values, bucket.of(totals))
         self._steps += 1
         self._begun.clear()
-        return Sums(found, ranks)
+        return Sums(summed, ranks)
 
     def _complete(self) -> None:
         """Wait for all sums.
@@ -149,9 +145,9 @@ class SurvivingSums:
         totals = self._totals[self._steps % 2]
         for bucket, _, pending in self._begun:
             assert pending is not None
-            found, total = pending.wait(), bucket.of(totals)
-            if found.data_ptr() != total.data_ptr():
-                copy(total, found)
+            result, total = pending.wait(), bucket.of(totals)
+            if result.data_ptr() != total.data_ptr():
+                copy(total, result)
 
     def settle(self) -> None:
         """The segment is over for this rank: stay until no one needs its sums any more."""
@@ -179,7 +175,9 @@ class SurvivingSums:
             except PeerFailedError:
                 continue  # who had them has died as well
             self._give(agreed)
-            self._begin_again()
+            begun, self._begun = self._begun, []
+            for bucket, values, _ in begun:
+                self.start(values, bucket)
             return False
 
     def _agree(self, is_at_end: bool) -> _Agreed:
@@ -227,7 +225,9 @@ class SurvivingSums:
         last = self._totals[(self._steps - 1) % 2]
         lacking = [rank for rank in self._members if agreed.steps[rank] < most]
         for bucket in self._layout.buckets:
-            values = _on_host(bucket.of(last))
+            values = bucket.of(last)
+            if not values.is_meta:
+                values = values.cpu()
             sends = [self._transport.isend(values, rank, Tag.SUMS) for rank in lacking]
             wait_ended(self._transport, sends)
 
@@ -245,13 +245,3 @@ class SurvivingSums:
             self._transport.wait(self._transport.irecv(room, holder, Tag.SUMS))
             if room is not total:
                 copy(total, room)
-
-    def _begin_again(self) -> None:
-        begun, self._begun = self._begun, []
-        for bucket, values, _ in begun:
-            self.start(values, bucket)
-
-
-def _on_host(values: Tensor) -> Tensor:
-    """Values as the transport can send them."""
-    return values if values.is_cpu or values.is_meta else values.cpu()

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from aladdin_mpi.allreduce.base import AllReduce, Buffers, PendingSum, timeout_of, wait_until
 from aladdin_mpi.control.exchange import broadcast, gather
@@ -84,15 +83,20 @@ class TorchAllReduce(AllReduce):
         self._backend_name = backend
         on_device = backend == "nccl"
         limit = timeout_of(transport)
+        # NCCL makes its communicator for this device at once, where torch lets one say so (2.3).
+        accepted = inspect.signature(torch.distributed.init_process_group).parameters
+        binds = on_device and "device_id" in accepted
+        binding: dict[str, Any] = {"device_id": device} if binds else {}
         torch.distributed.init_process_group(
             backend,
             store=_meet(transport),
             rank=transport.rank,
             world_size=transport.size,
             timeout=FOR_EVER if limit is None else timedelta(seconds=limit + MARGIN),
-            **(_bound_to(device) if on_device else {}),
+            **binding,
         )
         self._waits_there = on_device
+        """The GPU waits for a sum, in the order of its stream, and not the host."""
         self._buffers = Buffers(wire_dtype, device, moves_bytes=True, on_device=on_device)
 
     def start(self, values: Tensor, key: int) -> PendingSum:
@@ -101,7 +105,16 @@ class TorchAllReduce(AllReduce):
         self._transport.traffic.bytes_sent += allreduce_bytes(buffer.nbytes, self._transport.size)
         work = torch.distributed.all_reduce(buffer, async_op=True)
         assert work is not None
-        return _Work(self._transport, work, values, buffer, key, self._waits_there)
+
+        def wait() -> Tensor:
+            if not self._waits_there:
+                what = f"torch.distributed's sum of bucket {key}"
+                wait_until(work.is_completed, self._transport, what)
+            work.wait()
+            Buffers.store(buffer, values)
+            return values
+
+        return PendingSum(wait)
 
     def describe(self) -> str:
         """See :meth:`AllReduce.describe`."""
@@ -111,40 +124,6 @@ class TorchAllReduce(AllReduce):
     def close(self) -> None:
         """See :meth:`AllReduce.close`."""
         end_group()
-
-
-class _Work(PendingSum):
-    """``waits_there``: the GPU waits for the sum, in the order of its stream, and not the host."""
-
-    def __init__(
-        self,
-        transport: Transport,
-        work: dist.Work,
-        values: Tensor,
-        buffer: Tensor,
-        key: int,
-        waits_there: bool,
-    ) -> None:
-        self._transport = transport
-        self._work = work
-        self._values = values
-        self._buffer = buffer
-        self._key = key
-        self._waits_there = waits_there
-
-    def wait(self) -> Tensor:
-        if not self._waits_there:
-            what = f"torch.distributed's sum of bucket {self._key}"
-            wait_until(self._work.is_completed, self._transport, what)
-        self._work.wait()
-        Buffers.store(self._buffer, self._values)
-        return self._values
-
-
-def _bound_to(device: torch.device) -> dict[str, Any]:
-    """NCCL makes its communicator for this device at once, where torch lets one say so (2.3)."""
-    accepted = inspect.signature(torch.distributed.init_process_group).parameters
-    return {"device_id": device} if "device_id" in accepted else {}
 
 
 def _meet(transport: Transport) -> Any:

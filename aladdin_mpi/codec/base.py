@@ -15,18 +15,22 @@ from aladdin_mpi.transport.base import Event
 
 
 class ModelEncoder(ABC):
-    """The sender's side: it remembers what each receiver has."""
+    """The sender's side: it remembers what each receiver has, in as many models as receivers."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._last: dict[tuple[int, int], Tensor] = {}
+        """By the receiver's rank and the bucket's index."""
+
     def forget(self) -> None:
         """Send every bucket whole the next time; with :meth:`ModelDecoder.forget`."""
+        self._last.clear()
 
-    @abstractmethod
     def lost(self, rank: int, bucket: int) -> None:
         """A receiver has not got the last message: send it the whole bucket the next time."""
+        self._last.pop((rank, bucket), None)
 
     def use(self, rank: int, bits: int) -> None:
-        """Send what follows to ``rank`` in ``bits`` a value, where there is a choice."""
+        """Send what follows to ``rank`` in ``bits`` a value, if there is a choice."""
         return
 
     def touch(self, bucket: Bucket, count: int) -> None:
@@ -37,17 +41,13 @@ class ModelEncoder(ABC):
     def encode(
         self, rank: int, bucket: Bucket, values: Tensor, room: Tensor, always: int = 0
     ) -> Tensor:
-        """Write ``values`` for the receiver at ``rank``; it must get every message, in order.
+        """Write ``values``, those of a bucket of the model, for the receiver at ``rank``.
 
-        Args:
-            rank: the receiver's.
-            bucket: of the model.
-            values: its present values.
-            room: at least as long as the bucket, in the wire's dtype.
-            always: values that every gradient changes; for timed computing.
+        It must get every message, in order. ``always`` is the number of values that every gradient
+        changes, for timed computing.
 
         Returns:
-            The message, a part of ``room``.
+            The message, a part of ``room``, which is as long as the bucket, in the wire's dtype.
         """
 
     def besides(self, bucket: Bucket, nbytes: int) -> int:
@@ -56,22 +56,35 @@ class ModelEncoder(ABC):
 
 
 class ModelDecoder(ABC):
-    """The receiver's side: its copy of the last model received."""
+    """The receiver's side: its copy of the last model received, kept where messages are read."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._last: dict[int, Tensor] = {}
+
     def forget(self) -> None:
         """Expect every bucket whole the next time."""
+        self._last.clear()
 
-    @abstractmethod
     def lost(self, bucket: Bucket) -> None:
         """A message about ``bucket`` is lost."""
+        self._last.pop(bucket.index, None)
 
-    @abstractmethod
     def decode(self, bucket: Bucket, message: Tensor) -> Tensor | None:
         """The sender's values of ``bucket``; they stay so until its next message.
 
         None after a loss, until the bucket comes whole.
         """
+        if message.numel() == bucket.numel:
+            whole = self._last.setdefault(bucket.index, torch.empty_like(message))
+            return whole.copy_(message)
+        last = self._last.get(bucket.index)
+        if last is not None:
+            self._update(last, message)
+        return last
+
+    @abstractmethod
+    def _update(self, last: Tensor, message: Tensor) -> None:
+        """Bring the copy of a bucket up to date."""
 
 
 class GradientCodec(ABC):
@@ -89,13 +102,13 @@ class GradientCodec(ABC):
     def plain(self) -> DenseWire:
         """For what is not a gradient."""
 
-    @abstractmethod
     def buffer(self, numel: int) -> Tensor:
-        """A new buffer that holds any message about ``numel`` values."""
+        """Return a new buffer that holds any message about ``numel`` values: none is longer."""
+        return self.plain.buffer(numel)
 
-    @abstractmethod
     def buffer_for(self, vector: Tensor) -> Tensor:
-        """Room for the messages of a flat gradient: ``vector`` itself where that can be sent."""
+        """Return room for a flat gradient's messages: ``vector`` itself if that can be sent."""
+        return self.plain.buffer_for(vector)
 
     @abstractmethod
     def compress(
@@ -103,11 +116,8 @@ class GradientCodec(ABC):
     ) -> tuple[Tensor, Event | None]:
         """Write ``values``, the gradient of ``bucket``, and leave them as they are.
 
-        Args:
-            bucket: whose gradient it is.
-            values: as many as the bucket has.
-            samples: number of the run's sample that the gradient starts at.
-            room: the bucket's part of a :meth:`buffer_for`.
+        ``samples`` is the number of the run's sample that the gradient starts at, ``room`` the
+        bucket's part of a :meth:`buffer_for`.
 
         Returns:
             The message, to be left alone until it is sent, as are ``values`` and
@@ -180,7 +190,7 @@ class DenseWire(GradientCodec):
         return self
 
     def buffer(self, numel: int) -> Tensor:
-        """A new buffer for ``numel`` values, in memory that the transport can use.
+        """See :meth:`GradientCodec.buffer`; in memory that the transport can use.
 
         Cleared: timed computing sends it as it is, and what the memory held before may look like
         a message that was damaged on its way.

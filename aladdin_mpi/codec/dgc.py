@@ -12,11 +12,16 @@ Of each matrix or kernel only the values of largest magnitude are sent; the rest
 As in the authors' code (github.com/synxlin/deep-gradient-compression) the choice is
 made tensor by tensor, for magnitudes differ between layers, and vectors (biases,
 normalisation) are sent whole: they are few, and momentum on them stays plain.
+
+As gradients leave most values out, most of the model that a server sends back is what a worker has
+already. Such a message holds the positions and the new values of what has changed since the last
+one, to the bit; or all values, if that is not longer. Values, not differences of values, so that
+the worker's copy equals the server's exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import ceil, prod
 from typing import Any, NamedTuple
 
@@ -24,13 +29,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.accelerator import is_accelerator
-from aladdin_mpi.codec.base import DenseWire, GradientCodec
-from aladdin_mpi.codec.difference import (
-    DifferenceDecoder,
-    DifferenceEncoder,
-    index_dtype,
-    index_values,
-)
+from aladdin_mpi.codec.base import DenseWire, GradientCodec, ModelDecoder, ModelEncoder
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.transport.base import Event
 
@@ -38,6 +37,21 @@ FEWEST = 0.8
 """Of the values wanted: with fewer the threshold is lowered, by this factor."""
 ADAPTATIONS = 10
 """How often the threshold is lowered at most."""
+
+
+def index_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of positions sent with values of ``dtype``; it has as many bytes or more."""
+    return torch.int64 if dtype.itemsize == 8 else torch.int32
+
+
+def index_values(dtype: torch.dtype) -> int:
+    """Return the length of a position, in values of ``dtype``."""
+    return index_dtype(dtype).itemsize // dtype.itemsize
+
+
+def _entry(dtype: torch.dtype) -> int:
+    """Length of a position and a value, in values of ``dtype``."""
+    return 1 + index_values(dtype)
 
 
 def select(values: Tensor, k: int, sample: float, start: int = 0) -> Tensor:
@@ -53,7 +67,7 @@ def select(values: Tensor, k: int, sample: float, start: int = 0) -> Tensor:
         values: one-dimensional.
         k: at least 1.
         sample: share of the values in the sample, which expects two of the k at least.
-        start: turns the sample, so that it is not the same values every time.
+        start: varies the values in the sample.
     """
     importance = values.abs()
     numel = importance.numel()
@@ -78,14 +92,10 @@ def select(values: Tensor, k: int, sample: float, start: int = 0) -> Tensor:
 class _BucketParts(NamedTuple):
     """What a bucket holds of matrices and kernels, and of vectors; relative to its start."""
 
-    matrices: tuple[slice, ...]
-    vectors: tuple[slice, ...]
+    matrices: list[slice]
+    vectors: list[slice]
     always_sent: int
     """Number of values in the vectors."""
-
-    def entries(self, ratio: float) -> int:
-        """How many values are chosen at most."""
-        return sum(_share(part.stop - part.start, ratio) for part in self.matrices)
 
 
 class DeepGradientCompression(GradientCodec):
@@ -101,7 +111,6 @@ class DeepGradientCompression(GradientCodec):
 
     Args:
         wire: format of the values, and where they are staged.
-        layout: of the flat vector.
         shapes: of the parameters in flat order; those with fewer than two dimensions
             are sent whole.
         ratio: share of values that is chosen, in (0, 1], as a function of the run's
@@ -138,7 +147,8 @@ class DeepGradientCompression(GradientCodec):
         key = bucket.index, ratio
         if key not in self._lengths:
             parts = self._parts[bucket.index]
-            length = parts.entries(ratio) * (1 + self._index_values) + parts.always_sent
+            entries = sum(_share(part.stop - part.start, ratio) for part in parts.matrices)
+            length = entries * _entry(self.dtype) + parts.always_sent
             self._lengths[key] = min(length, bucket.numel)
         return self._lengths[key]
 
@@ -153,7 +163,7 @@ class DeepGradientCompression(GradientCodec):
         always = self.always_sent(bucket)
         if length == bucket.numel:
             return bucket.numel - always
-        return (length - always) // (1 + self._index_values)
+        return (length - always) // _entry(self.dtype)
 
     def always_sent(self, bucket: Bucket) -> int:
         """See :meth:`GradientCodec.always_sent`."""
@@ -172,14 +182,6 @@ class DeepGradientCompression(GradientCodec):
     def plain(self) -> DenseWire:
         """The format of the values."""
         return self._wire
-
-    def buffer(self, numel: int) -> Tensor:
-        """No message is longer than its bucket."""
-        return self._wire.buffer(numel)
-
-    def buffer_for(self, vector: Tensor) -> Tensor:
-        """See :meth:`GradientCodec.buffer_for`."""
-        return self._wire.buffer_for(vector)
 
     # -- sending ---------------------------------------------------------------
     def compress(
@@ -219,7 +221,9 @@ class DeepGradientCompression(GradientCodec):
         if self._velocity is not None:
             self._velocity[bucket.part].index_fill_(0, indices, 0.0)
         vectors = (self._take(left[part]) for part in parts.vectors)
-        return _joined((indices.to(index_dtype(self.dtype)), chosen, *vectors), self.dtype)
+        pieces = (indices.to(index_dtype(self.dtype)), chosen, *vectors)
+        # As bytes, so that no bit of an index is taken for a number.
+        return torch.cat([piece.view(torch.uint8) for piece in pieces]).view(self.dtype)
 
     # -- receiving -------------------------------------------------------------
     def add(self, bucket: Bucket, message: Tensor, target: Tensor, alpha: float = 1.0) -> None:
@@ -269,9 +273,71 @@ def _parts(bucket: Bucket, shapes: Sequence[tuple[int, ...]]) -> _BucketParts:
             (matrices if len(shape) > 1 else vectors).append(part)
         start = stop
     always_sent = sum(part.stop - part.start for part in vectors)
-    return _BucketParts(tuple(matrices), tuple(vectors), always_sent)
+    return _BucketParts(matrices, vectors, always_sent)
 
 
-def _joined(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
-    """One message; as bytes, so that no bit of an index is taken for a number."""
-    return torch.cat([part.view(torch.uint8) for part in parts]).view(dtype)
+class DifferenceEncoder(ModelEncoder):
+    """Sends what has changed of a model since the last message to a worker.
+
+    Args:
+        wire: whose dtype the values are sent in.
+    """
+
+    def __init__(self, wire: DenseWire) -> None:
+        super().__init__()
+        self._dtype = wire.dtype
+        self._touched: dict[int, int] = {}
+        self._touched_at_send: dict[tuple[int, int], int] = {}
+
+    def forget(self) -> None:
+        """See :meth:`ModelEncoder.forget`."""
+        super().forget()
+        self._touched_at_send.clear()
+
+    def touch(self, bucket: Bucket, count: int) -> None:
+        """See :meth:`ModelEncoder.touch`."""
+        self._touched[bucket.index] = self._touched.get(bucket.index, 0) + count
+
+    def encode(
+        self, rank: int, bucket: Bucket, values: Tensor, room: Tensor, always: int = 0
+    ) -> Tensor:
+        """See :meth:`ModelEncoder.encode`."""
+        key = rank, bucket.index
+        if values.is_meta:
+            return room[: self._likely_length(key, bucket, always)]
+        new = values.to(self._dtype)
+        last = self._last.get(key)
+        if last is None:
+            self._last[key] = new.clone()
+            return room[: bucket.numel].copy_(new)
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[self._dtype.itemsize]
+        changed = (new.view(bits) != last.view(bits)).nonzero().view(-1)
+        length = changed.numel() * _entry(self._dtype)
+        if length >= bucket.numel:
+            last.copy_(new)
+            return room[: bucket.numel].copy_(new)
+        chosen = new.index_select(0, changed)
+        last.index_copy_(0, changed, chosen)
+        positions = length - chosen.numel()
+        room[:positions].view(index_dtype(self._dtype)).copy_(changed)
+        room[positions:length].copy_(chosen)
+        return room[:length]
+
+    def _likely_length(self, key: tuple[int, int], bucket: Bucket, always: int) -> int:
+        """With timed computing nothing changes: as long as if all had hit other values."""
+        touched = self._touched.get(bucket.index, 0)
+        last = self._touched_at_send.get(key)
+        self._touched_at_send[key] = touched
+        if last is None:
+            return bucket.numel
+        changed = touched - last + (always if touched > last else 0)
+        return min(bucket.numel, changed * _entry(self._dtype))
+
+
+class DifferenceDecoder(ModelDecoder):
+    """Reads the messages of a :class:`DifferenceEncoder`."""
+
+    def _update(self, last: Tensor, message: Tensor) -> None:
+        positions = message.numel() - message.numel() // _entry(message.dtype)
+        places = message[:positions].view(index_dtype(message.dtype)).long()
+        last.index_copy_(0, places, message[positions:])

@@ -115,9 +115,8 @@ def quantise_difference(
 ) -> None:
     """Write ``values - shadow``, and have ``shadow`` follow by what has been written.
 
-    It is then, to the bit, what :func:`add_dequantised` makes of a copy of the shadow: unless
-    that holds a negative zero, which would there become positive. Arguments as of
-    :func:`quantise`.
+    It is then, to the bit, what :func:`add_dequantised` makes of a copy of the shadow, unless
+    that holds a negative zero, which would become positive. Arguments as of :func:`quantise`.
     """
     message[-1:].zero_()
     for piece in _pieces(message, values.numel(), bits):
@@ -134,13 +133,8 @@ def add_dequantised(message: Tensor, target: Tensor, alpha: float, scratch: Scra
     """``target <- target + alpha * values``.
 
     The products are rounded before they are added, so that the result is the same on every
-    machine and device (with ``alpha`` 1): no compiler makes one operation of both.
-
-    Args:
-        message: of a length that says its bits.
-        target: flat, in fp32, on the same device.
-        alpha: of the values.
-        scratch: for one piece.
+    machine and device (with ``alpha`` 1): no compiler makes one operation of both. The message's
+    length says its bits; ``target`` is flat, in fp32 and on the same device.
     """
     numel = target.numel()
     bits = bits_of(numel, message.numel())
@@ -218,7 +212,7 @@ def _unpack(packed: Tensor, steps: Tensor, bits: int) -> None:
 
 
 def _halves(steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of a block that are the low part of their byte, and those that are the high one."""
+    """Return the values that are the low part of their byte, and those that are the high one."""
     low = _bytes(steps.shape[1], 4)
     return steps[:, :low], steps[:, low:]
 

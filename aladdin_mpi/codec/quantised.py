@@ -26,13 +26,9 @@ from aladdin_mpi.transport.base import Event
 class QuantisedCodec(GradientCodec):
     """The codec, with ``left``: what a worker has not sent yet, less than a step of any value.
 
-    Buckets of less than five values are sent as they are. Decoding needs no state.
-
-    Args:
-        wire: in fp32; where messages are staged.
-        layout: of the flat vector.
-        bits: of a value, 8 or 4; ``bits`` may be set at any time, as a message's length says
-            them to its receiver.
+    Buckets of less than five values are sent as they are. Decoding needs no state. ``wire``, where
+    messages are staged, is in fp32. ``bits`` of a value, 8 or 4, may be set at any time, as a
+    message's length tells them.
     """
 
     def __init__(self, wire: DenseWire, layout: Layout, bits: int) -> None:
@@ -82,10 +78,6 @@ class QuantisedCodec(GradientCodec):
         return QuantisedDecoder()
 
     # -- memory ----------------------------------------------------------------
-    def buffer(self, numel: int) -> Tensor:
-        """No message is longer than its bucket."""
-        return self._wire.buffer(numel)
-
     def buffer_for(self, vector: Tensor) -> Tensor:
         """Apart from ``vector``, which stays as it is."""
         if vector.device.type == "cpu":
@@ -131,29 +123,21 @@ class QuantisedCodec(GradientCodec):
 
 
 class QuantisedEncoder(ModelEncoder):
-    """A shadow of what every receiver has: as many models as there are receivers.
+    """Sends what a model has moved away from a shadow of what each receiver has.
 
     Args:
         bits: of a value, 8 or 4, for receivers that :meth:`use` has not been called for.
     """
 
     def __init__(self, bits: int) -> None:
+        super().__init__()
         self.bits = bits
         self._bits: dict[int, int] = {}
-        self._shadows: dict[tuple[int, int], Tensor] = {}
         self._scratch = Scratch()
 
     def use(self, rank: int, bits: int) -> None:
         """See :meth:`ModelEncoder.use`."""
         self._bits[rank] = bits
-
-    def forget(self) -> None:
-        """See :meth:`ModelEncoder.forget`."""
-        self._shadows.clear()
-
-    def lost(self, rank: int, bucket: int) -> None:
-        """See :meth:`ModelEncoder.lost`."""
-        self._shadows.pop((rank, bucket), None)
 
     def encode(
         self, rank: int, bucket: Bucket, values: Tensor, room: Tensor, always: int = 0
@@ -161,7 +145,7 @@ class QuantisedEncoder(ModelEncoder):
         """See :meth:`ModelEncoder.encode`."""
         key, bits = (rank, bucket.index), self._bits.get(rank, self.bits)
         length = message_length(bucket.numel, bits)
-        shadow = self._shadows.get(key)
+        shadow = self._last.get(key)
         if shadow is None or length == bucket.numel:
             return self._whole(key, values, cut(room, 0, bucket.numel))
         message = cut(room, 0, length)
@@ -174,12 +158,12 @@ class QuantisedEncoder(ModelEncoder):
 
     def _whole(self, key: tuple[int, int], values: Tensor, message: Tensor) -> Tensor:
         if values.is_meta:
-            self._shadows[key] = values
+            self._last[key] = values
         else:
             # In fp32, as the receiver's copy is, whatever the model has.
             # Adding makes negative zeros positive, see quantise_difference().
-            self._shadows[key] = values.float() + 0.0
-            message.copy_(self._shadows[key])
+            self._last[key] = values.float() + 0.0
+            message.copy_(self._last[key])
         return message
 
     def besides(self, bucket: Bucket, nbytes: int) -> int:
@@ -189,29 +173,14 @@ class QuantisedEncoder(ModelEncoder):
 
 
 class QuantisedDecoder(ModelDecoder):
-    """A copy that is, to the bit, the sender's shadow; kept where messages are read."""
+    """Keeps a copy that is, to the bit, the sender's shadow."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, Tensor] = {}
+        super().__init__()
         self._scratch = Scratch()
 
-    def forget(self) -> None:
-        """See :meth:`ModelDecoder.forget`."""
-        self._copies.clear()
-
-    def lost(self, bucket: Bucket) -> None:
-        """See :meth:`ModelDecoder.lost`."""
-        self._copies.pop(bucket.index, None)
-
-    def decode(self, bucket: Bucket, message: Tensor) -> Tensor | None:
-        """See :meth:`ModelDecoder.decode`."""
-        if message.numel() == bucket.numel:
-            copy = self._copies.setdefault(bucket.index, torch.empty_like(message))
-            return copy.copy_(message)
-        last = self._copies.get(bucket.index)
-        if last is not None:
-            add_dequantised(message, last, 1.0, self._scratch)
-        return last
+    def _update(self, last: Tensor, message: Tensor) -> None:
+        add_dequantised(message, last, 1.0, self._scratch)
 
 
 def _room(room: Tensor, values: Tensor) -> Tensor:
@@ -220,7 +189,7 @@ def _room(room: Tensor, values: Tensor) -> Tensor:
 
 
 def bits_of(name: str) -> tuple[int, ...]:
-    """Of a value, from generous to thrifty, between which a ``--wire`` leaves the choice."""
+    """Return the bits of a value, most first, between which a ``--wire`` leaves the choice."""
     if name == "auto":
         return tuple(sorted(QUANTISED_BITS.values(), reverse=True))
     return (QUANTISED_BITS.get(name, 8 * _dtype(name).itemsize),)
@@ -237,14 +206,10 @@ def make_codec(
     moves_bytes: bool = True,
     dtype: torch.dtype | None = None,
 ) -> GradientCodec:
-    """The codec of a ``--wire``.
+    """Return the codec of a ``--wire``.
 
-    Args:
-        name: fp32, which does not round models in float64 either, bf16 or one of ``FEW_BITS``.
-        layout: of the flat vector.
-        device: where the vectors live.
-        moves_bytes: see :class:`DenseWire`.
-        dtype: of the flat vector; None: float32.
+    ``fp32`` does not round models in float64 either. ``dtype`` is that of the flat vector; None:
+    float32. ``device`` and ``moves_bytes`` are those of :class:`DenseWire`.
     """
     on_wire = _dtype(name)
     if name == "fp32" and dtype is not None:

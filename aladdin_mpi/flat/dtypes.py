@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,15 +15,13 @@ _watched: Counter[int] = Counter()
 """How many watchers each parameter has, by its id; a watcher holds the parameter."""
 
 
-@cache
-def _plain() -> Any:
-    """Return torch's own descriptor of ``.data``."""
-    return torch._C.TensorBase.__dict__["data"]
+_DATA: Any = torch._C.TensorBase.__dict__["data"]
+"""Torch's own descriptor of ``.data``."""
 
 
 def raw_data(tensor: Tensor) -> Tensor:
     """Return ``tensor.data``, for writes that are not the script's."""
-    data: Tensor = _plain().__get__(tensor)
+    data: Tensor = _DATA.__get__(tensor)
     return data
 
 
@@ -35,15 +32,12 @@ class VisibleWrites:
     ``_version``. What ``.data`` returns has a counter of its own, so that such writes go unseen;
     ``detach()`` returns the same memory with the parameter's counter. Comparing the values instead
     would read the model twice in each step.
-
-    Args:
-        parameters: of the script's module.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
         if not _watched:
-            visible = property(_read, lambda tensor, value: _plain().__set__(tensor, value))
+            visible = property(_read, lambda tensor, value: _DATA.__set__(tensor, value))
             torch.Tensor.data = visible  # type: ignore[assignment]
         _watched.update(map(id, self._parameters))
 
@@ -67,15 +61,20 @@ def _read(tensor: Tensor) -> Tensor:
 
 
 def common_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
-    """The dtype that holds every value of all: float32 for bfloat16 beside float32.
+    """Return the dtype that holds every value of all: float32 for bfloat16 and float32.
 
     Raises:
-        UserError: one has no real numbers.
+        UserError: torch combines no two of them (as those of 8 bits), or one has no real numbers.
     """
-    dtypes = {parameter.dtype for parameter in parameters}
-    widest = dtypes.pop()
-    for dtype in dtypes:
-        widest = _wider(widest, dtype)
+    widest, *others = {parameter.dtype for parameter in parameters}
+    for dtype in others:
+        try:
+            widest = torch.promote_types(widest, dtype)
+        except RuntimeError:
+            raise UserError(
+                f"model: expected trainable parameters of dtypes that torch combines, got {widest} "
+                f"and {dtype}; convert them to one, or freeze some"
+            ) from None
     if not widest.is_floating_point:
         raise UserError(
             f"model: expected trainable parameters of real numbers, got {widest}; freeze the "
@@ -84,20 +83,8 @@ def common_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
     return widest
 
 
-def _wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    try:
-        return torch.promote_types(one, other)
-    except RuntimeError:  # as for those of 8 bits
-        raise UserError(
-            f"model: expected trainable parameters of dtypes that torch combines, got {one} and "
-            f"{other}; convert them to one, or freeze some"
-        ) from None
-
-
 class OtherDtypes(dict[nn.Parameter, Tensor]):
-    """Copies of parts of the flat vector, which holds them more precisely.
-
-    It maps each such parameter to its part of the flat vector, in the parameter's shape.
+    """Maps each parameter of another dtype to its part of the flat vector, in its shape.
 
     Autograd wants a gradient in the dtype of its parameter. So these stay in ``.grad`` and are
     converted into the flat vector of gradients; the optimizer steps on the flat vector, and the
@@ -111,9 +98,8 @@ class OtherDtypes(dict[nn.Parameter, Tensor]):
             torch._foreach_copy_(list(map(raw_data, self)), list(self.values()))
 
 
-def convert_gradient(parameter: nn.Parameter, into: Tensor) -> None:
-    """Put the gradient that backward has left into the flat vector's; zero where there is none."""
-    gradient = parameter.grad
+def convert_gradient(gradient: Tensor | None, into: Tensor) -> None:
+    """Put a gradient that backward has left into the flat vector's; zero if there is none."""
     if gradient is None:
         into.zero_()
     else:

@@ -26,7 +26,7 @@ enabled = True
 
 
 def is_usable(*vectors: Tensor) -> bool:
-    """Return whether the kernels can work on ``vectors``: contiguous, fp32 and on an NVIDIA GPU."""
+    """Return whether the kernels apply: ``vectors`` are contiguous, fp32 and on an NVIDIA GPU."""
     return (
         enabled
         and all(each.is_cuda and each.numel() <= LARGEST for each in vectors)
@@ -54,31 +54,14 @@ def quantise(
 ) -> None:
     """Do what :func:`aladdin_mpi.codec.quantise.quantise` does with 8 bits.
 
-    Args:
-        values: flat.
-        left: as long.
-        message: scales, then a byte for each value, padded to words.
-        steps: on either side of zero.
-        width: values of a block.
-        tiny: smallest divisor.
+    ``steps`` are those on either side of zero, ``width`` the values of a block and ``tiny`` the
+    smallest divisor.
     """
     numel = values.numel()
     blocks = -(-numel // width)
     packed = message[blocks:].view(torch.int8)
-    _launch(
-        "quantise",
-        -(-blocks // ROWS),
-        values,
-        left,
-        message,
-        packed,
-        numel,
-        packed.numel(),
-        1 / steps,
-        tiny,
-        WIDTH=width,
-        ROWS=ROWS,
-    )
+    given = values, left, message, packed, numel, packed.numel(), 1 / steps, tiny
+    _launch("quantise", -(-blocks // ROWS), *given, WIDTH=width, ROWS=ROWS)
 
 
 def add_dequantised(message: Tensor, target: Tensor, alpha: float, width: int) -> None:
@@ -101,19 +84,11 @@ def momentum_step(
 ) -> None:
     """``u <- g + decay x; v <- momentum v + u; g <- v``, or with Nesterov's ``u + momentum v``.
 
-    Args:
-        g: gradient; becomes the step.
-        x: parameters.
-        v: velocity.
-        raw: takes ``u``.
-        decay: of the weights.
-        momentum: share of the velocity that is kept.
-        nesterov: whether the step looks ahead.
+    ``raw`` takes ``u``.
     """
-    numel = g.numel()
-    kept = g if raw is None else raw
+    given = g, x, v, g if raw is None else raw, g.numel(), decay, momentum
     settings = {"NESTEROV": nesterov, "KEEPS_RAW": raw is not None, "BLOCK": BLOCK}
-    _launch("momentum_step", _programs(numel), g, x, v, kept, numel, decay, momentum, **settings)
+    _launch("momentum_step", _programs(g), *given, **settings)
 
 
 def track_advance(
@@ -130,9 +105,8 @@ def track_advance(
 
     ``mine <- lr mine; p <- p + ahead v; v <- momentum v + weight raw; p <- p - (1 + ahead) v``.
     """
-    numel = p.numel()
-    given = p, v, raw, mine, numel, lr, momentum, weight, ahead
-    _launch("track_advance", _programs(numel), *given, BLOCK=BLOCK)
+    given = p, v, raw, mine, p.numel(), lr, momentum, weight, ahead
+    _launch("track_advance", _programs(p), *given, BLOCK=BLOCK)
 
 
 def track_rebase(
@@ -160,8 +134,7 @@ def track_rebase(
         momentum: of the global model.
         ahead: rounds to look ahead, as a factor on ``v``.
     """
-    numel = p.numel()
-    programs = _programs(numel)
+    numel, programs = p.numel(), _programs(p)
     settings = {"HAS_MOVED": rounds > 0, "LOOKS_AHEAD": not own, "BLOCK": BLOCK}
     _launch("track_model", programs, now, p, v, model, numel, rounds, ahead, **settings)
     for number, (raw, weight) in enumerate(own, 1):
@@ -169,8 +142,8 @@ def track_rebase(
         _launch("track_own", programs, p, v, raw, numel, momentum, weight, ahead, **settings)
 
 
-def _programs(numel: int) -> int:
-    return -(-numel // BLOCK)
+def _programs(vector: Tensor) -> int:
+    return -(-vector.numel() // BLOCK)
 
 
 def _launch(name: str, programs: int, *arguments: Any, **settings: Any) -> None:

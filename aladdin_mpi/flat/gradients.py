@@ -24,12 +24,8 @@ class ModuleHook:
 
     Some modules, such as those of ``torch.fx``, copy their hooks themselves. In such a copy the
     hook is replaced by a function of the standard library that does nothing, so that the copy can
-    be loaded without this package.
-
-    Args:
-        module: the module to act on.
-        call: called as torch calls a hook.
-        before_copy: called before the module is copied or pickled; it may remove the hook.
+    be loaded without this package. ``before_copy`` is called before the module is copied or
+    pickled; it may remove the hook.
     """
 
     def __init__(
@@ -68,14 +64,10 @@ class Hooks:
         before_copy: Callable[[], None] | None = None,
         **how: Any,
     ) -> None:
-        """Add a hook.
+        """Add a :class:`ModuleHook`.
 
-        Args:
-            module: the module to act on.
-            register: a method of ``module``, such as ``module.register_forward_hook``.
-            call: see :class:`ModuleHook`.
-            before_copy: see there.
-            how: further arguments of ``register``.
+        ``register`` is a method of ``module``, such as ``module.register_forward_hook``; ``how``
+        are its further arguments.
         """
         self._added.append((module, register(ModuleHook(module, call, before_copy), **how)))
         # copy and pickle ask the object itself before its class. In __dict__, because modules
@@ -115,7 +107,7 @@ def _reduce(module: nn.Module, protocol: Any) -> Any:
 
 
 def _without_hooks(state: Any) -> Any:
-    """Return the attributes of a module without the hooks of runs; anything else as it is."""
+    """Return the attributes of a module without the hooks of runs, or another object as it is."""
     if isinstance(state, tuple):  # of a class with slots: (__dict__, slots)
         return tuple(map(_without_hooks, state))
     if not isinstance(state, dict):
@@ -161,11 +153,8 @@ class BoundGradients:
 
         Autograd's tensors stay in ``.grad`` until they are taken: ``vector`` holds all of them only
         after :meth:`end_backward`. That is one pass over memory less than to clear the vector and
-        to add to it, and it tells a gradient of zero from none.
-
-        Args:
-            vector: flat.
-            cut: its views, shaped and strided as the parameters.
+        to add to it, and it tells a gradient of zero from none. ``cut`` returns the views of
+        ``vector``, shaped and strided as the parameters.
         """
         views = self._views_of.get(vector.data_ptr())
         if views is None:
@@ -191,18 +180,14 @@ class BoundGradients:
             self.unused.discard(number)
         if self._others and parameter in self._others:
             self.missing.discard(number)
-            convert_gradient(parameter, view)
+            convert_gradient(gradient, view)
             self._note_version(number, gradient)
             return
         if not _is_same(gradient, view):  # otherwise autograd has added to it
             if number not in self.missing:
                 raise _unbound()
             self.missing.remove(number)
-            if gradient is None:
-                view.zero_()
-            else:
-                dense = gradient.to_dense() if gradient.is_sparse else gradient
-                view.copy_(dense.detach())
+            convert_gradient(gradient, view)
         parameter.grad = view
         self._note_version(number, view)
 
@@ -221,9 +206,9 @@ class BoundGradients:
             for number in numbers:
                 self.take(number)
         elif numbers:
-            self._copy(numbers, dense)
+            self._take_together(numbers, dense)
 
-    def _copy(self, numbers: Sequence[int], gradients: list[Tensor]) -> None:
+    def _take_together(self, numbers: Sequence[int], gradients: list[Tensor]) -> None:
         views = [self._views[number] for number in numbers]
         with torch.no_grad():
             torch._foreach_copy_(views, gradients)
@@ -258,29 +243,24 @@ class BoundGradients:
             self.take(number)
         for number, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             if self._others and parameter in self._others:
-                self._end_other(number)
+                # Its gradient was converted when it came, if that was watched.
+                if self._versions is None:
+                    convert_gradient(parameter.grad, view)
+                elif self._versions[number] != _version(parameter.grad):
+                    raise _changed()
             elif parameter.grad is not view and not _is_same(parameter.grad, view):
                 raise _unbound()
             elif self._versions is not None and self._versions[number] != view._version:
                 raise _changed()
 
-    def _end_other(self, number: int) -> None:
-        """Of another dtype, its gradient was converted when it came, if that was watched."""
-        parameter = self._parameters[number]
-        if self._versions is None:
-            convert_gradient(parameter, self._views[number])
-            return
-        if self._versions[number] != _version(parameter.grad):
-            raise _changed()
-
 
 def _is_same(gradient: Tensor | None, view: Tensor) -> bool:
-    """Whether a gradient lies where ``view`` does."""
+    """Return whether a gradient lies where ``view`` does."""
     if gradient is view:
         return True
-    if gradient is None or gradient.is_sparse:
-        return False
-    return gradient.data_ptr() == view.data_ptr()
+    return (
+        gradient is not None and not gradient.is_sparse and gradient.data_ptr() == view.data_ptr()
+    )
 
 
 def _version(gradient: Tensor | None) -> int:
@@ -316,13 +296,9 @@ step of 97 ms on a core, a call for each of its 170 parameters took 4 ms.
 class BucketWatch:
     """Counts gradients as backward delivers them, and reports completed buckets in order.
 
-    A bucket is reported only after all earlier ones, so that every rank sends in one
-    order. Parameters that take no part in a step are found by :meth:`end`.
-
-    Args:
-        layout: the buckets.
-        gradients: copied into the bound vector before their bucket is reported.
-        parameters: in flat order.
+    A bucket is reported only after all earlier ones, so that every rank sends in one order, and
+    when its ``gradients`` have been copied into the bound vector. Parameters that take no part in
+    a step are found by :meth:`end`.
     """
 
     def __init__(

@@ -64,10 +64,10 @@ class Layout:
 
     @cached_property
     def _owned(self) -> dict[int, tuple[Bucket, ...]]:
-        found: dict[int, list[Bucket]] = {}
+        owned: dict[int, list[Bucket]] = {}
         for bucket in self.buckets:
-            found.setdefault(bucket.server, []).append(bucket)
-        return {server: tuple(buckets) for server, buckets in found.items()}
+            owned.setdefault(bucket.server, []).append(bucket)
+        return {server: tuple(buckets) for server, buckets in owned.items()}
 
 
 def cut(
@@ -121,13 +121,9 @@ def cut(
 
 
 def between_parameters(layout: Layout, sizes: Sequence[int]) -> Layout:
-    """Return a layout whose buckets, and so servers, have whole parameters.
+    """Return a layout whose buckets, and so servers, have whole parameters of these ``sizes``.
 
     A parameter is in the bucket in which it begins; buckets in which none begins are left out.
-
-    Args:
-        layout: that may cut parameters.
-        sizes: number of values of each parameter, in flat order.
     """
     edges = [0, *accumulate(sizes)]
     buckets: list[Bucket] = []

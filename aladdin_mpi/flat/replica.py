@@ -11,9 +11,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +45,13 @@ class DenseLayer:
 class Outline:
     """The sizes of a module's trainable parameters, in flat order: last layer first.
 
-    ``shapes`` are the parameters', ``layers`` the numbers of values of the layers. A
-    layer is what one module holds itself, such as its weight and its bias. ``dense``
-    are the fully connected ones, ``orders`` the parameters' dimensions as memory has them, the
-    slowest first; none where there is no memory.
+    Attributes:
+        shapes: of the parameters.
+        layers: numbers of values of the layers. A layer is what one module holds itself, such as
+            its weight and its bias.
+        dense: the fully connected layers.
+        orders: the parameters' dimensions as memory has them, the slowest first; none without
+            memory.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -57,13 +60,17 @@ class Outline:
     orders: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
-    def described(self) -> tuple[str, ...]:
-        """Of each parameter: its shape, and how it lies in memory if not in order."""
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of values of the parameters."""
+        return tuple(map(prod, self.shapes))
+
+    def describe(self) -> list[str]:
+        """Return each parameter's shape, and how it lies in memory if not in order."""
         orders = self.orders or [() for _ in self.shapes]
-        return tuple(
+        return [
             f"{list(shape)}{_in_words(order)}"
             for shape, order in zip(self.shapes, orders, strict=True)
-        )
+        ]
 
 
 def outline(module: nn.Module) -> Outline:
@@ -81,21 +88,6 @@ def outline(module: nn.Module) -> Outline:
     return Outline(tuple(shapes[::-1]), tuple(layers[::-1]), _dense_layers(module), orders)
 
 
-_Trained = tuple[tuple[int, tuple[int, ...]], ...]
-_outlines: WeakKeyDictionary[nn.Module, tuple[_Trained, Outline]] = WeakKeyDictionary()
-
-
-def shared_outline(module: nn.Module) -> Outline:
-    """As :func:`outline`, which is made once where all ranks of a simulation have one module."""
-    # The module may have been changed since: other layers, or frozen ones.
-    trained = tuple((id(p), tuple(p.shape)) for p in module.parameters() if p.requires_grad)
-    merged, found = _outlines.get(module, (None, None))
-    if found is None or merged != trained:
-        found = outline(module)
-        _outlines[module] = trained, found
-    return found
-
-
 def _order(parameter: nn.Parameter) -> tuple[int, ...]:
     """Its dimensions, that with the largest stride first; those of size 1 have no place."""
     places = [place for place, size in enumerate(parameter.shape) if size > 1]
@@ -110,12 +102,9 @@ def _in_words(order: tuple[int, ...]) -> str:
 
 def places(module: nn.Module) -> dict[nn.Parameter, slice]:
     """Where each trainable parameter lies in the flat vector."""
-    found: dict[nn.Parameter, slice] = {}
-    start = 0
-    for parameter in [p for p in module.parameters() if p.requires_grad][::-1]:
-        found[parameter] = slice(start, start + parameter.numel())
-        start += parameter.numel()
-    return found
+    parameters = [p for p in module.parameters() if p.requires_grad][::-1]
+    stops = accumulate(parameter.numel() for parameter in parameters)
+    return {p: slice(stop - p.numel(), stop) for p, stop in zip(parameters, stops, strict=True)}
 
 
 def _dense_layers(module: nn.Module) -> tuple[DenseLayer, ...]:
@@ -137,37 +126,17 @@ def _dense_layers(module: nn.Module) -> tuple[DenseLayer, ...]:
 
 
 class _Flat:
-    """A module's trainable parameters as a flat vector, and their sizes."""
+    """A module's trainable parameters as a flat vector, and their sizes as in :class:`Outline`."""
 
-    parameters: Tensor
-    _outline: Outline
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of the parameters, in flat order."""
-        return list(self._outline.shapes)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Numbers of values of the parameters, in flat order."""
-        return [prod(shape) for shape in self._outline.shapes]
-
-    def describe(self) -> list[str]:
-        """Of each parameter in flat order: its shape, and how it lies in memory if not in order."""
-        return list(self._outline.described)
-
-    @property
-    def layers(self) -> list[int]:
-        """Numbers of values of the layers, in flat order."""
-        return list(self._outline.layers)
-
-    @property
-    def dense(self) -> tuple[DenseLayer, ...]:
-        """The fully connected layers, in flat order."""
-        return self._outline.dense
+    def __init__(self, outline: Outline, parameters: Tensor) -> None:
+        self.parameters = parameters
+        self.numel = parameters.numel()
+        self.shapes, self.sizes = outline.shapes, outline.sizes
+        self.layers, self.dense = outline.layers, outline.dense
+        self.describe = outline.describe
 
     def new_vector(self) -> Tensor:
-        """A zeroed flat vector like the parameters."""
+        """Return a zeroed flat vector like the parameters."""
         return torch.zeros_like(self.parameters)
 
 
@@ -177,9 +146,7 @@ class Replica(_Flat):
     The last layer comes first because backward completes it first: bucket 0 is
     then the first that can leave. Frozen parameters stay outside, tied ones are
     in once. Where dtypes differ the vector has the widest, and the others are copies.
-
-    Args:
-        module: on its device already; its parameters' storage is replaced.
+    The module is on its device already; its parameters' storage is replaced.
 
     Raises:
         UserError: no trainable parameter, several devices, or complex numbers.
@@ -189,11 +156,10 @@ class Replica(_Flat):
         self.module: nn.Module | None = module
         self._parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         device, dtype = self._device(), common_dtype(self._parameters)
-        self._outline = outline(module)
-        self.numel = sum(p.numel() for p in self._parameters)
-        if not self.numel:
+        numel = sum(p.numel() for p in self._parameters)
+        if not numel:
             raise UserError("model: expected trainable parameters with values, got none with any")
-        self.parameters = torch.empty(self.numel, dtype=dtype, device=device)
+        super().__init__(outline(module), torch.empty(numel, dtype=dtype, device=device))
         self.others = OtherDtypes()
         self.gradients = BoundGradients(self._parameters, self.others)
         self._buffers: list[Tensor] | None = None
@@ -223,12 +189,9 @@ class Replica(_Flat):
 
     def _cut(self, vector: Tensor) -> Iterator[Tensor]:
         """Views of ``vector`` shaped, and strided, as the parameters."""
-        start = 0
-        for parameter in self._parameters:
-            size, stride = parameter.shape, parameter.stride()
-            piece = vector[start : start + parameter.numel()]
-            yield piece.as_strided(size, stride, piece.storage_offset())
-            start += parameter.numel()
+        pieces = vector.split([parameter.numel() for parameter in self._parameters])
+        for parameter, piece in zip(self._parameters, pieces, strict=True):
+            yield piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset())
 
     def keep_buffers(self) -> None:
         """Remember the module's buffers of real numbers, such as batch norm's statistics."""
@@ -236,8 +199,7 @@ class Replica(_Flat):
             assert self.module is not None
             self._buffers = [b for b in self.module.buffers() if b.is_floating_point()]
             # What a device has made of a step is known when the next one has begun.
-            sets = 2 if is_accelerator(self.parameters.device) else 1
-            for _ in range(sets):
+            for _ in range(2 if is_accelerator(self.parameters.device) else 1):
                 self._kept.append([b.clone() for b in self._buffers])
         self._kept.rotate(-1)
         if self._buffers:
@@ -246,8 +208,7 @@ class Replica(_Flat):
     def restore_buffers(self, steps: int = 0) -> None:
         """Make them what they were at the last call of :meth:`keep_buffers`.
 
-        Args:
-            steps: at the call so many before that, instead; what has been kept since goes too.
+        With ``steps``, at the call so many before; what has been kept since is dropped.
         """
         if not self._buffers:
             return
@@ -257,8 +218,7 @@ class Replica(_Flat):
 
     def bind_gradients(self, vector: Tensor) -> None:
         """Let the next gradient go into ``vector``: see :meth:`BoundGradients.bind`."""
-        if self.others:
-            self.others.refresh()
+        self.others.refresh()
         self.gradients.bind(vector, self._cut)
 
     def end_backward(self, is_skipped: bool = False) -> None:
@@ -294,44 +254,29 @@ class Replica(_Flat):
 class PhantomReplica(_Flat):
     """Only the sizes of a model, for computing that is timed and not done.
 
-    Its vectors are ``meta`` tensors, which store nothing; what the wire needs of real
-    memory belongs to :class:`~aladdin_mpi.codec.base.DenseWire`.
-
-    Args:
-        numel: number of values.
-        sizes: of the parameters and layers; None: one matrix.
+    Its vectors are ``meta`` tensors, which store nothing; what the wire needs of real memory
+    belongs to :class:`~aladdin_mpi.codec.base.DenseWire`. Without ``sizes`` it is one matrix.
     """
 
     module = None
 
     def __init__(self, numel: int, sizes: Outline | None = None) -> None:
-        self.numel = numel
-        self.parameters = sizes_alone(numel, torch.float32)
-        self._outline = sizes or Outline(((1, numel),), (numel,))
+        outline = sizes or Outline(((1, numel),), (numel,))
+        super().__init__(outline, sizes_alone(numel, torch.float32))
+
+    unused: Set[int] = frozenset()
 
     def new_vector(self) -> Tensor:
-        """The same one again: there is nothing in it."""
+        """Return the same vector again: there is nothing in it."""
         return self.parameters
 
-    def keep_buffers(self) -> None:
-        """There are none."""
+    def keep_buffers(self, *_: object) -> None:
+        """Do nothing: there are no values."""
 
-    def restore_buffers(self, steps: int = 0) -> None:
-        """There are none."""
-
-    def bind_gradients(self, vector: Tensor) -> None:
-        """Nothing is calculated."""
-
-    @property
-    def unused(self) -> Set[int]:
-        """None: nothing is computed."""
-        return frozenset()
-
-    def use_none(self) -> None:
-        """Nothing is computed."""
+    restore_buffers = bind_gradients = use_none = keep_buffers
 
     def buffers(self) -> list[Tensor]:
-        """None."""
+        """Return an empty list."""
         return []
 
 
@@ -346,15 +291,6 @@ class _Place(NamedTuple):
     part: slice
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Number of values."""
-        return self.part.stop - self.part.start
-
-    def of(self, values: Tensor) -> Tensor:
-        """Return ``values``, those of the parameter, in its shape."""
-        return values.as_strided(self.shape, self.stride, values.storage_offset())
 
 
 class Projections:
@@ -380,7 +316,7 @@ class Projections:
     def apply(self, vector: Tensor) -> None:
         """Apply them to a whole flat vector, in place."""
         for place in self._places:
-            self._call(place, place.of(vector[place.part]))
+            self._call(place, vector[place.part])
 
     def apply_to_bucket(self, bucket: Bucket, values: Tensor) -> None:
         """Apply them to the parameters of a bucket, which has whole ones."""
@@ -389,10 +325,11 @@ class Projections:
                 place for place in self._places if bucket.start <= place.part.start < bucket.stop
             ]
         for place in self._in_bucket[bucket]:
-            start = place.part.start - bucket.start
-            self._call(place, place.of(values[start : start + place.numel]))
+            self._call(place, values[place.part.start - bucket.start :])
 
     def _call(self, place: _Place, values: Tensor) -> None:
+        """Apply them to the parameter that ``values`` begins with."""
+        values = values.as_strided(place.shape, place.stride, values.storage_offset())
         with torch.no_grad():
             for function in self._functions:
                 if function(place.name, values) is not None:

@@ -11,6 +11,7 @@ library that sums preserves it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate, compress, pairwise
 from typing import NamedTuple
 
 import torch
@@ -23,11 +24,10 @@ Unused = Sequence[slice]
 
 
 class _Segments(NamedTuple):
-    """A bucket's parts of parameters, in order: parameter numbers and starts in the bucket."""
+    """A bucket's parts of parameters, in order: parameter numbers and parts of the bucket."""
 
     numbers: list[int]
-    starts: list[int]
-    stops: list[int]
+    parts: list[slice]
 
     def among(self, numbers: Collection[int]) -> list[int]:
         """Places of the segments that belong to these parameters."""
@@ -37,46 +37,31 @@ class _Segments(NamedTuple):
 class UnusedMarks:
     """Writes and reads the marks of a flat gradient, bucket by bucket.
 
-    Args:
-        sizes: number of values of each parameter, in flat order.
-        layout: the buckets.
+    Parameters are known by their numbers in flat order; ``sizes`` are their numbers of values.
     """
 
     def __init__(self, sizes: Sequence[int], layout: Layout) -> None:
-        edges = [0]
-        for size in sizes:
-            edges.append(edges[-1] + size)
-        self._edges = edges
+        self._edges = [0, *accumulate(sizes)]
         self._layout = layout
         self._segments: dict[int, _Segments] = {}
         self._heads: dict[int, Tensor] = {}
 
     def write(self, bucket: Bucket, values: Tensor, unused: Collection[int]) -> None:
-        """Mark a bucket's gradient.
-
-        Args:
-            bucket: of the gradient.
-            values: the gradient, as many values as the bucket has; that of unused parameters is 0.
-            unused: numbers of the parameters that have none, in flat order.
-        """
+        """Mark a bucket's gradient ``values``, which is 0 for the parameters ``unused``."""
         heads = self._heads_of(bucket, values)
         values.index_add_(0, heads, values.new_zeros(1).expand(len(heads)))  # -0.0 + 0.0 is 0.0
         if unused:
             segments = self._segments_of(bucket)
             for place in segments.among(unused):
-                values[segments.starts[place]].fill_(-0.0)
+                values[segments.parts[place].start].fill_(-0.0)
 
     def read(
         self, bucket: Bucket, values: Tensor, among: Collection[int] | None = None
     ) -> list[slice]:
         """Return the parts of a bucket's gradient, or of a sum, that are marked.
 
-        Waits for the device that computes it, if there is one and anything has to be read.
-
-        Args:
-            bucket: of the gradient.
-            values: the gradient.
-            among: parameters that may be unused; None: all.
+        Waits for the device that computes it, if there is one and anything has to be read. Only
+        the parameters ``among`` may be unused; None: all.
         """
         if values.is_meta or (among is not None and not among):
             return []
@@ -89,33 +74,26 @@ class UnusedMarks:
         marked = first.signbit().logical_and_(first == 0)
         if not marked.any():
             return []
-        return [
-            slice(segments.starts[place], segments.stops[place])
-            for place, is_marked in zip(places, marked.tolist(), strict=True)
-            if is_marked
-        ]
+        return [segments.parts[place] for place in compress(places, marked.tolist())]
 
     def parts(self, bucket: Bucket, unused: Collection[int]) -> list[slice]:
         """Return the parts of a bucket that belong to these parameters."""
         segments = self._segments_of(bucket)
-        return [
-            slice(segments.starts[place], segments.stops[place]) for place in segments.among(unused)
-        ]
+        return [segments.parts[place] for place in segments.among(unused)]
 
     def _segments_of(self, bucket: Bucket) -> _Segments:
         if bucket.index not in self._segments:
-            made = self._segments[bucket.index] = _Segments([], [], [])
-            for number, (start, stop) in enumerate(zip(self._edges, self._edges[1:], strict=False)):
+            made = self._segments[bucket.index] = _Segments([], [])
+            for number, (start, stop) in enumerate(pairwise(self._edges)):
                 first, last = max(start, bucket.start), min(stop, bucket.stop)
                 if first < last:
                     made.numbers.append(number)
-                    made.starts.append(first - bucket.start)
-                    made.stops.append(last - bucket.start)
+                    made.parts.append(slice(first - bucket.start, last - bucket.start))
         return self._segments[bucket.index]
 
     def _heads_of(self, bucket: Bucket, like: Tensor) -> Tensor:
         if bucket.index not in self._heads:
-            starts = self._segments_of(bucket).starts
+            starts = [part.start for part in self._segments_of(bucket).parts]
             self._heads[bucket.index] = torch.tensor(starts, device=like.device)
         return self._heads[bucket.index]
 
@@ -147,9 +125,8 @@ def joined(unused: Unused) -> list[slice]:
 
 def within(part: slice, unused: Unused) -> list[slice]:
     """Return the ``unused`` parts of a flat vector that lie in ``part``, relative to its start."""
-    found = []
-    for each in unused:
-        first, last = max(each.start, part.start), min(each.stop, part.stop)
-        if first < last:
-            found.append(slice(first - part.start, last - part.start))
-    return found
+    inside = [
+        slice(max(each.start - part.start, 0), min(each.stop, part.stop) - part.start)
+        for each in unused
+    ]
+    return [each for each in inside if each.start < each.stop]

@@ -89,9 +89,7 @@ def is_finite(x: Tensor) -> bool:
     Sums in fp32 at least. The sum is infinite too for finite values that no training has.
     ``meta`` tensors count as finite.
     """
-    if x.is_meta:
-        return True
-    if _squares(x):
+    if x.is_meta or _squares(x):
         return True
     # The squares of values above 1e16 may be infinite where their sum is not.
     return isfinite(total(x).item())
@@ -157,7 +155,7 @@ def check_module(module: nn.Module, needs_values: bool) -> None:
         if parameter.requires_grad and not _is_dense(parameter):
             raise UserError(
                 f"model: expected trainable parameters with memory of their own for each value, "
-                f"got {name}, which is {_described(parameter)}; make it of a copy, such as "
+                f"got {name}, which is {_describe(parameter)}; make it of a copy, such as "
                 "nn.Parameter(values.contiguous())"
             )
 
@@ -175,7 +173,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _described(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     if tensor.layout != torch.strided:
         return f"of the layout {tensor.layout}".replace("torch.", "")
     return f"a view of shape {list(tensor.shape)} with strides {list(tensor.stride())}"

@@ -16,13 +16,12 @@ from aladdin_mpi.flat.unused import Unused
 class Optimizer(ABC):
     """Turns gradients into steps, part by part, each part with a state of its own.
 
-    A step is ``x <- x - lr d``. What ``d``, the direction, is of is the optimizer's: with
-    momentum SGD ``lr`` is the learning rate; an optimizer with rates of its own has them in
-    ``d``, and ``lr`` is the factor that the schedule puts before them.
+    A step is ``x <- x - lr d``. With momentum SGD ``lr`` is the learning rate; an optimizer with
+    rates of its own has them in the direction ``d``, and ``lr`` is the factor of the schedule.
 
-    Whoever uses an optimizer always cuts the vector in the same way: a part's state is its own.
-    The ``unused`` parts of a part, relative to its start, have no gradient. As in torch, where
-    ``.grad`` is None, they are not stepped: their values and their state stay as they are.
+    The vector is always cut in the same way. The ``unused`` parts of a part, relative to its start,
+    have no gradient. As in torch, where ``.grad`` is None, they are not stepped: their values and
+    their state stay as they are.
 
     Attributes:
         momentum: share of a step's direction that goes on in the next one's, in [0, 1).
@@ -106,12 +105,10 @@ class Optimizer(ABC):
     def inherit(self, state: dict[str, Any], parts: Sequence[slice] = ()) -> None:
         """Take up a state of the whole vector, which was cut otherwise.
 
-        Args:
-            state: see :meth:`state_dict`.
-            parts: of which steps will be made; none: of all.
+        Steps will be made of ``parts``; none: of all.
 
         Raises:
-            UserError: it cannot be cut anew.
+            UserError: it cannot be cut in another way.
         """
         self.load_state_dict(state)
 

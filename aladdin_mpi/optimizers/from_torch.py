@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from enum import IntEnum
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from aladdin_mpi.optimizers.base import Inherited, Optimizer
 from aladdin_mpi.optimizers.part import (
     OptimizerPart,
     PartPiece,
+    Place,
     same_kind,
     states_of_parameters,
     states_of_rows,
@@ -44,57 +45,44 @@ TOLERANCE = 1e-4
 """Of a step, relative: kernels for other shapes may round otherwise."""
 
 
-class Granularity(IntEnum):
-    """What a step of one value depends on besides itself."""
+def treats_values_alike(given: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer steps each value by itself, wherever a tensor is cut.
 
-    VALUE = 0
-    PARAMETER = 1
-    MODEL = 2
-
-
-def granularity(given: torch.optim.Optimizer) -> Granularity:
-    """That of an optimizer, by trying it with the settings and dimensions of its own groups.
+    It is tried with the settings and dimensions of its own groups.
 
     Raises:
         UserError: its step() fails, as that of one that wants a closure.
     """
-    shapes = _shapes(given)
+    # A few small shapes, each with a group, of as many dimensions as those of the parameters.
+    shapes = sorted(
+        {
+            (number, tuple(min(size, LARGEST) for size in parameter.shape))
+            for number, group in enumerate(given.param_groups)
+            for parameter in group["params"]
+            if parameter.numel()
+        }
+    )
     if not shapes:
-        return Granularity.VALUE
-    starts = [_values(shape, seed) for seed, (_, shape) in enumerate(shapes)]
+        return True
+    starts = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        for seed, (_, shape) in enumerate(shapes)
+    ]
     try:
         together = _steps(given, shapes, starts)
-        alone = [
-            _steps(given, [each], [start])[0] for each, start in zip(shapes, starts, strict=True)
-        ]
     except Exception as error:
         raise UserError(
             f"optimizer: expected one whose step() needs no more than gradients, got "
             f"{type(given).__name__}, which failed: {type(error).__name__}: {error}"
         ) from error
-    if not _alike(together, alone, starts):
-        return Granularity.MODEL
     try:
-        cut = [
-            _steps_in_pieces(given, each, start) for each, start in zip(shapes, starts, strict=True)
-        ]
+        cut = [_steps_in_pieces(given, shape, x) for shape, x in zip(shapes, starts, strict=True)]
     except Exception:  # as of one that takes matrices only
-        return Granularity.PARAMETER
-    return Granularity.VALUE if _alike(alone, cut, starts) else Granularity.PARAMETER
-
-
-def _shapes(given: torch.optim.Optimizer) -> list[tuple[int, tuple[int, ...]]]:
-    """A few small shapes, each with a group, of as many dimensions as those of the parameters."""
-    found: set[tuple[int, tuple[int, ...]]] = set()
-    for number, group in enumerate(given.param_groups):
-        for parameter in filter(torch.Tensor.numel, group["params"]):
-            found.add((number, tuple(min(size, LARGEST) for size in parameter.shape)))
-    return sorted(found)
-
-
-def _values(shape: tuple[int, ...], seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator)
+        return False
+    return all(
+        bool((a - b).abs().max() <= TOLERANCE * (a - start).abs().max() + 1e-12)
+        for a, b, start in zip(together, cut, starts, strict=True)
+    )
 
 
 def _steps(
@@ -122,30 +110,19 @@ def _steps_in_pieces(
 ) -> Tensor:
     """The same for one tensor that is cut into two rows of values."""
     flat = start.flatten()
-    cut = max(1, flat.numel() // 3)
-    pieces = [piece for piece in (flat[:cut], flat[cut:]) if piece.numel()]
+    pieces = [piece for piece in flat.tensor_split([max(1, len(flat) // 3)]) if piece.numel()]
     ends = [_steps(given, [(shape[0], (len(piece),))], [piece])[0] for piece in pieces]
     return torch.cat(ends).view(start.shape)
-
-
-def _alike(one: list[Tensor], other: list[Tensor], starts: list[Tensor]) -> bool:
-    """Whether steps are the same, up to rounding."""
-    for a, b, start in zip(one, other, starts, strict=True):
-        largest = (a - start).abs().max()
-        if not (a - b).abs().max() <= TOLERANCE * largest + 1e-12:
-            return False
-    return True
 
 
 class TorchOptimizer(Optimizer):
     """Steps of an optimizer that a user has made for a module's parameters.
 
-    One that treats every value alike, which is tried out,
-    gets a part as one row of values for each of its groups, wherever the parameters' boundaries
-    are; another gets the whole vector, as parameters in their shapes. ``given`` itself makes no
-    steps: it stays where its groups' hyperparameters are read, at every step.
-
-    Its direction is ``x - x'``, x' where its step leads: it holds the groups' learning rates.
+    An optimizer that treats every value alike, which is tried out, gets a part as one row of values
+    for each of its groups, wherever the parameters' boundaries are; another gets the whole vector,
+    as parameters in their shapes. ``given`` itself makes no steps: its groups' hyperparameters are
+    read at every step. The direction is ``x - x'``, x' where the step leads: it holds the groups'
+    learning rates.
 
     Args:
         given: for parameters of ``module``.
@@ -166,8 +143,7 @@ class TorchOptimizer(Optimizer):
         self.given = given
         self.name = type(given).__name__
         self.scheduler = scheduler
-        self.granularity = granularity(given)
-        self.takes_parts = self.granularity is Granularity.VALUE
+        self.takes_parts = treats_values_alike(given)
         self._like = like
         self._owned = _owned(given, module)
         self._numeric = numeric_names(given)
@@ -206,17 +182,13 @@ class TorchOptimizer(Optimizer):
         moved = self._copy(x)
         self._part(part).step(moved, gradient, unused)
         torch.sub(x, moved, out=gradient)
-        if raw is not None:
-            self._take_momentum_out(part, gradient, raw, unused)
-
-    def _take_momentum_out(
-        self, part: slice, direction: Tensor, raw: Tensor, unused: Unused
-    ) -> None:
+        if raw is None:
+            return
         if self._previous is None:
             self._previous = torch.zeros_like(self._like)
         previous, m = self._previous[part], self.momentum
         for used in used_parts(raw.numel(), unused):
-            for d, before, out in blocks(direction[used], previous[used], raw[used]):
+            for d, before, out in blocks(gradient[used], previous[used], raw[used]):
                 torch.sub(d, before, alpha=m, out=out)
                 before.copy_(d)
         for each in unused:
@@ -286,7 +258,7 @@ class TorchOptimizer(Optimizer):
             begins, last = start - part.start, pieces[-1] if pieces else None
             follows = last is not None and (last.group, last.stop) == (group, begins)
             if follows and alike(self.given, segments[-1][0].parameter, parameter):
-                pieces[-1] = pieces[-1].longer(stop - start)
+                pieces[-1] = replace(pieces[-1], numel=stop - part.start - pieces[-1].start)
                 segments[-1].append(segment)
             else:
                 pieces.append(PartPiece(group, begins, stop - start))
@@ -398,10 +370,8 @@ class TorchOptimizer(Optimizer):
             self._steps = state["steps"]
 
 
-def _owned(
-    given: torch.optim.Optimizer, module: nn.Module
-) -> list[tuple[slice, int, nn.Parameter]]:
-    """Where the optimizer's parameters lie in the flat vector, in its order, with their groups."""
+def _owned(given: torch.optim.Optimizer, module: nn.Module) -> list[Place]:
+    """Return where the optimizer's parameters lie in the flat vector, in its order."""
     group_of = {
         parameter: number
         for number, group in enumerate(given.param_groups)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def arguments(make: Make, settings: Mapping[str, float]) -> dict[str, Any]:
         target = "betas" if name in BETAS and name not in parameters else name
         if target not in parameters:
             numeric = [each for each in parameters if each not in ("params", "lr", "weight_decay")]
-            names = ", ".join(_spelt(numeric))
+            names = ", ".join(numeric).replace("betas", ", ".join(BETAS))
             raise UserError(
                 f"--optimizer-options: expected one of {names}, got {name!r}; take one of these"
             )
@@ -76,10 +77,6 @@ def arguments(make: Make, settings: Mapping[str, float]) -> dict[str, Any]:
             is_whole = isinstance(default, int) and float(value).is_integer()
             found[target] = int(value) if is_whole else value
     return found
-
-
-def _spelt(names: list[str]) -> list[str]:
-    return [each for name in names for each in (BETAS if name == "betas" else [name])]
 
 
 def groups(
@@ -111,18 +108,13 @@ def groups(
                 )
     found: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in named:
-        key = _product(name, lr_factors), _product(name, decay_factors)
-        found.setdefault(key, []).append(parameter)
+        rate, decay = (
+            prod((f for pattern, f in factors.items() if fnmatchcase(name, pattern)), start=1.0)
+            for factors in (lr_factors, decay_factors)
+        )
+        found.setdefault((rate, decay), []).append(parameter)
     return [
         {"params": parameters, "lr": lr * rate}
         | ({} if weight_decay is None else {"weight_decay": weight_decay * decay})
         for (rate, decay), parameters in found.items()
     ]
-
-
-def _product(name: str, factors: Mapping[str, float]) -> float:
-    product = 1.0
-    for pattern, factor in factors.items():
-        if fnmatchcase(name, pattern):
-            product *= factor
-    return product

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.unused import Unused
 from aladdin_mpi.optimizers.base import Inherited
-from aladdin_mpi.optimizers.script_access import Hyperparameters, hyperparameters, portable
+from aladdin_mpi.optimizers.script_access import hyperparameters, portable
 
 Place = tuple[slice, int, "nn.Parameter"]
 """A parameter's place in the flat vector, its group, and the parameter."""
@@ -56,10 +56,16 @@ def states_of_rows(
         ) from error
     if covered < sum(where.stop - where.start for where, _, _ in places):
         return None
-    return {
-        parameter: _shaped(rows.take(where.start, where.stop), parameter)
-        for where, _, parameter in places
-    }
+    states: dict[nn.Parameter, dict[str, Any]] = {}
+    for where, _, parameter in places:
+        shape, stride = parameter.shape, parameter.stride()
+        states[parameter] = {
+            name: value.as_strided(shape, stride)
+            if isinstance(value, torch.Tensor) and value.dim()
+            else value
+            for name, value in rows.take(where.start, where.stop).items()
+        }
+    return states
 
 
 def states_of_parameters(
@@ -70,26 +76,11 @@ def states_of_parameters(
     return {at[piece.start]: deepcopy(part.state_of(leaf)) for leaf, piece in part.leaves()}
 
 
-def _shaped(state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """The values of a row, in the order of memory, as a tensor like ``parameter``."""
-    return {
-        name: value.as_strided(parameter.shape, parameter.stride())
-        if isinstance(value, torch.Tensor) and value.dim()
-        else value
-        for name, value in state.items()
-    }
-
-
 @dataclass(frozen=True)
 class PartPiece:
-    """Values of a part that the optimizer sees as one tensor.
+    """Values of a part, from ``start`` on, that the optimizer sees as one tensor.
 
-    Attributes:
-        group: number of the parameter group they belong to.
-        start: of the piece, in the part.
-        numel: number of values.
-        shape: of a whole parameter; None: a row of values.
-        stride: of a whole parameter.
+    ``shape`` and ``stride`` are those of a whole parameter; None: a row of values.
     """
 
     group: int
@@ -100,32 +91,21 @@ class PartPiece:
 
     @property
     def stop(self) -> int:
-        """Its end, in the part."""
+        """The end of the piece, in the part."""
         return self.start + self.numel
-
-    def longer(self, numel: int) -> PartPiece:
-        """With so many more values."""
-        return replace(self, numel=self.numel + numel)
-
-    def split(self, at: int) -> tuple[PartPiece, PartPiece]:
-        """Two rows of values in place of one; ``at`` is in the part."""
-        return (
-            replace(self, numel=at - self.start),
-            replace(self, start=at, numel=self.stop - at),
-        )
 
     def of(self, part: Tensor) -> Tensor:
         """The piece of a part."""
-        values = part[self.start : self.start + self.numel]
+        values = part[self.start : self.stop]
         if self.shape is None or self.stride is None:
             return values
         return values.as_strided(self.shape, self.stride, values.storage_offset())
 
 
 def same_kind(given: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """An optimizer of the class and with the attributes of ``given``, and no state yet.
+    """Return an optimizer of the class and with the attributes of ``given``, and no state yet.
 
-    Its class is not asked to make one: an optimizer of somebody's own may want other arguments.
+    Its class is not called: one that a user has written may have other arguments.
     """
     made: torch.optim.Optimizer = object.__new__(type(given))
     made.__dict__.update(given.__dict__)
@@ -136,13 +116,10 @@ def same_kind(given: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> tor
 
 
 class OptimizerPart:
-    """A torch optimizer like ``given`` for some pieces of one part.
+    """A torch optimizer like ``given``, whose hyperparameters it follows, for pieces of a part.
 
-    Args:
-        given: whose hyperparameters are followed, as they change.
-        pieces: of the part; values that are in none stay as they are.
-        like: dtype and device.
-        states: of the pieces, to begin with.
+    Values that are in no piece stay as they are. ``like`` has the dtype and device, ``states`` are
+    the initial states of the pieces.
     """
 
     def __init__(
@@ -158,15 +135,16 @@ class OptimizerPart:
         self._leaves = [torch.nn.Parameter(like.new_empty(0)) for _ in pieces]
         self._groups = sorted({piece.group for piece in pieces})
         self._seen = [hyperparameters(given.param_groups[number]) for number in self._groups]
-        self._inner = same_kind(given, [self._new_group(number) for number in self._groups])
+        leaves: dict[int, list[nn.Parameter]] = {number: [] for number in self._groups}
+        for leaf, piece in self.leaves():
+            leaves[piece.group].append(leaf)
+        self._inner = same_kind(
+            given,
+            [{**portable(given.param_groups[n]), "params": each} for n, each in leaves.items()],
+        )
         for leaf, state in zip(self._leaves, states, strict=True):
             if state:
                 self._inner.state[leaf] = state
-
-    def _new_group(self, number: int) -> dict[str, Any]:
-        pairs = zip(self._leaves, self.pieces, strict=True)
-        leaves = [leaf for leaf, piece in pairs if piece.group == number]
-        return {**portable(self._given.param_groups[number]), "params": leaves}
 
     def step(self, x: Tensor, gradient: Tensor, unused: Unused = ()) -> None:
         """One step of the part ``x``, in place, less its ``unused`` parts."""
@@ -176,7 +154,7 @@ class OptimizerPart:
             self._split(each.stop)
         starts = [each.start for each in unused]
         is_used = False
-        for leaf, piece in zip(self._leaves, self.pieces, strict=True):
+        for leaf, piece in self.leaves():
             leaf.data, leaf.grad = piece.of(x), None
             before = bisect_right(starts, piece.start)
             if not before or unused[before - 1].stop <= piece.start:
@@ -192,7 +170,11 @@ class OptimizerPart:
         piece = self.pieces[place] if place < len(self.pieces) else None
         if piece is None or not piece.start < at < piece.stop:
             return
-        self.pieces[place : place + 1] = piece.split(at)
+        cut, left = at - piece.start, piece.stop - at
+        self.pieces[place : place + 1] = [
+            replace(piece, numel=cut),
+            replace(piece, start=at, numel=left),
+        ]
         self._stops.insert(place, at)
         first, second = self._leaves[place], torch.nn.Parameter(self._leaves[place].new_empty(0))
         self._leaves.insert(place + 1, second)
@@ -200,7 +182,6 @@ class OptimizerPart:
         params.insert(next(i for i, leaf in enumerate(params) if leaf is first) + 1, second)
         state = self._inner.state.pop(first, None)
         if state:
-            cut, left = at - piece.start, piece.stop - at
             self._inner.state[first], self._inner.state[second] = {}, {}
             for name, value in state.items():
                 is_by_value = isinstance(value, torch.Tensor) and value.shape == (piece.numel,)
@@ -213,7 +194,7 @@ class OptimizerPart:
         for place, number in enumerate(self._groups):
             now = hyperparameters(self._given.param_groups[number])
             before, group = self._seen[place], self._inner.param_groups[place]
-            group.update(_changed(before, now))
+            group.update({name: value for name, value in now.items() if before.get(name) != value})
             self._seen[place] = now
 
     def leaves(self) -> list[tuple[nn.Parameter, PartPiece]]:
@@ -243,7 +224,3 @@ class OptimizerPart:
             self._split(start)
         self._inner.load_state_dict(state["inner"])
         self._seen = state["seen"]
-
-
-def _changed(before: Hyperparameters, now: Hyperparameters) -> Hyperparameters:
-    return {name: value for name, value in now.items() if before.get(name) != value}

@@ -24,32 +24,32 @@ class Segment:
 
 
 def initial_state(given: torch.optim.Optimizer, segments: list[Segment]) -> dict[str, Any]:
-    """That of a tensor made of ``segments``, of which :func:`alike` holds; empty if there is none.
+    """Return the state of a tensor made of ``segments``, which are :func:`alike`; may be empty.
 
     Some optimizers make it when they are made; a program may have loaded another.
     """
     states = [given.state.get(segment.parameter, {}) for segment in segments]
-    found: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for name, value in states[0].items():
         if _is_by_value(value, segments[0].parameter):
             pairs = zip(states, segments, strict=True)
-            found[name] = torch.cat([_in_memory(state[name], segment) for state, segment in pairs])
+            joined[name] = torch.cat([_in_memory(state[name], segment) for state, segment in pairs])
         else:
-            found[name] = value.clone() if isinstance(value, torch.Tensor) else value
-    return found
+            joined[name] = value.clone() if isinstance(value, torch.Tensor) else value
+    return joined
 
 
 def alike(given: torch.optim.Optimizer, one: nn.Parameter, other: nn.Parameter) -> bool:
-    """Whether what their states hold besides a value for each of theirs is the same."""
-    return _rest(given, one) == _rest(given, other)
+    """Return whether their states are the same, but for what has a value for each of theirs."""
 
+    def rest(parameter: nn.Parameter) -> dict[str, Any]:
+        return {
+            name: value.tolist() if isinstance(value, torch.Tensor) else value
+            for name, value in given.state.get(parameter, {}).items()
+            if not _is_by_value(value, parameter)
+        }
 
-def _rest(given: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-    return {
-        name: value.tolist() if isinstance(value, torch.Tensor) else value
-        for name, value in given.state.get(parameter, {}).items()
-        if not _is_by_value(value, parameter)
-    }
+    return rest(one) == rest(other)
 
 
 def _is_by_value(value: object, parameter: nn.Parameter) -> bool:
@@ -79,9 +79,9 @@ def hyperparameters(group: dict[str, Any]) -> Hyperparameters:
 
 
 def portable(group: dict[str, Any]) -> Hyperparameters:
-    """The same for tensors elsewhere: of CUDA's graphs, which only some devices have, nothing."""
-    found = hyperparameters(group)
-    return {**found, "capturable": False} if "capturable" in found else found
+    """Return the same for tensors on other devices, which may not have CUDA's graphs."""
+    settings = hyperparameters(group)
+    return settings | {"capturable": False} if "capturable" in settings else settings
 
 
 Names = list[list[str]]
@@ -144,10 +144,7 @@ class ScriptAccess:
 
     A hyperparameter that the script changes after a step in progress has used it is refused.
     ``state_dict()`` returns the state that the run's steps have made on this rank. When the run
-    has ended, the optimizers hold that state themselves.
-
-    Args:
-        given: the script's optimizers.
+    has ended, the optimizers hold that state themselves. ``given`` are the script's optimizers.
     """
 
     _hooks_of: ClassVar[WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]]] = (
@@ -204,9 +201,7 @@ class ScriptAccess:
     def follow(self, states: Callable[[], States | None]) -> None:
         """The run has begun, or continues in another group of ranks.
 
-        Args:
-            states: returns the states of the parameters; None if this rank does not make the
-                steps of all of them.
+        ``states`` returns the parameters' states; None if other ranks make steps of some of them.
         """
         self._states = states
         for each in self._given:
@@ -216,7 +211,7 @@ class ScriptAccess:
     def close(self) -> None:
         """The run has ended: put the states into the optimizers, if this rank has them."""
         states = self._states() if self._states is not None else None
-        self._has_ended, self._states = True, _elsewhere
+        self._has_ended, self._states = True, lambda: None  # they are on other ranks
         if states is None:
             return
         for each in self._given:
@@ -269,7 +264,3 @@ class ScriptAccess:
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return its parameters in the order in which a state dict numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _elsewhere() -> None:
-    """The states are on other ranks."""

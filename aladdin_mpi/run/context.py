@@ -9,7 +9,6 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from aladdin_mpi.algorithms.bsp import host_groups
 from aladdin_mpi.algorithms.registry import implementation
 from aladdin_mpi.control.exchange import all_or_none, allreduce_tensor, broadcast_tensor, gather
 from aladdin_mpi.errors import UserError
@@ -19,7 +18,7 @@ from aladdin_mpi.flat.replica import (
     Projection,
     Projections,
     Replica,
-    shared_outline,
+    outline,
 )
 from aladdin_mpi.flat.vectors import full
 from aladdin_mpi.options.algorithms import Algorithm
@@ -27,6 +26,7 @@ from aladdin_mpi.options.run import RunOptions, check_workers
 from aladdin_mpi.process import guard
 from aladdin_mpi.transport.base import Transport, once, surviving_ranks
 from aladdin_mpi.transport.group import PartOfRanks
+from aladdin_mpi.worker.node import host_groups
 from aladdin_mpi.worker.role import Role
 
 
@@ -205,7 +205,7 @@ def _make_replica(
 ) -> Replica | PhantomReplica:
     if options.compute == "real":
         return Replica(module)
-    _, sizes = once(transport, ("outline", id(module)), lambda: (module, shared_outline(module)))
+    _, sizes = once(transport, ("outline", id(module)), lambda: (module, outline(module)))
     return PhantomReplica(sum(sizes.layers), sizes)
 
 

@@ -10,7 +10,7 @@ model comes to it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import log2
 
 import torch
@@ -20,7 +20,7 @@ from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.control.budget import SampleClient, SampleLease, WorkerReport
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.flat.layout import Bucket, Layout
-from aladdin_mpi.flat.vectors import add, full, scale
+from aladdin_mpi.flat.vectors import add, copy, full, scale
 from aladdin_mpi.transport.base import (
     Event,
     Request,
@@ -42,6 +42,89 @@ def _part(size: int, place: int, places: int) -> int:
     return size * (places - place) // places - size * (places - place - 1) // places
 
 
+def host_groups(transport: Transport, servers: int, largest: int | None = None) -> list[list[int]]:
+    """Return the workers' ranks, host by host; the first of each leads the others.
+
+    Args:
+        transport: knows the hosts.
+        servers: their number; they are the first ranks.
+        largest: workers of a group; a host with more has several. None: all of a host.
+    """
+    hosts: dict[int, list[int]] = {}
+    for rank in range(servers, transport.size):
+        hosts.setdefault(transport.hosts[rank], []).append(rank)
+    return [
+        ranks[start : start + (largest or len(ranks))]
+        for ranks in hosts.values()
+        for start in range(0, len(ranks), largest or len(ranks))
+    ]
+
+
+class NodeSum:
+    """Adds the gradients of a node's other workers to its leader's, bucket by bucket.
+
+    Args:
+        others: ranks of the other workers.
+        wire: of what they send.
+
+    Attributes:
+        shares: weights of the gradients in the sum, the leader's first.
+    """
+
+    def __init__(
+        self, transport: Transport, layout: Layout, others: Sequence[int], wire: DenseWire
+    ) -> None:
+        self.shares = [1.0] * (1 + len(others))
+        self._transport = transport
+        self._layout = layout
+        self._wire = wire
+        self._received = {rank: wire.buffer(layout.numel) for rank in others}
+        self._taken: dict[int, Event] = {}
+        """A device reads what has been received from a rank until then."""
+
+    def begin(self, vector: Tensor) -> None:
+        """Begin a step, whose gradients are added to ``vector``."""
+        for taken in self._taken.values():
+            await_event(self._transport, taken)
+        self._vector = vector
+        self._awaited: deque[tuple[Bucket, list[Request]]] = deque()
+        for bucket in self._layout.buckets:
+            receives = [
+                self._transport.irecv(bucket.of(buffer), rank, Tag.LOCAL_GRADIENT)
+                for rank, buffer in self._received.items()
+            ]
+            self._awaited.append((bucket, receives))
+
+    def complete(self, bucket: Bucket) -> Iterator[Bucket]:
+        """Yield the buckets of which every worker's gradient is there, now that this one's is."""
+        is_last = bucket.index == len(self._layout.buckets) - 1
+        while self._awaited and self._awaited[0][0].index <= bucket.index:
+            first, receives = self._awaited[0]
+            if is_last:
+                self._transport.wait(*receives)
+            elif not all(self._transport.test(receive) for receive in receives):
+                return
+            self._awaited.popleft()
+            self._add(first)
+            yield first
+
+    def _add(self, bucket: Bucket) -> None:
+        mine = bucket.of(self._vector)
+        nbytes = MOVED * mine.numel() * self._wire.dtype.itemsize * len(self._received)
+        charge_memory(self._transport, nbytes)
+        if mine.is_meta:
+            return
+        if self.shares[0] != 1.0:
+            scale(mine, self.shares[0])
+        for (rank, buffer), share in zip(self._received.items(), self.shares[1:], strict=True):
+            theirs = bucket.of(buffer)
+            if not is_void(theirs):
+                there, taken = self._wire.fetch(theirs)
+                add(mine, there, alpha=share)
+                if taken is not None:
+                    self._taken[rank] = taken
+
+
 class NodeLeader:
     """What the first worker of a node does for the others.
 
@@ -57,15 +140,12 @@ class NodeLeader:
         self.size = len(ranks)
         self._transport = transport
         self._layout = layout
-        self._others = list(ranks[1:])
+        self._others = ranks[1:]
         self._x = x
         self._wire = DenseWire(full(x.dtype), x.device, transport.needs_memory)
         self._model = self._wire.buffer(layout.numel)
-        self._received = {rank: self._wire.buffer(layout.numel) for rank in self._others}
-        self._taken: dict[int, Event] = {}
-        """A device reads what has been received from a rank until then."""
+        self._sum = NodeSum(transport, layout, self._others, self._wire)
         self._sends: list[Request] = []
-        self._shares: list[float] = []
         self._has_ended = False
 
     def open(self) -> None:
@@ -75,7 +155,7 @@ class NodeLeader:
     def deal(self, lease: SampleLease) -> SampleLease:
         """Deal the node's samples of a step; returns this worker's part."""
         parts = [_part(lease.size, place, self.size) for place in range(self.size)]
-        self._shares = [part / lease.size if lease.size else 0.0 for part in parts]
+        self._sum.shares = [part / lease.size if lease.size else 0.0 for part in parts]
         if not self._has_ended:
             for rank, part in zip(self._others, parts[1:], strict=True):
                 numbers = (lease.start, part, lease.whole, log2(lease.scale))
@@ -85,11 +165,8 @@ class NodeLeader:
 
     def begin(self, vector: Tensor) -> NodeSum:
         """Begin a step: send the others the model; their gradients are added to ``vector``."""
-        awaited: deque[tuple[Bucket, list[Request]]] = deque()
         self._transport.wait(*self._sends)
         self._sends.clear()
-        for taken in self._taken.values():
-            await_event(self._transport, taken)
         for bucket in self._layout.buckets:
             model = bucket.of(self._model)
             event = self._wire.encode(bucket.of(self._x), model)
@@ -99,59 +176,71 @@ class NodeLeader:
                 self._transport.isend(model, rank, Tag.LOCAL_MODEL, after=event)
                 for rank in self._others
             ]
-            receives = [
-                self._transport.irecv(bucket.of(buffer), rank, Tag.LOCAL_GRADIENT)
-                for rank, buffer in self._received.items()
-            ]
-            awaited.append((bucket, receives))
-        return NodeSum(self._transport, awaited, lambda bucket: self._add(vector, bucket))
-
-    def _add(self, vector: Tensor, bucket: Bucket) -> None:
-        mine = bucket.of(vector)
-        nbytes = MOVED * mine.numel() * self._wire.dtype.itemsize * len(self._others)
-        charge_memory(self._transport, nbytes)
-        if mine.is_meta:
-            return
-        scale(mine, self._shares[0])
-        for rank, share in zip(self._others, self._shares[1:], strict=True):
-            theirs = bucket.of(self._received[rank])
-            if not is_void(theirs):
-                there, taken = self._wire.fetch(theirs)
-                add(mine, there, alpha=share)
-                if taken is not None:
-                    self._taken[rank] = taken
+        self._sum.begin(vector)
+        return self._sum
 
 
-class NodeSum:
-    """The sum of a node's gradients in one step, at its leader.
+class LeaderLink:
+    """A worker's link to the leader of its node: its gradients out, models in.
 
     Args:
-        awaited: for each bucket, in order, the receives of the other workers' gradients.
-        add: adds a received bucket to the leader's.
+        wire: of gradients and models.
+        gradient: the flat gradient that is sent.
+        x: the flat model.
+        model: what models are received into; may be ``x`` itself.
     """
 
     def __init__(
         self,
         transport: Transport,
-        awaited: deque[tuple[Bucket, list[Request]]],
-        add: Callable[[Bucket], None],
+        layout: Layout,
+        leader: int,
+        wire: DenseWire,
+        gradient: Tensor,
+        x: Tensor,
+        model: Tensor,
     ) -> None:
         self._transport = transport
-        self._awaited = awaited
-        self._last = awaited[-1][0].index
-        self._add = add
+        self._layout = layout
+        self._leader = leader
+        self._wire = wire
+        self._gradient = gradient
+        self._x = x
+        self._model = model
+        self._sent = wire.buffer_for(gradient)
+        self._sends: list[Request] = []
+        self._taken: Event | None = None
+        """A device reads the model until then."""
 
-    def complete(self, bucket: Bucket) -> Iterator[Bucket]:
-        """Yield the buckets of which every worker's gradient is there, now that this one's is."""
-        while self._awaited and self._awaited[0][0].index <= bucket.index:
-            first, receives = self._awaited[0]
-            if bucket.index == self._last:
-                self._transport.wait(*receives)
-            elif not all(self._transport.test(receive) for receive in receives):
-                return
-            self._awaited.popleft()
-            self._add(first)
-            yield first
+    def send(self, bucket: Bucket) -> None:
+        """Send a completed bucket of the gradient."""
+        wire = bucket.of(self._sent)
+        event = self._wire.encode(bucket.of(self._gradient), wire)
+        self._sends.append(
+            self._transport.isend(wire, self._leader, Tag.LOCAL_GRADIENT, after=event)
+        )
+
+    def flush(self) -> None:
+        """Wait until the gradient has been sent."""
+        self._transport.wait(*self._sends)
+        self._sends.clear()
+
+    def take_model(self) -> None:
+        """Wait for the leader's model and take it."""
+        if self._taken is not None:
+            await_event(self._transport, self._taken)
+        receives = [
+            self._transport.irecv(bucket.of(self._model), self._leader, Tag.LOCAL_MODEL)
+            for bucket in self._layout.buckets
+        ]
+        self._transport.wait(*receives)
+        if self._model.data_ptr() == self._x.data_ptr():
+            return
+        for bucket in self._layout.buckets:
+            if not is_void(bucket.of(self._model)):
+                there, self._taken = self._wire.fetch(bucket.of(self._model))
+                with self._transport.atomic():
+                    copy(bucket.of(self._x), there)
 
 
 class LedSampleClient(SampleClient):

@@ -9,14 +9,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from aladdin_mpi.codec.base import DenseWire
-from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import Saved, load_state, saved, state_of
 from aladdin_mpi.flat.vectors import add, copy, full, scale
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.transport.base import Event, Request, await_event
-from aladdin_mpi.transport.checksums import is_void
 from aladdin_mpi.worker.merged_state import MergedState
+from aladdin_mpi.worker.node import LeaderLink
 from aladdin_mpi.worker.worker import Worker
 
 
@@ -163,45 +161,19 @@ class LedWorker(TrainingWorker):
 
     def __init__(self, worker: Worker, optimizer: Optimizer, leader: int) -> None:
         super().__init__(worker, optimizer)
-        self.leader = leader
-        needs_memory = worker.transport.needs_memory
-        self.wire = DenseWire(full(self.x.dtype), self.x.device, needs_memory)
+        transport, layout, x = self.transport, self.layout, self.x
+        wire = DenseWire(full(x.dtype), x.device, transport.needs_memory)
         self.g = worker.replica.new_vector()
-        self.sent = self.wire.buffer_for(self.g)
-        self.model = self.wire.buffer(self.layout.numel)
-        self.taken: Event | None = None
-        """A device reads the model until then."""
-        self.sends: list[Request] = []
+        model = wire.buffer(layout.numel)
+        self.leader = LeaderLink(transport, layout, leader, wire, self.g, x, model)
 
     def run(self) -> None:
         """Take the model, compute, send; until the segment's samples are used up."""
         for _ in self.worker.batches():
-            self._take_model()
-            self.transport.wait(*self.sends)
-            self.sends.clear()
-            self.worker.gradient(self.g, self._send)
-        self.transport.wait(*self.sends)
-        self.sends.clear()
-
-    def _take_model(self) -> None:
-        if self.taken is not None:
-            await_event(self.transport, self.taken)
-        receives = [
-            self.transport.irecv(bucket.of(self.model), self.leader, Tag.LOCAL_MODEL)
-            for bucket in self.layout.buckets
-        ]
-        self.transport.wait(*receives)
-        for bucket in self.layout.buckets:
-            if not is_void(bucket.of(self.model)):
-                there, self.taken = self.wire.fetch(bucket.of(self.model))
-                with self.transport.atomic():
-                    copy(bucket.of(self.x), there)
-
-    def _send(self, bucket: Bucket) -> None:
-        wire = bucket.of(self.sent)
-        event = self.wire.encode(bucket.of(self.g), wire)
-        send = self.transport.isend(wire, self.leader, Tag.LOCAL_GRADIENT, after=event)
-        self.sends.append(send)
+            self.leader.take_model()
+            self.leader.flush()
+            self.worker.gradient(self.g, self.leader.send)
+        self.leader.flush()
 
     def counts(self) -> dict[str, int]:
         """The gradients are the leader's."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from aladdin_mpi.codec.base import DenseWire
-from aladdin_mpi.codec.difference import DifferenceDecoder, DifferenceEncoder
+from aladdin_mpi.codec.dgc import DifferenceDecoder, DifferenceEncoder
 from aladdin_mpi.flat.layout import Bucket
 
 NUMEL = 1000

@@ -275,7 +275,7 @@ class Line:
         return message.numel(), decoded
 
     def shadow(self, rank: int = 1) -> Tensor:
-        return self.encoder._shadows[rank, 0]
+        return self.encoder._last[rank, 0]
 
 
 @both

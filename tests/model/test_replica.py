@@ -42,7 +42,7 @@ def test_replica_vector_holds_parameters_last_layer_first() -> None:
     replica = Replica(module)
     assert replica.numel == sum(p.numel() for p in before)
     assert torch.equal(replica.parameters, flat(before))
-    assert replica.shapes == [tuple(p.shape) for p in before[::-1]]
+    assert replica.shapes == tuple(tuple(p.shape) for p in before[::-1])
 
 
 class Scaled(nn.Module):
@@ -60,8 +60,8 @@ class Scaled(nn.Module):
 
 def test_replica_layer_is_one_modules_own_parameters() -> None:
     replica = Replica(Scaled())
-    assert replica.layers == [8, 6, 15, 3]
-    assert replica.shapes == [(2,), (2, 3), (3,), (3,), (3,), (3, 4), (3,)]
+    assert replica.layers == (8, 6, 15, 3)
+    assert replica.shapes == ((2,), (2, 3), (3,), (3,), (3,), (3, 4), (3,))
     assert sum(replica.layers) == replica.numel
 
 
@@ -71,10 +71,10 @@ def test_phantom_replica_has_sizes_of_its_module() -> None:
     module.last.bias.requires_grad_(False)
     sizes = outline(module)
     phantom = PhantomReplica(sum(sizes.layers), sizes)
-    assert phantom.layers == [6, 6, 15, 3]
-    assert phantom.shapes == [(2, 3), (3,), (3,), (3,), (3, 4), (3,)]
+    assert phantom.layers == (6, 6, 15, 3)
+    assert phantom.shapes == ((2, 3), (3,), (3,), (3,), (3, 4), (3,))
     assert phantom.numel == sum(p.numel() for p in module.parameters() if p.requires_grad)
-    assert PhantomReplica(7).layers == [7]
+    assert PhantomReplica(7).layers == (7,)
 
 
 def test_parameters_are_views_of_replica_vector() -> None:

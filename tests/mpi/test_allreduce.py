@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import distributed as dist
 
 from aladdin_mpi.allreduce import choose, horovod
 from aladdin_mpi.allreduce.base import AllReduce
+from aladdin_mpi.allreduce.messages import RingAllReduce, SingleAllReduce
 from aladdin_mpi.allreduce.torch_distributed import TorchAllReduce
 from aladdin_mpi.errors import UserError, WaitTimeoutError
 from aladdin_mpi.flat.layout import cut
@@ -153,12 +155,18 @@ def test_auto_all_reduce_is_a_ring_between_hosts_without_gpus(
     assert reducer.describe() == (
         "MPI: messages around a ring, added in float32; up to 512 KB MPI: all-reduce in float32"
     )
+    used = []
+    for kind in (SingleAllReduce, RingAllReduce):
+        start = kind.start
+
+        def noted(self: Any, values: torch.Tensor, key: int, start: Any = start) -> Any:
+            used.append(type(self))
+            return start(self, values, key)
+
+        monkeypatch.setattr(kind, "start", noted)
     begun = [reducer.start(torch.ones(numel), key) for key, numel in enumerate((7, 200_000))]
     assert all(bool((pending.wait() == transport.size).all()) for pending in begun)
-    assert [type(pending).__name__ for pending in begun] == [
-        "_Single",
-        "_Sum",
-    ]
+    assert used == [SingleAllReduce, RingAllReduce]
     assert make("auto", BF16).describe() == "MPI: messages in bfloat16, added in float32"
 
 

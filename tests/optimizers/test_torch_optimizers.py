@@ -18,7 +18,7 @@ from aladdin_mpi.algorithms.registry import check_optimizer
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.flat.unused import within
-from aladdin_mpi.optimizers.from_torch import Granularity, TorchOptimizer, granularity
+from aladdin_mpi.optimizers.from_torch import TorchOptimizer, treats_values_alike
 from aladdin_mpi.optimizers.named import arguments, find, groups, known
 from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.options.run import RunOptions
@@ -270,18 +270,18 @@ def _rates(pair: Pair, rates: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        *((make, Granularity.VALUE) for make in BY_VALUE.values()),
-        (WHOLE["adafactor"], Granularity.PARAMETER),
-        (WHOLE["normalised"], Granularity.MODEL),
+        *((make, True) for make in BY_VALUE.values()),
+        (WHOLE["adafactor"], False),
+        (WHOLE["normalised"], False),
     ],
 )
-def test_granularity_of_optimizer_is_detected(make: Make, expected: Granularity) -> None:
+def test_optimizer_that_treats_values_alike_is_detected(make: Make, expected: bool) -> None:
     model = network()
     given = make(two_groups(model))
     for group in given.param_groups:  # as a scheduler's warm-up may begin
         group["lr"] = 0.0
     before = copy.deepcopy(model.state_dict())
-    assert granularity(given) is expected
+    assert treats_values_alike(given) is expected
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(state["step"] == 0 for state in given.state.values())  # Adagrad has one
 
@@ -309,14 +309,14 @@ def test_check_optimizer_accepts_or_rejects_combination(
         check_optimizer(ALGORITHMS[algorithm], options, optimizer)
 
 
-def test_muon_has_parameter_granularity() -> None:
+def test_muon_does_not_treat_values_alike() -> None:
     model = nn.Linear(6, 9, bias=False)
-    assert granularity(torch.optim.Muon(model.parameters())) is Granularity.PARAMETER
+    assert not treats_values_alike(torch.optim.Muon(model.parameters()))
 
 
 def test_optimizer_with_closure_is_rejected() -> None:
     with pytest.raises(UserError, match=r"^optimizer: .*step\(\).*\bLBFGS\b"):
-        granularity(torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
+        treats_values_alike(torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
 
 
 def test_changed_hyperparameters_apply_and_own_ones_are_kept() -> None:
