@@ -18,7 +18,7 @@ from aladdin_mpi.control.exchange import all_or_none, barrier, broadcast, gather
 from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.vectors import is_finite
-from aladdin_mpi.process import stop_signal
+from aladdin_mpi.process import guard
 from aladdin_mpi.run.checkpoint import CheckpointStore, LocalState
 from aladdin_mpi.run.coordinator import Coordinator, RunEnd, RunHook
 from aladdin_mpi.run.plan import Origin, Plan
@@ -340,7 +340,7 @@ class Suspension(RunHook):
         self._hooks = transport.poll_hooks
         if self._hooks is None:
             return
-        stop_signal.install()
+        guard.note_suspend_signals()
         if coordinator is not None:
             suspend = coordinator.suspend
             transport.on_message(
@@ -354,7 +354,7 @@ class Suspension(RunHook):
             self._hooks.unwatch(self._look)
 
     def _look(self) -> None:
-        number = stop_signal.received()
+        number = guard.suspend_signal()
         if number is None or self._told:
             return
         self._told = True
