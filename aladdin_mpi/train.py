@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.run import TrainOptions
 from aladdin_mpi.options.settings import Settings
-from aladdin_mpi.process import guard, startup, stop_signal
+from aladdin_mpi.process import guard, startup
 from aladdin_mpi.run.greeting import Greeting
 
 REFUSED_SECONDS = 60.0
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    stop_signal.install()  # before the slow imports
+    guard.note_suspend_signals()  # before the slow imports
     given, settings, problem = _read(argv)
     startup.expect(startup.MPI_STARTS, _limit(settings, problem))
 

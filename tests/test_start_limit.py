@@ -99,7 +99,7 @@ def is_zombie(pid: str) -> bool:
 
 
 def test_single_process_starts_no_startup_watcher() -> None:
-    code = "from aladdin_mpi.process import startup; startup.begin(); print(startup._watched)"
+    code = "from aladdin_mpi.process import startup; startup.begin(); print(startup._watch)"
     env = {name: text for name, text in os.environ.items() if not name.startswith("OMPI_")}
     out = subprocess.check_output([sys.executable, "-c", code], env=env, cwd=ROOT, text=True)
     assert out.strip() == "None"

@@ -1,8 +1,8 @@
-"""The budget of samples that all workers draw from, kept by rank 0.
+"""The sample budget of all workers, kept by rank 0.
 
-A budget is used up exactly however unequal the workers are: each draws the samples
-of its next step, one step ahead, and the last draws get what is left. With a draw
-a worker reports on its last step, which is all that metrics need to travel.
+It is used up exactly however unequal the workers are: each requests a lease of the samples of its
+next step ahead, and the last leases get what is left. Each request carries the report of the
+previous step, from which rank 0 computes the metrics.
 """
 
 from __future__ import annotations
@@ -15,25 +15,58 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aladdin_mpi.control.refusals import LossScale
 from aladdin_mpi.control.tags import COORDINATOR, Tag
+from aladdin_mpi.flat.state import Stateful, saved
 from aladdin_mpi.transport.base import Request, Transport, numbers_of
 
 MOST_AHEAD = 32
 """Largest number of leases that a worker asks for ahead."""
-STOP = -0.5
-"""In place of a number of samples: end the run."""
-CLOSE = -0.25
-"""In place of a number of samples: end the run without its results."""
+STOP, CLOSE = -0.5, -0.25
+"""In place of a number of samples: end the run, with or without its results."""
+
+
+FIRST_EXPONENT, LARGEST_EXPONENT = 16, 24
+PATIENCE = 2000
+"""Steps of all workers without an overflow after which the loss scale is doubled."""
+
+
+class LossScale(Stateful):
+    """Rank 0's scale of losses in half precision, 2 to the power of ``exponent``."""
+
+    SAVED = saved("exponent", "sound", "since")
+
+    def __init__(self) -> None:
+        self.exponent = FIRST_EXPONENT
+        self.sound = 0  # steps since it was changed
+        self.since = 0  # the first sample that was granted after it was halved
+
+    def count(self) -> None:
+        """Count a worker's step."""
+        self.sound += 1
+        if self.sound >= PATIENCE:
+            self.exponent = min(self.exponent + 1, LARGEST_EXPONENT)
+            self.sound = 0
+
+    def overflowed(self, sample: int, drawn: int) -> bool:
+        """Halve the scale after an overflow in the step that began at ``sample``.
+
+        Returns False if that step had the scale before the last halving, which was at ``drawn``
+        granted samples.
+        """
+        if sample < self.since or not self.exponent:
+            return False
+        self.exponent -= 1
+        self.sound, self.since = 0, drawn
+        return True
 
 
 class SampleLease(NamedTuple):
     """The right to ``size`` samples out of a round of ``whole``, number ``start`` and following.
 
-    Without rounds a lease is a round of its own. ``whole`` is 0 when none are left;
-    ``size`` alone is 0 for a worker that gets nothing of a last, small round. ``absent``
-    are the ranks of failed workers that take no part in the round, the same for all. ``scale`` is
-    that of losses in half precision.
+    Without rounds a lease is a round of its own. ``whole`` is 0 when none are left; ``size`` alone
+    is 0 for a worker that gets nothing of a last, small round. ``absent`` are the ranks of failed
+    workers that take no part in the round, the same for all. ``scale`` is that of losses in half
+    precision.
     """
 
     start: int
@@ -43,20 +76,16 @@ class SampleLease(NamedTuple):
     scale: float = 1.0
 
     def size_of(self, worker: int, workers: int) -> int:
-        """Return how many of the round's samples a worker gets.
-
-        The first workers get one more than the others, as they do of an epoch
-        (:class:`aladdin_mpi.data.sampler.ShardedStream`).
-        """
+        """Return a worker's number of the round's samples, dealt as those of an epoch are."""
         return len(range(worker, self.whole, workers))
 
 
 class WorkerReport(NamedTuple):
-    """What a worker says of its last step and of its run so far.
+    """A worker's report of its last step and of its run so far.
 
-    ``samples`` and ``loss`` (mean over them) are the last step's; 0 samples: there
-    was no step since the last report. ``waiting`` (seconds), ``sent`` (bytes) and
-    ``steps`` are totals. ``rate`` is the learning rate, where only workers know it.
+    ``samples`` and ``loss`` (mean over them) are the last step's; 0 samples: there was no step
+    since the last report. ``waiting`` (seconds), ``sent`` (bytes) and ``steps`` are totals.
+    ``rate`` is the learning rate, if only workers know it.
     """
 
     samples: int = 0
@@ -67,12 +96,12 @@ class WorkerReport(NamedTuple):
     rate: float | None = None
 
     def pack(self) -> tuple[float, ...]:
-        """As numbers, less a rate that there is not."""
+        """Return the report as numbers, without a rate of None."""
         return self[:-1] if self.rate is None else self  # type: ignore[return-value]
 
 
 class _Round(NamedTuple):
-    """A round of all workers, and those among whom it is dealt."""
+    """A round of all workers, and the ranks among which it is dealt."""
 
     lease: SampleLease
     workers: list[int]
@@ -87,14 +116,20 @@ class _Round(NamedTuple):
 class Budget:
     """Kept by rank 0. Grants samples up to ``limit``, the end of the current segment.
 
-    What was granted to a rank that fails is not granted again: nobody can say what
-    became of it.
+    Samples granted to a rank that fails are not granted again: their fate is unknown.
 
     Args:
         total: samples of the whole run.
-        on_report: called with (rank, report, samples drawn) for every draw.
+        on_report: called with (rank, report) for every request.
         lockstep: the ranks that advance in rounds, each round dealt evenly to all of them, so
-            that every one takes as many steps; none: each draws for itself.
+            that all take as many steps; none: each draws for itself.
+
+    Attributes:
+        drawn: samples granted or passed over.
+        passed_over: of those drawn, granted to no rank.
+        closed_by: the rank that has closed the run; None: none has.
+        granted_before: samples granted to each rank before this segment, by a budget of as many
+            ranks.
     """
 
     def __init__(
@@ -109,10 +144,8 @@ class Budget:
         self.total = total
         self.drawn = 0
         self.passed_over = 0
-        """Of those drawn: granted to nobody."""
         self.limit = 0
         self.closed_by: int | None = None
-        """The rank that has closed the run; None: none has."""
         self.loss_scale = LossScale()
         self._is_open = False
         self._opened = self._passed_over_before = 0
@@ -124,7 +157,6 @@ class Budget:
         self._turns = [0] * transport.size
         self._granted: list[list[int]] = [[] for _ in range(transport.size)]
         self.granted_before = [0] * transport.size
-        """Samples granted to each rank before this segment, by a budget of as many ranks."""
         self._computed = [0] * transport.size
         transport.on_failure(self._lose)
         nbytes = 8 * (1 + len(WorkerReport._fields))
@@ -144,16 +176,12 @@ class Budget:
             self.closed_by = source
             self.stop()
         elif want < 0:
-            self._pass_over(int(-want))
+            before, self.drawn = self.drawn, max(self.drawn, min(int(-want), self.total))
+            self.passed_over += self.drawn - before
         if want > 0 and self._is_open:
             self._grant(source, int(want))
         elif want > 0:
             self._early.append((source, int(want)))
-
-    def _pass_over(self, samples: int) -> None:
-        """Grant nothing before number ``samples`` any more."""
-        before, self.drawn = self.drawn, max(self.drawn, min(samples, self.total))
-        self.passed_over += self.drawn - before
 
     def _grant(self, rank: int, want: int) -> None:
         lease = self._part_of_round(rank, want) if self._lockstep else self._take(want)
@@ -169,7 +197,7 @@ class Budget:
         return SampleLease(self.drawn - count, count, count, scale=scale)
 
     def _part_of_round(self, rank: int, want: int) -> SampleLease:
-        """The worker's part of its next round, which is decided when the first one asks."""
+        """Return a worker's part of its next round, which the first request for it decides."""
         turn = self._turns[rank]
         self._turns[rank] += 1
         if turn == len(self._rounds):
@@ -179,7 +207,7 @@ class Budget:
         return self._rounds[turn].part(rank)
 
     def _lose(self, rank: int) -> None:
-        """Deal no more to a rank that has failed; its parts of rounds that are dealt are lost."""
+        """Grant no more to a rank that has failed; its parts of rounds already dealt are lost."""
         self._early = [draw for draw in self._early if draw[0] != rank]
         if rank in self._workers:
             rest = [decided.part(rank).size for decided in self._rounds[self._turns[rank] :]]
@@ -188,31 +216,29 @@ class Budget:
             self._absent.append(rank)
 
     def computed(self, rank: int) -> int:
-        """Steps that a rank has reported in this segment."""
+        """Return the steps that a rank has reported in this segment."""
         return self._computed[rank]
 
     def lost(self, rank: int, steps: int) -> int:
-        """Samples granted to a rank in this segment beyond those of its first ``steps`` steps."""
+        """Return the samples granted to a rank in this segment after its first ``steps`` steps."""
         return sum(self._granted[rank][steps:])
 
     @property
     def granted(self) -> list[int]:
         """Samples granted to each rank, in this segment and before it."""
-        return [
-            before + sum(sizes)
-            for before, sizes in zip(self.granted_before, self._granted, strict=True)
-        ]
+        in_segment = map(sum, self._granted)
+        return [sum(both) for both in zip(self.granted_before, in_segment, strict=True)]
 
     def begin_at(self, drawn: int, passed_over: int) -> None:
-        """Go on where so many samples had been drawn, and so many of them passed over."""
+        """Continue after ``drawn`` samples, of which ``passed_over`` were."""
         self.drawn = self._opened = drawn
         self.passed_over = self._passed_over_before = passed_over
 
     def in_flight(self) -> dict[str, Any]:
-        """Of the present segment: what each rank was granted and has reported, and its limit."""
+        """Return the present segment's samples granted to and reported by each rank."""
         return {
             "opened": self._opened,
-            "granted": [sum(sizes) for sizes in self._granted],
+            "granted": list(map(sum, self._granted)),
             "computed": [
                 sum(sizes[:steps])
                 for sizes, steps in zip(self._granted, self._computed, strict=True)
@@ -222,7 +248,7 @@ class Budget:
         }
 
     def open(self, limit: int) -> None:
-        """Grant samples up to number ``limit`` of the run, first to those who came too early."""
+        """Grant samples up to number ``limit`` of the run, first to early requests."""
         with self._transport.atomic():
             self.limit, self._is_open = min(limit, self.total), True
             self._opened, self._passed_over_before = self.drawn, self.passed_over
@@ -232,17 +258,17 @@ class Budget:
             self._granted = [[] for _ in self._turns]
             self._computed = [0] * len(self._turns)
             for rank in sorted(self._transport.failed):
-                self._lose(rank)  # also who had failed before there was a budget
+                self._lose(rank)  # also one that had failed before there was a budget
             for rank, want in self._early:
                 self._grant(rank, want)
             self._early.clear()
 
     def close(self) -> None:
-        """The segment is over on every rank: who draws now means the next one."""
+        """End the segment on every rank: requests from now on are for the next one."""
         self._is_open = False
 
     def stop(self) -> None:
-        """Grant nothing more: the segment ends when what was drawn is used."""
+        """Grant nothing more: the segment ends when the granted samples are used."""
         self.limit = self.drawn
 
     @property
@@ -257,8 +283,7 @@ class SampleClient:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._grants: deque[Request] = deque()
-        self._free: list[Tensor] = []
-        """Buffers of grants: one is as long as the ranks are many."""
+        self._free: list[Tensor] = []  # buffers of grants, as long as the ranks are many
         self._ahead = 1
         self._computing = False
 
@@ -269,45 +294,42 @@ class SampleClient:
 
     @property
     def short(self) -> int:
-        """How many leases should be asked for now.
-
-        One is asked for ahead; twice as many each time that one came too late.
-        """
+        """Leases to request now: one ahead, twice as many each time that one came too late."""
         return self._ahead - len(self._grants)
 
     @property
     def outstanding(self) -> int:
-        """How many leases have been asked for and not been taken."""
+        """Leases that have been requested and not been taken."""
         return len(self._grants)
 
     def request(self, want: int, report: WorkerReport) -> None:
-        """Ask for ``want`` samples, and report; :meth:`take` gets the answer."""
+        """Request ``want`` samples, and report; :meth:`take` returns the answer."""
         numbers = 4 + self._transport.size
         grant = self._free.pop() if self._free else torch.empty(numbers, dtype=torch.float64)
         self._grants.append(self._transport.irecv(grant, COORDINATOR, Tag.GRANT))
         self._send(want, report)
 
     def report(self, report: WorkerReport) -> None:
-        """Report and ask for nothing."""
+        """Report and request nothing."""
         self._send(0, report)
 
     def stop(self) -> None:
-        """Ask that nothing more is granted to any worker, and the run ends."""
+        """Request that nothing more is granted to any worker, and the run ends."""
         self._send(STOP, WorkerReport())
 
     def close_run(self) -> None:
-        """Ask that nothing more is granted to any worker, and the run ends without results."""
+        """Request that nothing more is granted to any worker, and the run ends without results."""
         self._send(CLOSE, WorkerReport())
 
     def pass_over(self, samples: int) -> None:
-        """Ask that nothing before number ``samples`` is granted any more."""
+        """Request that nothing before number ``samples`` is granted any more."""
         self._send(-samples, WorkerReport())
 
     def _send(self, want: float, report: WorkerReport) -> None:
         self._transport.isend((want, *report.pack()), COORDINATOR, Tag.DRAW)
 
     def take(self) -> SampleLease:
-        """The first lease asked for; waits for it if it has not come."""
+        """Return the first lease requested; waits until it has arrived."""
         receive = self._grants.popleft()
         if not self._transport.test(receive):
             # A segment's first lease cannot have come: that is no sign of a slow network.

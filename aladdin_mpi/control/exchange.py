@@ -1,4 +1,4 @@
-"""Small facts that ranks tell each other outside training, and errors that they agree on."""
+"""Small facts that ranks exchange outside training, and errors that they agree on."""
 
 from __future__ import annotations
 
@@ -20,21 +20,26 @@ T = TypeVar("T")
 
 
 def gather(transport: Transport, fact: Any) -> list[Any]:
-    """Everyone's ``fact`` (anything that JSON holds) in rank order at rank 0; [] elsewhere.
+    """Return all ranks' ``fact`` (anything that JSON holds) by rank at rank 0; [] elsewhere.
 
-    None of a rank that has failed.
+    That of a rank that has failed is None.
     """
     facts = meet(transport, fact)
     if facts is not None:
         return [] if transport.rank else [fact, *map(_as_read, facts[1:])]
     if transport.rank:
-        _send(transport, _written(fact), 0)
+        transport.wait(*_send(transport, _written(fact), 0, Tag.SETUP))
         return []
-    return [fact, *(_receive_if_living(transport, rank) for rank in range(1, transport.size))]
+    received = [fact]
+    for rank in range(1, transport.size):
+        received.append(None)
+        with suppress(PeerFailedError):
+            received[rank] = _read(_receive(transport, rank, Tag.SETUP))
+    return received
 
 
 def broadcast(transport: Transport, fact: Any) -> Any:
-    """Rank 0's ``fact`` at every rank that lives."""
+    """Return rank 0's ``fact`` at every surviving rank."""
     facts = meet(transport, None if transport.rank else _as_read(fact))
     if facts is not None:
         return facts[0] if transport.rank else fact
@@ -42,18 +47,18 @@ def broadcast(transport: Transport, fact: Any) -> Any:
 
 
 def _broadcast(transport: Transport, fact: Any) -> Any:
-    """By messages."""
+    """Broadcast by messages."""
     if transport.rank:
-        return _receive(transport, 0)
+        return _read(_receive(transport, 0, Tag.SETUP))
     message = _written(fact)
     for dest in range(1, transport.size):
         with suppress(PeerFailedError):
-            _send(transport, message, dest)
+            transport.wait(*_send(transport, message, dest, Tag.SETUP))
     return fact
 
 
 def broadcast_tensor(transport: Transport, values: Tensor, root: int) -> None:
-    """Copy the CPU tensor ``values`` of rank ``root`` into that of every rank that lives."""
+    """Copy the CPU tensor ``values`` of rank ``root`` into that of every surviving rank."""
     if not transport.survives:
         transport.wait(transport.ibroadcast(values, root))
         return
@@ -65,7 +70,7 @@ def broadcast_tensor(transport: Transport, values: Tensor, root: int) -> None:
 
 
 def allreduce_tensor(transport: Transport, values: Tensor) -> None:
-    """Replace ``values`` by their sum over all ranks that live."""
+    """Replace ``values`` by their sum over all surviving ranks."""
     if not transport.survives:
         transport.wait(transport.iallreduce(values))
         return
@@ -88,7 +93,7 @@ def _pass_on(transport: Transport, values: Tensor, source: int, dests: list[int]
 
 
 def all_or_none(transport: Transport, attempt: Callable[[], T]) -> T:
-    """Let every rank make an attempt; if one cannot, none goes on.
+    """Return the result of ``attempt`` if it succeeds on every rank.
 
     Raises:
         UserError: at rank 0, what was wrong, and on which ranks if not on all.
@@ -101,42 +106,34 @@ def all_or_none(transport: Transport, attempt: Callable[[], T]) -> T:
             result = attempt()
     except UserError as error:
         problem = str(error)
-    summary = _summary(transport, problem)
+    problems = meet(transport, problem)
+    if problems is not None and problems.count(None) == len(problems):
+        return result  # type: ignore[return-value]
+    if problems is None:
+        problems = gather(transport, problem)
+    # By messages: the errors of other ranks are to follow that of rank 0, which says what is wrong.
+    summary: str = _broadcast(transport, combined(problems, transport.size))
     if summary:
         transport.close()
         raise UserError(summary, agreed=True) if transport.rank == 0 else RefusedError
     return result  # type: ignore[return-value]
 
 
-def _summary(transport: Transport, problem: str | None) -> str:
-    """What is wrong, at every rank."""
-    problems = meet(transport, problem)
-    if problems is None:
-        problems = gather(transport, problem)
-    elif problems.count(None) == len(problems):
-        return ""
-    # By messages: the others' errors are to come behind that of rank 0, which says what is wrong.
-    found: str = _broadcast(transport, combined(problems, transport.size))
-    return found
-
-
 def packed(value: Any) -> Tensor:
-    """As bytes, what a checkpoint can hold: tensors, numbers, strings, lists and dicts."""
+    """Return the bytes of what a checkpoint can hold: tensors, numbers, strings, lists, dicts."""
     file = BytesIO()
     torch.save(value, file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
 def unpacked(data: Tensor) -> Any:
-    """What :func:`packed` has made bytes of."""
+    """The inverse of :func:`packed`."""
     return torch.load(BytesIO(data.numpy().tobytes()), weights_only=True)
 
 
 def send_object(transport: Transport, value: Any, dest: int, tag: Tag) -> list[Request]:
     """Start to send what :func:`packed` takes."""
-    data = packed(value)
-    parts = torch.tensor([data.numel()]), data
-    return [transport.isend(part, dest, tag) for part in parts]
+    return _send(transport, packed(value), dest, tag)
 
 
 def receive_object(
@@ -146,78 +143,69 @@ def receive_object(
     timeout: float | None = None,
     unless: Callable[[], bool] = lambda: False,
 ) -> Any:
-    """What :func:`send_object` has sent.
+    """Receive what :func:`send_object` has sent.
 
-    ``timeout`` in seconds replaces the transport's own, ``unless`` that is true when it is over.
+    ``timeout`` in seconds replaces the transport's own, ``unless`` ``unless()`` is true when it
+    has run out.
 
     Raises:
-        PeerFailedError: that rank has died.
-        TimeoutError: nothing came in that time.
+        PeerFailedError: that rank has failed.
+        TimeoutError: nothing arrived in that time.
     """
-    size = torch.zeros(1, dtype=torch.int64)
-    announced = [transport.irecv(size, source, tag)]
-    if transport.wait_any(announced, timeout) < 0:
-        if not unless():
-            raise TimeoutError
-        transport.wait(*announced)
-    data = torch.empty(int(size), dtype=torch.uint8)
-    transport.wait(transport.irecv(data, source, tag))
-    return unpacked(data)
+    return unpacked(_receive(transport, source, tag, timeout, unless))
 
 
-def _written(fact: Any) -> tuple[Tensor, Tensor]:
-    """As a message's length, and the message."""
-    text = torch.frombuffer(bytearray(json.dumps(fact).encode()), dtype=torch.uint8)
-    return torch.tensor([text.numel()]), text
+def _written(fact: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(fact).encode()), dtype=torch.uint8)
+
+
+def _read(data: Tensor) -> Any:
+    return json.loads(data.numpy().tobytes())
 
 
 def _as_read(fact: Any) -> Any:
-    """What comes of ``fact`` where it is sent."""
+    """Return ``fact`` as it arrives at another rank."""
     return fact if fact is None or type(fact) in (str, int) else json.loads(json.dumps(fact))
 
 
-def _send(transport: Transport, message: tuple[Tensor, Tensor], dest: int) -> None:
-    requests = [transport.isend(part, dest, Tag.SETUP) for part in message]
-    transport.wait(*requests)
+def _send(transport: Transport, data: Tensor, dest: int, tag: Tag) -> list[Request]:
+    """Start to send the number of bytes, and these."""
+    return [transport.isend(part, dest, tag) for part in (torch.tensor([data.numel()]), data)]
 
 
-def _receive_if_living(transport: Transport, source: int) -> Any:
-    try:
-        return _receive(transport, source)
-    except PeerFailedError:
-        return None
-
-
-def _receive(transport: Transport, source: int) -> Any:
+def _receive(
+    transport: Transport,
+    source: int,
+    tag: Tag,
+    timeout: float | None = None,
+    unless: Callable[[], bool] = lambda: False,
+) -> Tensor:
     size = torch.zeros(1, dtype=torch.int64)
-    transport.wait(transport.irecv(size, source, Tag.SETUP))
-    text = bytearray(int(size))
-    room = torch.frombuffer(text, dtype=torch.uint8)
-    transport.wait(transport.irecv(room, source, Tag.SETUP))
-    return json.loads(text)
+    announced = transport.irecv(size, source, tag)
+    if transport.wait_any([announced], timeout) < 0:
+        if not unless():
+            raise TimeoutError
+        transport.wait(announced)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    transport.wait(transport.irecv(data, source, tag))
+    return data
 
 
 def barrier(transport: Transport) -> None:
-    """Wait until every rank that lives has come here.
+    """Wait until every surviving rank has come here.
 
     Raises:
         PeerFailedError: rank 0 has failed.
     """
     if not transport.survives:
         transport.wait(transport.ibarrier())
-    elif transport.rank:
-        transport.isend(_nothing(), 0, Tag.BARRIER)
-        transport.wait(transport.irecv(_nothing(), 0, Tag.BARRIER))
-    else:
-        _wait_for_all(transport)
-
-
-def _wait_for_all(transport: Transport) -> None:
+        return
+    nothing = torch.empty(0, dtype=torch.uint8)
+    if transport.rank:
+        transport.isend(nothing, 0, Tag.BARRIER)
+        transport.wait(transport.irecv(nothing, 0, Tag.BARRIER))
+        return
     others = surviving_ranks(transport)[1:]
-    wait_ended(transport, [transport.irecv(_nothing(), rank, Tag.BARRIER) for rank in others])
+    wait_ended(transport, [transport.irecv(nothing, rank, Tag.BARRIER) for rank in others])
     for rank in others:
-        transport.isend(_nothing(), rank, Tag.BARRIER)
-
-
-def _nothing() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8)
+        transport.isend(nothing, rank, Tag.BARRIER)

@@ -1,13 +1,13 @@
-"""Signs of life: who hangs, or is cut off by the network, is excluded from the run.
+"""Heartbeats: ranks that hang, or are cut off by the network, are excluded from the run.
 
-MPI tells of ranks that have died, if at all, but not of one that stands still (stopped, swapped
-out, its file system gone) or whose link is cut. So every rank sends rank 0 a sign of life now
-and then, which it answers. Rank 0 leaves out who has been silent for too long, and tells
-everybody; also the silent one, which reads it when it comes back, and leaves.
+MPI reports ranks that have died, if at all, but not one that stands still (stopped, swapped out,
+its file system gone) or whose link is cut. So every rank sends heartbeats to rank 0, which answers
+them. Rank 0 excludes ranks that are silent for too long, and informs all; also the silent one,
+which reads it when it comes back, and leaves.
 
-Rank 0 itself is watched by a deputy, the first of the others, to whom the others send their
-signs of life as well: so the deputy can tell a rank 0 that hangs from a link of its own that
-is cut. Where the others can go on without rank 0 the deputy excludes it.
+A standby, the first of the others, watches rank 0. The others send it their heartbeats as well, so
+that it can distinguish a rank 0 that hangs from a link of its own that is cut. If the others can
+continue without rank 0 the standby excludes it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,19 @@ from aladdin_mpi.errors import ExcludedError, LostError
 from aladdin_mpi.transport.base import Transport, surviving_ranks
 
 SIGNS = 6
-"""Signs of life that a rank sends within the time after which it would be excluded."""
-DEPUTY_PATIENCE = 1.5
-"""Of the deputy with rank 0, as a multiple of that time."""
-PATIENCE = 3.0
-"""The same of the others, who cannot know more."""
+"""Heartbeats that a rank sends within the time after which it would be excluded."""
+STANDBY_PATIENCE, PATIENCE = 1.5, 3.0
+"""Multiples of that time after which the standby and the others give up rank 0."""
 GOODBYE = 1
-"""In a sign of life: it is the last one."""
+"""Marks a rank's last heartbeat."""
 
 
 class Heartbeats:
-    """The signs of life of one rank. To be made, and closed, on every rank.
+    """The heartbeats of one rank, to be made, and closed, on every rank.
 
-    They come from the transport's own thread, so that a rank that computes for long gives
-    them too. A rank that has stood still itself gives the others time to be heard again.
-
-    Args:
-        timeout: seconds of silence after which a rank is excluded; 0: never.
+    They come from the transport's own thread, so that a rank that computes for long sends them
+    too. A rank that has stood still itself gives the others time to be heard again.
+    ``timeout`` is the seconds of silence after which a rank is excluded; 0: never.
     """
 
     def __init__(self, transport: Transport, timeout: float) -> None:
@@ -55,33 +51,27 @@ class Heartbeats:
             self._hooks.watch(self._look)
 
     def close(self) -> None:
-        """The run is over for this rank: it goes silent, and nobody is watched any more."""
+        """End the heartbeats and the watch: the run is over for this rank."""
         if self._hooks is not None:
-            self._hooks.unwatch(self._look)
+            self.give_up()
             for dest in self._watchers():
                 self._send(dest, GOODBYE)
-            self._hooks = None
 
     def give_up(self) -> None:
-        """The group has come apart: nobody is watched any more, and nobody told."""
+        """End the watch and inform no rank: the group is revoked."""
         if self._hooks is not None:
             self._hooks.unwatch(self._look)
             self._hooks = None
 
-    # -- signs of life ----------------------------------------------------------
     @property
-    def _deputy(self) -> int:
-        return (
-            surviving_ranks(self._transport)[1:2][0]
-            if len(surviving_ranks(self._transport)) > 1
-            else 0
-        )
+    def _standby(self) -> int:
+        return next(iter(surviving_ranks(self._transport)[1:]), 0)
 
     def _watchers(self) -> set[int]:
-        """The ranks that have to hear of this one."""
+        """Return the ranks that this one sends heartbeats to."""
         if self._transport.rank == 0:
             return set()
-        return {0, self._deputy} - {self._transport.rank}
+        return {0, self._standby} - {self._transport.rank}
 
     def _send(self, dest: int, number: int = 0, tag: Tag = Tag.ALIVE) -> None:
         self._transport.isend(torch.tensor([number]), dest, tag)
@@ -108,23 +98,22 @@ class Heartbeats:
                 self._send(dest)
             self._judge(now)
 
-    # -- silence ------------------------------------------------------------------
     def _judge(self, now: float) -> None:
-        rank, standby = self._transport.rank, self._deputy
-        if rank == 0:
+        if self._transport.rank == 0:
             for other in self._silent(now, self._timeout):
                 self._cut_off(other)
             return
-        patience = DEPUTY_PATIENCE if rank == standby else PATIENCE
+        is_standby = self._transport.rank == self._standby
+        patience = STANDBY_PATIENCE if is_standby else PATIENCE
         if 0 in self._silent(now, patience * self._timeout):
-            self._without_rank_0(now, rank == standby)
+            self._continue_without_rank_0(now, is_standby)
 
     def _silent(self, now: float, limit: float) -> list[int]:
         failed = self._transport.failed
         return [r for r, heard in self._heard.items() if now - heard > limit and r not in failed]
 
     def _cut_off(self, silent: int) -> None:
-        """Leave a rank out, and tell everybody: at rank 0, or of rank 0."""
+        """Exclude a rank, and inform all: at rank 0, or of rank 0."""
         if self._transport.survives:  # otherwise the job ends here
             for dest in surviving_ranks(self._transport):
                 if dest != self._transport.rank:
@@ -140,22 +129,19 @@ class Heartbeats:
             )
         self._transport.exclude(silent)
 
-    def _without_rank_0(self, now: float, is_deputy: bool) -> None:
-        """Rank 0 is silent: go on without it, or end the job, or this rank alone.
-
-        The latter where only its own link is cut.
-        """
+    def _continue_without_rank_0(self, now: float, is_standby: bool) -> None:
+        """Continue without rank 0, or end the job, or this rank alone, if its own link is cut."""
         silence = f"{self._name(0)} has sent no heartbeat for {now - self._heard[0]:.0f} s"
-        if is_deputy and self._transport.is_revoked(without=0) and self._hears_most(now):
+        if is_standby and self._transport.is_revoked(without=0) and self._hears_most(now):
             self._cut_off(0)
             return
-        if self._transport.survives and not (is_deputy and self._hears_others(now)):
+        if self._transport.survives and not (is_standby and self._hears_others(now)):
             me = self._name(self._transport.rank)
             raise ExcludedError(f"{silence}: {me} takes itself for cut off, and leaves")
         raise LostError(f"{silence}; it keeps the run's books")
 
     def _hears_others(self, now: float) -> bool:
-        """Whether what is wrong with rank 0 cannot be this rank's own link."""
+        """Whether the silence of rank 0 is not due to this rank's own link."""
         hosts, mine = self._transport.hosts, self._transport.host
         others = [
             r for r in surviving_ranks(self._transport)[1:] if hosts[r] != mine and r in self._heard
@@ -165,7 +151,7 @@ class Heartbeats:
         return any(now - self._heard[r] <= self._timeout for r in others)
 
     def _hears_most(self, now: float) -> bool:
-        """Whether this side of a network that is cut has more than half of the ranks.
+        """Whether this side of a cut network has more than half of the ranks.
 
         On the host of rank 0 it is rank 0 itself that hangs.
         """

@@ -1,4 +1,4 @@
-"""The training loss of all workers, from what each says with what it sends."""
+"""The training loss of all workers, from their messages."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from math import isfinite, nan
 class GlobalLoss:
     """Mean loss of the gradients in every worker's newest message.
 
-    ``value`` is no number until all workers have been heard, nor with timed computing.
+    ``value`` is NaN until all workers have reported, and with timed computing.
     """
 
     def __init__(self, workers: int) -> None:
         self._newest: list[tuple[float, int]] = [(nan, 1)] * workers
 
     def report(self, worker: int, loss: float, gradients: int) -> None:
-        """A worker's mean loss over so many gradients; NaN if all of them were refused."""
+        """Take in a worker's mean loss over its gradients; NaN if all of them were refused."""
         if isfinite(loss):
             self._newest[worker] = (loss, gradients)
 
     def exclude(self, worker: int) -> None:
-        """A worker has failed: what it said last does not count."""
+        """Discard the last report of a worker that has failed."""
         self._newest[worker] = (0.0, 0)
 
     @property
     def value(self) -> float:
-        """The mean over all of them."""
+        """The mean over all gradients."""
         total = sum(loss * gradients for loss, gradients in self._newest)
         return total / max(1, sum(gradients for _, gradients in self._newest))
 
     def state_dict(self) -> list[tuple[float, int]]:
-        """What was heard."""
+        """Return the newest reports."""
         return self._newest
 
     def load_state_dict(self, state: list[tuple[float, int]]) -> None:
-        """Take up a state from :meth:`state_dict`."""
+        """Load a state from :meth:`state_dict`."""
         self._newest = state

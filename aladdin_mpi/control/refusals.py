@@ -1,86 +1,41 @@
-"""Refused gradients and messages, how they are reported to rank 0, and the loss scale."""
+"""Refused gradients and messages: how ranks report them to rank 0, and its record of them."""
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from math import log10
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from aladdin_mpi.control.budget import Budget
 from aladdin_mpi.control.tags import COORDINATOR, Tag
+from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.state import Stateful, saved
+from aladdin_mpi.process import console
 from aladdin_mpi.transport.base import Transport
-
-FIRST, LARGEST = 16, 24
-"""Powers of two."""
-PATIENCE = 2000
-"""Steps of all workers without an overflow after which it is doubled."""
-
-
-class LossScale(Stateful):
-    """Kept by rank 0: the scale is 2 to the power of ``exponent``."""
-
-    SAVED = saved("exponent", "sound", "since")
-
-    def __init__(self) -> None:
-        self.exponent = FIRST
-        self.sound = 0
-        """Steps since it was changed."""
-        self.since = 0
-        """The first sample that was granted when it had been halved."""
-
-    def count(self) -> None:
-        """A worker has reported a step."""
-        self.sound += 1
-        if self.sound >= PATIENCE:
-            self.exponent = min(self.exponent + 1, LARGEST)
-            self.sound = 0
-
-    def overflowed(self, sample: int, drawn: int) -> bool:
-        """A gradient has overflowed; whether the scale is halved for that.
-
-        It is not where the step had the scale before the last halving.
-
-        Args:
-            sample: of the run, that the step began at.
-            drawn: samples granted so far.
-        """
-        if sample < self.since or not self.exponent:
-            return False
-        self.exponent -= 1
-        self.sound, self.since = 0, drawn
-        return True
 
 
 class Reason(IntEnum):
-    """Why something was refused."""
+    """The reason of a refusal."""
 
-    NAN = 1
-    """A bucket of a gradient holds NaN."""
-    INFINITE = 2
-    """It holds an infinite value, or its sum is infinite."""
-    LOSS = 3
-    """The batch's loss is not within ``--max-loss``."""
-    LOSS_ONLY = 4
-    """The loss is not finite, the gradient is: the gradient is used, the loss is not."""
-    ARRIVED = 5
-    """What arrived at a server is not finite, though its sender had checked it."""
-    CHECKSUM = 6
-    """What arrived is not what was sent."""
-    SCALE = 7
-    """As the first two, of a loss that was scaled for half precision."""
-    UNUSED = 8
-    """Nothing is refused: parameters that a batch did not use are stepped with a zero gradient."""
+    NAN = 1  # a bucket of a gradient holds NaN
+    INFINITE = 2  # it holds an infinite value, or its sum is infinite
+    LOSS = 3  # the batch's loss is not within --max-loss
+    LOSS_ONLY = 4  # the loss is not finite, the gradient is: the latter alone is used
+    ARRIVED = 5  # what arrived at a server is not finite, though its sender had checked it
+    CHECKSUM = 6  # what arrived is not what was sent
+    SCALE = 7  # as the first two, of a loss that was scaled for half precision
+    UNUSED = 8  # nothing is refused: parameters without a gradient are stepped with zero
 
 
 class Refusal(NamedTuple):
     """One refusal.
 
-    ``rank`` is the one whose gradient or message it was. ``bucket`` is -1 where there is
-    none. ``sample`` is the number of the run's sample that the batch begins at.
-    ``value`` is the loss, or the tag of a message. ``in_a_row`` counts the rank's last
-    steps, all of which were refused.
+    ``rank`` is the one whose gradient or message it was. ``bucket`` is -1 if there is none.
+    ``sample`` is the number of the run's sample that the batch begins at. ``value`` is the loss,
+    or the tag of a message. ``in_a_row`` counts the rank's last steps, all of which were refused.
     """
 
     reason: int
@@ -91,7 +46,7 @@ class Refusal(NamedTuple):
     in_a_row: int = 0
 
     def pack(self) -> Tensor:
-        """As a message."""
+        """Return the refusal as a message."""
         return torch.tensor(self, dtype=torch.float64)
 
     @staticmethod
@@ -102,9 +57,131 @@ class Refusal(NamedTuple):
 
 
 NBYTES = 8 * len(Refusal._fields)
-"""Of a message."""
+"""Size of a message."""
 
 
 def report(transport: Transport, refusal: Refusal) -> None:
-    """Tell rank 0. Never waits; a message handler may call it."""
+    """Report a refusal to rank 0. Never waits; a message handler may call it."""
     transport.isend(refusal.pack(), COORDINATOR, Tag.REFUSAL)
+
+
+MOST_IN_A_ROW = 20
+"""Refused steps of a worker in a row that end the run."""
+WARNED_ALWAYS = 3
+"""Refusals of one kind and rank that are printed; then the 10th, the 100th, ..."""
+KINDS = {
+    **dict.fromkeys((Reason.NAN, Reason.INFINITE, Reason.LOSS), "gradient refused"),
+    Reason.LOSS_ONLY: "loss left out",
+    **dict.fromkeys((Reason.ARRIVED, Reason.CHECKSUM), "message refused"),
+}
+
+
+class Ledger(Stateful):
+    """Rank 0's record of refusals: it warns, counts, and ends a run that cannot recover.
+
+    Args:
+        first_worker: the rank of worker 0.
+        budget: its loss scale is halved when a gradient overflows.
+    """
+
+    SAVED = saved(counts="_counts", first="_first")
+
+    def __init__(self, transport: Transport, first_worker: int, budget: Budget) -> None:
+        self._transport = transport
+        self._first_worker = first_worker
+        self._budget = budget
+        self._counts: dict[tuple[int, str], int] = {}
+        self._first: dict[tuple[int, str], str] = {}
+        self._has_ended = False
+        self._has_reported_unused = False
+        transport.on_message(Tag.REFUSAL, NBYTES, self._hear)
+
+    def count(self, kind: str) -> int:
+        """Return the number of refusals of a kind, on all ranks."""
+        return sum(count for (_, name), count in self._counts.items() if name == kind)
+
+    def failures(self) -> list[dict[str, Any]]:
+        """Return a line of the summary for each rank and kind."""
+        return [
+            {"rank": rank, "what": kind, "count": self._counts[rank, kind], "first": first}
+            for (rank, kind), first in sorted(self._first.items())
+        ]
+
+    def _hear(self, source: int, message: Tensor) -> None:
+        refusal = Refusal.unpack(message)
+        if refusal.reason == Reason.SCALE:
+            self._halve_scale(refusal)
+        elif refusal.reason == Reason.UNUSED:
+            self._report_unused(refusal)
+        else:
+            self._count(refusal, source)
+
+    def _count(self, refusal: Refusal, source: int) -> None:
+        kind = KINDS[Reason(refusal.reason)]
+        key = refusal.rank, kind
+        count = self._counts[key] = self._counts.get(key, 0) + 1
+        why = self._why(refusal, source)
+        self._first.setdefault(key, why)
+        if count <= WARNED_ALWAYS or log10(count).is_integer():
+            more = f" ({count} so far)" if count > 1 else ""
+            self._print(f"{self._name(refusal.rank)}: {kind}: {why}{more}")
+        if refusal.in_a_row >= MOST_IN_A_ROW and not self._has_ended:
+            self._has_ended = True  # several threads may run handlers: the error is raised once
+            raise UserError(_last_words(self._name(refusal.rank), refusal, why))
+
+    def _halve_scale(self, refusal: Refusal) -> None:
+        budget, scale = self._budget, self._budget.loss_scale
+        if scale.overflowed(refusal.sample, budget.drawn):
+            self._print(
+                f"{self._name(refusal.rank)}: a gradient overflows float16 at sample "
+                f"{refusal.sample}: the loss scale is now {2**scale.exponent}"
+            )
+
+    def _report_unused(self, refusal: Refusal) -> None:
+        if self._has_reported_unused:
+            return
+        self._has_reported_unused = True
+        self._print(
+            f"warning: {self._name(refusal.rank)}: the batch at sample {refusal.sample} does not "
+            "use every parameter; this run steps the others with a gradient of zero, so that "
+            'weight decay and momentum act on them (docs/sharp-bits.md, "Unused parameters")'
+        )
+
+    def checkpoint_skipped(self, samples: int, doubt: str) -> None:
+        """Report that no checkpoint is written, and why."""
+        self._print(f"no checkpoint at {samples} samples, the one before it is kept: {doubt}")
+
+    def _print(self, text: str) -> None:
+        console.say(f"aladdin_mpi: {text}")
+
+    def _name(self, rank: int) -> str:
+        where = f"rank {rank}, host {self._transport.host_names[rank]}"
+        if rank < self._first_worker:
+            return f"server {rank} ({where})"
+        return f"worker {rank - self._first_worker} ({where})"
+
+    def _why(self, refusal: Refusal, source: int) -> str:
+        reason, at = refusal.reason, f"at sample {refusal.sample}"
+        if reason == Reason.LOSS:
+            return f"a loss of {refusal.value:.4g} is above --max-loss {at}"
+        if reason == Reason.LOSS_ONLY:
+            return f"it is {refusal.value} {at}, and its gradient is finite"
+        if reason == Reason.ARRIVED:
+            return f"bucket {refusal.bucket} was not finite when rank {source} received it {at}"
+        if reason == Reason.CHECKSUM:
+            name = Tag(int(refusal.value)).name.lower().replace("_", " ")
+            return f"a message ({name}) had a wrong checksum when rank {source} received it"
+        found = "NaN" if reason == Reason.NAN else "an infinite value"
+        return f"{found} in bucket {refusal.bucket} {at}"
+
+
+def _last_words(name: str, refusal: Refusal, why: str) -> str:
+    if refusal.reason == Reason.LOSS:
+        remedy = "raise --max-loss, lower --lr, or lengthen --warmup-epochs"
+    else:
+        remedy = "lower --lr, lengthen --warmup-epochs, or look at the model and its data"
+    return (
+        f"{name}: the last {refusal.in_a_row} gradients were all refused (the "
+        f"latest: {why}); {remedy}. --resume goes on "
+        "from the last checkpoint, if there is one: it is from before that"
+    )

@@ -1,16 +1,15 @@
-"""From stored pixels to what a network is given.
+"""Recipes that turn stored pixels into a network's inputs.
 
-Two recipes: :class:`SmallImages` for sets whose images all have one small size, on whole
-batches at once, and :class:`LargeImages` for photographs of any size, one by one. Each
-has an evaluation view, and a training view whose random choices are read from a 64-bit
-key for each sample. Either takes a batch of stored images, or one decoded image.
+:class:`SmallImages` is for sets whose images all have one small size, on whole batches at once,
+and :class:`LargeImages` for photographs of any size, one by one. Each has an evaluation view, and
+a training view whose random choices are read from a 64-bit key for each sample. Either takes a
+batch of stored images, or one decoded image.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,10 +26,7 @@ from aladdin_mpi.process import extras
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Mean and standard deviation of each channel, of pixels scaled to [0, 1].
-
-    ``maximum`` is the largest stored pixel value.
-    """
+    """Each channel's mean and standard deviation, of pixels from 0 to ``maximum`` scaled to 1."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -48,13 +44,9 @@ CIFAR10 = Normalisation((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 
 def crop_and_flip(images: Tensor, keys: UInt64Array, pad: int, flip: bool) -> Tensor:
-    """Shift each image by up to ``pad`` pixels, black coming in; mirror half of them.
+    """Shift each image by up to ``pad`` pixels over black; with ``flip`` mirror half of them.
 
-    Args:
-        images: uint8 (N, C, H, W).
-        keys: (N,), the random numbers of :func:`~.randomness.sample_keys`.
-        pad: largest shift in pixels, each way.
-        flip: whether to mirror left and right with probability one half.
+    Images are uint8 (N, C, H, W), ``keys`` (N,) are of :func:`~.sampler.sample_keys`.
     """
     count, channels, height, width = images.shape
     padded = np.zeros((count, channels, height + 2 * pad, width + 2 * pad), dtype=np.uint8)
@@ -74,9 +66,8 @@ def crop_and_flip(images: Tensor, keys: UInt64Array, pad: int, flip: bool) -> Te
 class SmallImages:
     """Recipe for images that all have one small size (He et al. 2015, section 4.2).
 
-    Training: a crop after padding by ``pad`` black pixels, and a mirror image half of the
-    time if ``flip``; then ``policy``. ``image_size`` is the side to which images are scaled
-    at the end; None leaves them as they are.
+    Training: a crop after padding by ``pad`` black pixels, and a mirror image half of the time if
+    ``flip``; then ``policy``. At the end images are scaled to the side ``image_size``, if any.
     """
 
     normalisation: Normalisation
@@ -87,7 +78,10 @@ class SmallImages:
 
     def evaluation(self, images: Tensor) -> Tensor:
         """Return uint8 (N, C, H, W) as normalised float32."""
-        return self._scaled(self.normalisation(images))
+        images, side = self.normalisation(images), self.image_size
+        if side is None or tuple(images.shape[2:]) == (side, side):
+            return images
+        return F.interpolate(images, (side, side), mode="bilinear", antialias=True)
 
     def training(self, images: Tensor, keys: UInt64Array) -> Tensor:
         """Return uint8 (N, C, H, W) augmented by ``keys`` (N,) and normalised."""
@@ -107,22 +101,16 @@ class SmallImages:
         """Return one decoded image, augmented by ``key``, as (C, H, W)."""
         return self.training(to_tensor(image)[None], np.array([key], dtype=np.uint64))[0]
 
-    def _scaled(self, images: Tensor) -> Tensor:
-        side = self.image_size
-        if side is None or tuple(images.shape[2:]) == (side, side):
-            return images
-        return F.interpolate(images, (side, side), mode="bilinear", antialias=True)
-
 
 @dataclass(frozen=True)
 class LargeImages:
     """ImageNet's usual recipe.
 
-    Training: a part of the image chosen by ``crop``, mirrored half of the time; then
-    ``policy``. ``zoom`` is a random part of 8 to 100 % of the area, scaled to ``image_size``
-    (Szegedy et al. 2015); ``shift`` a square of ``image_size`` anywhere in the image scaled
-    as for evaluation (Krizhevsky et al. 2012); ``none`` the evaluation view. Evaluation:
-    the shorter side scaled to 256/224 of ``image_size``, then the central square.
+    Training: a part of the image chosen by ``crop``, mirrored half of the time; then ``policy``.
+    ``zoom`` is a random part of 8 to 100 % of the area, scaled to ``image_size`` (Szegedy et al.
+    2015); ``shift`` a square of ``image_size`` anywhere in the image scaled as for evaluation
+    (Krizhevsky et al. 2012); ``none`` the evaluation view. Evaluation: the shorter side scaled to
+    256/224 of ``image_size``, then the central square.
     """
 
     normalisation: Normalisation = IMAGENET
@@ -150,41 +138,39 @@ class LargeImages:
         """Return one decoded image, augmented by ``key``, as (C, image_size, image_size)."""
         if self.crop == "none":
             return self.evaluation_image(image)
-        draw = random.Random(key)
-        image = self._zoomed(image, draw) if self.crop == "zoom" else self._shifted(image, draw)
+        draw, side = random.Random(key), self.image_size
+        if self.crop == "zoom":
+            box = random_box(*image.size, draw)
+            image = image.resize((side, side), Image.Resampling.BILINEAR, box)
+        else:
+            image = self._shrunk(image)
+            left, top = draw.randint(0, image.width - side), draw.randint(0, image.height - side)
+            image = self._square(image, left, top)
         if draw.random() < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         if self.policy is not None:
             image = self.policy(image, key)
         return self.normalisation(to_tensor(image))
 
-    def _zoomed(self, image: Image.Image, draw: random.Random) -> Image.Image:
-        size = (self.image_size, self.image_size)
-        return image.resize(size, Image.Resampling.BILINEAR, random_box(*image.size, draw))
-
-    def _shifted(self, image: Image.Image, draw: random.Random) -> Image.Image:
-        image = self._shrunk(image)
-        left = draw.randint(0, image.width - self.image_size)
-        top = draw.randint(0, image.height - self.image_size)
-        return self._square(image, left, top)
-
     def _shrunk(self, image: Image.Image) -> Image.Image:
-        """Its shorter side a little longer than ``image_size``."""
-        width, height = image.size
-        scale = round(self.image_size * 256 / 224) / min(width, height)
-        size = (round(width * scale), round(height * scale))
+        """Scale the shorter side to a little more than ``image_size``."""
+        scale = round(self.image_size * 256 / 224) / min(image.size)
+        size = (round(image.width * scale), round(image.height * scale))
         return image.resize(size, Image.Resampling.BILINEAR)
 
     def _square(self, image: Image.Image, left: int, top: int) -> Image.Image:
         return image.crop((left, top, left + self.image_size, top + self.image_size))
 
 
+Recipe = SmallImages | LargeImages
+
+
 def random_box(width: int, height: int, draw: random.Random) -> tuple[int, int, int, int]:
-    """Choose a part of 8 to 100 % of an image, with sides as 3:4 to 4:3.
+    """Draw a part of 8 to 100 % of an image, with sides as 3:4 to 4:3.
 
     Returns:
-        Left, top, right, bottom in pixels. After ten choices that do not fit into the
-        image it is the largest central part of allowed proportions.
+        Left, top, right, bottom in pixels. If ten draws do not fit into the image it is the
+        largest central part of allowed proportions.
     """
     for _ in range(10):
         area = width * height * draw.uniform(0.08, 1.0)
@@ -215,7 +201,7 @@ CLASSES = {
     "randaugment": "RandAugment",
     "trivialaugment": "TrivialAugmentWide",
 }
-"""The policies by their names as options, and their classes."""
+"""torchvision's classes of the policies, by option."""
 
 DRAWING = frozenset(
     {torch.rand, torch.randn, torch.randint, torch.randperm, torch.bernoulli, torch.multinomial}
@@ -225,10 +211,10 @@ DRAWING = frozenset(
 
 
 class DrawFrom(TorchFunctionMode):
-    """In its block torch's functions draw from ``generator``.
+    """In its block torch's functions draw from ``generator``, for which v2 has no argument.
 
-    v2 has no argument for one. To seed the global generator instead would not do: other
-    threads draw from it, such as an evaluation's beside training.
+    Seeding the global generator instead is no option: other threads draw from it, such as an
+    evaluation's during training.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -239,40 +225,27 @@ class DrawFrom(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call ``func``, with the generator if it draws."""
-        kwargs = kwargs or {}
-        if func in DRAWING:
-            kwargs = {"generator": self._generator, **kwargs}
-        return func(*args, **kwargs)
+        own = {"generator": self._generator} if func in DRAWING else {}
+        return func(*args, **{**own, **(kwargs or {})})
 
 
 class Policy:
-    """One of :data:`CLASSES`, with torchvision's settings.
+    """One of :data:`CLASSES`, with torchvision's settings; raises UserError without torchvision.
 
-    Args:
-        name: of the policy.
-        learned_on: for AutoAugment, the data that its policy was found for: ``CIFAR10`` or
-            ``IMAGENET``.
-
-    Raises:
-        UserError: torchvision is not there.
+    ``learned_on`` is for AutoAugment the data that its policy was found for: ``CIFAR10`` or
+    ``IMAGENET``.
     """
 
     def __init__(self, name: str, learned_on: str) -> None:
-        v2 = _transforms(name)
+        extras.need("torchvision", f"--augment {name}")
+        from torchvision.transforms import v2
+
         settings = [v2.AutoAugmentPolicy[learned_on]] if name == "autoaugment" else []
-        self._transform: Callable[[Image.Image], Image.Image] = getattr(v2, CLASSES[name])(
-            *settings
-        )
+        self._transform: Any = getattr(v2, CLASSES[name])(*settings)
 
     def __call__(self, image: Image.Image, key: int) -> Image.Image:
-        """Return the image, grey or RGB, as changed by the 64-bit ``key``; its size stays."""
+        """Return the image, grey or RGB and of the same size, changed by the 64-bit ``key``."""
         # The generator takes 32 bits; the lower ones have placed the crop already.
         with DrawFrom(torch.Generator().manual_seed(key >> 32)):
-            return self._transform(image)
-
-
-def _transforms(name: str) -> Any:
-    extras.need("torchvision", f"--augment {name}")
-    from torchvision.transforms import v2
-
-    return v2
+            changed: Image.Image = self._transform(image)
+        return changed

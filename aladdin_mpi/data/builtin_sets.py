@@ -1,4 +1,4 @@
-"""The data sets known by name that are not folders of images."""
+"""The data sets known by name that are not folders or shards of images."""
 
 from __future__ import annotations
 
@@ -8,89 +8,19 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from aladdin_mpi.data.augment import CIFAR10, Normalisation, SmallImages
 from aladdin_mpi.data.host_cache import cache_dir, one_at_a_time
-from aladdin_mpi.data.images import ImageArrays
-from aladdin_mpi.data.sampler import SYNTHESIS, sample_keys
+from aladdin_mpi.data.images import DrawnImages, ImageArrays
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process import extras
 
-MOST_KEPT = 2**31
-"""Bytes of a set whose images are kept once they are drawn; those of larger sets are drawn anew."""
+Splits = tuple[ImageArrays, ImageArrays]
 
 
-class DrawnImages:
-    """Images, uint8 (N, C, H, W), that are drawn when they are taken by their numbers.
-
-    A fixed pattern for each class, plus noise, so that they can be learned.
-
-    Args:
-        shape: (C, H, W).
-        classes: image i is of class i modulo ``classes``.
-        count: N.
-        split: 0 to train, 1 to test.
-    """
-
-    dtype = torch.uint8
-
-    def __init__(self, shape: tuple[int, int, int], classes: int, count: int, split: int) -> None:
-        self.shape = torch.Size((count, *shape))
-        self._classes = classes
-        self._split = split
-        # Coarse: at full size those of 1,000 classes of 224 x 224 pixels would be 600 MB.
-        self._patterns = torch.randn(
-            classes, shape[0], 4, 4, generator=torch.Generator().manual_seed(0)
-        )
-        keeps = self.shape.numel() <= MOST_KEPT
-        self._kept = torch.empty(self.shape, dtype=self.dtype) if keeps else None
-        self._is_drawn = np.zeros(count, dtype=bool)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, chosen: Tensor | slice | int) -> Tensor:
-        """One image, or several as a tensor of their own."""
-        if isinstance(chosen, int):
-            return self[torch.tensor([chosen])][0]
-        if isinstance(chosen, slice):
-            numbers = np.arange(*chosen.indices(len(self)))
-        else:
-            numbers = chosen.numpy()
-        if self._kept is None:
-            return self._draw(numbers)
-        missing = np.unique(numbers[~self._is_drawn[numbers]])
-        if missing.size:
-            self._kept[torch.from_numpy(missing)] = self._draw(missing)
-            self._is_drawn[missing] = True  # last: another thread may ask for the same ones
-        return self._kept[torch.from_numpy(numbers)]
-
-    def _draw(self, numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
-        drawn = torch.empty(len(numbers), *self.shape[1:], dtype=self.dtype)
-        generator = torch.Generator()
-        keys = sample_keys(0, SYNTHESIS, self._split, numbers).tolist()
-        for place, (number, key) in enumerate(zip(numbers.tolist(), keys, strict=True)):
-            noise = torch.randn(tuple(self.shape[1:]), generator=generator.manual_seed(key))
-            drawn[place] = noise.mul_(40).add_(self._pattern(number)).clamp_(0, 255)
-        return drawn
-
-    def _pattern(self, number: int) -> Tensor:
-        place = number % self._classes
-        size = tuple(self.shape[2:])
-        coarse = self._patterns[place : place + 1]
-        return F.interpolate(coarse, size, mode="bilinear")[0].mul_(40).add_(128)
-
-
-def load_synthetic(name: str, image_size: int | None) -> tuple[ImageArrays, ImageArrays]:
-    """Return a made-up set that can be learned.
-
-    Args:
-        name: ``synthetic`` (3x32x32 pixels, 10 classes, 10,000 images to train and a
-            fifth as many to test) or ``synthetic:CxHxW:CLASSES:COUNT``.
-        image_size: side to scale to, or None.
-    """
+def load_synthetic(name: str, image_size: int | None) -> Splits:
+    """Return a synthetic set that can be learned, a fifth as many images to test as to train."""
     shape, classes, count = parse_synthetic(name)
     recipe = SmallImages(Normalisation((0.5,) * shape[0], (0.25,) * shape[0]), 0, False, image_size)
     train, test = (
@@ -106,7 +36,7 @@ def parse_synthetic(name: str) -> tuple[tuple[int, int, int], int, int]:
     """Return (C, H, W), the number of classes and of training images.
 
     Raises:
-        UserError: if ``name`` is not as described.
+        UserError: ``name`` is neither ``synthetic`` nor ``synthetic:CxHxW:CLASSES:COUNT``.
     """
     if name == "synthetic":
         return (3, 32, 32), 10, 10_000
@@ -124,14 +54,11 @@ def parse_synthetic(name: str) -> tuple[tuple[int, int, int], int, int]:
     return numbers[:3], numbers[3], numbers[4]
 
 
-Splits = tuple[ImageArrays, ImageArrays]
-
-
 DIGITS = Path(__file__).with_name("digits.npz")
 
 
 def read_digits() -> dict[str, Tensor]:
-    """The digits that come with this package.
+    """Return the digits that come with this package.
 
     The test part of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, UCI
     Machine Learning Repository, https://doi.org/10.24432/C50P49, CC BY 4.0). Read without
@@ -141,72 +68,78 @@ def read_digits() -> dict[str, Tensor]:
         ``pixels``, uint8 of (1797, 8, 8) from 0 to 16; ``labels``, uint8; and the positions,
         int64, of those to ``train`` and to ``test`` with.
     """
+    kinds = {"pixels": np.uint8, "labels": np.uint8, "train": np.int64, "test": np.int64}
     with np.load(DIGITS) as arrays:
-        found = {name: torch.from_numpy(arrays[name]) for name in ("pixels", "labels")}
-        places = {name: arrays[name].astype(np.int64) for name in ("train", "test")}
-    return found | {name: torch.from_numpy(array) for name, array in places.items()}
+        return {name: torch.from_numpy(arrays[name].astype(kind)) for name, kind in kinds.items()}
 
 
 def load_digits_set(image_size: int | None) -> Splits:
-    """Return 1,797 handwritten digits of 8x8 pixels: 1,437 to train, 360 to test.
-
-    The split is stratified and fixed.
-    """
+    """Return 1,797 handwritten digits of 8x8 pixels: 1,437 to train, 360 to test, stratified."""
     digits = read_digits()
     images, targets = digits["pixels"].unsqueeze(1), digits["labels"].long()
-    train, test = digits["train"], digits["test"]
     recipe = SmallImages(Normalisation((0.3053,), (0.3760,), maximum=16), image_size=image_size)
-    return (
-        ImageArrays(images[train], targets[train], recipe),
-        ImageArrays(images[test], targets[test], recipe),
+    train, test = (
+        ImageArrays(images[digits[split]], targets[digits[split]], recipe)
+        for split in ("train", "test")
     )
+    return train, test
+
+
+@dataclass(frozen=True)
+class Description:
+    """Sizes of a data set of images: training ``samples``, and the height of images as ``size``."""
+
+    samples: int
+    classes: int
+    channels: int
+    size: int
 
 
 @dataclass(frozen=True)
 class VisionSet:
     """A data set that torchvision can read and download.
 
-    ``class_name`` is torchvision's, ``folder`` what lies in the data folder, ``source``
-    where to get it by hand.
+    ``class_name`` is torchvision's, ``folder`` its name in the data folder, ``source`` where to
+    get it by hand.
     """
 
     class_name: str
     folder: str
     source: str
-    num_classes: int
+    sizes: Description
     recipe: SmallImages
 
 
+CIFAR = "https://www.cs.toronto.edu/~kriz/cifar.html"
+CIFAR100 = Normalisation((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
 VISION_SETS = {
     "mnist": VisionSet(
         "MNIST",
         "MNIST/raw",
         "http://yann.lecun.com/exdb/mnist",
-        10,
+        Description(60_000, 10, 1, 28),
         SmallImages(Normalisation((0.1307,), (0.3081,))),
     ),
     "fashion-mnist": VisionSet(
         "FashionMNIST",
         "FashionMNIST/raw",
         "https://github.com/zalandoresearch/fashion-mnist",
-        10,
+        Description(60_000, 10, 1, 28),
         SmallImages(Normalisation((0.2860,), (0.3530,)), pad=2, flip=True),
     ),
     "cifar10": VisionSet(
         "CIFAR10",
         "cifar-10-batches-py",
-        "https://www.cs.toronto.edu/~kriz/cifar.html",
-        10,
+        CIFAR,
+        Description(50_000, 10, 3, 32),
         SmallImages(CIFAR10, pad=4, flip=True),
     ),
     "cifar100": VisionSet(
         "CIFAR100",
         "cifar-100-python",
-        "https://www.cs.toronto.edu/~kriz/cifar.html",
-        100,
-        SmallImages(
-            Normalisation((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)), pad=4, flip=True
-        ),
+        CIFAR,
+        Description(50_000, 100, 3, 32),
+        SmallImages(CIFAR100, pad=4, flip=True),
     ),
 }
 
@@ -223,7 +156,6 @@ def load_vision_set(
     extras.need("torchvision", f"--dataset {name}")
     known = VISION_SETS[name]
     root = data_dir or cache_dir() / "data"
-    recipe = replace(known.recipe, image_size=image_size)
     if download:
         _download(known, root)
     elif not _is_complete(known, root):
@@ -233,7 +165,11 @@ def load_vision_set(
             "Add --download (on a node with internet access), or unpack it there from "
             f"{known.source}"
         )
-    return _vision_split(known, root, True, recipe), _vision_split(known, root, False, recipe)
+    recipe = replace(known.recipe, image_size=image_size)
+    train, test = (
+        ImageArrays(*_arrays(_open(known, root, split)), recipe) for split in (True, False)
+    )
+    return train, test
 
 
 def _open(known: VisionSet, root: Path, train: bool, download: bool = False) -> Any:
@@ -257,16 +193,11 @@ def _download(known: VisionSet, root: Path) -> None:
             for train in (True, False):
                 _open(known, root, train, download=True)
     except (OSError, RuntimeError) as error:
-        if _is_complete(known, root):  # in a folder that cannot be written
-            return
-        raise UserError(
-            f"--download: cannot download {known.class_name} to {root} ({error}); download it on a "
-            f"node with internet access, or unpack it there from {known.source}"
-        ) from error
-
-
-def _vision_split(known: VisionSet, root: Path, train: bool, recipe: SmallImages) -> ImageArrays:
-    return ImageArrays(*_arrays(_open(known, root, train)), recipe)
+        if not _is_complete(known, root):  # it may be, in a folder that cannot be written
+            raise UserError(
+                f"--download: cannot download {known.class_name} to {root} ({error}); download it "
+                f"on a node with internet access, or unpack it there from {known.source}"
+            ) from error
 
 
 def _arrays(source: Any) -> tuple[Tensor, Tensor]:

@@ -4,46 +4,49 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from aladdin_mpi.data import builtin_sets, imagefolder
-from aladdin_mpi.data.augment import CIFAR10, CLASSES, LargeImages, Policy, SmallImages
-from aladdin_mpi.data.builtin_sets import parse_synthetic
+from aladdin_mpi.data.augment import CIFAR10, CLASSES, LargeImages, Policy, Recipe, SmallImages
+from aladdin_mpi.data.builtin_sets import VISION_SETS, Description, parse_synthetic
 from aladdin_mpi.data.imagefolder import Fault, SplitListing
 from aladdin_mpi.data.images import ImageArrays, SkippedImages
 from aladdin_mpi.data.shards import ShardImages, find_shards, indexed
-from aladdin_mpi.data.user_code import call_with_accepted, import_function
+from aladdin_mpi.data.user_code import call_with_accepted, did_you_mean, import_function
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.fields import kebab
 from aladdin_mpi.options.general import SHUFFLE_BUFFER, Augment
 
 CHOICES = get_args(Augment)
-BY_IMAGE = frozenset({"imagenet", *CLASSES})
-"""Those that work on decoded images one by one: grey or RGB, of pixels up to 255."""
 
 
-def for_folder(
-    size: tuple[int, int] | None, image_size: int | None, augment: str
-) -> SmallImages | LargeImages:
-    """Return CIFAR's recipe for small images of one ``size``, otherwise ImageNet's.
+def for_folder(size: tuple[int, int] | None, image_size: int | None, augment: str) -> Recipe:
+    """Return CIFAR's recipe for small images of one (width, height), otherwise ImageNet's."""
+    if size is not None:
+        recipe = SmallImages(CIFAR10, pad=size[1] // 8, flip=True, image_size=image_size)
+        return _small(recipe, size[1], augment)
+    policy = Policy(augment, "IMAGENET") if augment in CLASSES else None
+    crop: Literal["zoom", "shift", "none"] = "zoom"
+    if augment in ("none", "crop-flip"):
+        crop = "none" if augment == "none" else "shift"
+    return LargeImages(image_size=image_size or 224, crop=crop, policy=policy)
 
-    Args:
-        size: (width, height) in pixels; None: they differ, or are large.
-        image_size: side in pixels to scale to, if any.
-        augment: one of :data:`CHOICES`.
-    """
-    if size is None:
-        return _large(image_size or 224, augment)
-    recipe = SmallImages(CIFAR10, pad=size[1] // 8, flip=True, image_size=image_size)
-    return _small(recipe, size[1], augment)
+
+def _small(recipe: SmallImages, height: int, augment: str) -> Recipe:
+    if augment == "none":
+        return replace(recipe, pad=0, flip=False)
+    if augment == "crop-flip":
+        return replace(recipe, pad=max(1, height // 8), flip=True)
+    if augment == "imagenet":
+        return LargeImages(recipe.normalisation, recipe.image_size or height)
+    return replace(recipe, policy=Policy(augment, "CIFAR10") if augment in CLASSES else None)
 
 
 def with_augmentation(arrays: ImageArrays, augment: str) -> ImageArrays:
@@ -57,7 +60,7 @@ def with_augmentation(arrays: ImageArrays, augment: str) -> ImageArrays:
     images, recipe = arrays.images, arrays.recipe
     assert isinstance(recipe, SmallImages)
     channels, height = images.shape[1:3]
-    if augment in BY_IMAGE:
+    if augment in {"imagenet", *CLASSES}:  # for decoded images: grey or RGB, of pixels up to 255
         if channels not in (1, 3):
             raise UserError(
                 f"--augment {augment}: expected images of 1 or 3 channels, got {channels}; give "
@@ -70,29 +73,8 @@ def with_augmentation(arrays: ImageArrays, augment: str) -> ImageArrays:
     return ImageArrays(images, arrays.targets, _small(recipe, height, augment))
 
 
-def _small(recipe: SmallImages, height: int, augment: str) -> SmallImages | LargeImages:
-    if augment == "none":
-        return replace(recipe, pad=0, flip=False)
-    if augment == "crop-flip":
-        return replace(recipe, pad=max(1, height // 8), flip=True)
-    if augment == "imagenet":
-        return LargeImages(recipe.normalisation, recipe.image_size or height)
-    policy = Policy(augment, "CIFAR10") if augment in CLASSES else None
-    return replace(recipe, policy=policy)
-
-
-def _large(image_size: int, augment: str) -> LargeImages:
-    if augment == "none":
-        return LargeImages(image_size=image_size, crop="none")
-    if augment == "crop-flip":
-        return LargeImages(image_size=image_size, crop="shift")
-    policy = Policy(augment, "IMAGENET") if augment in CLASSES else None
-    return LargeImages(image_size=image_size, policy=policy)
-
-
-NAMES = ("digits", *builtin_sets.VISION_SETS, "imagefolder", "shards", "synthetic")
-CACHE_CHOICES = ("auto", "on", "off")
-CORRUPT_CHOICES = ("stop", "skip")
+NAMES = ("digits", *VISION_SETS, "imagefolder", "shards", "synthetic")
+IMAGENET = Description(1_281_167, 1000, 3, 224)
 
 
 class MapDataset(Protocol):
@@ -105,19 +87,16 @@ class MapDataset(Protocol):
 
     def __len__(self) -> int:
         """Return the number of samples."""
-        ...
 
     def __getitem__(self, index: int, /) -> Any:
         """Return sample ``index``."""
-        ...
 
 
 @dataclass(frozen=True)
 class DatasetPair:
     """Training and test data.
 
-    ``image_size`` is the height in pixels. It and ``in_channels`` are 0 where the inputs
-    are not images.
+    ``image_size`` is the height in pixels. It and ``in_channels`` are 0 if inputs are no images.
     """
 
     train: MapDataset
@@ -154,13 +133,13 @@ def load_dataset(
         cache: for folders of small images: ``on`` decodes them once into memory and
             into the cache folder, ``off`` decodes as needed, ``auto`` is ``on`` for up to
             2 GiB decoded. Sets of large images are always decoded as needed.
-        augment: one of :data:`.recipes.CHOICES`; ``auto`` is what is said below.
-        corrupt_images: of ``imagefolder`` and ``shards``: ``stop`` raises an error at an image
-            that cannot be read; ``skip`` notes it, puts the next one in its place in the
-            training set, and leaves it out of :func:`.loading.test_batches`.
-        faults: those that are known to be corrupt; None: nobody has looked.
-        shuffle_buffer: of ``shards``: a sample is moved by less than this many places out of the
-            order in which its shard has it; 1: by none.
+        augment: one of :data:`CHOICES`; ``auto`` is described below.
+        corrupt_images: for ``imagefolder`` and ``shards``: ``stop`` raises an error at an
+            unreadable image; ``skip`` notes it, replaces it by the next one in the training set,
+            and leaves it out of :func:`.loading.test_batches`.
+        faults: the images known to be unreadable; None: they have not been checked.
+        shuffle_buffer: for ``shards``: a sample is moved by less than this many places out of its
+            shard's order; 1: by none.
 
     Small images (all of one size, at most 64 pixels) are cropped after padding by an
     eighth of their height and mirrored for training; larger ones get ImageNet's recipe.
@@ -169,25 +148,28 @@ def load_dataset(
         UserError: unknown name, missing or wrong data, wrong option.
     """
     if image_size is not None and image_size < 1:
-        raise UserError(f"image_size: expected at least 1 pixel, got {image_size}")
+        raise UserError(
+            f"--image-size: expected at least 1 pixel, got {image_size}; leave it out to keep the "
+            "images' own size"
+        )
     if shuffle_buffer < 1:
         raise UserError(
             f"--shuffle-buffer: expected at least 1 sample, got {shuffle_buffer}; give 1 to read "
             "each shard as it is"
         )
     for flag, value, choices in (
-        ("--cache", cache, CACHE_CHOICES),
+        ("--cache", cache, ("auto", "on", "off")),
         ("--augment", augment, CHOICES),
-        ("--corrupt-images", corrupt_images, CORRUPT_CHOICES),
+        ("--corrupt-images", corrupt_images, ("stop", "skip")),
     ):
         if value not in choices:
             raise UserError(f"{flag}: expected one of {', '.join(choices)}, got {value!r}")
-    look = Look(image_size, augment)
+    look, skip = Look(image_size, augment), corrupt_images == "skip"
     with _LOADING:
         if name == "imagefolder":
-            return _load_imagefolder(data_dir, look, cache, corrupt_images == "skip", faults)
+            return _load_imagefolder(data_dir, look, cache, skip, faults)
         if name == "shards":
-            return _load_shards(data_dir, look, corrupt_images == "skip", shuffle_buffer)
+            return _load_shards(data_dir, look, skip, shuffle_buffer)
         return _load(name, data_dir, download, look)
 
 
@@ -204,14 +186,15 @@ class Look(NamedTuple):
 
 @lru_cache(maxsize=4)
 def _load(name: str, data_dir: Path | None, download: bool, look: Look) -> DatasetPair:
+    size = look.image_size
     if name == "digits":
-        return _built_in(name, builtin_sets.load_digits_set(look.image_size), 10, look)
+        return _built_in(name, builtin_sets.load_digits_set(size), 10, look)
     if name.split(":")[0] == "synthetic":
-        splits = builtin_sets.load_synthetic(name, look.image_size)
-        return _built_in(name, splits, builtin_sets.parse_synthetic(name)[1], look)
-    if name in builtin_sets.VISION_SETS:
-        splits = builtin_sets.load_vision_set(name, data_dir, download, look.image_size)
-        return _built_in(name, splits, builtin_sets.VISION_SETS[name].num_classes, look)
+        classes = parse_synthetic(name)[1]
+        return _built_in(name, builtin_sets.load_synthetic(name, size), classes, look)
+    if name in VISION_SETS:
+        splits = builtin_sets.load_vision_set(name, data_dir, download, size)
+        return _built_in(name, splits, VISION_SETS[name].sizes.classes, look)
     if ":" in name:
         return _load_users(name, data_dir, download, look)
     if name == "imagenet":
@@ -219,27 +202,22 @@ def _load(name: str, data_dir: Path | None, download: bool, look: Look) -> Datas
             "--dataset imagenet: expected only with --compute timed, which needs its sizes alone, "
             "got --compute real; give --dataset imagefolder and --data-dir FOLDER"
         )
-    close = get_close_matches(name, NAMES)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise UserError(
-        f"--dataset: unknown data set {name!r}; {hint}known are {', '.join(NAMES)}, "
-        "and package.module:function"
+        f"--dataset: unknown data set {name!r}; {did_you_mean(name, NAMES)}known are "
+        f"{', '.join(NAMES)}, and package.module:function"
     )
 
 
-def _load_users(name: str, data_dir: Path | None, download: bool, look: Look) -> DatasetPair:
-    function = import_function("--dataset", name)
-    parameters = inspect.signature(function).parameters
-    for option, value in look._asdict().items():
-        if value not in (None, "auto") and option not in parameters:
-            flag = f"--{kebab(option)}"
-            raise UserError(
-                f"{flag}: expected a data set that heeds it, but {name} has no parameter {option}; "
-                f"add that, or leave {flag} out"
-            )
-    arguments = {"data_dir": data_dir, "download": download, **look._asdict()}
-    result = call_with_accepted("--dataset", name, function, arguments)
-    return _checked(name, function, result)
+def _built_in(name: str, splits: builtin_sets.Splits, num_classes: int, look: Look) -> DatasetPair:
+    return _pair(name, (with_augmentation(each, look.augment) for each in splits), num_classes)
+
+
+def _pair(name: str, splits: Iterable[Any], num_classes: int) -> DatasetPair:
+    train, test = splits
+    first = train[0][0]
+    is_image = isinstance(first, Tensor) and first.dim() == 3
+    channels, height = first.shape[:2] if is_image else (0, 0)
+    return DatasetPair(train, test, num_classes, channels, height, name)
 
 
 @lru_cache(maxsize=4)
@@ -254,100 +232,83 @@ def _load_imagefolder(
     size = imagefolder.common_small_size(listings, skip)
     recipe = for_folder(size, look.image_size, look.augment)
     skipped = SkippedImages() if skip else None
-    if skipped is not None:
-        listings = [
-            _mended(split, listing, size, cache, faults, skipped)
-            for split, listing in enumerate(listings)
-        ]
-    splits = tuple(imagefolder.load_split(each, recipe, size, cache, skipped) for each in listings)
+    splits = []
+    for split, listing in enumerate(listings):
+        if skipped is not None:
+            known = _known_faults(split, listing, size, cache, faults)
+            skipped.known += [(str(listing.path(i)), why) for i, why in known.items()]
+            listing = imagefolder.mended(listing, known, replaces=split == 0)
+        splits.append(imagefolder.load_split(listing, recipe, size, cache, skipped))
     return _pair("imagefolder", splits, len(classes))
+
+
+def _known_faults(
+    split: int,
+    listing: SplitListing,
+    size: tuple[int, int] | None,
+    cache: str,
+    faults: tuple[Fault, ...] | None,
+) -> dict[int, str]:
+    """Return the unreadable images of a split; if it is decoded as needed, none may be known."""
+    if faults is not None:
+        return {each.place: each.why for each in faults if each.split == split}
+    return imagefolder.unreadable(listing) if imagefolder.is_held(listing, size, cache) else {}
 
 
 @lru_cache(maxsize=4)
 def _load_shards(data_dir: Path | None, look: Look, skip: bool, shuffle_buffer: int) -> DatasetPair:
     skipped = SkippedImages() if skip else None
     recipe = for_folder(None, look.image_size, look.augment)
-    splits = tuple(
+    train, test = (
         ShardImages(shards, indexed(shards), recipe, skipped, shuffle_buffer)
         for shards in find_shards(data_dir)
     )
-    classes = int(splits[0].targets.max()) + 1
-    splits[1].check_classes(classes)
-    return _pair("shards", splits, classes)
+    classes = int(train.targets.max()) + 1
+    test.check_classes(classes)
+    return _pair("shards", (train, test), classes)
 
 
-def _mended(
-    split: int,
-    listing: SplitListing,
-    size: tuple[int, int] | None,
-    cache: str,
-    faults: tuple[Fault, ...] | None,
-    skipped: SkippedImages,
-) -> SplitListing:
-    """One split with stand-ins for the images that cannot be read, or, to test with, without.
-
-    Those of a set that is decoded as needed may not be known yet.
-    """
-    known: dict[int, str] = {}
-    if faults is not None:
-        known = {each.place: each.why for each in faults if each.split == split}
-    elif imagefolder.is_held(listing, size, cache):
-        known = imagefolder.unreadable(listing)
-    skipped.known += [(str(listing.path(i)), why) for i, why in known.items()]
-    mend = imagefolder.without if split else imagefolder.with_stand_ins
-    return mend(listing, known)
-
-
-def _built_in(name: str, splits: builtin_sets.Splits, num_classes: int, look: Look) -> DatasetPair:
-    augmented = tuple(with_augmentation(each, look.augment) for each in splits)
-    return _pair(name, augmented, num_classes)
-
-
-def _pair(name: str, splits: tuple[Any, ...], num_classes: int) -> DatasetPair:
-    train, test = splits
-    channels, height = _image_shape(train)
-    return DatasetPair(train, test, num_classes, channels, height, name)
-
-
-def _image_shape(dataset: MapDataset) -> tuple[int, int]:
-    """Return channels and height of the first sample; (0, 0) if it is no image."""
-    first = dataset[0][0]
-    is_image = isinstance(first, Tensor) and first.dim() == 3
-    return (first.shape[0], first.shape[1]) if is_image else (0, 0)
-
-
-def _checked(name: str, function: Callable[..., Any], result: Any) -> DatasetPair:
-    """Return what a user's function gave as a pair.
-
-    Raises:
-        UserError: if it is something else.
-    """
-    if isinstance(result, DatasetPair):
-        _check_not_empty(name, (result.train, result.test))
-        return result
-    is_pair = isinstance(result, tuple) and len(result) == 2
-    if not is_pair or not all(
-        hasattr(each, "__len__") and hasattr(each, "__getitem__") for each in result
-    ):
+def _load_users(name: str, data_dir: Path | None, download: bool, look: Look) -> DatasetPair:
+    function = import_function("--dataset", name)
+    parameters = inspect.signature(function).parameters
+    for option, value in look._asdict().items():
+        if value not in (None, "auto") and option not in parameters:
+            flag = f"--{kebab(option)}"
+            raise UserError(
+                f"{flag}: expected a data set that heeds it, but {name} has no parameter {option}; "
+                f"add that, or leave {flag} out"
+            )
+    arguments = {"data_dir": data_dir, "download": download, **look._asdict()}
+    result = call_with_accepted("--dataset", name, function, arguments)
+    splits = (result.train, result.test) if isinstance(result, DatasetPair) else result
+    if not isinstance(splits, tuple) or len(splits) != 2 or not all(map(_is_map_style, splits)):
         raise UserError(
             f"--dataset {name}: {function.__name__} must return a DatasetPair or (train, test), "
             f"two map-style data sets; it returned {type(result).__name__}"
         )
-    _check_not_empty(name, result)
-    return _pair(name, result, _count_classes(name, result[0]))
-
-
-def _check_not_empty(name: str, splits: tuple[Any, ...]) -> None:
     for kind, split in zip(("training", "test"), splits, strict=True):
         if not len(split):
             raise UserError(
                 f"--dataset {name}: expected at least one sample in the {kind} set, got none; look "
                 "at what it is made of"
             )
+    if isinstance(result, DatasetPair):
+        return result
+    classes = known_classes(splits[0])
+    if classes is None:
+        raise UserError(
+            f"--dataset {name}: cannot tell the number of classes: the training set has neither "
+            "classes nor targets; return a DatasetPair, which states it"
+        )
+    return _pair(name, splits, classes)
+
+
+def _is_map_style(dataset: Any) -> bool:
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
 
 
 def known_classes(dataset: Any) -> int | None:
-    """The number of classes, if the data set tells it; all of its labels may be looked at."""
+    """Return the number of classes, if the data set has them, its labels or two tensors."""
     if hasattr(dataset, "classes"):
         return len(dataset.classes)
     if hasattr(dataset, "targets"):
@@ -357,42 +318,6 @@ def known_classes(dataset: Any) -> int | None:
     return None
 
 
-def _count_classes(name: str, dataset: Any) -> int:
-    classes = known_classes(dataset)
-    if classes is not None:
-        return classes
-    raise UserError(
-        f"--dataset {name}: cannot tell the number of classes: the training set has neither "
-        "classes nor targets; return a DatasetPair, which states it"
-    )
-
-
-@dataclass(frozen=True)
-class Description:
-    """Of a training set of images.
-
-    Args:
-        samples: in an epoch.
-        classes: outputs of a model.
-        channels: of an image.
-        size: its height in pixels.
-    """
-
-    samples: int
-    classes: int
-    channels: int
-    size: int
-
-
-KNOWN = {
-    "mnist": Description(60_000, 10, 1, 28),
-    "fashion-mnist": Description(60_000, 10, 1, 28),
-    "cifar10": Description(50_000, 10, 3, 32),
-    "cifar100": Description(50_000, 100, 3, 32),
-    "imagenet": Description(1_281_167, 1000, 3, 224),
-}
-
-
 def describe_set(
     name: str,
     data_dir: Path | None,
@@ -400,22 +325,19 @@ def describe_set(
     image_size: int | None = None,
     corrupt_images: str = "stop",
 ) -> Description:
-    """The sizes of the data set ``name``, which is read only if they are not known.
+    """Return the sizes of the data set ``name``, which is read only if they are not known.
 
     Raises:
-        UserError: as :func:`~aladdin_mpi.data.datasets.load_dataset`.
+        UserError: as :func:`load_dataset`.
     """
-    found = _known(name)
-    if found is None:
+    if name.split(":")[0] == "synthetic":
+        (channels, height, _), classes, count = parse_synthetic(name)
+        known = Description(count, classes, channels, height)
+    elif name in VISION_SETS or name == "imagenet":
+        known = IMAGENET if name == "imagenet" else VISION_SETS[name].sizes
+    else:
         data = load_dataset(
             name, data_dir, download, image_size, "off", corrupt_images=corrupt_images
         )
         return Description(len(data.train), data.num_classes, data.in_channels, data.image_size)
-    return found if image_size is None else replace(found, size=image_size)
-
-
-def _known(name: str) -> Description | None:
-    if name.split(":")[0] == "synthetic":
-        shape, classes, count = parse_synthetic(name)
-        return Description(count, classes, shape[0], shape[1])
-    return KNOWN.get(name)
+    return known if image_size is None else replace(known, size=image_size)

@@ -1,14 +1,17 @@
-"""What ``run.batches()`` may be given, and how it is dealt to the workers.
+"""The data that ``run.batches()`` accepts, and how they are dealt to the workers.
 
-Samples with numbers, whatever their order, are dealt to the sample, and a run that goes on finds
-its place among them. What can only be read from its beginning is dealt by whole batches.
+Samples with numbers, whatever their order, are dealt one by one, and a resumed run continues at its
+place among them. Data that can only be read from the beginning are dealt by whole batches.
 """
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
 from numbers import Number
 from typing import Any, Protocol, cast
 
@@ -21,37 +24,28 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
+    SequentialSampler,
     default_collate,
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from aladdin_mpi.data.datasets import DatasetPair, MapDataset
 from aladdin_mpi.data.images import ImageArrays, SkippedImages, skips_of
-from aladdin_mpi.data.loader_order import (
-    SamplerOrder,
-    arguments_of,
-    check_arguments,
-    every,
-    generator_facts,
-    iterates_itself,
-    processes_of,
-    shuffles,
-)
 from aladdin_mpi.data.loader_processes import Start
 from aladdin_mpi.data.loading import (
     FORKED,
     BatchSource,
     Collate,
-    TrainingView,
+    TrainingLoader,
+    describe,
     global_generators_kept,
     load_in_order,
+    seed_global_generators,
 )
-from aladdin_mpi.data.loading import describe as describe_pairs
-from aladdin_mpi.data.sampler import Int64Array, Period, ShardedStream, permutation
+from aladdin_mpi.data.sampler import Int64Array, Period, ShardedStream, order_key, permutation
 from aladdin_mpi.data.shards import ShardImages
 from aladdin_mpi.errors import UserError
-
-BEGINS_ANEW = "data that can only be read in order begin anew, not where the run had come to"
 
 _SEQUENCES: tuple[Any, ...] = ([], (), Dataset())
 FINITE: tuple[type, ...] = (_BaseDataLoaderIter, *(type(iter(each)) for each in _SEQUENCES))
@@ -62,25 +56,18 @@ class Source(Protocol):
     """One worker's batches."""
 
     def next_batch(self, count: int) -> Any:
-        """A batch of ``count`` samples; where they come in batches, the next of these."""
+        """Return a batch of ``count`` samples; of data in batches, the next batch."""
 
     def close(self) -> None:
-        """End what loads ahead."""
+        """Stop loading ahead."""
 
 
 @dataclass(frozen=True)
 class FeedShare:
-    """Whose batches a feed is asked for.
+    """The worker that asks a feed for its batches, of which it had ``done`` samples in this period.
 
-    Attributes:
-        worker: its number, of ``workers``.
-        seed: of the run.
-        batch_size: samples of a batch.
-        done: samples that it has had in this period.
-        processes: that load ahead.
-        start: how they are started.
-        ahead: without processes, a thread may load the next batches.
-        past: periods of the run with other numbers of workers.
+    Either ``processes`` load ahead, or with ``ahead`` a thread. ``past`` are periods of the run
+    with other numbers of workers.
     """
 
     worker: int
@@ -93,25 +80,18 @@ class FeedShare:
     ahead: bool = False
     past: Sequence[Period] = ()
 
-    @property
-    def first_workers(self) -> int:
-        """How many workers the run began with."""
-        return self.past[0].workers if self.past else self.workers
-
 
 class Feed(ABC):
     """Data for all workers.
 
     Attributes:
-        batch_size: samples of a batch; None: as the run says.
-        loader_workers: processes that load ahead; None: as the run says.
-        loader_start_method: how they are started; None: as the run says.
         drops_last: an epoch consists of whole rounds, in which every worker has a full batch.
-        has_whole_batches: batches are not cut where a segment of the run ends.
-        caveat: what a run that goes on does not do as it would have without a break.
-        skipped: where the data set notes images that it skips, if it does.
+        has_whole_batches: batches are not cut at the end of a segment of the run.
+        caveat: how a resumed run differs from an uninterrupted one.
+        skipped: the data set's record of images that it skips, if it does.
     """
 
+    # The run's options that a DataLoader decides; None: it does not.
     batch_size: int | None = None
     loader_workers: int | None = None
     loader_start_method: str | None = None
@@ -122,28 +102,21 @@ class Feed(ABC):
 
     @abstractmethod
     def length(self, batch_size: int, workers: int = 1) -> int | None:
-        """Samples of an epoch; None: nobody knows.
-
-        Args:
-            batch_size: of a worker's batch.
-            workers: that the run began with.
-        """
+        """Return the samples of an epoch, for ``workers`` at the run's start; None: unknown."""
 
     def facts(self) -> dict[str, Any]:
-        """What the data of all workers must have in common."""
+        """Return the facts that all workers' data must share."""
         return {}
 
     @abstractmethod
     def source(self, share: FeedShare) -> Source:
-        """The batches of one worker."""
+        """Return the batches of one worker."""
 
 
 class SampleFeed(Feed):
-    """Samples by number, in an order by the run's seed, by a sampler, or as they lie.
+    """Samples by number, in an order by the run's seed, by a sampler, or of their shards.
 
-    Args:
-        loader: has the data set in it, with what it makes of it.
-        pairs: samples are (input, label), for the built-in training.
+    With ``pairs`` they are (input, label), for the built-in training.
     """
 
     def __init__(
@@ -157,58 +130,63 @@ class SampleFeed(Feed):
         self._loader = loader
         if loader is not None:
             self.batch_size = loader.batch_size
-            self.loader_workers, self.loader_start_method = processes_of(loader)
+            self.loader_workers, self.loader_start_method = _processes_of(loader)
             self.drops_last = self.has_whole_batches = loader.drop_last
             self._collate = loader.collate_fn
-            self._order = None if shuffles(loader) else SamplerOrder(loader.sampler, loader)
+            self._order = None if _shuffles(loader) else SamplerOrder(loader.sampler, loader)
 
     def length(self, batch_size: int, workers: int = 1) -> int:
-        """Samples of an epoch; with ``drop_last`` those of its whole rounds."""
+        """Return the samples of an epoch; with ``drop_last`` those of its whole rounds."""
         length = len(self._dataset) if self._order is None else self._order.length
         return length - length % (batch_size * workers) if self.drops_last else length
 
     def facts(self) -> dict[str, Any]:
-        """Sizes, and what the first sample is made of."""
+        """Return sizes, and the structure of the first sample."""
         if self._pairs:
-            return {**describe_pairs(self._dataset), **_facts_of(self._loader)}
+            return {**describe(self._dataset), **_generator_facts(self._loader)}
         with global_generators_kept():
             sample = _outline(self._dataset[0])
-        return {"length": len(self._dataset), "sample": sample, **_facts_of(self._loader)}
+        facts = {"length": len(self._dataset), "sample": sample}
+        return {**facts, **_generator_facts(self._loader)}
 
     def source(self, share: FeedShare) -> Source:
         """See :meth:`Feed.source`."""
-        size = share.batch_size
-        length = self.length(size, share.first_workers)
-        order = self._ordered(share, length)
-        stream = ShardedStream(length, share.worker, share.workers, share.seed, order, share.past)
+        first_workers = share.past[0].workers if share.past else share.workers
+        length = self.length(share.batch_size, first_workers)
+        whole = self._whole_order(share)
+        stream = ShardedStream(
+            length,
+            share.worker,
+            share.workers,
+            share.seed,
+            lambda epoch: whole(epoch)[:length],
+            share.past,
+        )
         stream.position = share.done
         return BatchSource(
             self._dataset,
             stream,
-            size,
+            share.batch_size,
             share.processes,
-            start=share.start,
-            collate=self._collate,
-            ahead=share.ahead,
-            arguments=arguments_of(self._loader, share.seed, share.worker),
+            share.start,
+            self._collate,
+            share.ahead,
+            _process_arguments(self._loader, share),
         )
 
-    def _ordered(self, share: FeedShare, length: int) -> Callable[[int], Int64Array] | None:
-        """The first ``length`` samples of each epoch's order; None: a permutation of all."""
-        whole = self._whole_order(share)
-        if whole is None:
-            count = len(self._dataset)
-            if length == count:
-                return None
-            return lambda epoch: permutation(count, share.seed, epoch)[:length]
-        return lambda epoch: whole(epoch)[:length]
-
-    def _whole_order(self, share: FeedShare) -> Callable[[int], Int64Array] | None:
+    def _whole_order(self, share: FeedShare) -> Callable[[int], Int64Array]:
+        """Return a function of an epoch's number that lists its samples."""
         if self._order is not None:
             return self._order.indices(share.seed)
-        if isinstance(self._dataset, ShardImages):
-            return _as_it_lies(self._dataset, share)
-        return None
+        if not isinstance(self._dataset, ShardImages):
+            return partial(permutation, len(self._dataset), share.seed)
+        if share.past:
+            raise UserError(
+                "--allow-resize: expected data whose order does not depend on the number of "
+                "workers, got shards; resume with as many workers as before"
+            )
+        shards: ShardImages = self._dataset
+        return lambda epoch: shards.reading_order(epoch, share.workers, share.seed)
 
 
 class BatchListFeed(Feed):
@@ -221,7 +199,7 @@ class BatchListFeed(Feed):
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
-        self.loader_workers, self.loader_start_method = processes_of(loader)
+        self.loader_workers, self.loader_start_method = _processes_of(loader)
         self._items_are_batches = loader.batch_sampler is None
         lists = loader.sampler if self._items_are_batches else loader.batch_sampler
         self._order = SamplerOrder(lists, loader, may_be_short=True)
@@ -229,50 +207,58 @@ class BatchListFeed(Feed):
         self.batch_size = size if isinstance(size, int) else None
 
     def length(self, batch_size: int, workers: int = 1) -> int:
-        """Samples of an epoch, by count."""
+        """Return the samples of an epoch, by count."""
         return self._order.length * batch_size
 
     def facts(self) -> dict[str, Any]:
         """See :class:`SampleFeed`."""
-        return {**SampleFeed(self._loader.dataset).facts(), **_facts_of(self._loader)}
+        return {**SampleFeed(self._loader.dataset).facts(), **_generator_facts(self._loader)}
 
     def source(self, share: FeedShare) -> Source:
         """See :meth:`Feed.source`."""
-        count, seed = self._order.length, share.seed
-        by_batch = [_by_batch(period, share.batch_size) for period in share.past]
+        count, size = self._order.length, share.batch_size
+        past = [
+            Period(tuple(None if taken is None else taken // size for taken in period.taken))
+            for period in share.past
+        ]
         numbers = ShardedStream(
-            count, share.worker, share.workers, seed, lambda epoch: np.arange(count), by_batch
+            count, share.worker, share.workers, share.seed, lambda epoch: np.arange(count), past
         )
-        numbers.position = share.done // share.batch_size
-        epochs, collate = self._order.epochs(seed), self._loader.collate_fn
+        numbers.position = share.done // size
+        collate = self._loader.collate_fn
         if self._items_are_batches:
-            collate = _OfOne(collate)
-        keys = _listed(epochs, numbers, self._items_are_batches)
-        view = TrainingView(cast(MapDataset, self._loader.dataset), seed, augment=True)
-        arguments = arguments_of(self._loader, share.seed, share.worker)
-        return _Batches(load_in_order(view, keys, share.processes, share.start, collate, arguments))
+            collate = partial(_convert_item, collate)
+        load = TrainingLoader(cast(MapDataset, self._loader.dataset), share.seed, collate)
+        arguments = _process_arguments(self._loader, share)
+        keys = self._keys(numbers, share.seed)
+        return _Batches(load_in_order(load, keys, share.processes, share.start, **arguments))
+
+    def _keys(self, numbers: ShardedStream, seed: int) -> Iterator[list[tuple[int, int]]]:
+        """Yield the (epoch, index) pairs of one worker's batches, endlessly."""
+        epochs = self._order.epochs(seed)
+        while True:
+            (epoch,), (number,) = (each.tolist() for each in numbers.take(1))
+            batches = epochs(epoch)
+            if number < len(batches):  # some samplers have fewer batches in some epochs
+                batch = batches[number]
+                yield [(epoch, i) for i in ([batch] if self._items_are_batches else batch)]
 
 
-class _OfOne:
-    """Converts the one item of a list, which is a batch."""
-
-    def __init__(self, convert: Callable[[Any], Any]) -> None:
-        self._convert = convert
-
-    def __call__(self, items: list[Any]) -> Any:
-        return self._convert(items[0])
+def _convert_item(convert: Callable[[Any], Any], items: list[Any]) -> Any:
+    """Convert the one item of a list, which is a batch."""
+    return convert(items[0])
 
 
 class StreamFeed(Feed):
     """Batches that can only be read in order.
 
     Args:
-        batches: begins anew whenever it is iterated, unless it is an iterator; a batch counts as
+        batches: begins again whenever it is iterated, unless it is an iterator; a batch counts as
             ``batch_size`` samples.
         sharded: each worker's are its own; otherwise worker w of n takes the w-th of every n.
     """
 
-    caveat = BEGINS_ANEW
+    caveat = "data that can only be read in order begin anew, not where the run had come to"
     has_whole_batches = True
 
     def __init__(self, batches: Iterable[Any], sharded: bool) -> None:
@@ -282,7 +268,7 @@ class StreamFeed(Feed):
             self.batch_size = batches.batch_size
 
     def length(self, batch_size: int, workers: int = 1) -> int | None:
-        """Samples of an epoch, by count, if it says how many batches it has."""
+        """Return the samples of an epoch, by count, if the number of batches is known."""
         if isinstance(self._batches, Iterator):
             return None
         try:
@@ -291,14 +277,14 @@ class StreamFeed(Feed):
             return None
 
     def facts(self) -> dict[str, Any]:
-        """Return what the generators of all workers that read the same batches have in common."""
-        return {} if self._sharded else _facts_of(self._batches)
+        """Return the facts that the generators of all workers that read the same batches share."""
+        return {} if self._sharded else _generator_facts(self._batches)
 
     def source(self, share: FeedShare) -> Source:
         """See :meth:`Feed.source`."""
         if self._sharded:
-            return _Batches(every(self._batches, 0, 1))
-        return _Batches(every(self._batches, share.worker, share.workers, share.seed))
+            return _Batches(_every(self._batches, 0, 1))
+        return _Batches(_every(self._batches, share.worker, share.workers, share.seed))
 
 
 class _Batches:
@@ -308,16 +294,55 @@ class _Batches:
         self._batches = batches
 
     def next_batch(self, count: int) -> Any:
-        """The next one."""
         return next(self._batches)
 
     def close(self) -> None:
-        """See :class:`Source`."""
         self._batches = iter(())  # which ends processes that load
 
 
+def _every(batches: Iterable[Any], first: int, step: int, seed: int | None = None) -> Iterator[Any]:
+    """Yield each ``step``-th batch from number ``first`` on, epoch after epoch.
+
+    With ``seed`` an order that an epoch draws from the global generators at its beginning is the
+    same for all workers.
+    """
+    epoch = 0
+    while True:
+        dataset = getattr(batches, "dataset", batches)
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        number = -1
+        for number, batch in enumerate(_epoch_of(batches, epoch, seed)):
+            if number % step == first:
+                yield batch
+        if isinstance(batches, Iterator):
+            raise UserError(
+                f"batches(): {type(batches).__name__} ended after {number + 1} batches, before the "
+                "run did, and an iterator cannot begin again. Give an endless one, a shorter run, "
+                "or an iterable that can be iterated again."
+            )
+        if number < first:
+            raise UserError(
+                f"batches(): expected at least {step} batches in an epoch, one for each worker, "
+                f"got {number + 1}; give more data, smaller batches or fewer workers, or "
+                "sharded=True for data that are each worker's own"
+            )
+        epoch += 1
+
+
+def _epoch_of(batches: Iterable[Any], epoch: int, seed: int | None) -> Iterator[Any]:
+    """Iterate over an epoch's batches; the first is made with the generators seeded."""
+    if seed is None:
+        return iter(batches)
+    with global_generators_kept():
+        seed_global_generators(order_key(seed, epoch))
+        iterator = iter(batches)
+        first = list(islice(iterator, 1))
+    return chain(first, iterator)
+
+
 def feed_of(data: Any, sharded: bool, batch_size: int) -> Feed:
-    """How ``data`` are dealt.
+    """Return the feed that deals ``data``.
 
     Args:
         data: a data set, a DataLoader, an iterable of batches, or an iterator over them.
@@ -325,40 +350,32 @@ def feed_of(data: Any, sharded: bool, batch_size: int) -> Feed:
         batch_size: for an iterable data set, whose samples are put together.
 
     Raises:
-        UserError: it is none of them, may be one or the other, or is dealt to ranks already.
+        UserError: it is none of them, is ambiguous, or is dealt to ranks already.
     """
     if isinstance(data, DataLoader):
-        return _of_loader(data, sharded)
+        return _feed_of_loader(data, sharded)
     if isinstance(data, IterableDataset):
         return StreamFeed(DataLoader(data, batch_size=batch_size), sharded)
-    if isinstance(data, (DatasetPair, Mapping, str, *FINITE)):
-        raise _not_data(data)
-    if isinstance(data, Sized) and hasattr(data, "__getitem__"):
+    is_unusable = isinstance(data, (DatasetPair, Mapping, str, *FINITE))
+    if not is_unusable and isinstance(data, Sized) and hasattr(data, "__getitem__"):
         _check_samples(data)
         _check_not_sharded(data, sharded)
         return SampleFeed(data)
-    if hasattr(data, "__iter__"):
+    if not is_unusable and hasattr(data, "__iter__"):
         return StreamFeed(data, sharded)
-    raise _not_data(data)
-
-
-def _not_data(data: Any) -> UserError:
-    hint = ""
-    if isinstance(data, DatasetPair):
-        hint = "; give its .train"
-    elif isinstance(data, FINITE):
+    hint = "; give its .train" if isinstance(data, DatasetPair) else ""
+    if isinstance(data, FINITE):
         hint = ", which cannot begin anew for the next epoch; give what it was made of"
-    return UserError(
+    raise UserError(
         "batches(): expected a data set, a DataLoader, or an iterable of batches, got "
         f"{type(data).__name__}{hint}"
     )
 
 
 def _check_samples(data: Any) -> None:
-    """Refuse a list or another sequence whose items may be samples or batches.
+    """Refuse a sequence whose items may be samples or batches.
 
-    An item with a number or a string in it is a sample. Of tensors alone, or of lists, either may
-    be made.
+    An item with a number or a string in it is a sample. Tensors alone, or lists, may be either.
     """
     if not isinstance(data, Sequence) or not data or _has_scalar(data[0]):
         return
@@ -389,55 +406,8 @@ def _check_not_sharded(data: Any, sharded: bool) -> None:
         )
 
 
-def _of_loader(loader: DataLoader[Any], sharded: bool) -> Feed:
-    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-    if any(isinstance(each, DistributedSampler) for each in samplers):
-        raise UserError(
-            "batches(): expected a DataLoader for the whole data set, got one with a "
-            "DistributedSampler; leave the sampler out: the run deals the samples to the workers"
-        )
-    check_arguments(loader, sharded)
-    if isinstance(loader.dataset, IterableDataset) or iterates_itself(loader):
-        return StreamFeed(loader, sharded)
-    _check_not_sharded(loader.dataset, sharded)
-    if type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None:
-        return SampleFeed(loader.dataset, loader)
-    return BatchListFeed(loader)
-
-
-def _facts_of(data: Any) -> dict[str, Any]:
-    return generator_facts(data) if isinstance(data, DataLoader) else {}
-
-
-def _by_batch(period: Period, batch_size: int) -> Period:
-    """A period of samples in batches."""
-    return Period(tuple(None if n is None else n // batch_size for n in period.taken))
-
-
-def _as_it_lies(dataset: ShardImages, share: FeedShare) -> Callable[[int], Int64Array]:
-    """Each worker reads shards of its own."""
-    if share.past:
-        raise UserError(
-            "--allow-resize: expected data whose order does not depend on the number of workers, "
-            "got shards; resume with as many workers as before"
-        )
-    return lambda epoch: dataset.reading_order(epoch, share.workers, share.seed)
-
-
-def _listed(
-    epochs: Callable[[int], list[Any]], numbers: ShardedStream, items_are_batches: bool
-) -> Iterator[list[tuple[int, int]]]:
-    """The (epoch, index) pairs of one worker's batches, endlessly."""
-    while True:
-        (epoch,), (number,) = (each.tolist() for each in numbers.take(1))
-        batches = epochs(epoch)
-        if number < len(batches):  # some samplers have fewer batches in some epochs
-            batch = batches[number]
-            yield [(epoch, index) for index in ([batch] if items_are_batches else batch)]
-
-
 def _outline(sample: Any) -> str:
-    """Of what a sample is made: the same for all workers; lengths may differ."""
+    """Return a sample's structure: the same for all workers; lengths may differ."""
     leaves, spec = tree_flatten(sample)
     kinds = [
         f"{leaf.dtype}".removeprefix("torch.") + f" {leaf.dim()}-D"
@@ -446,3 +416,174 @@ def _outline(sample: Any) -> str:
         for leaf in leaves
     ]
     return f"{spec} {kinds}"
+
+
+# -- a user's DataLoader ------------------------------------------------------------------------
+def _feed_of_loader(loader: DataLoader[Any], sharded: bool) -> Feed:
+    _check_loader(loader, sharded)
+    own = type(loader)
+    iterates_itself = (
+        own.__iter__ is not DataLoader.__iter__ or own._get_iterator is not DataLoader._get_iterator
+    )
+    if isinstance(loader.dataset, IterableDataset) or iterates_itself:
+        return StreamFeed(loader, sharded)
+    _check_not_sharded(loader.dataset, sharded)
+    if type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None:
+        return SampleFeed(loader.dataset, loader)
+    return BatchListFeed(loader)
+
+
+def _check_loader(loader: DataLoader[Any], sharded: bool) -> None:
+    """Refuse arguments that a run cannot follow."""
+    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    if any(isinstance(each, DistributedSampler) for each in samplers):
+        raise UserError(
+            "batches(): expected a DataLoader for the whole data set, got one with a "
+            "DistributedSampler; leave the sampler out: the run deals the samples to the workers"
+        )
+    if loader.timeout and not loader.num_workers:
+        raise UserError(
+            "batches(): timeout of the DataLoader requires num_workers > 0. Leave it out, or give "
+            "num_workers."
+        )
+    if loader.num_workers and not getattr(loader, "in_order", True) and not sharded:
+        raise UserError(
+            "batches(): in_order=False of the DataLoader cannot be combined with dealing its "
+            "batches to the workers, which need to agree on their order. Leave it out."
+        )
+
+
+def _processes_of(loader: DataLoader[Any]) -> tuple[int, str | None]:
+    """Return the number of its processes, and their start method, if it has one."""
+    context = loader.multiprocessing_context
+    return loader.num_workers, None if context is None else context.get_start_method()
+
+
+def _process_arguments(loader: DataLoader[Any] | None, share: FeedShare) -> dict[str, Any]:
+    """Return the loader's arguments for :func:`load_in_order`."""
+    if loader is None or not loader.num_workers:
+        return {}
+    own = share.seed if loader.generator is None else loader.generator.initial_seed()
+    return {
+        "timeout": loader.timeout,
+        "prefetch_factor": loader.prefetch_factor,
+        "worker_init_fn": loader.worker_init_fn,
+        "seed": order_key(own, share.worker) & 0x7FFFFFFFFFFFFFFF,  # as manual_seed() takes it
+    }
+
+
+def _shuffles(loader: DataLoader[Any]) -> bool:
+    """Whether its sampler stands for ``shuffle=True``, whose order the run is free to choose."""
+    sampler = loader.sampler
+    return (
+        type(sampler) is RandomSampler
+        and sampler.generator is None
+        and not sampler.replacement
+        and (sampler.num_samples == len(sampler.data_source))
+    )
+
+
+class SamplerOrder:
+    """Lists the entries of a sampler in each epoch.
+
+    The global generators that a sampler draws from are seeded by the run's seed and the epoch.
+    Generators of its own continue from epoch to epoch, from the state that they had at first, as
+    they do in a DataLoader.
+
+    Args:
+        sampler: of samples or of batches.
+        loader: the DataLoader that has it.
+        may_be_short: an epoch may have fewer entries than ``len(sampler)``.
+
+    Raises:
+        UserError: the sampler has no length.
+    """
+
+    def __init__(self, sampler: Any, loader: DataLoader[Any], may_be_short: bool = False) -> None:
+        self._sampler = sampler
+        self._loader = loader
+        self._may_be_short = may_be_short
+        self._generators = _generators_of(loader)
+        self._initial = [generator.get_state() for generator in self._generators]
+        try:
+            self.length = len(sampler)
+        except TypeError as error:
+            raise UserError(
+                f"batches(): sampler {type(sampler).__name__} of the DataLoader requires a length. "
+                "Give it a __len__ that counts what it lists in an epoch."
+            ) from error
+
+    def epochs(self, seed: int) -> Callable[[int], list[Any]]:
+        """Return a function of an epoch's number that lists its entries."""
+        states, coming, last = self._initial, 0, -1
+        entries: list[Any] = []
+
+        def entries_of(epoch: int) -> list[Any]:
+            nonlocal states, coming, last, entries
+            if epoch == last:
+                return entries
+            if not self._generators:
+                coming = epoch  # the seed alone decides
+            elif epoch < coming:
+                states, coming = self._initial, 0
+            while coming <= epoch:
+                entries, states = self._draw(seed, coming, states)
+                last, coming = coming, coming + 1
+            return entries
+
+        return entries_of
+
+    def indices(self, seed: int) -> Callable[[int], Int64Array]:
+        """Return the same with arrays, for a sampler of samples."""
+        if type(self._sampler) is SequentialSampler:
+            in_order = np.arange(self.length)
+            return lambda epoch: in_order
+        epochs = self.epochs(seed)
+        return lambda epoch: np.asarray(epochs(epoch), dtype=np.int64)
+
+    def _draw(
+        self, seed: int, epoch: int, states: list[torch.Tensor]
+    ) -> tuple[list[Any], list[torch.Tensor]]:
+        """List an epoch, with the user's generators in ``states``; also returns their next ones."""
+        with global_generators_kept():
+            seed_global_generators(order_key(seed, epoch))
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+            loader = self._loader
+            is_shared = any(each is loader.generator for each in self._generators)
+            if is_shared and not (epoch and loader.persistent_workers):
+                # The seed that a DataLoader draws for its processes whenever it is iterated.
+                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            for owner in _owners(self._sampler):
+                if hasattr(owner, "set_epoch"):
+                    owner.set_epoch(epoch)
+            entries = list(islice(self._sampler, self.length + 1))
+        count = len(entries)
+        if count > self.length or (count < self.length and not self._may_be_short):
+            listed = f"{count}" if count <= self.length else "more"
+            raise UserError(
+                f"batches(): sampler {type(self._sampler).__name__} of the DataLoader has length "
+                f"{self.length} but lists {listed} in epoch {epoch}. Correct its __len__."
+            )
+        return entries, [generator.get_state() for generator in self._generators]
+
+
+def _generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """Return the generators by which a DataLoader's samplers draw an order."""
+    owners = (*_owners(loader.sampler), *_owners(loader.batch_sampler))
+    found = (getattr(owner, "generator", None) for owner in owners)
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+
+def _generator_facts(data: Any) -> dict[str, Any]:
+    """Return the facts that all workers' generators must share, or nothing without any."""
+    states = [
+        f"seed {each.initial_seed()}, state {zlib.crc32(bytes(each.get_state().numpy())):08x}"
+        for each in (_generators_of(data) if isinstance(data, DataLoader) else ())
+    ]
+    return {"generator": states} if states else {}
+
+
+def _owners(sampler: Any) -> tuple[Any, Any]:
+    """Return a sampler and the one that it may wrap."""
+    return sampler, getattr(sampler, "sampler", None)

@@ -25,37 +25,29 @@ _log = logging.getLogger(__name__)
 
 
 def cache_dir() -> Path:
-    """Return ``$ALADDIN_MPI_CACHE``, or ``~/.cache/aladdin_mpi``.
-
-    Whatever lies there can be deleted while no run uses it; it is made anew.
-    """
+    """Return ``$ALADDIN_MPI_CACHE``, or ``~/.cache/aladdin_mpi``; no file in it has to be kept."""
     chosen = os.environ.get("ALADDIN_MPI_CACHE")
     return Path(chosen) if chosen else Path.home() / ".cache" / "aladdin_mpi"
 
 
 def index_dir(data: Path) -> Path:
-    """Where it is kept what lies where in ``data``.
+    """Return the folder of the indices of ``data``.
 
-    That is ``DIR.index`` beside a folder ``DIR`` which holds them, where there is one, as beside a
-    copy on a host's own disk: the path of which means other data on another host. Otherwise it is
-    the cache folder.
+    It is ``DIR.index`` next to a folder ``DIR`` that holds them, if that exists, as next to a copy
+    on a host's own disk, whose path means other data on another host; otherwise the cache folder.
     """
     beside = (index_beside(each) for each in (data, *data.parents) if each.name)
     return next((each for each in beside if each.is_dir()), cache_dir())
 
 
 def index_beside(folder: Path) -> Path:
-    """``DIR.index`` for ``DIR``."""
+    """Return ``DIR.index`` for ``DIR``."""
     return folder.with_name(f"{folder.name}.index")
 
 
 @contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Let one process at a time into the block, for the given ``path``.
-
-    Raises:
-        OSError: if no lock file can be made in its folder.
-    """
+    """Let one process at a time into the block; raises OSError without a lock file at ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f".{path.name}.lock")).acquire(poll_interval=0.2):
         yield
@@ -64,19 +56,21 @@ def one_at_a_time(path: Path) -> Iterator[None]:
 def cached_array(
     key: str, build: Callable[[], UInt8Array], folder: Path | None = None
 ) -> UInt8Array:
-    """Return what ``build`` makes, from ``folder``, by default the cache, if it is there.
+    """Return the result of ``build``, kept in ``folder``, by default the cache.
 
-    The array is mapped from the file, so that the ranks of a host share its memory. If
-    the cache cannot be used, a warning says so and the array is built for this process
-    alone.
+    The array is mapped from the file, so that the ranks of a host share its memory. If the cache
+    cannot be used, a warning says so and the array is built for this process alone.
     """
     path = (folder or cache_dir()) / f"{key}.npy"
     try:
         if not path.exists():
             with one_at_a_time(path):
                 if not path.exists():
-                    _save_whole(path, build())
-        # "c" is copy-on-write: nobody writes, and torch wants no read-only memory.
+                    array = build()
+                    with written_whole(path) as temporary, temporary.open("wb") as file:
+                        np.save(file, array)
+                    _log.info("wrote %s (%.0f MB)", path, array.nbytes / 1e6)
+        # Copy-on-write: nothing writes to it, and torch refuses read-only memory.
         return np.load(path, mmap_mode="c")
     except (OSError, NotImplementedError) as error:
         warnings.warn(
@@ -85,9 +79,3 @@ def cached_array(
             stacklevel=2,
         )
         return build()
-
-
-def _save_whole(path: Path, array: UInt8Array) -> None:
-    with written_whole(path) as temporary, temporary.open("wb") as file:
-        np.save(file, array)
-    _log.info("wrote %s (%.0f MB)", path, array.nbytes / 1e6)

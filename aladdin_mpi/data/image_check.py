@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
-
-from torch.utils.data import Dataset
+from functools import partial
 
 from aladdin_mpi.control.exchange import all_or_none, broadcast, gather
 from aladdin_mpi.data import imagefolder
@@ -19,12 +17,12 @@ from aladdin_mpi.process import console
 from aladdin_mpi.transport.base import Transport
 
 AT_A_TIME = 64
-"""Images of a piece of work of a loader process."""
+"""Images that a loader process reads before it reports."""
 MOST_NAMED = 1000
 
 
 def check_images(options: RunOptions, transport: Transport) -> tuple[Fault, ...] | None:
-    """Return the images that cannot be read, the same on all ranks; None: nobody has looked.
+    """Return the unreadable images, the same on all ranks; None without ``--check-images``.
 
     Raises:
         UserError: at rank 0, names all of them, if they are not to be skipped.
@@ -47,7 +45,7 @@ def check_images(options: RunOptions, transport: Transport) -> tuple[Fault, ...]
 def _faults(
     listings: Sequence[SplitListing], options: RunOptions, transport: Transport
 ) -> list[Fault]:
-    """Those in this rank's part: every n-th image."""
+    """Return the unreadable images of this rank's part: every n-th image."""
     places = [
         (split, index)
         for split, listing in enumerate(listings)
@@ -55,24 +53,16 @@ def _faults(
     ]
     pieces = [places[i : i + AT_A_TIME] for i in range(0, len(places), AT_A_TIME)]
     start = Start(options.loader_start_method, tells=transport.rank == 0)
-    loaded = load_in_order(_Look(listings), pieces, options.loader_workers, start, _found)
+    check = partial(_faults_among, listings)
+    loaded = load_in_order(check, pieces, options.loader_workers, start)
     return [each for piece in loaded for each in piece]
 
 
-class _Look(Dataset[Fault | None]):
-    """Says of each image whether it can be read."""
-
-    def __init__(self, listings: Sequence[SplitListing]) -> None:
-        self._listings = listings
-
-    def __getitem__(self, place: tuple[int, int]) -> Fault | None:
-        split, index = place
-        why = imagefolder.fault(self._listings[split].path(index))
-        return None if why is None else Fault(split, index, why)
-
-
-def _found(looked: list[Any]) -> list[Fault]:
-    return [each for each in looked if each is not None]
+def _faults_among(
+    listings: Sequence[SplitListing], places: Sequence[tuple[int, int]]
+) -> list[Fault]:
+    reasons = ((place, imagefolder.fault(listings[place[0]].path(place[1]))) for place in places)
+    return [Fault(*place, why) for place, why in reasons if why is not None]
 
 
 def _refuse(listings: Sequence[SplitListing], faults: Sequence[Fault], count: int) -> None:

@@ -1,23 +1,23 @@
-"""Data sets of images: in memory, or decoded from files as they are needed."""
+"""Data sets of images: in memory, drawn, or decoded from files as they are needed."""
 
 from __future__ import annotations
 
 import errno
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from aladdin_mpi.data.augment import LargeImages, SmallImages
-from aladdin_mpi.data.sampler import AUGMENTATION, sample_keys
+from aladdin_mpi.data.augment import Recipe
+from aladdin_mpi.data.sampler import AUGMENTATION, SYNTHESIS, Int64Array, sample_keys
 from aladdin_mpi.errors import UserError
 
 Skip = tuple[str, str]
@@ -25,70 +25,102 @@ Skip = tuple[str, str]
 
 
 class SkippedImages:
-    """Those that one process has noticed in a data set; any of its threads may.
+    """The unreadable images that one process has met in a data set, in any of its threads.
 
-    Args:
-        known: those noticed when the data set was made.
+    ``known`` are those found when the data set was made.
     """
 
-    def __init__(self, known: Iterable[Skip] = ()) -> None:
-        self.known = list(known)
+    def __init__(self) -> None:
+        self.known: list[Skip] = []
         self._new: deque[Skip] = deque()
 
     def add(self, path: str, why: str) -> None:
-        """Note one, each time that it is met: rank 0 counts it once."""
+        """Note an image, each time that it is met: rank 0 counts it once."""
         self._new.append((path, why))
 
     def take(self) -> list[Skip]:
-        """Those noted since the last call."""
-        taken = []
-        while self._new:
-            taken.append(self._new.popleft())
-        return taken
+        """Return those noted since the last call."""
+        return [self._new.popleft() for _ in range(len(self._new))]
 
 
 def skips_of(dataset: object) -> SkippedImages | None:
-    """Where ``dataset`` notes what it skips, if it does."""
+    """Return the record of images that ``dataset`` skips, if it has one."""
     found = getattr(dataset, "skipped", None)
     return found if isinstance(found, SkippedImages) else None
 
 
-Int64Array = npt.NDArray[np.int64]
-
 MOST_IN_A_ROW = 100
-"""Images that cannot be read, one behind the other, before the folder is taken to be lost."""
+"""Successive unreadable images after which the folder counts as lost."""
 OUT_OF_RESOURCES = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE})
-"""Errors that say nothing about the file."""
+"""Errors of the process, not of the file."""
 
 
 class CorruptImageError(UserError):
-    """A file is not a readable image.
-
-    Attributes:
-        path: of the file.
-        why: what its decoder or the file system says.
-    """
+    """A file is not a readable image; ``why`` is its decoder's or the file system's message."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(
             f"{path}: not a readable image ({why}); replace or remove it, or add "
             "--corrupt-images skip"
         )
-        self.path = str(path)
         self.why = why
 
 
-class Pixels(Protocol):
-    """Images of one size, uint8 (N, C, H, W), such as a tensor."""
+MOST_KEPT = 2**31
+"""Bytes of a set whose images are kept once they are drawn; larger sets are drawn each time."""
 
-    @property
-    def shape(self) -> torch.Size:
-        """(N, C, H, W)."""
-        ...
 
-    def __getitem__(self, chosen: Any) -> Tensor:
-        """One by its number, or several by a slice or a tensor of numbers."""
-        ...
+class DrawnImages:
+    """Images, uint8 (N, C, H, W), that are drawn when they are indexed.
+
+    A fixed pattern for each class, plus noise, so that they can be learned.
+
+    Args:
+        shape: (C, H, W).
+        classes: image i is of class i modulo ``classes``.
+        count: N.
+        split: 0 to train, 1 to test.
+    """
+
+    dtype = torch.uint8
+
+    def __init__(self, shape: tuple[int, int, int], classes: int, count: int, split: int) -> None:
+        self.shape = torch.Size((count, *shape))
+        self._classes = classes
+        self._split = split
+        # Coarse: at full size those of 1,000 classes of 224 x 224 pixels would be 600 MB.
+        generator = torch.Generator().manual_seed(0)
+        self._patterns = torch.randn(classes, shape[0], 4, 4, generator=generator)
+        keeps = self.shape.numel() <= MOST_KEPT
+        self._kept = torch.empty(self.shape, dtype=self.dtype) if keeps else None
+        self._is_drawn = np.zeros(count, dtype=bool)
+
+    def __getitem__(self, chosen: Tensor | slice | int) -> Tensor:
+        """Return one image, or several as a tensor of their own."""
+        if isinstance(chosen, int):
+            return self[torch.tensor([chosen])][0]
+        if isinstance(chosen, slice):
+            numbers = np.arange(*chosen.indices(self.shape[0]))
+        else:
+            numbers = chosen.numpy()
+        if self._kept is None:
+            return self._draw(numbers)
+        missing = np.unique(numbers[~self._is_drawn[numbers]])
+        if missing.size:
+            self._kept[torch.from_numpy(missing)] = self._draw(missing)
+            self._is_drawn[missing] = True  # last: another thread may index the same ones
+        return self._kept[torch.from_numpy(numbers)]
+
+    def _draw(self, numbers: Int64Array) -> Tensor:
+        drawn = torch.empty(len(numbers), *self.shape[1:], dtype=self.dtype)
+        generator, size = torch.Generator(), tuple(self.shape[2:])
+        keys = sample_keys(0, SYNTHESIS, self._split, numbers).tolist()
+        for place, (number, key) in enumerate(zip(numbers.tolist(), keys, strict=True)):
+            coarse = self._patterns[number % self._classes][None]
+            pattern = F.interpolate(coarse, size, mode="bilinear")[0].mul_(40).add_(128)
+            noise = torch.randn(tuple(self.shape[1:]), generator=generator.manual_seed(key))
+            drawn[place] = noise.mul_(40).add_(pattern).clamp_(0, 255)
+        return drawn
 
 
 class ImageArrays(Dataset[tuple[Tensor, int]]):
@@ -97,17 +129,17 @@ class ImageArrays(Dataset[tuple[Tensor, int]]):
     Indexing gives the evaluation view: a float32 tensor (C, H, W) and a label.
 
     Args:
-        images: uint8 (N, C, H, W), in memory or made when they are asked for.
+        images: uint8 (N, C, H, W), in memory or made on request.
         labels: int64 (N,).
         recipe: normalisation, augmentation and output size.
-        skipped: those that have been skipped, if that was asked for.
+        skipped: the unreadable images; None: they are errors.
     """
 
     def __init__(
         self,
-        images: Pixels,
+        images: Tensor | DrawnImages,
         labels: Tensor,
-        recipe: SmallImages | LargeImages,
+        recipe: Recipe,
         skipped: SkippedImages | None = None,
     ) -> None:
         self.images = images
@@ -145,17 +177,17 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
 
     Indexing gives the evaluation view: a float32 tensor (3, H, W) and a label.
 
-    With ``skipped`` the next image that can be read, behind the last one the first, stands in
-    for one that cannot, with its own label. So a sample is the same wherever and whenever it
-    is asked for.
+    With ``skipped`` an unreadable image is replaced by the next readable one (after the last
+    image the first), with its own label. So a sample is the same wherever and whenever it is
+    read.
 
     Args:
         root: folder that holds them.
         names: path of each file below ``root``.
         labels: class of each file.
-        recipe: what to do with a decoded image.
+        recipe: normalisation, augmentation and output size.
         size: (width, height) that every image must have; None for any.
-        skipped: where to note images that cannot be read; None: they are errors.
+        skipped: where to note unreadable images; None: they are errors.
     """
 
     def __init__(
@@ -163,7 +195,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         root: Path,
         names: Sequence[str],
         labels: Sequence[int],
-        recipe: SmallImages | LargeImages,
+        recipe: Recipe,
         size: tuple[int, int] | None = None,
         skipped: SkippedImages | None = None,
     ) -> None:
@@ -189,8 +221,8 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         return self.recipe.training_image(image, key), label
 
     def readable(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """Return the evaluation views of those that can be read, with nothing in for others."""
-        found = ((self._tried(index), index) for index in indices)
+        """Return the evaluation views of the readable ones alone."""
+        found = zip(map(self._tried, indices), indices, strict=True)
         return [
             (self.recipe.evaluation_image(image), int(self.targets[index]))
             for image, index in found
@@ -198,7 +230,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         ]
 
     def _decoded(self, index: int) -> tuple[Image.Image, int]:
-        """An image and its label, or those of the one that stands in for it."""
+        """Return an image and its label, or those of its replacement."""
         tried = min(len(self), MOST_IN_A_ROW)
         for step in range(tried):
             place = (index + step) % len(self)
@@ -211,13 +243,13 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         )
 
     def _tried(self, index: int) -> Image.Image | None:
-        """None where it cannot be read, and that is no error."""
+        """Return the image; None if it is unreadable and skipped."""
         try:
             return self._decode(index)
         except CorruptImageError as error:
             if self.skipped is None:
                 raise
-            self.skipped.add(error.path, error.why)
+            self.skipped.add(str(self._path(index)), error.why)
             return None
 
     def _decode(self, index: int) -> Image.Image:
@@ -230,29 +262,24 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
 def decode(
     path: Path, size: tuple[int, int] | None = None, data: BinaryIO | None = None
 ) -> Image.Image:
-    """Read one image file as RGB.
-
-    Args:
-        path: of the file.
-        size: (width, height) that it must have; None for any.
-        data: its content; None: it is read.
+    """Read an image file, or its content ``data``, as RGB.
 
     Raises:
         CorruptImageError: it cannot be read.
-        UserError: it has another (width, height) than ``size``.
+        UserError: it has another (width, height) than ``size``, or the process cannot open files.
     """
     try:
         with Image.open(path if data is None else data) as file:
             image = file.convert("RGB")
     except MemoryError:
         raise
-    except Exception as error:  # of a damaged file decoders raise whatever they come by
+    except Exception as error:  # decoders of damaged files raise errors of any type
         if getattr(error, "errno", None) in OUT_OF_RESOURCES:
             raise UserError(
                 f"{path}: cannot be opened ({error}); raise the limits of the process (ulimit -n), "
                 "or use fewer --loader-workers"
             ) from error
-        why = str(error).replace(f" {str(path)!r}", "")  # which the message names already
+        why = str(error).replace(f" {str(path)!r}", "")  # the message names it already
         raise CorruptImageError(path, why or repr(error)) from error
     if size is not None and image.size != size:
         raise UserError(

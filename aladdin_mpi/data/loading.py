@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from copy import copy
+from enum import Enum
+from functools import partial
+from time import perf_counter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -15,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from aladdin_mpi.data.datasets import MapDataset, known_classes
 from aladdin_mpi.data.images import ImageArrays, ImageFiles, Skip, SkippedImages, skips_of
-from aladdin_mpi.data.loader_processes import How, LoadAhead, ProcessArguments, Start
+from aladdin_mpi.data.loader_processes import Start
 from aladdin_mpi.data.sampler import AUGMENTATION, Int64Array, ShardedStream, sample_keys
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process.guard import no_exit
@@ -26,26 +32,43 @@ Places = tuple[Int64Array, Int64Array]
 """Epochs and indices of samples."""
 Collate = Callable[[list[Any]], Any]
 FORKED = Start()
-NO_ARGUMENTS = ProcessArguments()
+
+AHEAD = 2
+"""Batches that a thread loads ahead: one more than needed, for data of varying speed."""
+TRIALS = 3
+"""Batches that are loaded on request first, to measure how long that takes."""
+THREAD = "aladdin_mpi loader"
+LEAST_SECONDS = 0.002
+"""Time of a batch from which a thread pays off."""
+
+
+class How(Enum):
+    """How a batch is loaded."""
+
+    ALONE = "alone"
+    """While the training waits."""
+    TRIAL = "trial"
+    """The same, and it is noted whether samples draw random numbers."""
+    BESIDE = "beside"
+    """During training, in another thread."""
 
 
 class BatchSource:
     """The training batches of one worker.
 
-    The next batches are loaded meanwhile, by processes of a ``DataLoader`` or by a thread
-    (:mod:`.load_ahead`). Either way a sample is augmented as a function of (seed, epoch,
-    sample), whatever the number of workers and of loader processes.
+    The next batches are loaded during training, by processes of a ``DataLoader`` or by a thread.
+    Either way a sample is augmented as a function of (seed, epoch, sample), whatever the number
+    of workers and of loader processes.
 
     Args:
         dataset: the training set.
-        stream: which samples; its seed is that of the augmentation too.
-        batch_size: samples to prefetch at a time; what is mostly asked for.
+        stream: the samples; its seed is that of the augmentation too.
+        batch_size: samples to prefetch at a time, the usual size of a batch.
         loader_workers: processes that load ahead. Sets in memory need none.
-        augment: whether to use the training view.
         start: see :mod:`.loader_processes`.
         collate: makes a batch of a list of samples; None: of (input, label) pairs.
         ahead: without processes, a thread may load the next batches.
-        arguments: of a user's DataLoader, for the processes.
+        arguments: for :func:`load_in_order`.
     """
 
     def __init__(
@@ -54,121 +77,110 @@ class BatchSource:
         stream: ShardedStream,
         batch_size: int,
         loader_workers: int = 0,
-        augment: bool = True,
         start: Start = FORKED,
         collate: Collate | None = None,
         ahead: bool = True,
-        arguments: ProcessArguments = NO_ARGUMENTS,
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        self.dataset = dataset
         self.stream = stream
-        self.collate = collate or _collate
-        self.arguments = arguments
+        self._arguments = arguments or {}
         # A collate_fn of the user's own is given single samples.
         is_default = collate is None or collate is default_collate
         self._arrays = dataset if isinstance(dataset, ImageArrays) and is_default else None
-        self.batch_size = batch_size
-        self.loader_workers = loader_workers
-        self.augment = augment
-        self.start = start
-        self._view = TrainingView(dataset, stream.seed, augment)
+        self._batch_size = batch_size
+        self._loader_workers = loader_workers
+        self._start = start
+        self._loader = TrainingLoader(dataset, stream.seed, collate or _collate)
         self._ahead = ahead
-        self.draws = False
-        """See :class:`~.load_ahead.Loader`."""
         self._loaded: Iterator[Any] | None = None
 
     def next_batch(self, count: int | None = None) -> Any:
         """Return the next ``count`` samples, by default ``batch_size``.
 
         Returns:
-            What ``collate`` makes of them; of pairs inputs (count, ...), float32 for images, and
-            int64 labels (count,).
+            The result of ``collate``; of pairs inputs (count, ...), float32 for images, and int64
+            labels (count,).
         """
-        count = self.batch_size if count is None else count
-        if count != self.batch_size:
+        count = self._batch_size if count is None else count
+        if count != self._batch_size:
             # A part of a round, at the end of a segment: what was loaded ahead is cut otherwise.
             self.close()
-            return self.load(self.stream.take(count), How.ALONE)
+            return self._load(self.stream.take(count))
         if self._loaded is None:
-            self._loaded = self._start()
+            self._loaded = self._begin()
         batch = next(self._loaded)
         self.stream.position += count
         return batch
 
-    def _start(self) -> Iterator[Any]:
-        # The loader runs ahead on a stream of its own; ours counts what was consumed.
-        stream, size = self.stream.copy(), self.batch_size
-        if self.loader_workers and self._arrays is None:
-            keys = _KeyBatches(stream, size)
-            processes = self.loader_workers, self.start
-            return load_in_order(self._view, keys, *processes, self.collate, self.arguments)
+    def _begin(self) -> Iterator[Any]:
+        # Loading ahead uses a stream of its own; ours counts the samples returned.
+        stream, size = copy(self.stream), self._batch_size
         taken = (stream.take(size) for _ in itertools.count())
-        if self._ahead:
-            return LoadAhead(taken, self)
-        return (self.load(places, How.ALONE) for places in taken)
+        if self._loader_workers and self._arrays is None:
+            processes = self._loader_workers, self._start
+            return load_in_order(self._loader, map(_keys, taken), *processes, **self._arguments)
+        return self._load_ahead(taken) if self._ahead else map(self._load, taken)
 
-    def load(self, places: Places, how: How) -> Any:
-        """See :class:`~.load_ahead.Loader`; ``places`` are the samples' epochs and indices."""
+    def _load_ahead(self, taken: Iterator[Places]) -> Iterator[Any]:
+        """Yield the batches of ``taken``, loaded by a thread if that is safe and pays off.
+
+        Data that draw from the process's global generators, which belong to the training, cannot
+        be loaded during it.
+        """
+        seconds: list[float] = []
+        for trial in range(TRIALS):
+            start = perf_counter()
+            batch = self._load(next(taken), How.TRIAL)
+            seconds.append(perf_counter() - start)
+            if trial < TRIALS - 1:
+                yield batch
+        if min(seconds) < LEAST_SECONDS or self._loader.draws:
+            yield batch
+            yield from map(self._load, taken)
+        # It has one core: the others compute. torch keeps the number for each thread.
+        thread = ThreadPoolExecutor(1, THREAD, torch.set_num_threads, (1,))
+        loading = (thread.submit(self._load, places, How.BESIDE) for places in taken)
+        coming = deque(itertools.islice(loading, AHEAD))
+        try:
+            while True:
+                yield batch
+                batch = coming.popleft().result()
+                coming.append(next(loading))
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def _load(self, places: Places, how: How = How.ALONE) -> Any:
         if self._arrays is not None:
             epochs, indices = places
-            if self.augment:
-                return self._arrays.training_batch(indices, epochs, self.stream.seed)
-            return self._arrays.evaluation_batch(indices)
-        samples = self._view.samples(_keys(places), how)
-        if how is not How.TRIAL:
-            return self.collate(samples)
-        before = _positions()
-        batch = self.collate(samples)
-        self.draws = self.draws or self._view.draws or before != _positions()
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in consumed samples; those loaded ahead do not count."""
-        return self.stream.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken. Raises as ``ShardedStream.load_state_dict``."""
-        self.close()
-        self.stream.load_state_dict(state)
+            return self._arrays.training_batch(indices, epochs, self.stream.seed)
+        return self._loader(_keys(places), how)
 
     def close(self) -> None:
-        """End what loads ahead; the next batch would start it again."""
-        if isinstance(self._loaded, LoadAhead):
+        """Stop loading ahead; the next batch starts it again."""
+        if isinstance(self._loaded, Generator):
             self._loaded.close()
         self._loaded = None
 
 
 def test_batches(
-    dataset: MapDataset,
-    batch_size: int,
-    loader_workers: int = 0,
-    start: Start = FORKED,
-    part: int = 0,
-    parts: int = 1,
+    dataset: MapDataset, batch_size: int, part: int = 0, parts: int = 1
 ) -> Iterator[Batch]:
-    """Yield all samples once, in order and without augmentation; the last batch may be short.
+    """Yield one of ``parts`` equal parts of the samples, in order and without augmentation.
 
-    Of ``parts`` equal parts only the one that is asked for. Images that are skipped are left out.
+    Images that are skipped are left out; the last batch may be short.
     """
-    first, end = len(dataset) * part // parts, len(dataset) * (part + 1) // parts
-    if not isinstance(dataset, ImageArrays):
-        batches = [range(i, min(i + batch_size, end)) for i in range(first, end, batch_size)]
+    end = len(dataset) * (part + 1) // parts
+    for first in range(len(dataset) * part // parts, end, batch_size):
+        last = min(first + batch_size, end)
+        if isinstance(dataset, ImageArrays):
+            yield dataset.evaluation_batch(slice(first, last))
+            continue
         if isinstance(dataset, ImageFiles):
-            yield from _readable_batches(dataset, batches, loader_workers, start)
+            samples: list[Any] = dataset.readable(range(first, last))
         else:
-            yield from load_in_order(dataset, batches, loader_workers, start)
-        return
-    for start_of_batch in range(first, end, batch_size):
-        yield dataset.evaluation_batch(slice(start_of_batch, min(start_of_batch + batch_size, end)))
-
-
-def _readable_batches(
-    dataset: ImageFiles, batches: Iterable[Any], loader_workers: int, start: Start
-) -> Iterator[Batch]:
-    view = _ReadableView(dataset)
-    for batch in load_in_order(view, batches, loader_workers, start, _collate_if_any):
-        if batch is not None:
-            yield batch
+            samples = _samples(dataset, range(first, last))
+        if samples:
+            yield _collate(samples)
 
 
 def train_batches_for_statistics(
@@ -176,20 +188,20 @@ def train_batches_for_statistics(
 ) -> Iterator[Batch]:
     """Yield ``count`` batches of training samples, drawn by ``seed``, without augmentation.
 
-    They serve to estimate batch-norm statistics again. Samples repeat only after all
-    have come.
+    They serve to estimate batch-norm statistics again. No sample repeats before all have come.
+    The global generators are left alone: a thread may be drawing from them.
     """
     stream = ShardedStream(len(dataset), 0, 1, seed)
-    places = (stream.take(batch_size)[1] for _ in range(count))
-    if isinstance(dataset, ImageArrays):
-        yield from map(dataset.evaluation_batch, places)
-    else:
-        # The global generators are left alone: a thread may be drawing from them.
-        yield from load_in_order(dataset, (indices.tolist() for indices in places), 0)
+    for _ in range(count):
+        indices = stream.take(batch_size)[1]
+        if isinstance(dataset, ImageArrays):
+            yield dataset.evaluation_batch(indices)
+        else:
+            yield _collate(_samples(dataset, indices.tolist()))
 
 
 def describe(dataset: MapDataset) -> dict[str, Any]:
-    """What the data sets of all workers must have in common: sizes, and the first sample."""
+    """Return the facts that all workers' data must share: sizes, and kinds of the first sample."""
     with global_generators_kept():
         inputs, labels = _collate([dataset[0]])
     return {
@@ -200,77 +212,46 @@ def describe(dataset: MapDataset) -> dict[str, Any]:
     }
 
 
-class _KeyBatches:
-    """Endless lists of (epoch, index), for the ``DataLoader`` to hand out."""
-
-    def __init__(self, stream: ShardedStream, batch_size: int) -> None:
-        self._stream = stream
-        self._batch_size = batch_size
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        while True:
-            yield _keys(self._stream.take(self._batch_size))
-
-
 def _keys(places: Places) -> list[Key]:
     epochs, indices = places
     return list(zip(epochs.tolist(), indices.tolist(), strict=True))
 
 
-class TrainingView(Dataset[Any]):
-    """A data set indexed by (epoch, index), with augmentation decided by them and the seed.
+class TrainingLoader:
+    """Loads batches by (epoch, index), with augmentation decided by these and the seed.
 
-    ``draws``: see :class:`~.load_ahead.Loader`.
+    ``draws``: a batch on trial has drawn from the process's global random generators.
     """
 
-    def __init__(self, dataset: MapDataset, seed: int, augment: bool) -> None:
+    def __init__(self, dataset: MapDataset, seed: int, collate: Collate) -> None:
         self.dataset = dataset
-        self.skipped = skips_of(dataset)
         self._seed = seed
-        self._augmented = getattr(dataset, "augmented", None) if augment else None
+        self._collate = collate
+        self._augmented = getattr(dataset, "augmented", None)
         self.draws = False
 
-    def __getitems__(self, keys: list[Key]) -> list[Any]:
-        return self.samples(keys)
-
-    def samples(self, keys: list[Key], how: How = How.ALONE) -> list[Any]:
-        """Those of ``keys``; but for BESIDE the global generators are kept, and seeded for each."""
+    def __call__(self, keys: list[Key], how: How = How.ALONE) -> Any:
+        """Load a batch; except BESIDE training, seed the global generators for each sample."""
         epochs, indices = torch.tensor(keys).numpy().T
         numbers = sample_keys(self._seed, AUGMENTATION, epochs, indices).tolist()
-        if how is How.BESIDE:
-            return list(map(self._sample, indices.tolist(), numbers))
-        seeded = self._watched if how is How.TRIAL else self._seeded
-        with global_generators_kept():
-            return list(map(seeded, indices.tolist(), numbers))
+        with nullcontext() if how is How.BESIDE else global_generators_kept():
+            samples = [
+                self._sample(index, number, how)
+                for index, number in zip(indices.tolist(), numbers, strict=True)
+            ]
+        before = _positions() if how is How.TRIAL else None
+        batch = self._collate(samples)
+        self.draws |= before is not None and before != _positions()
+        return batch
 
-    def _sample(self, index: int, number: int) -> Any:
-        if self._augmented is not None:
-            return self._augmented(index, number)
-        return self.dataset[index]
-
-    def _seeded(self, index: int, number: int) -> Any:
-        if self._augmented is None:
+    def _sample(self, index: int, number: int, how: How) -> Any:
+        if self._augmented is None and how is not How.BESIDE:
             seed_global_generators(number)
-        return self._sample(index, number)
-
-    def _watched(self, index: int, number: int) -> Any:
-        if self._augmented is None:
-            seed_global_generators(number)
-        before = _positions()
-        sample = self._sample(index, number)
-        self.draws = self.draws or before != _positions()
+        before = _positions() if how is How.TRIAL else None
+        augmented = self._augmented
+        sample = self.dataset[index] if augmented is None else augmented(index, number)
+        self.draws |= before is not None and before != _positions()
         return sample
-
-
-class _ReadableView(Dataset[Any]):
-    """The images of a folder, less those that are skipped."""
-
-    def __init__(self, dataset: ImageFiles) -> None:
-        self._dataset = dataset
-        self.skipped = dataset.skipped
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return self._dataset.readable(indices)
 
 
 def seed_global_generators(key: int) -> None:
@@ -281,7 +262,7 @@ def seed_global_generators(key: int) -> None:
 
 
 def _positions() -> tuple[bytes, Any, Any]:
-    """How far the global generators are."""
+    """Return the positions of the global generators."""
     mine = bytes(torch.default_generator.get_state().numpy())
     _, _, *position = np.random.get_state()
     return mine, random.getstate(), position
@@ -289,7 +270,7 @@ def _positions() -> tuple[bytes, Any, Any]:
 
 @contextmanager
 def global_generators_kept() -> Iterator[None]:
-    """Leave the global generators afterwards as they were before."""
+    """Restore the states of the global generators afterwards."""
     states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
     try:
         yield
@@ -300,53 +281,60 @@ def global_generators_kept() -> Iterator[None]:
 
 
 def load_in_order(
-    dataset: Any,
-    batches: Iterable[Any],
+    load: Callable[[Any], Any],
+    keys: Iterable[Any],
     loader_workers: int,
     start: Start = FORKED,
-    collate: Collate | None = None,
-    arguments: ProcessArguments = NO_ARGUMENTS,
+    *,
+    timeout: float = 0,
+    prefetch_factor: int | None = None,
+    worker_init_fn: Callable[[int], object] | None = None,
+    seed: int = 0,
 ) -> Iterator[Any]:
-    """Batches of the samples that ``batches`` lists, loaded ahead by processes if there are any.
+    """Yield ``load(...)`` of each of ``keys``, loaded ahead by processes, if any.
 
-    A UserError in such a process is raised here as it was there, and what ``dataset`` notes as
-    skipped there is noted here.
+    A UserError in such a process is raised here as it was there, and images that the loader's
+    ``dataset``, if any, notes as skipped there are noted here.
+
+    Args:
+        load: makes a batch.
+        keys: arguments of ``load``.
+        loader_workers: number of processes.
+        start: how they are started.
+        timeout: seconds that a batch may take, 0 for no limit.
+        prefetch_factor: batches that each process loads ahead; None: torch's default.
+        worker_init_fn: called in each process with its number before it loads.
+        seed: of the random numbers that the processes begin with, and differ in.
     """
+    dataset = getattr(load, "dataset", None)
 
     def loader(method: str | None) -> DataLoader[_Loaded]:
         return DataLoader(
-            _Loading(dataset, collate or _collate),
-            batch_sampler=cast(Any, batches),
+            _Loading(load, dataset),
+            batch_sampler=cast(Any, keys),
             num_workers=loader_workers,
             collate_fn=_as_it_is,
             multiprocessing_context=method,
             # Without one of its own it would draw from the global generator.
-            generator=torch.Generator().manual_seed(arguments.seed),
-            timeout=arguments.timeout,
-            prefetch_factor=arguments.prefetch_factor,
-            worker_init_fn=_ProcessStart(dataset, arguments.worker_init_fn),
+            generator=torch.Generator().manual_seed(seed),
+            timeout=timeout,
+            prefetch_factor=prefetch_factor,
+            worker_init_fn=partial(_begin_process, dataset, worker_init_fn),
         )
 
     loaded = start.start(loader) if loader_workers else iter(loader(None))
     return _unpacked(loaded, skips_of(dataset))
 
 
-class _ProcessStart:
-    """Begins a loader process: it knows the user's data set, not what the run wraps it in."""
-
-    def __init__(self, dataset: Any, own: Callable[[int], object] | None) -> None:
-        self._dataset = dataset.dataset if isinstance(dataset, TrainingView) else dataset
-        self._own = own
-
-    def __call__(self, number: int) -> None:
-        # A frozen object, as the user is not to change it.
-        object.__setattr__(get_worker_info(), "dataset", self._dataset)
-        if self._own is not None:
-            self._own(number)
+def _begin_process(dataset: Any, own: Callable[[int], object] | None, number: int) -> None:
+    # The user's data set in place of _Loading, in a frozen object, as the user is not to change it.
+    object.__setattr__(get_worker_info(), "dataset", dataset)
+    if own is not None:
+        own(number)
 
 
 class _Loaded(NamedTuple):
-    """What a loader process sends for a batch."""
+    """A loader process's message about a batch."""
 
     batch: Any
     skipped: list[Skip]
@@ -356,25 +344,23 @@ class _Loaded(NamedTuple):
 class _Loading(Dataset[Any]):
     """A data set whose lists of samples are batches already."""
 
-    def __init__(self, dataset: Any, collate: Collate) -> None:
-        self._dataset = dataset
-        self._collate = collate
+    def __init__(self, load: Callable[[Any], Any], dataset: Any) -> None:
+        self._load = load
         self._skipped = skips_of(dataset)
 
     def __getitems__(self, keys: Any) -> _Loaded:
+        batch, problem = None, None
         try:
             with no_exit():
-                batch, problem = self._collate(self._samples(keys)), None
+                batch = self._load(keys)
         except UserError as error:
-            batch, problem = None, str(error)
+            problem = str(error)
         return _Loaded(batch, self._skipped.take() if self._skipped else [], problem)
 
-    def _samples(self, keys: Any) -> list[Any]:
-        at_once = getattr(self._dataset, "__getitems__", None)
-        if at_once is not None:
-            samples: list[Any] = at_once(keys)
-            return samples
-        return [self._dataset[key] for key in keys]
+
+def _samples(dataset: Any, keys: Iterable[int]) -> list[Any]:
+    at_once = getattr(dataset, "__getitems__", None)
+    return [dataset[key] for key in keys] if at_once is None else at_once(keys)
 
 
 def _as_it_is(loaded: Any) -> Any:
@@ -389,10 +375,6 @@ def _unpacked(batches: Iterator[_Loaded], skipped: SkippedImages | None) -> Iter
         if loaded.problem is not None:
             raise UserError(loaded.problem)
         yield loaded.batch
-
-
-def _collate_if_any(samples: list[Any]) -> Batch | None:
-    return _collate(samples) if samples else None
 
 
 def _collate(samples: list[Any]) -> Batch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aladdin_mpi.data.user_code import call_with_accepted, import_function
+from aladdin_mpi.data.user_code import call_with_accepted, did_you_mean, import_function
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process import extras
 
@@ -41,23 +40,8 @@ def mlp(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     )
 
 
-class _PaddedShortcut(nn.Module):
-    """Option A of He et al.: every other pixel, and zeros for the new channels."""
-
-    def __init__(self, stride: int, new_channels: int) -> None:
-        super().__init__()
-        self.stride = stride
-        self.new_channels = new_channels
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, H, W) to (N, C + new_channels, H / stride, W / stride)."""
-        before = self.new_channels // 2
-        x = x[:, :, :: self.stride, :: self.stride]
-        return F.pad(x, (0, 0, 0, 0, before, self.new_channels - before))
-
-
 class _BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut without parameters."""
+    """Two 3x3 convolutions and a shortcut without parameters (option A of He et al.)."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -65,13 +49,17 @@ class _BasicBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(after)
         self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(after)
-        same = stride == 1 and before == after
-        self.shortcut = nn.Identity() if same else _PaddedShortcut(stride, after - before)
+        self.stride = stride
+        self.new_channels = after - before
 
     def forward(self, x: Tensor) -> Tensor:
         """Return relu(residual + shortcut)."""
-        out = F.relu(self.bn1(self.conv1(x)))
-        return F.relu(self.bn2(self.conv2(out)) + self.shortcut(x))
+        out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        if self.stride > 1 or self.new_channels:  # every other pixel, zeros for the new channels
+            before = self.new_channels // 2
+            x = x[:, :, :: self.stride, :: self.stride]
+            x = F.pad(x, (0, 0, 0, 0, before, self.new_channels - before))
+        return F.relu(out + x)
 
 
 class CifarResNet(nn.Module):
@@ -110,20 +98,20 @@ def resnet56(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
 
 def vgg16_bn_cifar(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """VGG-16 with batch norm for 32x32 pixels and one linear layer, 14.7 million parameters."""
-    stages = [(64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512)]
-    return _vgg(stages, num_classes, in_channels)
+    return _vgg((2, 2, 3, 3, 3), num_classes, in_channels)
 
 
 def vgg8_cifar(num_classes: int, in_channels: int, image_size: int) -> nn.Module:
     """One convolution in each of VGG's five stages, 3.9 million parameters."""
-    return _vgg([(64,), (128,), (256,), (512,), (512,)], num_classes, in_channels)
+    return _vgg((1, 1, 1, 1, 1), num_classes, in_channels)
 
 
-def _vgg(stages: Sequence[Sequence[int]], num_classes: int, in_channels: int) -> nn.Module:
+def _vgg(convolutions: Sequence[int], num_classes: int, in_channels: int) -> nn.Module:
+    """Return VGG with so many convolutions in each stage."""
     layers: list[nn.Module] = []
     before = in_channels
-    for stage in stages:
-        for width in stage:
+    for count, width in zip(convolutions, (64, 128, 256, 512, 512), strict=True):
+        for _ in range(count):
             layers += _convolution(before, width)
             before = width
         layers.append(nn.MaxPool2d(2))
@@ -159,10 +147,7 @@ SMALL_MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
 
 
 def list_models() -> list[str]:
-    """Return the names that :func:`build_model` knows: the small ones, then torchvision's.
-
-    Without torchvision only the small ones.
-    """
+    """Return the names that :func:`build_model` knows: small models, then torchvision's, if any."""
     if extras.missing("torchvision"):
         return list(SMALL_MODELS)
     import torchvision.models  # as slow to import as torch, and most runs need none of it
@@ -176,12 +161,11 @@ def build_model(
     """Return a new model with random weights, drawn from torch's global generator.
 
     Args:
-        name: one of :func:`list_models`, or ``package.module:function``. A function is
-            given those of ``num_classes``, ``in_channels``, ``image_size`` that it has
-            parameters for, and returns a module.
+        name: one of :func:`list_models`, or ``package.module:function``. A function is given
+            those of the other arguments that it has parameters for, and returns a module.
         num_classes: number of outputs.
-        in_channels: channels of the images. torchvision's models take three; one channel
-            is repeated three times at their entry, and their weights stay as they are.
+        in_channels: channels of the images. torchvision's models take three, or one, which is
+            repeated at their entry.
         image_size: side of the images in pixels.
 
     Raises:
@@ -214,11 +198,9 @@ def _unknown(name: str) -> str:
             f"--model: expected package.module:function or one of {', '.join(SMALL_MODELS)}, got "
             f"{name!r}; for torchvision's models {extras.command(['torchvision'])}"
         )
-    close = get_close_matches(name, list_models())
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
     return (
-        f"--model: unknown model {name!r}; {hint}Expected package.module:function or one of "
-        "those that aladdin_mpi.data.models.list_models() returns"
+        f"--model: unknown model {name!r}; {did_you_mean(name, list_models())}Expected "
+        "package.module:function or one of those that aladdin_mpi.data.models.list_models() returns"
     )
 
 
@@ -247,8 +229,7 @@ def _repeat_channel(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tens
 
 def _try(model: nn.Module, in_channels: int, image_size: int) -> None:
     """Pass an empty image through the model, so that a wrong size is found at once."""
-    # On "meta" only if the model is there: torch then imports its compiler, which takes as long
-    # as all the rest of a rank's start.
+    # Not always on "meta", for which torch imports its compiler: as slow as the rest of a start.
     device = next(model.parameters()).device
     image = torch.zeros(1, in_channels, image_size, image_size, device=device)
     with torch.no_grad():

@@ -8,10 +8,9 @@ import json
 import os
 import random
 import tarfile
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from aladdin_mpi.data.augment import LargeImages, SmallImages
+from aladdin_mpi.data.augment import Recipe
 from aladdin_mpi.data.host_cache import cached_array, index_dir
-from aladdin_mpi.data.images import CorruptImageError, ImageFiles, Int64Array, SkippedImages, decode
-from aladdin_mpi.data.sampler import SHUFFLING, sample_keys
+from aladdin_mpi.data.images import CorruptImageError, ImageFiles, SkippedImages, decode
+from aladdin_mpi.data.sampler import SHUFFLING, Int64Array, sample_keys
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.general import SHUFFLE_BUFFER
 
@@ -34,7 +33,7 @@ LAYOUT = (
 )
 NAME_BYTES = 64
 ENTRY = np.dtype([("offset", "<i8"), ("size", "<i8"), ("label", "<i8"), ("name", f"S{NAME_BYTES}")])
-"""Of a sample: where its image lies in the shard, how long it is, and how both are called."""
+"""A sample: the position and size of its image in the shard, its label and its image's name."""
 Entries = npt.NDArray[Any]
 
 
@@ -52,8 +51,7 @@ def find_shards(data_dir: Path | None) -> tuple[list[Path], list[Path]]:
         if not shards:
             raise UserError(f"--data-dir {data_dir}: no shards to {names[0]} with; {LAYOUT}")
         found.append(shards)
-    train, test = found
-    return train, test
+    return found[0], found[1]
 
 
 def _shards(data_dir: Path, name: str) -> list[Path]:
@@ -62,7 +60,7 @@ def _shards(data_dir: Path, name: str) -> list[Path]:
 
 
 def indexed(shards: Sequence[Path]) -> list[Entries]:
-    """The entries of each shard.
+    """Return the entries of each shard.
 
     Raises:
         UserError: one cannot be read, or has a sample without an image or label.
@@ -75,17 +73,6 @@ def indexed(shards: Sequence[Path]) -> list[Entries]:
     return [found[place] for place in range(len(shards))]
 
 
-def packed(entries: Entries) -> Entries | Path:
-    """To send to another process of the host: the file that they are mapped from, if they are."""
-    name = getattr(entries, "filename", None)
-    return entries if name is None else Path(name)
-
-
-def unpacked(sent: Entries | Path) -> Entries:
-    """What :func:`packed` has made, as entries again."""
-    return _mapped(np.load(sent, mmap_mode="c")) if isinstance(sent, Path) else sent
-
-
 def _cached(shard: Path, folder: Path) -> Entries:
     try:
         state = shard.stat()
@@ -93,105 +80,70 @@ def _cached(shard: Path, folder: Path) -> Entries:
         raise UserError(f"{shard}: cannot be read ({error}); replace or remove it") from error
     seen = f"shard index, version 2\0{shard.resolve()}\0{state.st_size}\0{state.st_mtime_ns}"
     digest = hashlib.sha256(os.fsencode(seen)).hexdigest()[:32]
-    return _mapped(cached_array(f"shard-{digest}", lambda: _read(shard).view(np.uint8), folder))
+    return cached_array(f"shard-{digest}", lambda: _read(shard), folder).view(ENTRY)
 
 
-def _mapped(raw: npt.NDArray[np.uint8]) -> Entries:
-    return raw.view(ENTRY)
-
-
-def _read(shard: Path) -> Entries:
-    entries = list(_samples(shard))
-    if not entries:
-        raise UserError(f"{shard}: expected samples of an image and a label, got none")
-    return np.array(entries, dtype=ENTRY)
-
-
-def _samples(shard: Path) -> Iterator[tuple[int, int, int, bytes]]:
-    """Each sample, when the files of the next one begin."""
-    sample = _Sample(shard, "")
+def _read(shard: Path) -> npt.NDArray[np.uint8]:
     try:
         with tarfile.open(shard, "r:") as archive:
-            for member in archive:
-                key, suffix = _split(member.name)
-                if not member.isfile() or not key:
-                    continue
-                if key != sample.key:
-                    yield from sample.entry()
-                    sample = _Sample(shard, key)
-                if suffix in IMAGES:
-                    sample.image = member
-                elif suffix in LABELS:
-                    sample.labels[suffix] = _content(archive, member)
-            yield from sample.entry()
+            entries = list(_entries(shard, archive))
     except (tarfile.TarError, OSError) as error:
         raise UserError(
             f"{shard}: cannot be read as a tar file ({error}); shards are not compressed; replace "
             "or remove it"
         ) from error
+    if not entries:
+        raise UserError(f"{shard}: expected samples of an image and a label, got none")
+    return np.array(entries, dtype=ENTRY).view(np.uint8)
 
 
-class _Sample:
-    """What has been found of a sample.
+def _entries(shard: Path, archive: tarfile.TarFile) -> Iterator[tuple[int, int, int, bytes]]:
+    """Each sample's entry; files of one sample follow one another.
 
-    Attributes:
-        labels: contents of the files that may have its label, by their suffixes.
+    Raises:
+        UserError: a sample lacks an image or a label.
     """
-
-    def __init__(self, shard: Path, key: str) -> None:
-        self.key = key
-        self.image: tarfile.TarInfo | None = None
-        self.labels: dict[str, bytes] = {}
-        self._shard = shard
-
-    def entry(self) -> Iterator[tuple[int, int, int, bytes]]:
-        """Its entry; none if there are only other files.
-
-        Raises:
-            UserError: it lacks an image or a label.
-        """
-        if self.image is None and not self.labels:
-            return
-        if self.image is None or not self.labels:
-            lacks, known = ("an image", IMAGES) if self.image is None else ("a label", LABELS)
+    files = (member for member in archive if member.isfile() and _split(member.name)[0])
+    for key, members in groupby(files, lambda member: _split(member.name)[0]):
+        image, labels = None, {}
+        for member in members:
+            suffix = _split(member.name)[1]
+            if suffix in IMAGES:
+                image = member
+            elif suffix in LABELS and (file := archive.extractfile(member)):
+                labels[suffix] = file.read()
+        if image is None and not labels:
+            continue
+        if image is None or not labels:
+            lacks, known = ("an image", IMAGES) if image is None else ("a label", LABELS)
             raise UserError(
-                f"{self._shard}: expected {lacks} of sample {self.key}, got none; known are "
-                f"{' '.join(known)}"
+                f"{shard}: expected {lacks} of sample {key}, got none; known are {' '.join(known)}"
             )
-        name = os.fsencode(self.image.name)[-NAME_BYTES:]
-        yield self.image.offset_data, self.image.size, self._label(), name
-
-    def _label(self) -> int:
-        suffix = next(each for each in LABELS if each in self.labels)
-        content = self.labels[suffix]
-        try:
-            label = int(content) if suffix == "cls" else _label_in(json.loads(content))
-        except (ValueError, KeyError, TypeError):
-            label = -1
-        if label < 0:
-            raise UserError(
-                f"{self._shard}: expected the number of a class, 0 or above, in "
-                f"{self.key}.{suffix}, got {content[:40]!r}; write the shard with numbers"
-            )
-        return label
-
-
-def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = archive.extractfile(member)
-    return b"" if file is None else file.read()
+        label = _label(shard, key, labels)
+        yield image.offset_data, image.size, label, os.fsencode(image.name)[-NAME_BYTES:]
 
 
 def _split(name: str) -> tuple[str, str]:
-    """A sample's key and a file's suffix; no key where a name begins with a dot or has none."""
+    """A sample's key and a file's suffix; no key if a name begins with a dot or has none."""
     folder, slash, last = name.rpartition("/")
     stem, dot, suffix = last.partition(".")
     return f"{folder}{slash}{stem}" if stem and dot else "", suffix.lower()
 
 
-def _label_in(found: dict[str, Any]) -> int:
-    label = found["label"] if "label" in found else found["cls"]
-    if not isinstance(label, int):
-        raise TypeError
+def _label(shard: Path, key: str, labels: dict[str, bytes]) -> int:
+    suffix = next(each for each in LABELS if each in labels)
+    content = labels[suffix]
+    try:
+        label: Any = json.loads(content) if suffix == "json" else int(content)
+        if suffix == "json":
+            label = label["label"] if "label" in label else label["cls"]
+    except (ValueError, KeyError, TypeError):
+        label = None
+    if not isinstance(label, int) or label < 0:
+        raise UserError(
+            f"{shard}: expected the number of a class, 0 or above, in {key}.{suffix}, got "
+            f"{content[:40]!r}; write the shard with numbers"
+        )
     return label
 
 
@@ -204,7 +156,7 @@ class ShardImages(ImageFiles):
 
     Args:
         shards: the tar files.
-        entries: what lies where in each.
+        entries: of each shard, its samples.
         recipe: what to do with a decoded image.
         skipped: see :class:`ImageFiles`.
         shuffle_buffer: places by which a sample may be moved out of its shard's order.
@@ -214,7 +166,7 @@ class ShardImages(ImageFiles):
         self,
         shards: Sequence[Path],
         entries: Sequence[Entries],
-        recipe: SmallImages | LargeImages,
+        recipe: Recipe,
         skipped: SkippedImages | None = None,
         shuffle_buffer: int = SHUFFLE_BUFFER,
     ) -> None:
@@ -224,22 +176,27 @@ class ShardImages(ImageFiles):
         self._entries = list(entries)
         self._starts = np.cumsum([0, *map(len, entries)])
         self._window = shuffle_buffer
-        self._files = _Files()
+        self._file = lru_cache(MOST_OPEN)(_ShardFile)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A hundred megabytes of an ImageNet, for each loader process, unless they are mapped.
-        return {**self.__dict__, "_entries": list(map(packed, self._entries))}
+        # The files that entries are mapped from, if they are: the entries of an ImageNet are a
+        # hundred megabytes, for each loader process.
+        sent = [getattr(each, "filename", None) or each for each in self._entries]
+        return {**self.__dict__, "_entries": sent, "_file": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._entries = list(map(unpacked, state["_entries"]))
+        self.__dict__.update(state, _file=lru_cache(MOST_OPEN)(_ShardFile))
+        self._entries = [
+            each if isinstance(each, np.ndarray) else np.load(each, mmap_mode="c").view(ENTRY)
+            for each in state["_entries"]
+        ]
 
     def reading_order(self, epoch: int, workers: int, seed: int) -> Int64Array:
-        """An order of all samples: worker w of n gets the places w, w + n, ... of it."""
+        """Return an order of all samples, of which worker w of n gets the places w, w + n, ..."""
         return _order(tuple(map(len, self._entries)), epoch, workers, seed, self._window)
 
     def check_classes(self, count: int) -> None:
-        """See that no class is unknown to the training set, which has ``count``.
+        """Check that no class is unknown to the training set, which has ``count``.
 
         Raises:
             UserError: names the first sample of one that is.
@@ -252,11 +209,11 @@ class ShardImages(ImageFiles):
                 f"got {int(self.targets[first])}; look at --data-dir"
             )
 
-    # -- reading ------------------------------------------------------------------------
     def _decode(self, index: int) -> Image.Image:
         shard, entry = self._place(index)
+        file = self._file(self._shards[shard])
         try:
-            data = self._files.read(self._shards[shard], int(entry["offset"]), int(entry["size"]))
+            data = os.pread(file.descriptor, int(entry["size"]), int(entry["offset"]))
         except OSError as error:
             raise CorruptImageError(self._path(index), str(error)) from error
         return decode(self._path(index), self.size, io.BytesIO(data))
@@ -270,52 +227,24 @@ class ShardImages(ImageFiles):
         return shard, self._entries[shard][index - self._starts[shard]]
 
 
-class _Files:
-    """Files that are kept open, by each process for itself; any of its threads may read."""
+class _ShardFile:
+    """An open shard, closed with its last reference; threads and forked processes may share it.
 
-    def __init__(self) -> None:
-        self._begin()
+    Raises:
+        UserError: it cannot be opened.
+    """
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
+    def __init__(self, path: Path) -> None:
+        try:
+            self.descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be opened ({error}); look at --data-dir") from error
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
-        self._lock = threading.Lock()
-        self.open: OrderedDict[Path, int] = OrderedDict()
-        self._process = os.getpid()
-
-    def read(self, path: Path, offset: int, size: int) -> bytes:
-        """A part of a file.
-
-        Raises:
-            UserError: the file cannot be opened.
-            OSError: the part cannot be read.
-        """
-        if self._process != os.getpid():
-            self._begin()  # it was forked
-        with self._lock:
-            return os.pread(self._handle(path), size, offset)
-
-    def _handle(self, path: Path) -> int:
-        if path not in self.open:
-            while len(self.open) >= MOST_OPEN:
-                os.close(self.open.popitem(last=False)[1])
-            self.open[path] = _opened(path)
-        self.open.move_to_end(path)
-        return self.open[path]
-
-
-def _opened(path: Path) -> int:
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be opened ({error}); look at --data-dir") from error
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-    return handle
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
 
 
 @lru_cache(maxsize=4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any
 
@@ -14,12 +14,14 @@ BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ON
 ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def import_function(option: str, spec: str) -> Callable[..., Any]:
-    """Return what ``spec``, written ``package.module:function``, names.
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint, with a space after it, if something similar to ``name`` is known."""
+    close = get_close_matches(name, list(known))
+    return f"did you mean {' or '.join(close)}? " if close else ""
 
-    Args:
-        option: the option it came from, for messages.
-        spec: the name.
+
+def import_function(option: str, spec: str) -> Callable[..., Any]:
+    """Import ``spec``, written ``package.module:function``, which ``option`` has named.
 
     Raises:
         UserError: if there is no such module or function.
@@ -34,10 +36,10 @@ def import_function(option: str, spec: str) -> Callable[..., Any]:
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        names = [name for name in vars(module) if callable(getattr(module, name))]
-        close = get_close_matches(function_name, names)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise UserError(f"{option} {spec}: {module_name} has no function {function_name!r}{hint}")
+        names = (name for name in vars(module) if callable(getattr(module, name)))
+        hint = did_you_mean(function_name, names)
+        text = f"{option} {spec}: {module_name} has no function {function_name!r}; {hint}"
+        raise UserError(text.rstrip("; "))
     return function
 
 
@@ -53,28 +55,22 @@ def call_with_accepted(
     Args:
         option: the option that named it, for messages.
         spec: its name there.
-        function: what to call.
-        arguments: what may be passed, by name.
-        always: those names that are passed to a ``**`` parameter too.
+        function: the function.
+        arguments: by name.
+        always: names that are passed to a ``**`` parameter too.
 
     Raises:
-        UserError: it needs something else.
+        UserError: it requires an argument that is not among them.
     """
     parameters = inspect.signature(function).parameters.values()
     accepted = {each.name for each in parameters if each.kind in BY_NAME}
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         accepted |= always
-    if unknown := [each.name for each in parameters if _needs_more(each, arguments)]:
+    required = [p for p in parameters if p.default is p.empty and p.kind not in ANY_NUMBER]
+    if unknown := [p.name for p in required if p.kind not in BY_NAME or p.name not in arguments]:
         raise UserError(
             f"{option} {spec}: expected a function that can be called with any of "
             f"{', '.join(arguments)} by name, got one that also needs {', '.join(unknown)}; give "
             "these a default"
         )
     return function(**{name: value for name, value in arguments.items() if name in accepted})
-
-
-def _needs_more(parameter: inspect.Parameter, arguments: dict[str, Any]) -> bool:
-    """Whether a parameter has to be given and cannot be."""
-    if parameter.default is not parameter.empty or parameter.kind in ANY_NUMBER:
-        return False
-    return parameter.kind not in BY_NAME or parameter.name not in arguments

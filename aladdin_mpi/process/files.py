@@ -17,12 +17,12 @@ from aladdin_mpi.errors import UserError
 
 
 def written(value: Any, indent: int | None = None) -> str:
-    """``value`` as JSON, with null in the place of every number that is not finite."""
+    """Return ``value`` as JSON, with null in place of every number that is not finite."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
 def read(text: str | bytes) -> Any:
-    """What :func:`written` has written. Of numbers that are not finite, in older files, None.
+    """Parse the JSON of :func:`written`, and numbers that are not finite, of older files, as None.
 
     Raises:
         ValueError: it is no JSON.
@@ -40,23 +40,17 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Give an empty file beside ``path`` to write to, which takes its place at the block's end.
+    """Yield an empty file next to ``path`` that takes its place at the block's end.
 
-    With an exception ``path`` stays as it was, and nothing is left beside it. The content is on
-    disk before it gets its name, so that a power failure leaves no empty file under it either.
-    Where ``path`` is a link, the link is replaced.
-
-    Raises:
-        OSError: it cannot be written.
+    After an exception ``path`` is as before, and no other file is left. The content is on disk
+    before it gets its name, so that a power failure leaves no empty file under it either. If
+    ``path`` is a link, the link is replaced. Raises OSError if it cannot be written.
     """
     # The ending stays: some writers choose the format by it.
-    temporary = _new_beside(path, path.suffix)
-    try:
+    with _temporary(path, path.suffix) as temporary:
         yield temporary
         _sync(temporary)
         temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -66,23 +60,20 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def write_new(path: Path, content: str) -> None:
-    """Write a file whole or not at all, and never over one that is there.
+    """Write a file whole or not at all, and never over an existing one.
 
     Raises:
-        FileExistsError: there is one, also one that has come in the meantime.
+        FileExistsError: there is one, also one that has appeared in the meantime.
         OSError: it cannot be written.
     """
-    temporary = _new_beside(path)
-    try:
+    with _temporary(path) as temporary:
         temporary.write_text(content, encoding="utf-8")
         _sync(temporary)
-        os.link(temporary, path)  # unlike a rename it fails where there is a file
-    finally:
-        temporary.unlink(missing_ok=True)
+        os.link(temporary, path)  # unlike a rename it fails if there is a file
 
 
 def open_own(path: Path, flags: int) -> int:
-    """A descriptor of a file that is made if it is missing; ``flags`` as for ``os.open``.
+    """Open a file, which is made if it is missing; ``flags`` as for ``os.open``.
 
     Raises:
         UserError: it is a symbolic link.
@@ -97,23 +88,19 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def append(path: Path, content: str | bytes) -> None:
-    """Add to the end of a file, which is made if it is missing. Raises as :func:`open_own`."""
+    """Append to a file, which is made if it is missing. Raises as :func:`open_own`."""
     with open(open_own(path, os.O_WRONLY | os.O_APPEND), "ab") as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def check_own_folder(path: Path) -> None:
-    """Raise UserError if what is to be a folder of the program's own is a symbolic link."""
+    """Raise UserError if a folder of the program's own is a symbolic link."""
     if path.is_symlink():
         raise _is_link(path, "a folder")
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder with all that is in it, or a file; of a link the link alone.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Remove a folder and its contents, or a file, or a link alone; raises OSError if it cannot."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
@@ -127,15 +114,18 @@ def _is_link(path: Path, kind: str) -> UserError:
     )
 
 
-def _new_beside(path: Path, ending: str = "") -> Path:
-    """An empty file that nobody else has made.
+@contextmanager
+def _temporary(path: Path, ending: str = "") -> Iterator[Path]:
+    """Make an empty file next to ``path`` for the block, of a random name.
 
-    Processes of several hosts, which number theirs alike, may write to one folder: its name is
-    drawn.
+    Processes of several hosts, which number theirs alike, may write to one folder.
     """
     temporary = path.with_name(f".{path.stem}.{uuid4().hex}.tmp{ending}")
     temporary.touch(exist_ok=False)  # O_EXCL: never through a link
-    return temporary
+    try:
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""No rank may leave the others hanging: an error anywhere ends the whole job."""
+"""Errors and signals of a process: no rank may leave the others hanging."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from aladdin_mpi.errors import (
 from aladdin_mpi.process import console
 
 FLUSH_SECONDS = 0.3
-"""Time for the launcher to pass on what was printed before the job is ended."""
+"""Time for the launcher to pass on output before the job is ended."""
 YIELD_SECONDS = 3.0
-"""Time for another rank to say what has happened."""
+"""Time for another rank to report the error."""
 TURN_SECONDS = 1.0
-"""Time for a worker to say what has gone wrong and to end the job, before the next one does."""
+"""Time for a worker to report its error and end the job, before the next one does."""
 AGAIN = "start the job again"
-"""The remedy where a rank is lost before the run has begun."""
+"""The remedy if a rank is lost before the run has begun."""
 LAST_TURN = 3
-"""In a large job the ranks from here on do not wait for each other."""
+"""The ranks from here on do not wait for each other."""
 
 remedy: Callable[[], str] = str
-"""Says how to go on after the job has ended in mid-training."""
+"""Returns how to continue after the job has ended in mid-training."""
 _last: list[Callable[[], None]] = []
 _LIBRARY = Path(os.__file__).parent
 _ending = threading.Lock()
 
 
 class TerminatedError(BaseException):
-    """SIGTERM or SIGINT has come; clean up and go."""
+    """SIGTERM or SIGINT was received; clean up and leave."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -55,10 +55,9 @@ class TerminatedError(BaseException):
 
 
 def run_guarded(main: Callable[[], int]) -> int:
-    """Run a command's ``main``; on an error say it once and end the job on every rank.
+    """Run a command's ``main`` and return its status; an error is reported and ends the job.
 
-    Returns its status, if there is no error. Imports belong inside ``main``, so that
-    an error in them is caught as well.
+    Imports belong inside ``main``, so that an error in them is caught as well.
     """
     install()
     try:
@@ -84,25 +83,55 @@ def install() -> None:
             signal.signal(signal.SIGINT, _terminate)
 
 
+# Batch systems send them before a time limit, so that a run is saved: see run/segments.py.
+SUSPEND_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+_received: list[signal.Signals] = []
+
+
+def note_suspend_signals() -> None:
+    """Note these signals from now on; a handler of the program's own stays."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in SUSPEND_SIGNALS:
+        # Also over its own handler: some MPIs replace it when they start.
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN, None, _note):
+            signal.signal(number, _note)
+    atexit.unregister(_ignore_suspend_signals)
+    atexit.register(_ignore_suspend_signals)
+
+
+def suspend_signal() -> signal.Signals | None:
+    """Return the first of them that this process has received."""
+    return _received[0] if _received else None
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    _received.append(signal.Signals(number))
+
+
+def _ignore_suspend_signals() -> None:
+    """Keep Python from restoring their default at its end, which is to kill."""
+    for number in SUSPEND_SIGNALS:
+        if signal.getsignal(number) is _note:
+            signal.signal(number, signal.SIG_IGN)
+
+
 def _is_interactive() -> bool:
     """Whether this is a notebook or a prompt, where errors and Ctrl-C do not end the process."""
     return launched_place()[1] == 1 and (hasattr(sys, "ps1") or bool(sys.flags.interactive))
 
 
 def _end_in_thread(args: threading.ExceptHookArgs) -> None:
-    # As in any program sys.exit() ends no more than a thread of the user's; see no_exit for ours.
+    # As in any program sys.exit() ends only its thread, if it is the user's; see no_exit for ours.
     if not isinstance(args.exc_value, SystemExit):
         end_job(args.exc_value or SystemExit(1))
 
 
 @contextmanager
 def no_exit() -> Iterator[None]:
-    """Make a call of ``sys.exit`` in the user's code an error, whatever its status.
+    """Turn a call of ``sys.exit`` in the user's code into a UserError that says where it was.
 
-    A rank that leaves in the middle of a run leaves the others waiting, and says nothing.
-
-    Raises:
-        UserError: it was called; says where.
+    A rank that leaves in the middle of a run leaves the others waiting, and reports nothing.
     """
     try:
         yield
@@ -113,21 +142,16 @@ def no_exit() -> Iterator[None]:
 
 
 def exit_called(error: SystemExit) -> UserError:
-    """Says where ``sys.exit`` was called in the middle of a run."""
+    """Return the error of a call of ``sys.exit`` in the middle of a run."""
     given = "" if error.code is None else repr(error.code)
-    return UserError(
-        f"{_place(error)}: expected code that goes on or raises an error while the run goes on, "
-        f"got a call of sys.exit({given}), which would leave other ranks waiting; raise an error "
-        "in its place"
-    )
-
-
-def _place(error: SystemExit) -> str:
-    """Where it was raised: the innermost line that is not Python's own, such as argparse's."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if Path(each.filename).parent != _LIBRARY]
-    last = (own or frames)[-1]
-    return f"{last.filename}, line {last.lineno}, in {last.name}"
+    # The innermost line that is not Python's own, such as argparse's.
+    last = ([each for each in frames if Path(each.filename).parent != _LIBRARY] or frames)[-1]
+    return UserError(
+        f"{last.filename}, line {last.lineno}, in {last.name}: expected code that goes on or "
+        f"raises an error while the run goes on, got a call of sys.exit({given}), which would "
+        "leave other ranks waiting; raise an error in its place"
+    )
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
@@ -139,25 +163,25 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 
 def warn(texts: Iterable[str]) -> None:
-    """Say what the user should know although the run goes on; on one rank."""
+    """Print warnings; on one rank."""
     for text in texts:
         console.say(f"aladdin_mpi: warning: {text}")
 
 
 def end_job(error: BaseException) -> None:
-    """Say what has happened and end the job on every rank; does not return."""
+    """Report ``error`` and end the job on every rank; does not return."""
     if not _ending.acquire(blocking=False):  # it is never released
-        time.sleep(2 * YIELD_SECONDS)  # who came first ends the process meanwhile
+        time.sleep(2 * YIELD_SECONDS)  # the first caller ends the process meanwhile
         os._exit(1)
     if threading.current_thread() is threading.main_thread():
-        # The others are ended by the launcher, and so is this one: it has its say first.
+        # The launcher ends the others, and so this one: it reports first.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    console.close()  # what is said now is not drawn over
+    console.close()  # what is printed now is not drawn over
     rank, size = launched_place()
     error = _terminated or error  # what was interrupted may have failed in some other way
     if isinstance(error, KeyboardInterrupt):
         error = TerminatedError(signal.SIGINT)
-    status = 1
+    status, where = 1, f" (rank {rank})" if size > 1 else ""
     if isinstance(error, SuspendedError):
         leave(SUSPENDED_STATUS)
     elif isinstance(error, SystemExit):
@@ -178,38 +202,36 @@ def end_job(error: BaseException) -> None:
     elif isinstance(error, UserError):
         status = 2
         if isinstance(error, ClosedError):
-            time.sleep(YIELD_SECONDS)  # the rank that closed the run has the word
+            time.sleep(YIELD_SECONDS)  # the rank that closed the run reports
         elif not error.agreed:
             _await_turn(rank, size)
-        where = f" (rank {rank})" if size > 1 and not error.agreed else ""
-        console.say(f"aladdin_mpi: error{where}: {error}")
+        console.say(f"aladdin_mpi: error{'' if error.agreed else where}: {error}")
         if error.agreed:
             leave(status)
-    elif isinstance(error, LostError):
-        console.say(f"aladdin_mpi: error: {error}{_and_then(AGAIN)}")
-    elif _peer(error) is not None:
-        # Rank 0 has the word; of its own death the next one tells. In virtual time one process is
-        # all ranks.
-        if size > 1 and rank != (1 if _peer(error) == 0 else 0):
-            time.sleep(YIELD_SECONDS)  # who is still there then has died as well
+    elif isinstance(error, (LostError, PeerFailedError)):
+        # Rank 0 reports, of its own failure rank 1. In virtual time one process is all ranks.
+        failed = error.rank if isinstance(error, PeerFailedError) else None
+        if failed is not None and size > 1 and rank != (1 if failed == 0 else 0):
+            time.sleep(YIELD_SECONDS)
         console.say(f"aladdin_mpi: error: {error}{_and_then(AGAIN)}")
     elif (full := system_error(error)) and full.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = f" (rank {rank})" if size > 1 else ""
         console.say(
             f"aladdin_mpi: error{where}: {full}; make room there, then go on from the last "
             "checkpoint with --resume"
         )
     else:
         _await_turn(rank, size)
-        _print_traceback(error, rank, size)
+        lines = "".join(traceback.format_exception(error)).splitlines(keepends=True)
+        mark = f"[rank {rank}] " if size > 1 else ""
+        console.say("".join(mark + line for line in lines))
     _abort(status, size)
 
 
 def _await_turn(rank: int, size: int) -> None:
     """Let the ranks before this one go first.
 
-    All workers run one loop, and a mistake in it is made by all. The first to tell of it ends the
-    job, and with it those who wait here.
+    All workers run one loop and make the same mistake in it. The first to report it ends the job,
+    and with it those that wait here.
     """
     turn = min(rank - 1, LAST_TURN)
     if size == 1 or turn <= 0 or threading.current_thread() is not threading.main_thread():
@@ -224,19 +246,8 @@ def _and_then(otherwise: str = "") -> str:
     return f"; {text}" if text else ""
 
 
-def _peer(error: BaseException) -> int | None:
-    """The rank whose death is the error."""
-    return error.rank if isinstance(error, PeerFailedError) else None
-
-
-def _print_traceback(error: BaseException, rank: int, size: int) -> None:
-    lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    mark = f"[rank {rank}] " if size > 1 else ""
-    console.say("".join(mark + line for line in lines.splitlines(keepends=True)))
-
-
 def launched_place() -> tuple[int, int]:
-    """Rank and size, as the launcher tells them if MPI has not started; (0, 1) without one."""
+    """Return rank and size, from the launcher if MPI has not started; (0, 1) without one."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         return mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
@@ -273,7 +284,7 @@ def _leaves_by_itself() -> bool:
 
 
 def before_leaving(action: Callable[[], None]) -> None:
-    """Let ``action`` be the last that this process does, if it ends by itself."""
+    """Run ``action`` at the end of this process, if it ends by itself."""
     atexit.register(action)
     _last.append(action)  # for :func:`leave`, which does without atexit
 
@@ -295,7 +306,7 @@ def leave(status: int) -> None:
 
 @contextmanager
 def quiet_unless_first(rank: int) -> Iterator[None]:
-    """Print nothing but on rank 0, while all ranks do the same."""
+    """Discard stdout but on rank 0, while all ranks do the same."""
     if rank == 0:
         yield
         return

@@ -1,4 +1,4 @@
-"""What becomes of memory that the process has freed."""
+"""Memory that the process has freed: how often it is searched for, and whether it is kept."""
 
 from __future__ import annotations
 
@@ -12,36 +12,34 @@ from functools import cache
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of glibc's <malloc.h>."""
 LARGEST = 1 << 30
-"""Bytes: of blocks that are taken from the heap, and of free memory at its end that is kept."""
+"""Bytes of blocks taken from the heap, and of free memory kept at its end."""
 CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 """Environment variables by which a user decides about it."""
-
 SELDOM = (20_000, 20, 100)
 """In place of Python's (700, 10, 10): see `gc.set_threshold`."""
 
 
 @contextmanager
 def collected_seldom() -> Iterator[None]:
-    """Let Python look for dead cycles of objects less often meanwhile.
+    """Let Python collect cycles less often in the block.
 
-    For many objects that all live on, of which every look passes over more: with a thousand
-    simulated ranks, which leave hardly a cycle behind, that takes a fifth of the time.
+    With a thousand simulated ranks, whose many objects live on, that saves a fifth of the time.
     """
-    merged = gc.get_threshold()
+    before = gc.get_threshold()
     gc.set_threshold(*SELDOM)
     try:
         yield
     finally:
-        gc.set_threshold(*merged)
+        gc.set_threshold(*before)
 
 
 @cache
 def keep_freed() -> bool:
-    """Let glibc keep large blocks that are freed; whether it does so from now on.
+    """Let glibc keep large freed blocks; return whether it does so from now on.
 
-    By itself it gives them back to the system, which hands out zeroed pages in their place, one
-    fault for every 4 KB, in each step for all activations and gradients. A GPU's memory is kept
-    by torch itself. Where one of `CHOSEN` is set, or the C library is not glibc, nothing changes.
+    Otherwise the system replaces them by zeroed pages, with one fault for every 4 KB, in each step
+    for all activations and gradients. torch keeps a GPU's memory itself. If one of `CHOSEN` is
+    set, or the C library is not glibc, nothing changes.
     """
     if any(name in os.environ for name in CHOSEN):
         return False

@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any
 
 from aladdin_mpi.control.budget import Budget, WorkerReport
-from aladdin_mpi.control.ledger import Ledger
+from aladdin_mpi.control.refusals import Ledger
 from aladdin_mpi.exchange.server import ParameterServer
 from aladdin_mpi.run.failures import Failures
 from aladdin_mpi.run.plan import Origin, Plan

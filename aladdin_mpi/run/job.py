@@ -13,7 +13,7 @@ from aladdin_mpi.data.loader_processes import is_loader_process
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import find_algorithm
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.process import guard, startup, stop_signal
+from aladdin_mpi.process import guard, startup
 from aladdin_mpi.run.script import SimulatedRank, simulated_rank
 
 
@@ -154,7 +154,7 @@ def start_mpi(timeout: float) -> None:
     from aladdin_mpi.transport.mpi import world  # noqa: F401
 
     guard.install()
-    stop_signal.install()
+    guard.note_suspend_signals()
 
 
 def _servers(settings: Mapping[str, Any], simulated: SimulatedRank | None) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.control.tags import COORDINATOR, Tag
-from aladdin_mpi.process import stop_signal
+from aladdin_mpi.process import guard
 from aladdin_mpi.run.coordinator import Coordinator, RunEnd, RunHook
 from aladdin_mpi.transport.base import Transport
 
@@ -24,7 +24,7 @@ class Suspension(RunHook):
         self._polls = transport.poll_hooks
         if self._polls is None:
             return
-        stop_signal.install()
+        guard.note_suspend_signals()
         if transport.rank == COORDINATOR:
             transport.on_message(Tag.SUSPEND, 8, self._take)
         self._polls.watch(self._look)
@@ -41,7 +41,7 @@ class Suspension(RunHook):
             self._polls.unwatch(self._look)
 
     def _look(self) -> None:
-        number = stop_signal.received()
+        number = guard.suspend_signal()
         if number is None or self._number:
             return
         if self._transport.rank == COORDINATOR:

@@ -1,37 +1,37 @@
 from __future__ import annotations
 
-from aladdin_mpi.control.refusals import FIRST, LARGEST, PATIENCE, LossScale
+from aladdin_mpi.control.budget import FIRST_EXPONENT, LARGEST_EXPONENT, PATIENCE, LossScale
 
 
 def test_loss_scale_is_halved_once_for_all_steps_that_used_it() -> None:
     scale = LossScale()
     assert scale.overflowed(sample=100, drawn=160)
-    assert scale.exponent == FIRST - 1
+    assert scale.exponent == FIRST_EXPONENT - 1
     for sample in (100, 120, 159):  # granted before
         assert not scale.overflowed(sample, drawn=200)
-    assert scale.exponent == FIRST - 1
+    assert scale.exponent == FIRST_EXPONENT - 1
     assert scale.overflowed(sample=160, drawn=240)
-    assert scale.exponent == FIRST - 2
+    assert scale.exponent == FIRST_EXPONENT - 2
 
 
 def test_loss_scale_is_doubled_after_many_steps_without_an_overflow() -> None:
     scale = LossScale()
     for _ in range(PATIENCE - 1):
         scale.count()
-    assert scale.exponent == FIRST
+    assert scale.exponent == FIRST_EXPONENT
     scale.overflowed(0, 10)
     for _ in range(PATIENCE - 1):
         scale.count()
-    assert scale.exponent == FIRST - 1
+    assert scale.exponent == FIRST_EXPONENT - 1
     scale.count()
-    assert scale.exponent == FIRST
+    assert scale.exponent == FIRST_EXPONENT
 
 
 def test_loss_scale_stays_in_its_range() -> None:
     scale = LossScale()
     for _ in range(PATIENCE * 20):
         scale.count()
-    assert scale.exponent == LARGEST
+    assert scale.exponent == LARGEST_EXPONENT
     for drawn in range(1, 100):
         scale.overflowed(drawn, drawn)
     assert scale.exponent == 0
@@ -42,4 +42,4 @@ def test_loss_scale_resumes_from_its_state() -> None:
     scale.count()
     scale.overflowed(5, 9)
     other.load_state_dict(scale.state_dict())
-    assert (other.exponent, other.sound, other.since) == (FIRST - 1, 0, 9)
+    assert (other.exponent, other.sound, other.since) == (FIRST_EXPONENT - 1, 0, 9)

@@ -21,10 +21,9 @@ from PIL import Image
 
 from aladdin_mpi.data import imagefolder
 from aladdin_mpi.data.augment import SmallImages
-from aladdin_mpi.data.builtin_sets import DrawnImages
 from aladdin_mpi.data.datasets import DatasetPair, MapDataset, load_dataset
 from aladdin_mpi.data.host_cache import cached_array
-from aladdin_mpi.data.images import ImageArrays, ImageFiles
+from aladdin_mpi.data.images import DrawnImages, ImageArrays, ImageFiles
 from aladdin_mpi.errors import UserError
 from tests.launch import ROOT
 
@@ -112,7 +111,7 @@ def test_synthetic_images_do_not_depend_on_access_order() -> None:
     first, second = (DrawnImages((3, 5, 6), 4, 30, split=0) for _ in range(2))
     assert torch.equal(first[torch.tensor([9, 3, 9])], second[:][[9, 3, 9]])
     assert torch.equal(first[:], second[:]) and torch.equal(first[29], second[29])
-    assert len(first) == 30 and not torch.equal(first[0], first[4])
+    assert first.shape[0] == 30 and not torch.equal(first[0], first[4])
 
 
 def test_image_size_scales_images() -> None:
@@ -142,7 +141,7 @@ def test_load_dataset_names_folder_and_download_option_for_missing_data(
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"image_size": 0}, "image_size"), ({"cache": "yes"}, "--cache: .*auto.*'yes'")],
+    [({"image_size": 0}, "--image-size: .*1.*0"), ({"cache": "yes"}, "--cache: .*auto.*'yes'")],
 )
 def test_load_dataset_names_invalid_option(options: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):

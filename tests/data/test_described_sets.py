@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from aladdin_mpi.data.datasets import KNOWN
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.run import SimulateOptions, parse
 from aladdin_mpi.run.trainer import simulate
@@ -35,11 +34,3 @@ def test_imagenet_set_requires_timed_computing(tmp_path: Path) -> None:
     words = ["--model", "resnet50", "--dataset", "imagenet", "--run-dir", str(tmp_path / "run")]
     with pytest.raises(UserError, match=r"--dataset imagenet: .*--compute timed.*imagefolder"):
         simulate(parse(SimulateOptions, words, "simulate", ""))
-
-
-def test_every_downloadable_set_is_described() -> None:
-    from aladdin_mpi.data.builtin_sets import VISION_SETS
-
-    assert {name: KNOWN[name].classes for name in VISION_SETS} == {
-        name: known.num_classes for name, known in VISION_SETS.items()
-    }

@@ -66,7 +66,7 @@ def test_folder_index_is_checked_once_by_concurrent_ranks(
     root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     files_below(root, is_wanted)
-    (index,) = (tmp_path / "cache").glob("folder-*.npz")
+    (index,) = (tmp_path / "cache").glob("folder-*.json")
     checks, compare = [], imagefolder._is_current
 
     def watched(*args: Any) -> bool:
@@ -95,7 +95,7 @@ def test_folder_index_is_checked_once_by_concurrent_ranks(
 
 def test_folder_index_written_by_other_host_is_checked_again(root: Path, tmp_path: Path) -> None:
     files_below(root, is_wanted)
-    (index,) = (tmp_path / "cache").glob("folder-*.npz")
+    (index,) = (tmp_path / "cache").glob("folder-*.json")
     later = time.time_ns() + 3600 * 10**9
     os.utime(index, ns=(later, later))
     (root / "c").mkdir()  # as on a disk of another host
@@ -148,7 +148,7 @@ def test_folder_index_works_without_cache(
 
 def test_damaged_folder_index_is_rebuilt(root: Path, tmp_path: Path, walks: list[Path]) -> None:
     files_below(root, is_wanted)
-    (index,) = (tmp_path / "cache").glob("folder-*.npz")
+    (index,) = (tmp_path / "cache").glob("folder-*.json")
     index.write_bytes(index.read_bytes()[:40])
     assert files_below(root, is_wanted) == FOUND
     assert files_below(root, is_wanted) == FOUND

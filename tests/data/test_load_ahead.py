@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from aladdin_mpi.data import loader_processes
-from aladdin_mpi.data.loader_processes import AHEAD, THREAD, TRIALS
-from aladdin_mpi.data.loading import BatchSource
+from aladdin_mpi.data import loading
+from aladdin_mpi.data.loading import AHEAD, THREAD, TRIALS, BatchSource
 from aladdin_mpi.data.sampler import ShardedStream
 from aladdin_mpi.errors import UserError
 
@@ -106,7 +105,7 @@ def test_load_ahead_uses_main_thread_for_random_collate() -> None:
 
 
 def test_load_ahead_uses_main_thread_for_fast_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_processes, "LEAST_SECONDS", 1.0)  # whatever else the cores do
+    monkeypatch.setattr(loading, "LEAST_SECONDS", 1.0)  # whatever else the cores do
     data = Samples(seconds=0.0)
     batches(source(data), [2] * 8)
     assert set(data.threads) == {"MainThread"}
@@ -137,4 +136,4 @@ def test_load_ahead_preserves_global_generator_with_custom_augmentation() -> Non
     for _ in range(TRIALS + 2):
         one.next_batch()
     assert torch.equal(torch.get_rng_state(), before)
-    assert one.draws
+    assert one._loader.draws

@@ -83,14 +83,14 @@ def test_interrupted_copy_is_not_used(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = place(data, tmp_path / "disk")
-    go_on = DiskCopy._go_on
+    progress = DiskCopy._progress
 
     def broken(self: DiskCopy) -> None:
-        go_on(self)
+        progress(self)
         if self.copied:
             raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(DiskCopy, "_go_on", broken)
+    monkeypatch.setattr(DiskCopy, "_progress", broken)
     with pytest.raises(UserError, match=r"--stage .*disk: .*Input/output error"):
         copy(data, target)
     partial = [path for path in target.rglob("*") if path.name.endswith(UNFINISHED)]

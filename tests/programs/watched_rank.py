@@ -39,6 +39,6 @@ BEHAVIOURS = {each.__name__: each for each in (wait, compute_then_wait, exit_at_
 
 startup.LEAST, startup.SLICE, startup.TURN_SECONDS = 0.1, 0.1, 0.3
 startup.begin()
-assert startup._watched is not None
-print(startup._watched.pid, flush=True)
+assert startup._watch is not None
+print(startup._watch.pid, flush=True)
 BEHAVIOURS[sys.argv[1]]()

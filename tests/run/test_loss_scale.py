@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aladdin_mpi.control.refusals import FIRST
+from aladdin_mpi.control.budget import FIRST_EXPONENT
 from tests.commands import summary, train
 from tests.launch import needs
 from tests.run.program_runs import run_program
@@ -42,10 +42,12 @@ def test_overflowing_gradient_is_skipped_and_halves_the_loss_scale_everywhere(
     assert first == second  # the workers of a round have the same
     exponents = list(map(int, first.split()))
     assert exponents == sorted(exponents, reverse=True)
-    assert exponents[0] == FIRST and exponents[-1] == FIRST - 1 - (exponents.count(FIRST) == 4)
+    assert exponents[0] == FIRST_EXPONENT and exponents[-1] == FIRST_EXPONENT - 1 - (
+        exponents.count(FIRST_EXPONENT) == 4
+    )
     assert summary(tmp_path / "run")["gradients_refused"] == 2
     scales = re.findall(r"worker 0 .*: .*overflow.* float16 .* (\d+)\b", completed.stderr)
-    assert scales and int(scales[0]) == 2 ** (FIRST - 1)
+    assert scales and int(scales[0]) == 2 ** (FIRST_EXPONENT - 1)
     assert "gradient refused" not in completed.stderr
 
 

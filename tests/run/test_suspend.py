@@ -18,7 +18,7 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.options.run import SimulateOptions, followed
 from aladdin_mpi.options.settings import Setting, Settings
-from aladdin_mpi.process import stop_signal
+from aladdin_mpi.process import guard
 from aladdin_mpi.run.resumption import decide
 from aladdin_mpi.run.run_folder import prepare
 from tests import roles
@@ -150,16 +150,16 @@ def test_signal_suspends_a_custom_loop(tmp_path: Path) -> None:
 
 
 def test_signal_handler_of_the_program_is_kept() -> None:
-    kept = [signal.getsignal(number) for number in stop_signal.SIGNALS]
+    kept = [signal.getsignal(number) for number in guard.SUSPEND_SIGNALS]
     mine = lambda number, frame: None  # noqa: E731
     try:
         signal.signal(signal.SIGUSR1, mine)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        stop_signal.install()
+        guard.note_suspend_signals()
         assert signal.getsignal(signal.SIGUSR1) is mine
         assert callable(signal.getsignal(signal.SIGUSR2))
     finally:
-        for number, handler in zip(stop_signal.SIGNALS, kept, strict=True):
+        for number, handler in zip(guard.SUSPEND_SIGNALS, kept, strict=True):
             signal.signal(number, handler)
 
 

@@ -9,13 +9,13 @@ import time
 from aladdin_mpi import train
 from aladdin_mpi.data.staging import DiskCopy
 
-go_on = DiskCopy._go_on
+progress = DiskCopy._progress
 
 
 def slow(self: DiskCopy) -> None:
-    go_on(self)
+    progress(self)
     time.sleep(float(os.environ["DELAY"]) if self.copied else 0)
 
 
-DiskCopy._go_on = slow  # type: ignore[method-assign]
+DiskCopy._progress = slow  # type: ignore[method-assign]
 sys.exit(train.main())
