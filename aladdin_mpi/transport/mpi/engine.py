@@ -9,10 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
-from aladdin_mpi.process import guard, startup
+from aladdin_mpi.process import startup
 from aladdin_mpi.transport.mpi import (
     fault_tolerance,  # before MPI: it decides how that begins and ends
 )
@@ -324,14 +323,9 @@ class MpiTransport(Transport):
             fault_tolerance.take_leave(self._collectives, last, self.timeout)
             return
         fault_tolerance.give_leave(self._collectives, others)
-        if not self.survives:
-            return
-        fault_tolerance.wait_gone(self._collectives)
-        hanging = {rank: self.host_names[rank] for rank in self.excluded}
-        if hanging:
-            farewell = self._messages, self._collectives
-            end = partial(fault_tolerance.end_those_left, *farewell, hanging, others, status)
-            guard.before_leaving(end)
+        if self.survives:
+            hanging = {rank: self.host_names[rank] for rank in self.excluded}
+            fault_tolerance.leave_last(self._collectives, hanging, others, status)
 
 
 def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str], int]:

@@ -6,9 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from aladdin_mpi.transport.mpi import (
-    fault_tolerance,  # before MPI: it decides how that begins and ends
-)
+from aladdin_mpi.transport.mpi import fault_tolerance, library  # before MPI: how it begins and ends
 
 # isort: split
 from mpi4py import MPI
@@ -27,7 +25,7 @@ class MpiFailures:
     """
 
     def __init__(self, messages: MPI.Intracomm) -> None:
-        self.survives = fault_tolerance.SURVIVES
+        self.survives = library.SURVIVES
         self.failed: frozenset[int] = frozenset()
         self.excluded: frozenset[int] = frozenset()
         self.untold: deque[int] = deque()

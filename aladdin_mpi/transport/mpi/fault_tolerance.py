@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 from aladdin_mpi.process import console, guard
 from aladdin_mpi.transport.mpi import library  # before MPI: it decides how that begins
-from aladdin_mpi.transport.mpi.library import SURVIVES  # and this one how it ends
 
 # isort: split
 from mpi4py import MPI
@@ -23,17 +23,6 @@ from mpi4py import MPI
 from aladdin_mpi.errors import PeerFailedError
 
 library.settle()
-
-__all__ = [
-    "DEATHS",
-    "SURVIVES",
-    "as_failures",
-    "dead",
-    "end_those_left",
-    "give_leave",
-    "take_leave",
-    "wait_gone",
-]
 
 DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 """Classes of the errors with which MPI says that a rank has died."""
@@ -99,32 +88,40 @@ def give_leave(farewell: MPI.Intracomm, others: Sequence[int]) -> None:
     _end_within(FAREWELL_SECONDS, [farewell.Isend(nothing, rank) for rank in others])
 
 
-def wait_gone(everyone: MPI.Intracomm) -> None:
-    """Wait for a moment until all others are gone, so that this rank is the last."""
-    _until(lambda: len(dead(everyone)) == everyone.size - 1, LEAVE_SECONDS)
-
-
-def end_those_left(
-    everyone: MPI.Intracomm,
-    farewell: MPI.Intracomm,
-    hanging: dict[int, str],
-    others: Sequence[int],
-    status: int,
+def leave_last(
+    farewell: MPI.Intracomm, hanging: dict[int, str], others: Sequence[int], status: int
 ) -> None:
-    """End the job if ranks that were excluded never came back: they keep the launcher waiting.
+    """When this process ends, wait for a moment until all others are gone.
+
+    Not before: the script may go on, and the others with it. The job is ended if ranks that were
+    excluded never come back: they keep the launcher waiting.
 
     Args:
-        everyone: of the whole job.
         farewell: see :func:`tell_exit`.
-        hanging: those ranks, with their hosts.
+        hanging: ranks that were excluded, with their hosts.
         others: ranks that may still be at what their program does after its training.
         status: the job's exit status.
     """
-    if not hanging.keys() - dead(everyone):
-        return
-    nothing = bytearray(0)
-    _end_within(LAST_WORK_SECONDS, [farewell.Irecv(nothing, rank, EXIT_TAG) for rank in others])
-    left = sorted(hanging.keys() - dead(everyone))
+
+    def leave() -> None:
+        _wait_gone()
+        if hanging.keys() - dead(MPI.COMM_WORLD):
+            exits = [farewell.Irecv(bytearray(0), rank, EXIT_TAG) for rank in others]
+            _end_within(LAST_WORK_SECONDS, exits)
+            _end_job(hanging, status)
+
+    guard.before_leaving(leave)
+
+
+@cache  # of several transports in one process only one waits
+def _wait_gone() -> None:
+    end = time.perf_counter() + LEAVE_SECONDS
+    while len(dead(MPI.COMM_WORLD)) < MPI.COMM_WORLD.size - 1 and time.perf_counter() < end:
+        time.sleep(POLL)
+
+
+def _end_job(hanging: dict[int, str], status: int) -> None:
+    left = sorted(hanging.keys() - dead(MPI.COMM_WORLD))
     if not left:
         return
     names = ", ".join(f"rank {rank} (host {hanging[rank]})" for rank in left)
@@ -133,12 +130,6 @@ def end_those_left(
     sys.stderr.flush()
     time.sleep(guard.FLUSH_SECONDS)
     MPI.COMM_WORLD.Abort(status)
-
-
-def _until(holds: Callable[[], bool], seconds: float) -> None:
-    end = time.perf_counter() + seconds
-    while not holds() and time.perf_counter() < end:
-        time.sleep(POLL)
 
 
 def _end_within(seconds: float | None, requests: list[MPI.Request]) -> None:
