@@ -13,7 +13,7 @@ from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.transport import collectives
 from aladdin_mpi.transport.base import Event, Request, Transport, await_event
-from aladdin_mpi.transport.group import GroupChannel, Stepper
+from aladdin_mpi.transport.group import Stepper
 
 
 class SingleAllReduce(AllReduce):
@@ -344,13 +344,8 @@ class _Sum(PendingSum):
         self._owner = owner
         self._transport = transport
         self._event = event
-        channel = GroupChannel(
-            transport.rank,
-            transport.size,
-            lambda part, dest: transport.isend(part, dest, tag),
-            lambda part, source: transport.irecv(part, source, tag),
-        )
-        self.steps = Stepper(collectives.allreduce(owner.in_order(channel), buffer), transport)
+        channel = owner.in_order(collectives.channel_of(transport, tag))
+        self.steps = Stepper(collectives.allreduce(channel, buffer), transport)
 
     def begin(self) -> None:
         """Once the values have come from the device."""

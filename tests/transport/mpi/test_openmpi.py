@@ -120,15 +120,15 @@ def test_transports_that_the_user_has_chosen_stay() -> None:
 
 
 SEVERAL = """
-from aladdin_mpi.transport.mpi import fault_tolerance
+from aladdin_mpi.transport.mpi import world
 from aladdin_mpi.transport.mpi.engine import MpiTransport
 from mpi4py import MPI
 
-seconds, fault_tolerance.LEAVE_SECONDS = fault_tolerance.LEAVE_SECONDS, 1000.0
+seconds, world.LEAVE_SECONDS = world.LEAVE_SECONDS, 1000.0
 for run in range(3):
     MpiTransport(timeout=60).close()
     assert MPI.COMM_WORLD.allreduce(run) == 2 * run
-fault_tolerance.LEAVE_SECONDS = seconds
+world.LEAVE_SECONDS = seconds
 print("continued", flush=True)
 """
 
