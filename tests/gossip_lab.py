@@ -5,22 +5,31 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from aladdin_mpi.transport.base import Event, Handler, IdleUntil, Request, sleep_and_call
-from aladdin_mpi.transport.virtual.endpoint import Endpoint
-from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
+from aladdin_mpi.transport.base import (
+    Event,
+    Handler,
+    IdleUntil,
+    Request,
+    Sendable,
+    Transport,
+    sleep_and_call,
+)
+from aladdin_mpi.transport.virtual.engine import VirtualCluster
+from aladdin_mpi.transport.wrapper import TransportWrapper
 from tests.roles import Job, Outcome, any_network, flat_start, noise_of_samples, run_rank
 
 
-class Spy(VirtualTransport):
+class Spy(TransportWrapper):
     """A transport that tells what passes through it, to be overridden."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        super().__init__(endpoint)
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        self.simulation = cast(Any, self)  # for sleep_between
 
     def sent(self, buffer: Tensor, dest: int, tag: int) -> None:
         """A message has left."""
@@ -31,13 +40,7 @@ class Spy(VirtualTransport):
     def switched(self) -> None:
         """Other ranks run now, or have run."""
 
-    def isend(
-        self,
-        buffer: Tensor | Sequence[float],
-        dest: int,
-        tag: int,
-        after: Event | None = None,
-    ) -> Request:
+    def isend(self, buffer: Sendable, dest: int, tag: int, after: Event | None = None) -> Request:
         request = super().isend(buffer, dest, tag, after)
         if isinstance(buffer, Tensor):
             self.sent(buffer, dest, tag)
@@ -79,10 +82,10 @@ class Spy(VirtualTransport):
         return first
 
 
-def run_spied(job: Job, spy: Callable[[Endpoint], Spy]) -> Outcome:
+def run_spied(job: Job, spy: Callable[[Transport], Spy]) -> Outcome:
     """As ``tests.roles.run``, on transports made by ``spy``."""
     cluster = VirtualCluster(job.workers, job.cluster, job.seed)
-    results: list[Any] = cluster.run(lambda transport: run_rank(job, spy(transport._endpoint)))
+    results: list[Any] = cluster.run(lambda transport: run_rank(job, spy(transport)))
     return Outcome(job, flat_start(job.numel), results)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from aladdin_mpi.allreduce.base import AllReduce, Buffers, PendingSum, wait_until
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.wrapper import allreduce_bytes
+from aladdin_mpi.transport.collectives import allreduce_bytes
 
 BUILD = "run `make horovod` (tools/build-horovod.sh)"
 

@@ -15,7 +15,7 @@ from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.transport import collectives
 from aladdin_mpi.transport.base import Event, Request, Transport, await_event
-from aladdin_mpi.transport.group import GroupChannel, Stepper
+from aladdin_mpi.transport.group import Stepper
 
 
 class SingleAllReduce(AllReduce):
@@ -271,13 +271,8 @@ class RingAllReduce(_MessageAllReduce):
         self._check()
         buffer, event = self._buffers.load(values, key)
         tag = self._first_tag + key % TAGS
-        channel = GroupChannel(
-            self._transport.rank,
-            self._transport.size,
-            lambda part, dest: self._transport.isend(part, dest, tag),
-            lambda part, source: self._transport.irecv(part, source, tag),
-        )
-        steps = Stepper(collectives.allreduce(self._in_order(channel), buffer), self._transport)
+        channel = self._in_order(collectives.channel_of(self._transport, tag))
+        steps = Stepper(collectives.allreduce(channel, buffer), self._transport)
         pending = _Sum(self._transport, steps, event)
         self._under_way.append(pending)
         pending.begin()

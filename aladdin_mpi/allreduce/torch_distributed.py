@@ -15,7 +15,7 @@ from aladdin_mpi.allreduce.base import AllReduce, Buffers, PendingSum, timeout_o
 from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.wrapper import allreduce_bytes
+from aladdin_mpi.transport.collectives import allreduce_bytes
 
 MARGIN = 30.0
 """Seconds by which torch's own limit exceeds the transport's, whose error says more."""

@@ -18,15 +18,27 @@ from torch import Tensor
 
 from aladdin_mpi.errors import PeerFailedError
 
+ANY_SOURCE = -1
+"""Receive from whichever rank sends first with the given tag."""
+EVENT_POLL = 0.0001
+"""Seconds between two looks at an event."""
+
+Sendable = Tensor | Sequence[float]
+"""What a message is made of: a tensor, or numbers."""
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+Handler = Callable[[int, Any], None]
+"""Called as ``handler(source, message)`` when a registered message arrives; the message is a
+``uint8`` tensor, or a sequence of floats for a handler of numbers."""
+IdleUntil = Callable[[], "Sequence[Request] | None"]
+"""Return requests of which one has to end before there is something to do; None: there is now."""
+
 
 class WaitSet:
     """Requests by name, of which :meth:`wait` finds the one that was done first.
 
-    The same as ``wait_any`` over a list in which one request is replaced at a time. An
-    engine may have a set of its own, whose waits do not look at every request.
-
-    Args:
-        wait_any: of the transport.
+    The same as the transport's ``wait_any`` over a list in which one request is replaced at a
+    time. An engine may have a set of its own, whose waits do not look at every request.
     """
 
     def __init__(self, wait_any: Callable[[Sequence[Request]], int]) -> None:
@@ -55,26 +67,20 @@ class WaitSet:
         return list(self.requests)[first]
 
 
-ANY_SOURCE = -1
-"""Receive from whichever rank sends first with the given tag."""
-
-
 class Event(Protocol):
     """Something that happens outside the transport, such as a CUDA event."""
 
     def query(self) -> bool:
         """Return whether it has happened."""
-        ...
 
 
 class Request:
     """An operation under way.
 
-    ``done`` is set when it has ended; ``source`` and ``nbytes`` then describe a received
-    message, and ``order`` is a counter that grows with every completion on this
-    rank, so that messages can be taken in their order of arrival. ``failed`` is
-    the failed rank at the other end, if that is how the operation ended. ``numbers`` are the
-    numbers sent, if an engine hands them over directly and not in ``buffer``.
+    ``done`` is set when it has ended; ``source`` and ``nbytes`` then describe a received message,
+    and ``order`` grows with every completion on this rank: the order of arrival. ``failed`` is the
+    failed rank at the other end, if that is how the operation ended. ``numbers`` are the numbers
+    sent, if an engine hands them over directly and not in ``buffer``.
     """
 
     __slots__ = ("buffer", "done", "failed", "nbytes", "numbers", "order", "source", "what")
@@ -90,8 +96,7 @@ class Request:
         self.numbers: tuple[float, ...] | None = None
 
     def __repr__(self) -> str:
-        state = "done" if self.done else "pending"
-        return f"<{self.what}: {state}>"
+        return f"<{self.what}: {'done' if self.done else 'pending'}>"
 
 
 def numbers_of(receive: Request) -> Sequence[float]:
@@ -99,12 +104,11 @@ def numbers_of(receive: Request) -> Sequence[float]:
     if receive.numbers is not None:
         return receive.numbers
     assert receive.buffer is not None
-    received = receive.buffer[: receive.nbytes // receive.buffer.itemsize]
-    numbers: list[float] = received.tolist()
+    numbers: list[float] = receive.buffer[: receive.nbytes // receive.buffer.itemsize].tolist()
     return numbers
 
 
-def as_tensor(buffer: Tensor | Sequence[float]) -> Tensor:
+def as_tensor(buffer: Sendable) -> Tensor:
     """Return a tensor as it is, and numbers as a tensor in float64."""
     if isinstance(buffer, Tensor):
         return buffer
@@ -113,21 +117,33 @@ def as_tensor(buffer: Tensor | Sequence[float]) -> Tensor:
     return torch.frombuffer(data, dtype=torch.float64)
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor of any dtype as a vector of bytes."""
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)  # its strides may not allow the view
+    if is_plain(tensor):
+        # As most are: every view takes a microsecond.
+        return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is a vector without a gradient."""
+    return tensor.dim() == 1 and not tensor.requires_grad
+
+
+def first_done(requests: Sequence[Request]) -> int:
+    """Return the index of the request that was done first, or -1."""
+    first = -1
+    for index, request in enumerate(requests):
+        if request.done and (first < 0 or request.order < requests[first].order):
+            first = index
+    return first
+
+
 def reading_numbers(handler: Handler) -> Handler:
     """Return a handler of bytes that calls ``handler`` with the numbers that they hold."""
     return lambda source, message: handler(source, message.view(torch.float64).tolist())
-
-
-EVENT_POLL = 0.0001
-"""Seconds between two looks at an event."""
-
-F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
-Handler = Callable[[int, Any], None]
-"""Called as ``handler(source, message)`` when a registered message arrives; the message is a
-``uint8`` tensor, or a sequence of floats for a handler of numbers."""
-IdleUntil = Callable[[], "Sequence[Request] | None"]
-"""Return requests of which one has to end before there is something to do; None: there is now."""
 
 
 @dataclass
@@ -169,13 +185,7 @@ class PointToPoint(ABC):
     """Whether messages move, and are handled, while the rank computes."""
 
     @primitive
-    def isend(
-        self,
-        buffer: Tensor | Sequence[float],
-        dest: int,
-        tag: int,
-        after: Event | None = None,
-    ) -> Request:
+    def isend(self, buffer: Sendable, dest: int, tag: int, after: Event | None = None) -> Request:
         """Start to send all bytes of ``buffer``; with ``after``, once that has happened.
 
         Never waits. Sends of one tag to one rank leave in the order of the calls.
@@ -185,7 +195,7 @@ class PointToPoint(ABC):
                 many and which :func:`numbers_of` reads there.
             dest: the receiving rank.
             tag: of the message.
-            after: what has to happen before the buffer holds its values.
+            after: an event before which the buffer does not hold its values.
         """
 
     @primitive
@@ -269,11 +279,8 @@ class PointToPoint(ABC):
         """Call ``action`` once, as a handler, soon after ``operation`` has ended.
 
         Even while the rank computes, so that one collective can follow another, or a copy from a
-        device.
-
-        Args:
-            operation: a request, also one that has ended or whose peer failed; or an event.
-            action: unlike other handlers it may start collectives.
+        device: unlike other handlers it may start collectives. ``operation`` may have ended
+        already, or end because its peer failed.
         """
 
 
@@ -353,8 +360,7 @@ class FailureDetector(ABC):
     def exclude(self, rank: int) -> None:
         """Treat ``rank`` as failed from now on, though it may be alive.
 
-        Nothing is sent to it any more, and nothing that it sends is received. The other ranks
-        have to do the same.
+        Nothing is sent to it or received from it any more. The other ranks have to do the same.
         """
 
     @primitive
@@ -403,26 +409,22 @@ class Transport(PointToPoint, Collectives, Clock, FailureDetector):
     def close(self, status: int = 0) -> None:
         """Complete or cancel what is under way and stop. Every rank has to call it once.
 
-        Args:
-            status: exit status of the program, which ends next.
+        ``status`` is the exit status of the program, which ends next.
         """
 
 
-# -- what only one engine has -----------------------------------------------------------------
+# -- what only one engine has ------------------------------------------------------------------
 class Simulation(Protocol):
     """What ranks can do that share a process and a virtual clock."""
 
     def meet(self, fact: Any) -> list[Any]:
         """Return all ranks' ``fact`` by rank, when all have called it: no messages, no time."""
-        ...
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what ``make`` returned to the first rank that called it with this key."""
-        ...
 
     def charge_memory(self, nbytes: int) -> None:
         """Let the time pass that it takes to read or write ``nbytes`` of a message in memory."""
-        ...
 
     def sleep_between(
         self,
@@ -431,11 +433,9 @@ class Simulation(Protocol):
         idle_until: IdleUntil | None = None,
     ) -> None:
         """See :func:`sleep_between`."""
-        ...
 
     def reseed(self, *key: int) -> None:
         """Start the random numbers of all ranks anew from the seed and ``key``."""
-        ...
 
 
 class PollHooks(Protocol):
@@ -446,11 +446,9 @@ class PollHooks(Protocol):
 
         Any thread may call it. It must be quick, and may do what a handler may.
         """
-        ...
 
     def unwatch(self, look: Callable[[], None]) -> None:
         """Stop calling ``look``."""
-        ...
 
 
 def once(transport: Transport, key: Hashable, make: Callable[[], T]) -> T:
@@ -479,14 +477,8 @@ def sleep_between(
 ) -> None:
     """Call ``action(i)`` at the i-th of ``moments``, or at once if that is past.
 
-    The rank sleeps between them. ``action`` may do what the rank may.
-
-    Args:
-        transport: whose clock counts.
-        moments: in seconds.
-        action: called with the index of each moment.
-        idle_until: returns requests of which one has to end before ``action`` has anything to do,
-            so that it need not be called; None: it has something to do now.
+    The rank sleeps between them. ``action`` may do what the rank may; it need not be called before
+    one of the requests has ended that ``idle_until`` returns.
     """
     if transport.simulation is not None:
         transport.simulation.sleep_between(moments, action, idle_until)

@@ -1,16 +1,16 @@
 """Messages with a checksum: a layer over any engine.
 
-Before each message of a chosen tag a second one goes, eight bytes under a tag of its own, with
-the message's length and CRC-32; the message itself is sent as it is, and nothing is copied.
-The receiver compares. A message that is not what was sent arrives as *void*, every byte
-0xFF, which is NaN in every format of floating point: so it cannot be taken for values, and
-each reader of messages decides what stands in for it (:func:`is_void`).
+A second message precedes each message of a chosen tag, eight bytes under a tag of its own, with
+the message's length and CRC-32; the message itself is sent as it is, and nothing is copied. A
+message that is not what was sent arrives as *void*, every byte 0xFF, which is NaN in every format
+of floating point: so it cannot be taken for values, and each reader of messages decides what
+replaces it (:func:`is_void`).
 """
 
 from __future__ import annotations
 
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -22,8 +22,11 @@ from aladdin_mpi.transport.base import (
     Event,
     Handler,
     Request,
+    Sendable,
     Transport,
+    as_bytes,
     as_tensor,
+    first_done,
     reading_numbers,
 )
 from aladdin_mpi.transport.wrapper import TransportWrapper
@@ -40,32 +43,25 @@ OnDamage = Callable[[int, int], None]
 
 
 def is_void(message: Tensor) -> bool:
-    """Whether ``message`` arrived as something else than what was sent.
+    """Return whether ``message``, of floating-point numbers, arrived damaged.
 
     Looks at its beginning only: at a value, which is NaN of such bits as no calculation
     makes, or at an int32 position, which would be -1.
-
-    Args:
-        message: as the numbers that it holds: single bytes would not tell.
     """
     assert message.is_floating_point()
     if message.is_meta or not message.numel():
         return False
-    head = message.view(-1).view(torch.uint8)[: max(POSITION_BYTES, message.itemsize)]
+    head = as_bytes(message)[: max(POSITION_BYTES, message.itemsize)]
     return bool((head == VOID).all())
 
 
 def void(message: Tensor) -> None:
     """Make ``message`` void."""
-    message.view(-1).view(torch.uint8).fill_(VOID)
+    as_bytes(message).fill_(VOID)
 
 
 def intact(message: Tensor, source: int) -> Tensor:
-    """``message``, which nothing can stand in for.
-
-    Raises:
-        TransportError: it is void.
-    """
+    """Return ``message``, which nothing can replace; raises a TransportError if it is void."""
     if is_void(message):
         raise TransportError(
             f"a message of {message.nbytes} bytes from rank {source} was damaged on its way, and "
@@ -77,21 +73,16 @@ def intact(message: Tensor, source: int) -> Tensor:
 
 def checksum(message: Tensor) -> int:
     """Length modulo 2^32 and CRC-32 of the bytes; 3 GB/s on one core of a Xeon server."""
-    data = message.detach().view(-1).view(torch.uint8)
+    data = as_bytes(message)
     return data.numel() % 2**32 << 32 | zlib.crc32(data.numpy().data)
 
 
 class ChecksumTransport(TransportWrapper):
-    """Checks the messages of some tags.
+    """Checks the messages of some tags, which are the same on every rank.
 
-    Only messages between two ranks: what a collective sends is the engine's own. Receives
-    name their source; handlers take messages from all.
-
-    Args:
-        inner: the engine.
-        tags: the same on every rank.
-        on_damage: told of each message that is refused, on the receiving rank; may be
-            called by a handler.
+    Only messages between two ranks: what a collective sends is the engine's own. Receives name
+    their source; handlers take messages from all. ``on_damage`` is called for each message that is
+    refused, on the receiving rank, perhaps by a handler.
     """
 
     def __init__(self, inner: Transport, tags: Collection[int], on_damage: OnDamage) -> None:
@@ -99,13 +90,7 @@ class ChecksumTransport(TransportWrapper):
         self._tags = frozenset(tags)
         self._on_damage = on_damage
 
-    def isend(
-        self,
-        buffer: Tensor | Sequence[float],
-        dest: int,
-        tag: int,
-        after: Event | None = None,
-    ) -> Request:
+    def isend(self, buffer: Sendable, dest: int, tag: int, after: Event | None = None) -> Request:
         if tag not in self._tags:
             return self.inner.isend(buffer, dest, tag, after)
         buffer = as_tensor(buffer)
@@ -125,24 +110,23 @@ class ChecksumTransport(TransportWrapper):
         if tag not in self._tags:
             return message
         seal = torch.zeros(SEAL_BYTES, dtype=torch.uint8)
-        return _Checked(message, self.inner.irecv(seal, source, tag + SEAL), tag, self._judge)
+        sealed = self.inner.irecv(seal, source, tag + SEAL)
+        return _CheckedReceive(message, sealed, tag, self._check)
 
-    def _judge(self, source: int, tag: int, message: Tensor, seal: Tensor) -> None:
-        if not message.is_meta and checksum(message) != _number(seal):
+    def _check(self, source: int, tag: int, message: Tensor, seal: Tensor) -> None:
+        number = int.from_bytes(seal.numpy().tobytes(), "little")
+        if not message.is_meta and checksum(message) != number:
             void(message)
             self._on_damage(source, tag)
 
     def test(self, request: Request) -> bool:
-        if isinstance(request, _Checked):
-            for part in request.parts:
-                self.inner.test(part)
-            return request.done
-        return self.inner.test(request)
+        return all([self.inner.test(part) for part in _parts(request)]) and request.done
 
     def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
         end = None if timeout is None else self.now() + timeout
-        while (first := _first_done(requests)) < 0:
-            missing = [part for request in requests for part in _missing(request)]
+        while (first := first_done(requests)) < 0:
+            parts = [part for request in requests for part in _parts(request)]
+            missing = [part for part in parts if not part.done]
             left = None if end is None else max(0.0, end - self.now())
             if self.inner.wait_any(missing, left) < 0:
                 return -1
@@ -150,8 +134,7 @@ class ChecksumTransport(TransportWrapper):
         return first
 
     def cancel(self, request: Request) -> None:
-        parts = request.parts if isinstance(request, _Checked) else (request,)
-        for part in parts:
+        for part in _parts(request):
             self.inner.cancel(part)
 
     def on_message(
@@ -160,24 +143,14 @@ class ChecksumTransport(TransportWrapper):
         if tag not in self._tags:
             self.inner.on_message(tag, nbytes, handler, as_numbers=as_numbers)
             return
-        pairs = _Pairs(tag, reading_numbers(handler) if as_numbers else handler, self._judge)
+        pairs = _Pairs(tag, reading_numbers(handler) if as_numbers else handler, self._check)
         self.inner.on_message(tag + SEAL, SEAL_BYTES, pairs.seal)
         self.inner.on_message(tag, nbytes, pairs.message)
 
 
-def _number(seal: Tensor) -> int:
-    return int.from_bytes(seal.numpy().tobytes(), "little")
-
-
-def _missing(request: Request) -> list[Request]:
-    """What has to end before ``request`` is done."""
-    parts = request.parts if isinstance(request, _Checked) else (request,)
-    return [part for part in parts if not part.done]
-
-
-def _first_done(requests: Sequence[Request]) -> int:
-    done = [i for i, request in enumerate(requests) if request.done]
-    return min(done, key=lambda i: requests[i].order, default=-1)
+def _parts(request: Request) -> tuple[Request, ...]:
+    """Return the requests of the engine that make up ``request``."""
+    return request.parts if isinstance(request, _CheckedReceive) else (request,)
 
 
 class _Sealing:
@@ -196,95 +169,68 @@ class _Sealing:
         return True
 
 
-Judge = Callable[[int, int, "Tensor", "Tensor"], None]
+Check = Callable[[int, int, "Tensor", "Tensor"], None]
 
 
-class _Checked(Request):
+class _CheckedReceive(Request):
     """A receive of a message and of its seal: done when both are, and then checked at once.
 
-    The check is made by whoever asks first, so not while the engine polls.
+    The check is made by whichever thread asks first, so not while the engine polls.
     """
 
-    __slots__ = ("_judge", "_judged", "_tag", "parts")
+    __slots__ = ("_check", "_has_ended", "_tag", "parts")
 
-    def __init__(self, message: Request, seal: Request, tag: int, judge: Judge) -> None:
+    def __init__(self, message: Request, seal: Request, tag: int, check: Check) -> None:
         self.parts = (message, seal)
+        self.what, self.buffer = message.what, message.buffer
+        self.source, self.nbytes, self.order = ANY_SOURCE, 0, -1
+        self.failed = self.numbers = None
         self._tag = tag
-        self._judge = judge
-        self._judged = False
+        self._check = check
+        self._has_ended = False
 
     @property
     def done(self) -> bool:  # type: ignore[override]
-        message, seal = self.parts
-        if not (message.done and seal.done):
-            return False
-        if not self._judged:
-            self._judged = True
-            if message.nbytes and seal.nbytes:  # neither cancelled nor failed
-                self._look(message, seal)
-        return True
+        if not self._has_ended and all(part.done for part in self.parts):
+            self._end(*self.parts)
+        return self._has_ended
 
-    def _look(self, message: Request, seal: Request) -> None:
-        assert message.buffer is not None and seal.buffer is not None
-        data = message.buffer
-        if not data.is_meta:
-            data = data.view(-1).view(torch.uint8)[: message.nbytes]
-        self._judge(message.source, self._tag, data, seal.buffer)
-
-    @property
-    def what(self) -> str:  # type: ignore[override]
-        return self.parts[0].what
-
-    @property
-    def buffer(self) -> Tensor | None:  # type: ignore[override]
-        return self.parts[0].buffer
-
-    @property
-    def numbers(self) -> tuple[float, ...] | None:  # type: ignore[override]
-        return self.parts[0].numbers
-
-    @property
-    def source(self) -> int:  # type: ignore[override]
-        return self.parts[0].source
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]
-        return self.parts[0].nbytes
-
-    @property
-    def order(self) -> int:  # type: ignore[override]
-        return max(part.order for part in self.parts)
-
-    @property
-    def failed(self) -> int | None:  # type: ignore[override]
-        return next((p.failed for p in self.parts if p.failed is not None), None)
+    def _end(self, message: Request, seal: Request) -> None:
+        self.source, self.nbytes, self.numbers = message.source, message.nbytes, message.numbers
+        self.order = max(message.order, seal.order)
+        self.failed = seal.failed if message.failed is None else message.failed
+        self._has_ended = True
+        if message.nbytes and seal.nbytes:  # neither cancelled nor failed
+            assert message.buffer is not None and seal.buffer is not None
+            data = message.buffer
+            if not data.is_meta:
+                data = as_bytes(data)[: message.nbytes]
+            self._check(message.source, self._tag, data, seal.buffer)
 
 
 class _Pairs:
     """Messages for a handler and their seals, which are handled one by one, in either order."""
 
-    def __init__(self, tag: int, handler: Handler, judge: Judge) -> None:
+    def __init__(self, tag: int, handler: Handler, check: Check) -> None:
         self._tag = tag
         self._handler = handler
-        self._judge = judge
-        self._seals: dict[int, deque[Tensor]] = {}
-        self._messages: dict[int, deque[Tensor]] = {}
+        self._check = check
+        self._seals: dict[int, deque[Tensor]] = defaultdict(deque)
+        self._messages: dict[int, deque[Tensor]] = defaultdict(deque)
 
     def seal(self, source: int, seal: Tensor) -> None:
-        held = self._messages.get(source)
-        if held:
-            self._handle(source, held.popleft(), seal)
+        if messages := self._messages[source]:
+            self._handle(source, messages.popleft(), seal)
         else:
-            self._seals.setdefault(source, deque()).append(seal.clone())
+            self._seals[source].append(seal.clone())
 
     def message(self, source: int, message: Tensor) -> None:
-        seals = self._seals.get(source)
-        if seals:
+        if seals := self._seals[source]:
             self._handle(source, message, seals.popleft())
         else:
-            self._messages.setdefault(source, deque()).append(message.clone())
+            self._messages[source].append(message.clone())
 
     def _handle(self, source: int, message: Tensor, seal: Tensor) -> None:
         if message.numel():
-            self._judge(source, self._tag, message, seal)
+            self._check(source, self._tag, message, seal)
         self._handler(source, message)

@@ -7,14 +7,14 @@ Tensors of the device "meta" move as sizes: their parts are None.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from aladdin_mpi.transport.base import Request
+from aladdin_mpi.transport.base import Request, Transport, as_bytes
 
 SMALL = 64 * 1024
 """Up to so many bytes an all-reduce uses a tree and an all-gather Bruck's algorithm,
@@ -27,29 +27,62 @@ the other, cost more than their bytes; halving and doubling takes 2 log2(n) for 
 Steps = Iterator[Sequence[Request]]
 Part = tuple["Tensor | None", int]
 """A piece of a buffer, None if the buffer holds no data, and its bytes."""
+REDUCIBLE = (torch.float32, torch.float64, torch.int64)
 
 
-class Channel(Protocol):
-    """Point to point among the ranks of one collective."""
+def check_reducible(buffer: Tensor) -> None:
+    """Raise a TypeError for a buffer that cannot be summed, as half precision."""
+    if buffer.dtype not in REDUCIBLE:
+        raise TypeError(
+            f"iallreduce adds {', '.join(map(str, REDUCIBLE))}, not {buffer.dtype}, "
+            "which MPI does not add rightly: convert it first"
+        )
+
+
+def allreduce_bytes(nbytes: int, ranks: int) -> int:
+    """2(n-1)/n of the buffer: a reduce-scatter, then an all-gather of the parts."""
+    return 2 * nbytes * (ranks - 1) // ranks
+
+
+def allgather_bytes(nbytes: int, ranks: int) -> int:
+    """n-1 times one rank's buffer: every part passes through every rank but one."""
+    return nbytes * (ranks - 1)
+
+
+def partial_bytes(nbytes: int, ranks: int) -> int:
+    """(n-1)/n of the buffer: all parts but the rank's own, or the mean of a broadcast."""
+    return nbytes * (ranks - 1) // ranks
+
+
+@dataclass
+class Channel:
+    """Point to point among the ranks of one collective: send to and receive from a rank."""
 
     rank: int
     size: int
+    send: Callable[[int, Part], Request]
+    receive: Callable[[int, Part], Request]
 
-    def send(self, dest: int, part: Part) -> Request:
-        """Start to send."""
-        ...
 
-    def receive(self, source: int, part: Part) -> Request:
-        """Post a receive."""
-        ...
+def channel_of(transport: Transport, tag: int) -> Channel:
+    """Return a channel among all ranks of ``transport``, by messages of one tag."""
+    return Channel(
+        transport.rank,
+        transport.size,
+        lambda dest, part: transport.isend(_as_tensor(part), dest, tag),
+        lambda source, part: transport.irecv(_as_tensor(part), source, tag),
+    )
+
+
+def _as_tensor(part: Part) -> Tensor:
+    data, nbytes = part
+    if data is not None:
+        return data
+    return torch.empty(nbytes, dtype=torch.uint8, device="meta" if nbytes else "cpu")
 
 
 class HostByHost:
-    """The ranks of a host one after the other, so that a ring leaves each host once.
-
-    Args:
-        hosts: of each rank.
-    """
+    """The ranks of a host one after the other, so that a ring leaves each host once."""
 
     def __init__(self, hosts: Sequence[int]) -> None:
         self._ranks = sorted(range(len(hosts)), key=lambda rank: hosts[rank])
@@ -57,26 +90,16 @@ class HostByHost:
         self._places = {rank: place for place, rank in enumerate(self._ranks)}
 
     def __call__(self, channel: Channel) -> Channel:
-        """``channel`` in that order."""
+        """Return ``channel`` in that order."""
         if self._is_plain:
             return channel
-        return _Reordered(channel, self._ranks, self._places[channel.rank])
-
-
-class _Reordered:
-    """A channel with other numbers: number i is ``ranks[i]``."""
-
-    def __init__(self, channel: Channel, ranks: Sequence[int], rank: int) -> None:
-        self.rank = rank
-        self.size = channel.size
-        self._channel = channel
-        self._ranks = ranks
-
-    def send(self, dest: int, part: Part) -> Request:
-        return self._channel.send(self._ranks[dest], part)
-
-    def receive(self, source: int, part: Part) -> Request:
-        return self._channel.receive(self._ranks[source], part)
+        ranks = self._ranks
+        return Channel(
+            self._places[channel.rank],
+            channel.size,
+            lambda dest, part: channel.send(ranks[dest], part),
+            lambda source, part: channel.receive(ranks[source], part),
+        )
 
 
 class _Buffer:
@@ -89,11 +112,7 @@ class _Buffer:
 
     @classmethod
     def of_bytes(cls, tensor: Tensor) -> _Buffer:
-        if tensor.is_meta:
-            return cls(tensor)
-        if not tensor.numel():
-            return cls(torch.empty(0, dtype=torch.uint8))  # its strides may not allow the view
-        return cls(tensor.detach().view(-1).view(torch.uint8))
+        return cls(tensor if tensor.is_meta else as_bytes(tensor))
 
     def part(self, start: int, end: int) -> Part:
         data = None if self.vector is None else self.vector[start:end]
@@ -134,7 +153,7 @@ def barrier(channel: Channel) -> Steps:
 
 def broadcast(channel: Channel, buffer: Tensor, root: int) -> Steps:
     """Binomial tree."""
-    yield from _broadcast(channel, _Buffer(buffer).whole(), root)
+    return _broadcast(channel, _Buffer(buffer).whole(), root)
 
 
 def _broadcast(channel: Channel, part: Part, root: int) -> Steps:
@@ -202,7 +221,7 @@ def _ring_allreduce(channel: Channel, vector: _Buffer) -> Steps:
 def _halving_allreduce(channel: Channel, vector: _Buffer) -> Steps:
     """Reduce-scatter by halving, all-gather by doubling, among the first 2^k ranks.
 
-    The nearest exchange first, when most bytes move: neighbours are often on one host. What
+    The nearest exchange comes first, when most bytes move: neighbours are often on one host. What
     the other ranks have is added to that of the first ones before, and they get the sum.
     """
     rank, size = channel.rank, channel.size
@@ -218,7 +237,7 @@ def _halving_allreduce(channel: Channel, vector: _Buffer) -> Steps:
     start, stop = 0, vector.length
     scratch, _ = vector.scratch(-(-vector.length // 2))
     halves: list[tuple[int, int, int]] = []
-    for distance in _powers(core):
+    for distance in (1 << power for power in range(core.bit_length() - 1)):
         middle = (start + stop) // 2
         low = not rank & distance
         mine, theirs = (
@@ -236,11 +255,6 @@ def _halving_allreduce(channel: Channel, vector: _Buffer) -> Steps:
         start, stop = min(start, first), max(stop, last)
     if rank + core < size:
         yield (channel.send(rank + core, vector.whole()),)
-
-
-def _powers(end: int) -> list[int]:
-    """1, 2, 4, ... below ``end``."""
-    return [1 << power for power in range(end.bit_length() - 1)]
 
 
 def allgather(channel: Channel, buffer: Tensor, gathered: Tensor) -> Steps:

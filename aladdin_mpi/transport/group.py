@@ -10,8 +10,8 @@ from torch import Tensor
 
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.transport import collectives
-from aladdin_mpi.transport.base import Event, Handler, Request, Transport, surviving_ranks
-from aladdin_mpi.transport.collectives import Part, Steps
+from aladdin_mpi.transport.base import Event, Handler, Request, Sendable, Transport, surviving_ranks
+from aladdin_mpi.transport.collectives import Steps, channel_of
 from aladdin_mpi.transport.wrapper import TransportWrapper
 
 FIRST_TAG = 40_000
@@ -19,51 +19,10 @@ NUMBERS = 20_000
 """Tags of collectives: so many can be under way at once."""
 
 
-class GroupChannel:
-    """Point to point among the ranks of one collective.
-
-    Args:
-        send: starts to send a buffer to a rank.
-        receive: posts a receive from a rank.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        send: Callable[[Tensor, int], Request],
-        receive: Callable[[Tensor, int], Request],
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self._send = send
-        self._receive = receive
-
-    def send(self, dest: int, part: Part) -> Request:
-        """Start to send."""
-        return self._send(_buffer(part), dest)
-
-    def receive(self, source: int, part: Part) -> Request:
-        """Post a receive."""
-        return self._receive(_buffer(part), source)
-
-
-def _buffer(part: Part) -> Tensor:
-    data, nbytes = part
-    if data is not None:
-        return data
-    return torch.empty(nbytes, dtype=torch.uint8, device="meta" if nbytes else "cpu")
-
-
 class Stepper:
-    """Takes the steps of a collective as the messages of each have ended, by whichever thread.
+    """Takes the steps of a collective as the messages of each have ended, in whichever thread.
 
-    Where a rank is lost it stands still.
-
-    Args:
-        steps: of the collective.
-        transport: that its messages go by.
-        finish: called at the end.
+    If a rank is lost it stands still. ``finish`` is called at the end.
     """
 
     def __init__(
@@ -86,7 +45,9 @@ class Stepper:
     def advance(self) -> None:
         """Go on as far as nothing is awaited."""
         with self._transport.atomic():
-            while self._can_go_on:
+            while not (self.has_ended or self._is_abandoned) and all(
+                each.done and each.failed is None for each in self.awaited
+            ):
                 step = next(self._steps, None)
                 if step is None:
                     self.has_ended = True
@@ -97,27 +58,17 @@ class Stepper:
                     if not request.done:
                         self._transport.when_done(request, self.advance)
 
-    @property
-    def _can_go_on(self) -> bool:
-        is_over = self.has_ended or self._is_abandoned
-        return not is_over and all(each.done and each.failed is None for each in self.awaited)
-
 
 TAGS = 1 << 16
 """Tags of a group, the seals of messages among them."""
 LOSS = TAGS - 1
 """The tag of a message that never comes: its receive ends when a rank is lost."""
-
 APART = TAGS - 2
-"""The tag with which a rank says that it has left the group, which has come apart then."""
+"""The tag with which a rank reports that it has left the group, which is revoked then."""
 
 
 class RankLostError(Exception):
-    """A rank has been lost without which this group cannot go on.
-
-    Attributes:
-        rank: its number in the group.
-    """
+    """A rank has been lost that this group needs; ``rank`` is its number in the group."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"rank {rank} of the group is lost")
@@ -131,7 +82,7 @@ class Group(TransportWrapper):
 
     Args:
         base: the transport among all ranks of the job.
-        ranks: of the group, this one among them; a rank's place in it is its number there.
+        ranks: of the group, including this one; a rank's place in it is its number there.
         number: counts the groups of a job, from 0.
         needs: whether the group cannot go on without a rank of it.
         may_raise: whether a wait may end by an error; otherwise it just ends.
@@ -166,9 +117,9 @@ class Group(TransportWrapper):
         self._first_tag = number * TAGS
         nothing = torch.empty(0, dtype=torch.uint8)
         self._loss = inner.irecv(nothing, inner.rank, self._first_tag + LOSS)
-        if number > 1:  # of a first group that comes apart in its set-up nothing is left
+        if number > 1:  # of a first group that is revoked in its set-up nothing is left
             self.exclude_from_traffic(APART)
-            self.on_message(APART, 1, lambda source, message: self._come_apart(source))
+            self.on_message(APART, 1, lambda source, message: self._revoke(source))
         inner.on_failure(self._note)
         with inner.atomic():
             for rank in sorted(inner.failed):
@@ -176,9 +127,9 @@ class Group(TransportWrapper):
 
     def _note(self, rank: int) -> None:
         if not self._has_left and self._needs(rank):
-            self._come_apart(rank)
+            self._revoke(rank)
 
-    def _come_apart(self, rank: int) -> None:
+    def _revoke(self, rank: int) -> None:
         if self.lost is None:
             self.lost = rank
             self.inner.abandon(self._loss)
@@ -188,13 +139,13 @@ class Group(TransportWrapper):
         return self.lost is not None if without is None else self._needs(without)
 
     def explains(self, error: PeerFailedError) -> bool:
-        """Whether the group cannot go on without the rank of which the error tells."""
+        """Return whether the group needs the rank that has failed."""
         return self.lost is not None or self._needs(error.rank)
 
     def leave(self) -> None:
-        """End all that is under way in it, and tell the others; nothing is heard that still comes.
+        """End all that is under way in it, and notify the others; later messages are ignored.
 
-        They may not have needed whom this rank has just waited for.
+        They may not have needed the rank that this one has just waited for.
         """
         for rank in surviving_ranks(self):
             if rank != self.rank and self.number > 1:
@@ -207,13 +158,7 @@ class Group(TransportWrapper):
         self.inner.close(status)
 
     # -- messages -----------------------------------------------------------------
-    def isend(
-        self,
-        buffer: Tensor | Sequence[float],
-        dest: int,
-        tag: int,
-        after: Event | None = None,
-    ) -> Request:
+    def isend(self, buffer: Sendable, dest: int, tag: int, after: Event | None = None) -> Request:
         return self.inner.isend(buffer, dest, self._first_tag + tag, after)
 
     def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
@@ -249,83 +194,64 @@ class Group(TransportWrapper):
             raise error
 
     # -- collectives ------------------------------------------------------------------
-    def _collective(self, algorithm: Callable[..., Steps], *arguments: object) -> Request:
+    def _collective(self, name: str, *arguments: object) -> Request:
         """Start one; every rank of the group calls them in the same order."""
+        if self.has_collectives:
+            started: Request = getattr(self._base, f"i{name}")(*arguments)
+            return started
         tag = FIRST_TAG + self._collectives % NUMBERS
         self._collectives += 1
-        channel = GroupChannel(
-            self.rank,
-            self.size,
-            lambda buffer, dest: self.isend(buffer, dest, tag),
-            lambda buffer, source: self.irecv(buffer, source, tag),
-        )
         # A message that never comes: its receive is taken back when the collective has ended.
         nothing = torch.empty(0, dtype=torch.uint8)
         end = self.inner.irecv(nothing, self.inner.rank, self._first_tag + tag)
-        steps = algorithm(channel, *arguments)
+        steps = getattr(collectives, name)(channel_of(self, tag), *arguments)
         Stepper(steps, self, lambda: self.inner.cancel(end)).advance()
         return end
 
     def ibarrier(self) -> Request:
-        if self.has_collectives:
-            return self._base.ibarrier()
-        return self._collective(collectives.barrier)
+        return self._collective("barrier")
 
     def ibroadcast(self, buffer: Tensor, root: int) -> Request:
-        if self.has_collectives:
-            return self._base.ibroadcast(buffer, root)
-        return self._collective(collectives.broadcast, buffer, root)
+        return self._collective("broadcast", buffer, root)
 
     def iallreduce(self, buffer: Tensor, total: Tensor | None = None) -> Request:
         if self.has_collectives:
             return self._base.iallreduce(buffer, total)
         if total is not None and not total.is_meta:
             total.copy_(buffer)
-        return self._collective(collectives.allreduce, buffer if total is None else total)
+        return self._collective("allreduce", buffer if total is None else total)
 
     def iallgather(self, buffer: Tensor, gathered: Tensor) -> Request:
-        if self.has_collectives:
-            return self._base.iallgather(buffer, gathered)
-        return self._collective(collectives.allgather, buffer, gathered)
+        return self._collective("allgather", buffer, gathered)
 
     def ialltoall(self, buffer: Tensor, received: Tensor) -> Request:
-        if self.has_collectives:
-            return self._base.ialltoall(buffer, received)
-        return self._collective(collectives.alltoall, buffer, received)
+        return self._collective("alltoall", buffer, received)
 
-    # -- handlers -------------------------------------------------------------------
+    # -- handlers, which end when this rank leaves --------------------------------------
+    def _until_left(self, action: Callable[..., None]) -> Callable[..., None]:
+        def act(*arguments: Any) -> None:
+            if not self._has_left:
+                action(*arguments)
+
+        return act
+
     def on_message(
         self, tag: int, nbytes: int, handler: Handler, *, as_numbers: bool = False
     ) -> None:
-        def handle(source: int, message: Any) -> None:
-            if not self._has_left:
-                handler(source, message)
-
+        handle = self._until_left(handler)
         self.inner.on_message(self._first_tag + tag, nbytes, handle, as_numbers=as_numbers)
 
     def on_failure(self, action: Callable[[int], None]) -> None:
-        def act(rank: int) -> None:
-            if not self._has_left:
-                action(rank)
-
-        self.inner.on_failure(act)
+        self.inner.on_failure(self._until_left(action))
 
     def when_done(self, operation: Request | Event, action: Callable[[], None]) -> None:
-        def act() -> None:
-            if not self._has_left:
-                action()
-
-        self.inner.when_done(operation, act)
+        self.inner.when_done(operation, self._until_left(action))
 
 
 class PartOfRanks(TransportWrapper):
-    """Messages between two of ``ranks``; their numbers are their places in it.
+    """Messages among ``ranks``, this one included; their numbers are their places in it.
 
     Collectives of the engine need all ranks, so there are none.
-
-    Args:
-        inner: among all ranks.
-        ranks: this one is among them.
     """
 
     def __init__(self, inner: Transport, ranks: Sequence[int]) -> None:
@@ -338,13 +264,7 @@ class PartOfRanks(TransportWrapper):
         self.host_names = [inner.host_names[rank] for rank in ranks]
         self.original_ranks = [inner.original_ranks[rank] for rank in ranks]
 
-    def isend(
-        self,
-        buffer: Tensor | Sequence[float],
-        dest: int,
-        tag: int,
-        after: Event | None = None,
-    ) -> Request:
+    def isend(self, buffer: Sendable, dest: int, tag: int, after: Event | None = None) -> Request:
         return self.inner.isend(buffer, self._ranks[dest], tag, after)
 
     def irecv(self, buffer: Tensor, source: int, tag: int) -> Request:
@@ -363,7 +283,6 @@ class PartOfRanks(TransportWrapper):
             raise self._with_place(error) from None
 
     def _with_place(self, error: PeerFailedError) -> PeerFailedError:
-        """The same, naming the rank by its place."""
         place = self._places.get(error.rank, error.rank)
         return PeerFailedError(place, self.inner.host_names[error.rank])
 

@@ -11,27 +11,6 @@ from typing import Any
 
 from aladdin_mpi.transport.base import Transport
 
-
-def allreduce_bytes(nbytes: int, ranks: int) -> int:
-    """2(n-1)/n of the buffer: a reduce-scatter, then an all-gather of the parts."""
-    return 2 * nbytes * (ranks - 1) // ranks
-
-
-def allgather_bytes(nbytes: int, ranks: int) -> int:
-    """n-1 times one rank's buffer: everyone's part passes through every rank but one."""
-    return nbytes * (ranks - 1)
-
-
-def alltoall_bytes(nbytes: int, ranks: int) -> int:
-    """(n-1)/n of the buffer: all parts but the rank's own."""
-    return nbytes * (ranks - 1) // ranks
-
-
-def broadcast_bytes(nbytes: int, ranks: int) -> int:
-    """(n-1)/n of the buffer for each rank: n-1 ranks receive it whole, whoever sends it on."""
-    return nbytes * (ranks - 1) // ranks
-
-
 DATA = sorted({name for kind in Transport.__mro__ for name in get_annotations(kind)})
 """The attributes of a transport, which do not change."""
 
@@ -39,9 +18,9 @@ DATA = sorted({name for kind in Transport.__mro__ for name in get_annotations(ki
 class TransportWrapper(Transport):
     """A transport that forwards everything to ``inner``, for subclasses to change.
 
-    Primitives are forwarded; an instance has those that its class does not change as bound methods
-    of ``inner``, which saves a call for each layer. Methods built on primitives, such as ``wait``,
-    come from :class:`Transport` and use the subclass's.
+    An instance has the primitives that its class does not change as bound methods of ``inner``,
+    which saves a call for each layer. Methods built on primitives, such as ``wait``, come from
+    :class:`Transport` and use the subclass's.
     """
 
     def __init__(self, inner: Transport) -> None:

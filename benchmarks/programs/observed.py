@@ -45,8 +45,8 @@ class ObservedTransport(engine.MpiTransport):
             "time": time.time(),
             "pid": os.getpid(),
             "resident": resident,
-            "requests": self._requests.pending,
-            "abandoned": self._requests.abandoned,
+            "requests": len(self._requests._pending),
+            "abandoned": len(self._requests._abandoned),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "threads": threading.active_count(),
         }

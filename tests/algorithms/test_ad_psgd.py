@@ -13,7 +13,6 @@ from aladdin_mpi.algorithms.ad_psgd import AdPsgdWorker, average, passive_worker
 from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.virtual.endpoint import Endpoint
 from tests.gossip_lab import Spy, any_job, large, noises, run_spied, starts
 from tests.quadratic import Quadratic, network
 from tests.roles import Job, Outcome, any_network, run
@@ -65,8 +64,8 @@ Log = list[tuple[str, int, int]]
 class Reporter(Spy):
     """Writes down when passive workers answer, and when gradients are complete."""
 
-    def __init__(self, endpoint: Endpoint, log: Log) -> None:
-        super().__init__(endpoint)
+    def __init__(self, inner: Transport, log: Log) -> None:
+        super().__init__(inner)
         self.log = log
 
     def handled(self, source: int, message: Tensor, tag: int) -> None:
@@ -139,7 +138,7 @@ def test_ad_psgd_trajectory_matches_paper(seed: int, graph: dict[str, Any]) -> N
         probe=read,
         seed=seed,
     )
-    outcome = run_spied(job, lambda endpoint: Reporter(endpoint, log))
+    outcome = run_spied(job, lambda inner: Reporter(inner, log))
     exchanges = [event for event in log if event[0] == "exchange"]
     steps = sum(len(outcome.workers[i].leases) for i in range(1, n, 2))
     assert len(exchanges) == steps  # one in each step of an active worker

@@ -18,7 +18,6 @@ from aladdin_mpi.exchange.gossip import GossipInbox
 from aladdin_mpi.flat.layout import Layout, cut
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.transport.virtual.endpoint import Endpoint
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from aladdin_mpi.worker.gradient_pass import Clipping
 from aladdin_mpi.worker.step import StepTimeModel
@@ -68,8 +67,8 @@ class Mass:
 class Weigher(Spy):
     """Follows the weights on the wire, from the headers as they are sent and handled."""
 
-    def __init__(self, endpoint: Endpoint, mass: Mass) -> None:
-        super().__init__(endpoint)
+    def __init__(self, inner: Transport, mass: Mass) -> None:
+        super().__init__(inner)
         self.mass = mass
         self.to: dict[int, int] = defaultdict(int)
         self.of: dict[int, deque[tuple[int, float]]] = defaultdict(deque)
@@ -109,7 +108,7 @@ def test_gosgd_weights_sum_to_one_at_any_moment(seed: int, p: float) -> None:
         mass.roles[transport.rank] = worker
 
     job = replace(job, probe=meet, samples=30 * job.workers, slowdown={})
-    outcome = run_spied(job, lambda endpoint: Weigher(endpoint, mass))
+    outcome = run_spied(job, lambda inner: Weigher(inner, mass))
     assert mass.seen_in_flight and mass.seen_in_inbox
     assert max(map(abs, mass.wire)) < 1e-9
     assert sums(outcome) == pytest.approx([1] * len(mass.wire), abs=1e-12)

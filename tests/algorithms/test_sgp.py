@@ -16,7 +16,6 @@ from aladdin_mpi.algorithms.sgp import SgpWorker, _Push, hops
 from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.transport.base import Request, Transport
-from aladdin_mpi.transport.virtual.endpoint import Endpoint
 from tests.gossip_lab import Spy, any_job, large, noises, run_spied, starts
 from tests.quadratic import Quadratic, network
 from tests.roles import Job, Outcome, any_network, run
@@ -174,8 +173,8 @@ def test_sgp_weights_sum_to_n_at_any_moment(
         assert isinstance(worker, SgpWorker)
         mass.roles[transport.rank] = worker
 
-    def make(endpoint: Endpoint) -> Spy:
-        return Weigher(endpoint)
+    def make(inner: Transport) -> Spy:
+        return Weigher(inner)
 
     outcome = run_spied(replace(job, probe=meet, samples=20 * job.workers), make)
     assert mass.checks > 10 * job.workers

@@ -8,7 +8,7 @@ import torch
 from aladdin_mpi.allreduce import choose
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.transport import wrapper
+from aladdin_mpi.transport import collectives
 from aladdin_mpi.transport.virtual.engine import VirtualTransport
 from tests.allreduce_lab import rounds_alike, sums_are_right
 from tests.virtual_lab import lab, run
@@ -80,7 +80,7 @@ def test_ring_leaves_each_host_once(name: str) -> None:
         return transport.carried()
 
     carried = run(8, main, Cluster(hosts=4, placement="cyclic"))[0]
-    assert carried["out"] == [wrapper.allreduce_bytes(32_000_000, 8)] * 4
+    assert carried["out"] == [collectives.allreduce_bytes(32_000_000, 8)] * 4
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -101,7 +101,7 @@ def test_allreduce_of_sizes_takes_same_time_and_bytes_as_of_values(
     real = run(ranks, lambda t: main(t, CPU))
     assert run(ranks, lambda t: main(t, META)) == real
     nbytes = 100_000 * dtype.itemsize
-    whole = 3 * wrapper.allreduce_bytes(nbytes, ranks)
+    whole = 3 * collectives.allreduce_bytes(nbytes, ranks)
     assert all(sent == pytest.approx(whole, rel=0.01) for _, sent, _ in real)
     assert all(waiting > 0 for _, _, waiting in real)
 
@@ -165,11 +165,14 @@ def test_allreduce_describe_names_backend_and_dtype(name: str) -> None:
 
 # -- the convention -------------------------------------------------------------------
 def test_collective_volumes_match_ring() -> None:
-    assert wrapper.allreduce_bytes(1000, 4) == 1500
-    assert wrapper.allgather_bytes(1000, 4) == 3000
-    assert wrapper.alltoall_bytes(1000, 4) == 750
-    assert wrapper.broadcast_bytes(1000, 4) == 750
-    for count in (wrapper.allreduce_bytes, wrapper.allgather_bytes, wrapper.alltoall_bytes):
+    assert collectives.allreduce_bytes(1000, 4) == 1500
+    assert collectives.allgather_bytes(1000, 4) == 3000
+    assert collectives.partial_bytes(1000, 4) == 750
+    for count in (
+        collectives.allreduce_bytes,
+        collectives.allgather_bytes,
+        collectives.partial_bytes,
+    ):
         assert count(1000, 1) == 0
 
 
@@ -187,8 +190,8 @@ def test_virtual_collectives_send_conventional_volumes() -> None:
         return sent
 
     wanted = [
-        wrapper.allreduce_bytes(120_000, 3),
-        wrapper.allgather_bytes(120_000, 3),
-        wrapper.alltoall_bytes(120_000, 3),
+        collectives.allreduce_bytes(120_000, 3),
+        collectives.allgather_bytes(120_000, 3),
+        collectives.partial_bytes(120_000, 3),
     ]
     assert run(3, main) == [wanted] * 3

@@ -16,8 +16,8 @@ from aladdin_mpi.allreduce.torch_distributed import TorchAllReduce
 from aladdin_mpi.errors import UserError, WaitTimeoutError
 from aladdin_mpi.flat.layout import cut
 from aladdin_mpi.flat.unused import UnusedMarks, joined, shifted
+from aladdin_mpi.transport.collectives import allreduce_bytes
 from aladdin_mpi.transport.mpi.engine import MpiTransport
-from aladdin_mpi.transport.wrapper import allreduce_bytes
 from tests.allreduce_lab import rounds_alike, sums_are_right
 from tests.messages import naming
 

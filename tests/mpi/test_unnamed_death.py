@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from aladdin_mpi.errors import PeerFailedError
-from aladdin_mpi.transport.mpi import failures, fault_tolerance, requests
+from aladdin_mpi.transport.mpi import requests, world
 from aladdin_mpi.transport.mpi.engine import MpiTransport
 from aladdin_mpi.transport.mpi.requests import MpiRequest
 
@@ -28,7 +28,7 @@ class EndedByFailure:
 def dead(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The failed ranks, as MPI reports them."""
     known: set[int] = set()
-    monkeypatch.setattr(fault_tolerance, "dead", lambda everyone: set(known))
+    monkeypatch.setattr(world, "failed_ranks", lambda: set(known))
     return known
 
 
@@ -59,7 +59,7 @@ def test_operation_ended_by_a_failure_ends_when_the_failed_rank_is_known(
     assert not transport.test(request)
     assert not transport.test(request)
     dead.add(1)
-    time.sleep(2 * failures.LOOK_FOR_FAILURES)
+    time.sleep(2 * world.LOOK_FOR_FAILURES)
     with pytest.raises(PeerFailedError) as caught:
         transport.test(request)
     assert caught.value.rank == 1

@@ -1,7 +1,7 @@
 """The MPI engine: real bytes, real time.
 
-:mod:`.polling` has the protocol of its threads, :mod:`.requests` how requests begin and end,
-:mod:`.failures` who has died, :mod:`.handlers` what interrupts a rank's own work.
+:mod:`.progress` has the protocol of its threads, :mod:`.requests` how requests begin and end,
+:mod:`.world` the ranks that have failed and the end of the job.
 """
 
 from __future__ import annotations
@@ -9,13 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
-from aladdin_mpi.process import guard, startup
-from aladdin_mpi.transport.mpi import (
-    fault_tolerance,  # before MPI: it decides how that begins and ends
-)
+from aladdin_mpi.process import startup
+from aladdin_mpi.transport.mpi import world  # before MPI: it decides how that begins and ends
 
 # isort: split
 from mpi4py import MPI  # before torch: Cray MPICH breaks the other way round
@@ -31,20 +28,22 @@ from aladdin_mpi.errors import (
     UserError,
     WaitTimeoutError,
 )
+from aladdin_mpi.transport import collectives
 from aladdin_mpi.transport.base import (
     ANY_SOURCE,
     Event,
     Handler,
     PollHooks,
     Request,
+    Sendable,
     Traffic,
     Transport,
     as_tensor,
+    first_done,
     reading_numbers,
     surviving_ranks,
     wait_ended,
 )
-from aladdin_mpi.transport.mpi.failures import MpiFailures
 from aladdin_mpi.transport.mpi.progress import (
     HANDLER_DEPTH,
     Handlers,
@@ -53,18 +52,14 @@ from aladdin_mpi.transport.mpi.progress import (
     cores_of_host,
 )
 from aladdin_mpi.transport.mpi.requests import MpiRequest, Requests, Signals, check_buffer, in_bytes
-from aladdin_mpi.transport.wrapper import (
-    allgather_bytes,
-    allreduce_bytes,
-    alltoall_bytes,
-    broadcast_bytes,
-)
+from aladdin_mpi.transport.mpi.world import MpiFailures
 
-REDUCIBLE = {
+DATATYPES = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
     torch.int64: MPI.INT64_T,
 }
+"""Of :data:`collectives.REDUCIBLE`."""
 
 
 class MpiTransport(Transport):
@@ -104,7 +99,7 @@ class MpiTransport(Transport):
         self.progresses = progress and threads >= MPI.THREAD_SERIALIZED
         pace = PollBackoff(self.hosts.count(self.host), cores)
         self._signals = Signals()
-        self._failures = MpiFailures(self._messages)
+        self._failures = MpiFailures()
         self._requests = Requests(self._messages, self.traffic, self._failures, self._signals)
         self._handlers = Handlers(self._receive)
         self.poll_hooks: PollHooks | None = self._handlers
@@ -122,13 +117,7 @@ class MpiTransport(Transport):
         time.sleep(seconds if until is None else max(0.0, until - self.now()))
 
     # -- point to point -----------------------------------------------------
-    def isend(
-        self,
-        buffer: Tensor | Sequence[float],
-        dest: int,
-        tag: int,
-        after: Event | None = None,
-    ) -> Request:
+    def isend(self, buffer: Sendable, dest: int, tag: int, after: Event | None = None) -> Request:
         buffer = as_tensor(buffer)
         name = f"send to rank {dest}, tag {tag}"
         request = MpiRequest(name, buffer, receives=False, peer=dest, tag=tag)
@@ -166,11 +155,11 @@ class MpiTransport(Transport):
         return request.done
 
     def wait_any(self, requests: Sequence[Request], timeout: float | None = None) -> int:
-        first = _first_done(requests)
+        first = first_done(requests)
         if first < 0:
             start = time.perf_counter()
             limit = self.timeout if timeout is None else timeout
-            first = self._polling.wait_until(lambda: _first_done(requests), start, limit)
+            first = self._polling.wait_until(lambda: first_done(requests), start, limit)
             if first < 0 and timeout is None:
                 raise WaitTimeoutError(
                     f"rank {self.rank} waited {limit:g} s for {_summary(requests)}: that rank "
@@ -189,7 +178,7 @@ class MpiTransport(Transport):
     def abandon(self, target: Request | range) -> None:
         if isinstance(target, range):
             with self._handlers.lock:
-                self._handlers.drop_tags(target)
+                self._handlers.drop(lambda source, tag: tag in target)
                 with self._polling.lock:
                     self._requests.abandon_tags(target)
             return
@@ -214,14 +203,15 @@ class MpiTransport(Transport):
         return self._failures.excluded
 
     def on_failure(self, action: Callable[[int], None]) -> None:
-        self._failures.on_failure(action)
+        self._failures.actions.append(action)
 
     def exclude(self, rank: int) -> None:
         with self._polling.lock:
             if rank in self._failures.failed:
                 return
-            self._failures.exclude(rank)
-        # First, so that who cannot go on without the rank says so, and no request that ends.
+            self._failures.excluded |= {rank}
+            self._failures.add(rank)
+        # First, so that a group that needs the rank reports so, and not a request that ends.
         self._polling.tell_failures()
         with self._polling.lock:
             self._requests.end_what_needs(rank)
@@ -242,10 +232,8 @@ class MpiTransport(Transport):
         )
 
     def when_done(self, operation: Request | Event, action: Callable[[], None]) -> None:
-        if isinstance(operation, Request):
-            self._handlers.when_done(operation, action)
-        else:
-            self._handlers.when_happened(operation, action)
+        self._handlers.when_done(operation, action)
+        if not isinstance(operation, Request):
             self._signals.begun()
 
     def atomic(self) -> AbstractContextManager[Any]:
@@ -273,31 +261,27 @@ class MpiTransport(Transport):
         return self._collective("Ibarrier", 0)
 
     def ibroadcast(self, buffer: Tensor, root: int) -> Request:
-        volume = broadcast_bytes(buffer.nbytes, self.size)
+        volume = collectives.partial_bytes(buffer.nbytes, self.size)
         return self._collective("Ibcast", volume, in_bytes(buffer), root)
 
     def iallreduce(self, buffer: Tensor, total: Tensor | None = None) -> Request:
-        if buffer.dtype not in REDUCIBLE:
-            raise TypeError(
-                f"iallreduce adds {', '.join(map(str, REDUCIBLE))}, not {buffer.dtype}, "
-                "which MPI does not add rightly: convert it first"
-            )
+        collectives.check_reducible(buffer)
         if total is None:
             # Not in place: Open MPI then takes a tree, which moves whole buffers and took twice
             # as long with 8 ranks on 4 hosts. A copy costs a hundredth of that.
             buffer, total = buffer.detach().clone(), buffer
-        kind = REDUCIBLE[buffer.dtype]
-        volume = allreduce_bytes(buffer.nbytes, self.size)
+        kind = DATATYPES[buffer.dtype]
+        volume = collectives.allreduce_bytes(buffer.nbytes, self.size)
         arguments = ([buffer.detach().numpy(), kind], [total.detach().numpy(), kind])
         return self._collective("Iallreduce", volume, *arguments, kept=buffer)
 
     def iallgather(self, buffer: Tensor, gathered: Tensor) -> Request:
-        volume = allgather_bytes(buffer.nbytes, self.size)
+        volume = collectives.allgather_bytes(buffer.nbytes, self.size)
         arguments = (in_bytes(buffer), in_bytes(gathered))
         return self._collective("Iallgather", volume, *arguments, kept=buffer)
 
     def ialltoall(self, buffer: Tensor, received: Tensor) -> Request:
-        volume = alltoall_bytes(buffer.nbytes, self.size)
+        volume = collectives.partial_bytes(buffer.nbytes, self.size)
         arguments = (in_bytes(buffer), in_bytes(received))
         return self._collective("Ialltoall", volume, *arguments, kept=buffer)
 
@@ -316,22 +300,17 @@ class MpiTransport(Transport):
             raise TransportError("closed while sends waited for their event")
 
     def _take_leave(self, status: int) -> None:
-        """Leave together, the first rank last: nobody may go to whom another still sends."""
+        """Leave together, the first rank last: none may be gone to which another still sends."""
         last, *others = surviving_ranks(self)
         if self.rank != last:
             if self.survives:
-                fault_tolerance.tell_exit(self._collectives, last)
-            fault_tolerance.take_leave(self._collectives, last, self.timeout)
+                world.tell_exit(self._collectives, last)
+            world.take_leave(self._collectives, last, self.timeout)
             return
-        fault_tolerance.give_leave(self._collectives, others)
-        if not self.survives:
-            return
-        fault_tolerance.wait_gone(self._collectives)
-        hanging = {rank: self.host_names[rank] for rank in self.excluded}
-        if hanging:
-            farewell = self._messages, self._collectives
-            end = partial(fault_tolerance.end_those_left, *farewell, hanging, others, status)
-            guard.before_leaving(end)
+        world.give_leave(self._collectives, others)
+        if self.survives:
+            hanging = {rank: self.host_names[rank] for rank in self.excluded}
+            world.leave_last(self._collectives, hanging, others, status)
 
 
 def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str], int]:
@@ -344,7 +323,7 @@ def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str], int]:
         cores = cores_of_host()
     except UserError as error:
         problem = str(error)
-    with fault_tolerance.as_failures():
+    with world.as_failures():
         messages, collectives = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
         told = messages.allgather((MPI.Get_processor_name(), problem))
     wrong = next(((host, each) for host, each in told if each is not None), None)
@@ -353,15 +332,6 @@ def _set_up() -> tuple[MPI.Intracomm, MPI.Intracomm, list[str], int]:
         one_says = UserError(f"host {host}: {problem}", agreed=True)
         raise one_says if messages.rank == 0 else RefusedError
     return messages, collectives, [host for host, _ in told], cores
-
-
-def _first_done(requests: Sequence[Request]) -> int:
-    """Index of the request that was done first, or -1."""
-    best = -1
-    for index, request in enumerate(requests):
-        if request.done and (best < 0 or request.order < requests[best].order):
-            best = index
-    return best
 
 
 def _summary(requests: Sequence[Request]) -> str:

@@ -1,19 +1,20 @@
-"""Who polls MPI, and how the threads of one rank keep out of each other's way.
+"""Which thread polls MPI, and how the threads of one rank keep out of each other's way.
 
 Two facts about MPI shape this. A non-blocking send moves nothing while the program computes,
-unless somebody enters the library: so a progress thread polls. And a rank that waits by spinning
+unless a thread enters the library: so a progress thread polls. And a rank that waits by spinning
 takes the core from its neighbours: so waits back off into short sleeps.
 
 The protocol:
 
-- **One polls.** The polling lock is held by whoever posts receives and tests for completions,
-  which is when MPI copies what has come. Meanwhile another thread works on what it has and, with
-  ``MPI_THREAD_MULTIPLE``, sends. With ``MPI_THREAD_SERIALIZED`` the same lock covers every call.
+- **One polls.** The polling lock is held by the thread that posts receives and tests for
+  completions, which is when MPI copies what has arrived. At the same time another thread works on
+  what it has and, with ``MPI_THREAD_MULTIPLE``, sends. With ``MPI_THREAD_SERIALIZED`` the same
+  lock covers every call.
 - **Beginning** needs no lock: a request is put on a queue, from which the next poll takes it.
-  Who begins something ends the doze of the progress thread.
-- **Waiting.** A rank that waits polls for itself. Who finds another thread at it does not queue
-  up for the lock, but sleeps until that thread tells of something that it has completed, at once
-  and not when it comes out. The progress thread polls beside a rank that waits only while
+  Posting an operation ends the doze of the progress thread.
+- **Waiting.** A rank that waits polls for itself. If another thread is polling it does not queue
+  up for the lock, but sleeps until that thread reports something that it has completed, at once
+  and not when it comes out. The progress thread polls next to a rank that waits only while
   messages stream in: the rank works on one while the next is copied. When a wait is over the
   progress thread takes over.
 - **Handlers** run after a poll, in the thread that polled, outside the polling lock and under the
@@ -28,26 +29,26 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.transport.base import Event, Handler, Request
-from aladdin_mpi.transport.mpi.failures import MpiFailures
 from aladdin_mpi.transport.mpi.requests import MpiRequest, Requests, Signals
+from aladdin_mpi.transport.mpi.world import MpiFailures
 
 CORES = "ALADDIN_MPI_CORES"
-"""The environment variable with the cores that a host's ranks have, where that is fewer than it
-shows them: in containers, or hosts that are namespaces of one machine."""
+"""The environment variable with the cores that a host's ranks have, if fewer than it shows: in
+containers, or hosts that are namespaces of one machine."""
 LIVELY = 0.02
 """Seconds after the last completion for which messages are taken to be moving."""
 SPINS = 50
-"""Looks without a sleep between, where every rank has a core."""
+"""Polls without a sleep between, if every rank has a core."""
 STEP = 0.00002
 SHORT_NAP = 0.0002
-"""Longest sleep, in seconds, between two looks of a waiting rank while messages move, ..."""
+"""Longest sleep, in seconds, between two polls of a waiting rank while messages move, ..."""
 LONG_NAP = 0.0005
 """... and when nothing has moved lately."""
 SHARE = 1 / 8
@@ -55,22 +56,17 @@ SHARE = 1 / 8
 SHARED_NAPS = (0.0001, 0.002)
 """... at least and at most, in seconds."""
 BACKGROUND = (0.0005, 0.001)
-"""Seconds between two looks while the rank computes: as messages move, and when none has lately."""
+"""Seconds between two polls while the rank computes: as messages move, and when none does."""
 SHARED_BACKGROUND = (0.002, 0.004)
 IDLE_BACKGROUND = (0.0005, 0.004)
 """At least and at most while it computes and no data are under way: `SHARE` of the quiet time."""
 SHARED_IDLE_BACKGROUND = (0.002, 0.008)
 PARKED = 0.02
-"""Longest sleep of the thread that looks in the background while another one waits and looks."""
+"""Longest sleep of the progress thread while another one waits and polls."""
 
 
 class PollBackoff:
-    """The sleeps of one rank.
-
-    Args:
-        ranks: on its host.
-        cores: that they have.
-    """
+    """The sleeps of one of the ``ranks`` on a host with so many ``cores``."""
 
     def __init__(self, ranks: int, cores: int) -> None:
         self.shares = ranks > cores
@@ -78,7 +74,7 @@ class PollBackoff:
         self._idle = SHARED_IDLE_BACKGROUND if self.shares else IDLE_BACKGROUND
 
     def nap(self, turn: int, quiet: float) -> float:
-        """Seconds to sleep after look number ``turn``, ``quiet`` seconds after the last news."""
+        """Return the sleep after poll ``turn``, ``quiet`` seconds after the last news."""
         if self.shares:
             shortest, longest = SHARED_NAPS
             return min(longest, max(shortest, SHARE * quiet))
@@ -86,7 +82,7 @@ class PollBackoff:
         return min(longest, STEP * max(0, turn - SPINS))
 
     def background(self, quiet: float, is_idle: bool = False) -> float:
-        """Seconds between two looks of the background; ``is_idle``: no data are under way."""
+        """Return the sleep between two background polls; ``is_idle``: no data are under way."""
         if is_idle:
             shortest, longest = self._idle
             return min(longest, max(shortest, SHARE * quiet))
@@ -94,7 +90,7 @@ class PollBackoff:
 
 
 def cores_of_host() -> int:
-    """The cores of this host, or as many of them as its ranks have by `CORES`.
+    """Return the cores of this host, or as many as its ranks have by `CORES`.
 
     Raises:
         UserError: the variable holds something else than a positive number.
@@ -118,10 +114,7 @@ Receive = Callable[[Tensor, int, int], MpiRequest]
 
 
 class _Inbox:
-    """The receives posted ahead for one handler, in the order of posting.
-
-    ``source`` is a rank, or ``ANY_SOURCE``.
-    """
+    """The receives posted ahead for one handler, from a rank or ``ANY_SOURCE``, in their order."""
 
     def __init__(self, source: int, tag: int, handler: Handler) -> None:
         self.source = source
@@ -133,15 +126,14 @@ class _Inbox:
 
 
 class Handlers:
-    """They run under ``lock``, one at a time, in whichever thread has polled."""
+    """Callbacks that run under ``lock``, one at a time, in whichever thread has polled."""
 
     def __init__(self, receive: Receive) -> None:
         self.lock = threading.RLock()
         self._receive = receive
-        # Lists are replaced, not changed: another thread may be going through them.
+        # Lists are replaced, not changed: another thread may be iterating over them.
         self._inboxes: list[_Inbox] = []
-        self._when_done: list[tuple[Request, Callable[[], None]]] = []
-        self._when_happened: list[tuple[Event, Callable[[], None]]] = []
+        self._when_done: list[tuple[Request | Event, Callable[[], None]]] = []
         self._looks: list[Callable[[], None]] = []
 
     def add(
@@ -154,53 +146,38 @@ class Handlers:
                 self._post(inbox, torch.empty(nbytes, dtype=torch.uint8))
             self._inboxes = [*self._inboxes, inbox]
 
-    def drop(self, source: int) -> None:
-        """No more messages come from this rank."""
-        self._drop(lambda inbox: inbox.source == source)
-
-    def drop_tags(self, tags: range) -> None:
-        """No message of these tags is handled any more."""
-        with self.lock:
-            self._drop(lambda inbox: inbox.tag in tags)
-
-    def _drop(self, is_meant: Callable[[_Inbox], bool]) -> None:
-        # Marked too: another thread may be going through the old list.
-        for inbox in filter(is_meant, self._inboxes):
-            inbox.dropped = True
+    def drop(self, applies: Callable[[int, int], bool]) -> None:
+        """Handle no more messages to whose source and tag ``applies``."""
+        # Marked too: another thread may be iterating over the old list.
+        for inbox in self._inboxes:
+            inbox.dropped |= applies(inbox.source, inbox.tag)
         self._inboxes = [inbox for inbox in self._inboxes if not inbox.dropped]
 
-    def when_done(self, request: Request, action: Callable[[], None]) -> None:
-        """Call ``action`` once the request has ended."""
+    def when_done(self, operation: Request | Event, action: Callable[[], None]) -> None:
+        """Call ``action`` once the request has ended, or the event has happened."""
         with self.lock:
-            self._when_done = [*self._when_done, (request, action)]
-
-    def when_happened(self, event: Event, action: Callable[[], None]) -> None:
-        """Call ``action`` once ``event`` has happened."""
-        with self.lock:
-            self._when_happened = [*self._when_happened, (event, action)]
+            self._when_done = [*self._when_done, (operation, action)]
 
     @property
     def awaits_events(self) -> bool:
         """Whether something is to be called once an event has happened."""
-        return bool(self._when_happened)
+        return not all(isinstance(operation, Request) for operation, _ in self._when_done)
 
     def watch(self, look: Callable[[], None]) -> None:
         """Call ``look`` after every poll."""
         self._looks = [*self._looks, look]
 
     def unwatch(self, look: Callable[[], None]) -> None:
-        """Call it no more."""
+        """Stop calling ``look``."""
         self._looks = [each for each in self._looks if each != look]
 
     def run(self) -> None:
-        """Run those of what has come."""
+        """Run the handlers of what has arrived or ended."""
         for inbox in self._inboxes:
             if inbox.posted and inbox.posted[0].done:
                 self._dispatch(inbox)
-        if any(request.done for request, _ in self._when_done):
-            self._tell_ends()
-        if self._when_happened:
-            self._tell_events()
+        if any(_has_ended(operation) for operation, _ in self._when_done):
+            self._call_ended()
         for look in self._looks:
             look()
 
@@ -220,28 +197,25 @@ class Handlers:
                     if not inbox.dropped:
                         self._post(inbox, request.buffer)
 
-    def _tell_ends(self) -> None:
+    def _call_ended(self) -> None:
         with self.lock:
-            ended = [each for each in self._when_done if each[0].done]
+            ended = [each for each in self._when_done if _has_ended(each[0])]
             self._when_done = [each for each in self._when_done if each not in ended]
             for _, action in ended:
                 action()
 
-    def _tell_events(self) -> None:
-        with self.lock:
-            happened = [each for each in self._when_happened if each[0].query()]
-            self._when_happened = [each for each in self._when_happened if each not in happened]
-            for _, action in happened:
-                action()
+
+def _has_ended(operation: Request | Event) -> bool:
+    return operation.done if isinstance(operation, Request) else operation.query()
 
 
 class Polling:
-    """Polls, in the progress thread and for those who wait.
+    """Polls, in the progress thread and in threads that wait.
 
     Attributes:
-        lock: of whoever polls.
+        lock: held by the thread that polls.
         closed: nothing is polled for any more.
-        thread: the progress thread; None: there is none.
+        thread: the progress thread, if there is one.
     """
 
     def __init__(
@@ -278,7 +252,7 @@ class Polling:
             self.thread.join()
 
     def _progress(self) -> None:
-        """Enter MPI now and then, so that messages move while the rank computes."""
+        """Poll now and then, so that messages move while the rank computes."""
         requests, signals, streaming = self._requests, self._signals, False
         while not self._stopping:
             before = requests.completions
@@ -291,7 +265,7 @@ class Polling:
                 signals.dozes = False
 
     def _pause(self) -> float:
-        """Seconds until the next look of the progress thread."""
+        """Return the seconds until the next poll of the progress thread."""
         signals = self._signals
         if signals.waiters:
             return PARKED
@@ -301,14 +275,14 @@ class Polling:
         return self._pace.background(self._quiet(), signals.dozes)
 
     def _quiet(self, since: float = 0.0) -> float:
-        """Seconds in which nothing has been completed, of those ``since`` a moment."""
+        """Return for how many of the seconds ``since`` a moment nothing has been completed."""
         return time.perf_counter() - max(self._requests.last_news, since)
 
     # -- a poll --------------------------------------------------------------------
     def poll(self, patient: bool = False) -> bool:
-        """Complete what can be completed, then run the handlers of what has come.
+        """Complete what can be completed, then run the handlers of what has arrived.
 
-        Returns False if another thread is at it, which is left to do so, unless ``patient``.
+        Returns False if another thread is polling and completes it, unless ``patient``.
         """
         free = self.lock.acquire(blocking=patient)
         if free:
@@ -323,23 +297,27 @@ class Polling:
         return free
 
     def tell_failures(self) -> None:
-        """Say who has failed, as a handler."""
+        """Report the ranks that have failed, as a handler."""
         with self._handlers.lock:
-            self._failures.tell(self._handlers.drop)
+            while self._failures.untold:
+                self._tell_failure(self._failures.untold.popleft())
+
+    def _tell_failure(self, failed: int) -> None:
+        self._handlers.drop(lambda source, tag: source == failed)
+        for action in self._failures.actions:
+            action(failed)
 
     # -- waiting -------------------------------------------------------------------
     def wait_until(self, look: Callable[[], int], start: float, limit: float | None) -> int:
-        """Poll until ``look`` finds something, and return that; -1: it took too long.
+        """Poll until ``look`` returns 0 or more, and return that; -1 after ``limit`` seconds.
 
-        Args:
-            look: returns less than 0 while there is nothing.
-            start: when the wait began.
-            limit: its longest time in seconds; None: for ever.
+        ``start`` is the time at which the wait began.
         """
         signals = self._signals
         signals.waiters += 1
         try:
-            for turn in _turns():
+            turn = 0
+            while True:
                 signals.news.clear()
                 polled = self.poll()
                 found = look()
@@ -351,15 +329,8 @@ class Polling:
                     signals.news.wait(SHORT_NAP)
                 elif nap := self._pace.nap(turn, self._quiet(since=start)):
                     time.sleep(nap)
+                turn += 1
         finally:
             signals.waiters -= 1
             if self.thread is not None:
                 signals.takes_over.set()
-        raise AssertionError("turns do not end")
-
-
-def _turns() -> Iterator[int]:
-    turn = 0
-    while True:
-        yield turn
-        turn += 1

@@ -1,4 +1,4 @@
-"""What has been started and has not ended yet, and how it ends."""
+"""Requests of the MPI engine from their start to their end."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Hashable, Iterator
+from operator import itemgetter
 
-from aladdin_mpi.transport.mpi import fault_tolerance  # before MPI: how that begins and ends
+from aladdin_mpi.transport.mpi import world  # before MPI: it decides how that begins and ends
 
 # isort: split
 from mpi4py import MPI  # before torch: Cray MPICH breaks the other way round
 
 # isort: split
-import torch
 from torch import Tensor
 
 from aladdin_mpi.errors import TransportError
-from aladdin_mpi.transport.base import ANY_SOURCE, Event, Request, Traffic
-from aladdin_mpi.transport.mpi.failures import NAMED_WITHIN, MpiFailures
+from aladdin_mpi.transport.base import ANY_SOURCE, Event, Request, Traffic, as_bytes
+from aladdin_mpi.transport.mpi.world import MpiFailures
+
+NAMED_WITHIN = 10.0
+"""Longest time in seconds from an operation's end by a failure to the name of the failed rank."""
 
 
 class Signals:
@@ -29,7 +32,7 @@ class Signals:
         news: something has ended: for a thread that waits while another one polls.
         takes_over: for the progress thread: one that polled for itself goes back to work, or has
             begun something.
-        dozes: the progress thread looks seldom.
+        dozes: the progress thread polls seldom.
     """
 
     def __init__(self) -> None:
@@ -38,23 +41,14 @@ class Signals:
         self.takes_over = threading.Event()
         self.dozes = False
 
-    def ended(self) -> None:
-        """A request has ended."""
-        if self.waiters:
-            self.news.set()
-
     def begun(self) -> None:
-        """There is something to look for more often."""
+        """End the doze: there is something to poll for."""
         if self.dozes:
             self.takes_over.set()
 
 
 def check_buffer(buffer: Tensor) -> None:
-    """Whether MPI can take it.
-
-    Raises:
-        TransportError: it is not contiguous, or not in the CPU's memory.
-    """
+    """Raise a TransportError if a buffer is not contiguous, or not in the CPU's memory."""
     if not buffer.is_contiguous() or buffer.device.type != "cpu":
         raise TransportError(
             f"MPI sends contiguous CPU tensors; got shape {tuple(buffer.shape)} with strides "
@@ -63,13 +57,13 @@ def check_buffer(buffer: Tensor) -> None:
 
 
 def in_bytes(buffer: Tensor) -> list[object]:
-    """``buffer`` as MPI takes it: its own memory, counted in bytes."""
+    """Return ``buffer`` as MPI takes it: its own memory, counted in bytes."""
     check_buffer(buffer)
-    return [buffer.detach().reshape(-1).view(torch.uint8).numpy(), MPI.BYTE]
+    return [as_bytes(buffer).numpy(), MPI.BYTE]
 
 
 SMALL = 1 << 16
-"""Bytes of a message that comes within a look or two, which may then be rare."""
+"""Bytes of a message that arrives within a poll or two, which may then be rare."""
 
 
 class MpiRequest(Request):
@@ -83,7 +77,7 @@ class MpiRequest(Request):
         tag: below 0 for collectives.
     """
 
-    __slots__ = ("broken", "handle", "peer", "receives", "tag")
+    __slots__ = ("broken", "handle", "is_collective", "line", "peer", "receives", "tag")
 
     def __init__(
         self,
@@ -99,17 +93,10 @@ class MpiRequest(Request):
         self.tag = tag
         self.handle: MPI.Request = MPI.REQUEST_NULL
         self.broken: tuple[MPI.Exception, float] | None = None
-        """By a death of which MPI has not told yet whose it is, and since when."""
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether all ranks take part in it."""
-        return self.tag < 0 and not self.receives
-
-    @property
-    def line(self) -> Hashable:
-        """The same for requests that MPI matches in their order; each collective has its own."""
-        return id(self) if self.is_collective else (self.receives, self.peer, self.tag)
+        """Ended by a failure of a rank that MPI has not named yet, and since when."""
+        self.is_collective = tag < 0 and not receives
+        self.line: Hashable = id(self) if self.is_collective else (receives, peer, tag)
+        """The same for requests that MPI matches in their order."""
 
 
 class PendingRequests:
@@ -126,42 +113,42 @@ class PendingRequests:
         return sum(map(len, self._lines.values()))
 
     def __iter__(self) -> Iterator[MpiRequest]:
-        """All of them, line by line; they may be removed meanwhile."""
+        """Iterate over a copy of all, line by line."""
         return iter([request for line in self._lines.values() for request in line])
 
     def add(self, request: MpiRequest) -> None:
-        """Put at the end of its line one that MPI has been given."""
+        """Put a request that MPI has been given at the end of its line."""
         line = self._lines.setdefault(request.line, deque())
         line.append(request)
         self._stale |= len(line) == 1
 
     def remove(self, request: MpiRequest) -> None:
-        """Take out one that has been added, wherever in its line it stands."""
+        """Take out a request, wherever in its line it stands."""
         self._lines[request.line].remove(request)
         self._tidy(request.line)
 
     def before(self, request: MpiRequest) -> list[MpiRequest]:
-        """Those of the line in which ``request`` is to be added."""
+        """Return the requests of the line to which ``request`` is to be added."""
         return list(self._lines.get(request.line, ()))
 
     def firsts(self) -> list[MpiRequest]:
-        """The first of each line."""
-        self._look_again()
+        """Return the first request of each line."""
+        self._refresh()
         return self._firsts
 
     def handles(self) -> list[MPI.Request]:
-        """What MPI knows :meth:`firsts` by."""
-        self._look_again()
+        """Return MPI's handles of :meth:`firsts`."""
+        self._refresh()
         return self._handles
 
     @property
     def is_idle(self) -> bool:
-        """Whether no data are under way: all wait for small messages, which may come or not."""
-        self._look_again()
+        """Whether no data are under way: all are receives of small messages."""
+        self._refresh()
         return self._is_idle
 
     def drop_ended(self) -> None:
-        """Take out those at the head of a line that have ended."""
+        """Take out requests at the head of a line that have ended."""
         for name, line in list(self._lines.items()):
             if line[0].done:
                 while line and line[0].done:
@@ -169,7 +156,7 @@ class PendingRequests:
                 self._tidy(name)
 
     def drop_all_ended(self) -> None:
-        """Take out all that have ended, wherever they stand."""
+        """Take out all requests that have ended, wherever they stand."""
         for request in self:
             if request.done:
                 self.remove(request)
@@ -179,16 +166,15 @@ class PendingRequests:
             del self._lines[name]
         self._stale = True
 
-    def _look_again(self) -> None:
+    def _refresh(self) -> None:
         if self._stale:
             self._firsts = [line[0] for line in self._lines.values()]
             self._handles = [request.handle for request in self._firsts]
-            self._is_idle = all(map(_awaits_little, self._firsts))
+            self._is_idle = all(
+                request.receives and request.buffer is not None and request.buffer.nbytes <= SMALL
+                for request in self._firsts
+            )
             self._stale = False
-
-
-def _awaits_little(request: MpiRequest) -> bool:
-    return request.receives and request.buffer is not None and request.buffer.nbytes <= SMALL
 
 
 class Requests:
@@ -200,7 +186,7 @@ class Requests:
     Attributes:
         completions: requests that have ended.
         last_news: when the last one did.
-        is_idle: no data were awaited at the last look.
+        is_idle: no data were awaited at the last poll.
     """
 
     def __init__(
@@ -220,7 +206,7 @@ class Requests:
         self._held_back: dict[tuple[int, int], deque[tuple[MpiRequest, Event | None]]] = {}
         self._abandoned: list[MpiRequest] = []
         self._is_wounded = False
-        """A request has met a death, of whom this rank may not know yet."""
+        """A request has met a failure, of a rank that may not be known yet."""
 
     # -- begin ----------------------------------------------------------------
     @property
@@ -239,7 +225,7 @@ class Requests:
         self._signals.begun()
 
     def send(self, request: MpiRequest) -> None:
-        """Send at once; it is in no poll's way."""
+        """Send at once, without the polling lock."""
         assert request.buffer is not None
         if self._failures.is_lost(request.peer):
             self.fail(request, request.peer)
@@ -252,7 +238,7 @@ class Requests:
         self.begin(request)
 
     def send_after(self, request: MpiRequest, after: Event | None) -> None:
-        """Send when ``after`` has happened, and all that was to go there before has gone."""
+        """Send when ``after`` has happened, and all earlier sends of this tag there have left."""
         line = request.peer, request.tag
         if self._held_back.get(line) or (after is not None and not after.query()):
             self._held_back.setdefault(line, deque()).append((request, after))
@@ -268,9 +254,9 @@ class Requests:
                 del self._held_back[line]
 
     def take_fresh(self) -> None:
-        """Take up what has begun; receives are posted here."""
+        """Take up what has begun: receives are posted here."""
         status = MPI.Status()
-        # Others may be added meanwhile: they are the next poll's, or this one would not end.
+        # Those added at the same time are the next poll's, or this one would not end.
         for _ in range(len(self._fresh)):
             request = self._fresh.popleft()
             if request.peer in self._failures.failed and not request.done:
@@ -288,16 +274,6 @@ class Requests:
             request.handle = self._messages.Irecv(in_bytes(request.buffer), source, request.tag)
         except MPI.Exception as error:
             self._meet_failure(request, error)
-
-    @property
-    def pending(self) -> int:
-        """Number of those that MPI has and that have not ended."""
-        return len(self._pending)
-
-    @property
-    def abandoned(self) -> int:
-        """Number of those that have ended by a death, and whose buffers are kept."""
-        return len(self._abandoned)
 
     # -- end ------------------------------------------------------------------
     def complete(self) -> None:
@@ -323,12 +299,12 @@ class Requests:
             indices = MPI.Request.Testsome(pending.handles(), statuses)
             if not indices:
                 return
-            for index, status in sorted(zip(indices, statuses, strict=False), key=_first):
+            for index, status in sorted(zip(indices, statuses, strict=False), key=itemgetter(0)):
                 self._complete(firsts[index], status)
-            pending.drop_ended()  # who stood behind them may have ended too
+            pending.drop_ended()  # those behind them may have ended too
 
     def _complete_any(self) -> None:
-        """The same where a death may be met: of an error in several MPI does not say whose it is.
+        """The same where a failure may be met: MPI does not name the request of an error.
 
         So they are tested together, but only one may end in a test.
         """
@@ -347,16 +323,16 @@ class Requests:
             pending.drop_ended()
 
     def _meet_failure_of_any(self, firsts: list[MpiRequest], error: MPI.Exception) -> None:
-        """MPI has ended one of them by a death, or leaves it for a later look."""
+        """MPI has ended one of them by a failure, or leaves it for a later poll."""
         ended = [r for r in firsts if not r.done and r.handle == MPI.REQUEST_NULL]
         for request in ended:
             self._meet_failure(request, error)
-        if not ended and error.Get_error_class() not in fault_tolerance.DEATHS:
+        if not ended and error.Get_error_class() not in world.FAILURES:
             raise error
         self._pending.drop_all_ended()
 
     def _complete_each(self) -> None:
-        """The same one by one, where a rank has died: any of them may meet that."""
+        """The same one by one, after a failure: any of them may meet it."""
         status, before = MPI.Status(), -1
         while before != self.completions:
             before = self.completions
@@ -365,24 +341,23 @@ class Requests:
             self._pending.drop_ended()
 
     def _complete_announced(self, request: MpiRequest, status: MPI.Status) -> None:
-        """A message that had been announced is there now: it need not wait for other receives.
+        """Complete a receive whose message had been announced: it need not wait for others.
 
         Except for those before it that the same sender fills: they may have ended unseen.
         """
-        if not self._has_ended(request, status):
-            return
-        if earlier := self._pending.before(request):
-            for each in earlier:
-                self._complete_if_done(each, MPI.Status())
-            self._pending.drop_ended()
-        self._complete(request, status)
+        if self._has_ended(request, status):
+            if earlier := self._pending.before(request):
+                for each in earlier:
+                    self._complete_if_done(each, MPI.Status())
+                self._pending.drop_ended()
+            self._complete(request, status)
 
     def _complete_if_done(self, request: MpiRequest, status: MPI.Status) -> None:
         if self._has_ended(request, status):
             self._complete(request, status)
 
     def _has_ended(self, request: MpiRequest, status: MPI.Status) -> bool:
-        """Whether MPI has just ended it; its end by a death is seen to here."""
+        """Return whether MPI has just ended it; handles an end by a failure."""
         if request.done:
             return False
         if request.broken is not None:
@@ -407,12 +382,11 @@ class Requests:
         self.completions += 1
         request.done = True
         self.last_news = time.perf_counter()
-        self._signals.ended()
+        if self._signals.waiters:
+            self._signals.news.set()
 
     def cancel(self, request: MpiRequest) -> None:
-        """Take back a receive, unless its message has come."""
-        if request.done:
-            return
+        """Take back a receive, unless its message has arrived."""
         self.take_fresh()
         if request.done:
             return
@@ -429,33 +403,29 @@ class Requests:
         request.done = True
 
     def abandon(self, request: MpiRequest) -> None:
-        """Look at it no more; MPI may hold on to its buffer, so it is kept."""
+        """Poll for it no more; MPI may still use its buffer, so it is kept."""
         self.take_fresh()
         if request.done:
             return
         if request.handle != MPI.REQUEST_NULL:
             self._pending.remove(request)
             self._abandoned.append(request)
-        elif not self._forget_held_back(request):
+        elif not self._drop_held_back(request):
             return
         request.done = True
         self._signals.news.set()
 
-    def _forget_held_back(self, request: MpiRequest) -> bool:
-        """Never send what still waits for its event; whether ``request`` is such a one."""
+    def _drop_held_back(self, request: MpiRequest) -> bool:
+        """Never send what still waits for its event; return whether ``request`` does."""
         line = request.peer, request.tag
-        queue = self._held_back.get(line, deque())
+        queue = self._held_back.pop(line, deque())
         left = deque(each for each in queue if each[0] is not request)
-        if len(left) == len(queue):
-            return False
         if left:
             self._held_back[line] = left
-        else:
-            del self._held_back[line]
-        return True
+        return len(left) < len(queue)
 
     def abandon_tags(self, tags: range) -> None:
-        """The same for all requests of these tags."""
+        """Abandon all requests of these tags."""
         self.take_fresh()
         for line in [line for line in self._held_back if line[1] in tags]:
             for request, _ in self._held_back.pop(line):
@@ -465,28 +435,28 @@ class Requests:
                 self.abandon(request)
 
     def left(self, receives: bool) -> list[MpiRequest]:
-        """The receives, or all others, that have not ended."""
+        """Return the receives, or all others, that have not ended."""
         return [request for request in self._pending if request.receives == receives]
 
-    # -- end by a death ---------------------------------------------------------
+    # -- end by a failure -------------------------------------------------------
     def _look_for_failures(self, at_once: bool = False) -> None:
         for rank in self._failures.found(at_once):
             self._failures.add(rank)
             self.end_what_needs(rank)
 
     def _meet_failure(self, request: MpiRequest, error: MPI.Exception) -> None:
-        """End ``request``, of which MPI says that a rank has died. Raises any other error."""
-        if not self._failures.may_be_death(error, request.is_collective):
+        """End ``request``, for which MPI reports a failed rank. Raises any other error."""
+        if not self._failures.may_be_failure(error, request.is_collective):
             raise error
         if request.peer != ANY_SOURCE:
             self.fail(request, request.peer)
             return
         self._look_for_failures(at_once=True)  # this ends every collective
         if not request.done:
-            request.broken = error, time.perf_counter()  # a later look will end it
+            request.broken = error, time.perf_counter()  # a later query will end it
 
     def end_what_needs(self, dead: int) -> None:
-        """End all that waits for that rank; collectives need every rank."""
+        """End all that waits for the rank ``dead``; collectives need every rank."""
         for request in self._pending:
             if not request.done and (request.peer == dead or request.is_collective):
                 self.fail(request, dead)
@@ -496,7 +466,7 @@ class Requests:
                 self.fail(request, dead)
 
     def fail(self, request: MpiRequest, dead: int) -> None:
-        """End a request; MPI may hold on to its buffer, so it is kept."""
+        """End a request by the failure of ``dead``; MPI may still use its buffer: it is kept."""
         if request.handle != MPI.REQUEST_NULL:
             self._abandoned.append(request)
         request.failed = dead
@@ -504,7 +474,3 @@ class Requests:
         self.completions += 1
         request.done = True
         self._signals.news.set()
-
-
-def _first(pair: tuple[int, MPI.Status]) -> int:
-    return pair[0]

@@ -1,9 +1,9 @@
 """Calls on behalf of a rank that sleeps, without waking it for each of them.
 
-A worker tells of the end of each bucket, and often has little to do then. To switch to its own
+A worker reports the end of each bucket, and often has little to do then. To switch to its own
 greenlet, with all that lies on its stack, would cost more than that where there are a thousand.
-So another greenlet, a caller, makes the calls for all ranks. Where a call blocks, its caller
-stays with the rank until that is over, and another one makes the calls of the others meanwhile.
+So another greenlet, a caller, makes the calls for all ranks. If a call blocks, its caller
+stays with the rank until that is over, and another one makes the calls of the others.
 While a rank has nothing to do before a message of its own has left, there is no event for it at
 all: the end of that message brings the next call.
 """
@@ -20,25 +20,10 @@ from aladdin_mpi.transport.virtual.messages import Operation
 
 
 class ScheduledCallbacks:
-    """``action(i)`` at the i-th of ``moments``, for the rank of ``fiber``.
+    """``action(i)`` at the i-th of ``moments``, for the rank of ``fiber``: see `sleep_between`.
 
-    Args:
-        callers: greenlets that are free, for all ranks.
-        moments: see :func:`sleep_between`; at least one. ``idle_until`` likewise.
+    There is at least one moment. ``callers`` are greenlets that are free, for all ranks.
     """
-
-    __slots__ = (
-        "_action",
-        "_awaited",
-        "_callers",
-        "_clock",
-        "_ends",
-        "_fiber",
-        "_idle_until",
-        "_index",
-        "_moments",
-        "error",
-    )
 
     def __init__(
         self,
@@ -49,7 +34,6 @@ class ScheduledCallbacks:
         idle_until: IdleUntil | None = None,
     ) -> None:
         self._fiber = fiber
-        self._clock = fiber.clock
         self._idle_until = idle_until
         self._awaited: Sequence[Operation] | None = None
         """While the rank has nothing to do: what has to end before it has."""
@@ -59,23 +43,22 @@ class ScheduledCallbacks:
         self._moments = moments
         self._action = action
         self._index = 0
-        self.error: Exception | None = None
+        self._error: Exception | None = None
 
     def make(self) -> None:
-        """Return when all calls have been made.
+        """Make all calls; an exception of one of them ends them and is raised here."""
+        self._fiber.begin_absence(ScheduledCallbacks._come, self, self._until(self._moments[0]))
+        if self._error is not None:
+            raise self._error
 
-        Raises:
-            Exception: what a call has raised; no more were made.
-        """
-        self._fiber.begin_absence(ScheduledCallbacks.come, self, self._seconds)
-        if self.error is not None:
-            raise self.error
+    def _until(self, moment: float) -> float:
+        return max(0.0, moment - self._fiber.clock.now)
 
-    @property
-    def _seconds(self) -> float:
-        return max(0.0, self._moments[self._index] - self._clock.now)
+    def _call_later(self) -> None:
+        seconds = self._until(self._moments[self._index])
+        self._fiber.call_later(ScheduledCallbacks._come, self, seconds)
 
-    def come(self) -> None:
+    def _come(self) -> None:
         """The next moment has come; in the engine's greenlet."""
         if self._fiber.killed:
             return
@@ -91,12 +74,12 @@ class ScheduledCallbacks:
             raise
 
     def _pass(self, awaited: Sequence[Request]) -> None:
-        """Nothing is to be done before one of ``awaited`` has ended."""
+        """Skip calls until one of ``awaited`` has ended."""
         self._index += 1
         if self._index == len(self._moments):
             self._fiber.come_home()
         elif self._fiber.may_pause or not all(map(_can_tell, awaited)):
-            self._fiber.call_later(ScheduledCallbacks.come, self, self._seconds)
+            self._call_later()
         else:
             self._rest([each for each in awaited if isinstance(each, Operation)])
 
@@ -108,60 +91,55 @@ class ScheduledCallbacks:
         if not self._ends:
             self._ends = True
             last = max(self._moments[self._index :])
-            self._fiber.call_later(ScheduledCallbacks.end, self, max(0.0, last - self._clock.now))
+            self._fiber.call_later(ScheduledCallbacks._end, self, self._until(last))
 
     def operation_done(self, operation: Request) -> None:
-        """One of those that were awaited has ended."""
-        self._stir()
+        """Resume the calls: one of those that were awaited has ended."""
+        self._stop_waiting()
         if self._fiber.killed:
             return
-        index, moments, now = self._index, self._moments, self._clock.now
+        index, moments, now = self._index, self._moments, self._fiber.clock.now
         while index < len(moments) and moments[index] < now:
             index += 1
         self._index = index
         if index < len(moments):
-            self._fiber.call_later(ScheduledCallbacks.come, self, self._seconds)
+            self._call_later()
 
-    def _stir(self) -> None:
-        assert self._awaited is not None
-        for operation in self._awaited:
+    def _stop_waiting(self) -> None:
+        for operation in self._awaited or ():
             operation.waiter = None
         self._awaited = None
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """The last moment has come; if there is still nothing to do, that is all."""
         self._ends = False
         if self._awaited is not None and not self._fiber.killed:
-            self._stir()
+            self._stop_waiting()
             self._fiber.come_home()
 
-    def call(self) -> bool:
-        """Make the call; whether it was the last."""
+    def call(self) -> ScheduledCallbacks:
+        """Make the call that is due; return what is served next, by the present caller."""
         try:
             self._action(self._index)
+            self._index += 1
         except Exception as error:
-            self.error = error
-            return True
-        self._index += 1
-        return self._index == len(self._moments)
-
-    def go_on(self, is_over: bool) -> ScheduledCallbacks:
-        """To the next event, or back to the rank; returns the visits to be served then."""
+            self._error = error
         self._callers.append(getcurrent())
-        if is_over:
-            following: ScheduledCallbacks = self._fiber.come_home()
+        following: ScheduledCallbacks
+        if self._error is not None or self._index == len(self._moments):
+            following = self._fiber.come_home()
         else:
-            self._fiber.call_later(ScheduledCallbacks.come, self, self._seconds)
+            self._call_later()
             following = self._fiber.hand_back()
         return following
 
 
-def _call_for_all(visits: ScheduledCallbacks) -> None:
+def _call_for_all(callbacks: ScheduledCallbacks) -> None:
     """A caller's life: one call after another, for whichever rank is due."""
     while True:
-        visits = visits.go_on(visits.call())
+        callbacks = callbacks.call()
 
 
 def _can_tell(request: Request) -> bool:
-    """Whether ``request`` can tell of its end: nobody else is told."""
+    """Return whether ``request`` can notify of its end: nothing else waits for it."""
     return isinstance(request, Operation) and request.waiter is None

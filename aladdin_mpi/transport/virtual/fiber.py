@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from heapq import heappop, heappush
 from itertools import count
@@ -51,13 +51,19 @@ class VirtualClock:
         self.reseed()
 
     def reseed(self, *key: int) -> None:
-        """Start the random numbers anew from the seed and ``key``."""
+        """Restart the random numbers from the seed and ``key``."""
         self.random = random.Random("/".join(map(str, (self._seed, *key))))
-        self.at = _scheduler(self._events, self.random.random, self._number)
-        self.pass_by = self.random.random
+        # A function with all that it needs at hand: it is called for every piece of every message.
+        push, events, number, draw = heappush, self._events, self._number, self.random.random
+
+        def at(time: float, action: Action, argument: Any, turn: float = 0.0) -> None:
+            push(events, (time, turn + draw(), number(), action, argument))
+
+        self.at = at
+        self.pass_by = draw
 
     def next_due(self) -> float:
-        """The time of the event to come.
+        """Return the time of the next event.
 
         What happens before it may be done at once, at the end of the present event, if each time
         :attr:`pass_by` is called and ``now`` set: the run is the same as with an event for it.
@@ -82,22 +88,11 @@ class VirtualClock:
         self._stopped = True
 
 
-def _scheduler(
-    events: list[_Event], draw: Callable[[], float], number: Callable[[], int]
-) -> Callable[..., None]:
-    # A function with all that it needs at hand: it is called for every piece of every message.
-    push = heappush
-
-    def at(time: float, action: Action, argument: Any, turn: float = 0.0) -> None:
-        push(events, (time, turn + draw(), number(), action, argument))
-
-    return at
-
-
-class _Section(AbstractContextManager[None]):
+class Section(AbstractContextManager[None]):
     """A section of a rank's code in which it must not block; may be nested.
 
-    One object for all its entries: there are several in each step of each rank.
+    With ``rank``, exceptions name it. One object for all entries: there are several in each step
+    of each rank.
     """
 
     __slots__ = ("_rank", "depth")
@@ -122,33 +117,16 @@ class Fiber:
     it blocked.
     """
 
-    __slots__ = (
-        "_answer",
-        "_atomic",
-        "_blocked",
-        "_clock",
-        "_grad_mode",
-        "_handler",
-        "_home",
-        "_hub",
-        "_main",
-        "_pauses",
-        "_traffic",
-        "_waits",
-        "killed",
-        "rank",
-        "waiting",
-    )
-
     def __init__(self, rank: int, clock: VirtualClock, pauses: Pauses, traffic: Traffic) -> None:
         self.rank = rank
-        self._clock = clock
+        self.clock = clock
+        self.atomic = Section()
+        self.handler = Section(rank)
+        """In these sections it may not block."""
         self._pauses = pauses
         self._traffic = traffic
         self._hub = getcurrent()
         self._grad_mode = torch.is_grad_enabled()
-        self._atomic = _Section()
-        self._handler = _Section(rank)
         self._waits = 0
         self._answer: Request | None = None
         self._home: greenlet | None = None
@@ -164,11 +142,6 @@ class Fiber:
         self._wake()
 
     @property
-    def clock(self) -> VirtualClock:
-        """That of all ranks."""
-        return self._clock
-
-    @property
     def ended(self) -> bool:
         """Whether ``body`` has returned or was killed."""
         return self._main.dead
@@ -178,15 +151,25 @@ class Fiber:
         """Block for ``seconds`` outside the rank's pauses."""
         self.sleep_until(self._later(seconds))
 
+    def sleep_until(self, end: float) -> None:
+        """Block until ``end``, or the end of the pause that it falls into."""
+        self._must_be_free("sleep")
+        self.clock.at(self._resumed(end), _resume, self, LATE)
+        self._switch()
+
     def _later(self, seconds: float) -> float:
-        """When ``seconds`` outside the rank's pauses are over."""
+        """Return when ``seconds`` outside the rank's pauses are over."""
         if self._pauses.spans:
-            return self._pauses.stretched(self._clock.now, seconds)
-        return self._clock.now + seconds
+            return self._pauses.stretched(self.clock.now, seconds)
+        return self.clock.now + seconds
+
+    def _resumed(self, moment: float) -> float:
+        """Return ``moment``, or the end of the pause that it falls into."""
+        return self._pauses.resumed(moment) if self._pauses.spans else moment
 
     @property
     def may_be_spoken_for(self) -> bool:
-        """Whether the engine may call for this rank: what it calls finds all as the rank does."""
+        """Whether the engine may make calls for this rank, in the same gradient mode."""
         return torch.is_grad_enabled() == self._grad_mode
 
     @property
@@ -194,7 +177,7 @@ class Fiber:
         """Whether it has pauses, which lengthen each of its sleeps."""
         return bool(self._pauses.spans)
 
-    def begin_absence(self, action: Callable[[Any], None], argument: Any, seconds: float) -> None:
+    def begin_absence(self, action: Action, argument: Any, seconds: float) -> None:
         """Block this rank; the first ``action`` for it comes after ``seconds``."""
         self._must_be_free("sleep")
         outer, self._home = self._home, getcurrent()
@@ -202,78 +185,60 @@ class Fiber:
         self._switch()
         self._home = outer
 
-    def call_later(self, action: Callable[[Any], None], argument: Any, seconds: float) -> None:
+    def call_later(self, action: Action, argument: Any, seconds: float) -> None:
         """Have ``action(argument)`` called when this rank would come back from a sleep."""
         if self._home is not None:
             self._blocked = self._home  # the last call may have blocked elsewhere
-        clock = self._clock
-        end = self._later(seconds) if self._pauses.spans else clock.now + seconds
-        clock.at(end, action, argument, LATE)
+        self.clock.at(self._later(seconds), action, argument, LATE)
 
     def come_home(self) -> Any:
-        """End the absence: go on with the rank itself, in place of the present greenlet."""
+        """End the absence: continue with the rank itself, in place of the present greenlet."""
         assert self._home is not None
         return self._home.switch()
 
     def hand_back(self) -> Any:
-        """Let the engine go on with its events, and return what it switches back with."""
+        """Let the engine continue with its events; return what it switches back with."""
         return self._hub.switch()
 
-    def sleep_until(self, end: float) -> None:
-        """Block until ``end``, or the end of the pause that it falls into."""
-        self._must_be_free("sleep")
-        if self._pauses.spans:
-            end = self._pauses.resumed(end)
-        self._clock.at(end, _resume, self, LATE)
-        self._switch()
+    def wait(self, awaited: Collection[Request], timeout: float | None) -> Request | None:
+        """Block until one of ``awaited`` is done; return it, or None after ``timeout``.
 
-    def wait(self, requests: Sequence[Request], timeout: float | None) -> int:
-        """Block; return the index of the first of ``requests`` done, or -1 after ``timeout``."""
+        Also None after :meth:`news` of them.
+        """
         self._must_be_free("wait")
-        clock = self._clock
+        clock = self.clock
         start = clock.now
-        self.waiting = requests
+        self.waiting = awaited
         self._waits += 1
         self._answer = None
         if timeout is not None:
             clock.at(start + max(timeout, 0.0), self._time_out, self._waits, LATE)
         self._switch()
         self._traffic.waiting += clock.now - start
-        return -1 if self._answer is None else requests.index(self._answer)
-
-    def wait_for_news(self, awaited: Collection[Request]) -> None:
-        """Block until :meth:`news` is called with ``awaited``."""
-        self._must_be_free("wait")
-        start = self._clock.now
-        self.waiting = awaited
-        self._waits += 1
-        self._switch()
-        self._traffic.waiting += self._clock.now - start
-
-    def news(self, awaited: Collection[Request]) -> None:
-        """One of ``awaited`` is done: wake this rank if that is what it waits for."""
-        if self.waiting is awaited:
-            self.waiting = None
-            self._wake()
+        return self._answer
 
     def notify(self, request: Request) -> None:
         """Wake this rank, which waits, if it waits for ``request``, which is done now."""
         if self.waiting is not None and request in self.waiting:
-            self.waiting = None
             self._answer = request
-            self._wake()
+            self._end_wait()
+
+    def news(self, awaited: Collection[Request]) -> None:
+        """One of ``awaited`` is done: wake this rank if that is what it waits for."""
+        if self.waiting is awaited:
+            self._end_wait()
 
     def _time_out(self, wait: int) -> None:
         if self.waiting is not None and wait == self._waits:
-            self.waiting = None
-            self._wake()
+            self._end_wait()
+
+    def _end_wait(self) -> None:
+        self.waiting = None
+        self._wake()
 
     def _wake(self) -> None:
         """Have this rank resumed now, or after its pause."""
-        moment = self._clock.now
-        if self._pauses.spans:
-            moment = self._pauses.resumed(moment)
-        self._clock.at(moment, _resume, self, LATE)
+        self.clock.at(self._resumed(self.clock.now), _resume, self, LATE)
 
     def _switch(self) -> None:
         """Let the others run until this rank is resumed, in the greenlet that called."""
@@ -293,9 +258,9 @@ class Fiber:
         """Refuse to switch where another rank would meet this one's half-done work."""
         if self.killed:
             raise GreenletExit
-        if self._handler.depth:
+        if self.handler.depth:
             place = "a message handler: handlers must not wait"
-        elif self._atomic.depth:
+        elif self.atomic.depth:
             place = "atomic(): leave it first"
         elif torch._C._current_graph_task_id() != -1:
             place = "a backward pass, of which torch runs one at a time: let it end first"
@@ -307,16 +272,6 @@ class Fiber:
             return
         raise TransportError(f"rank {self.rank}: {what} inside {place}")
 
-    # -- sections that do not block ---------------------------------------------
-    def atomic(self) -> AbstractContextManager[None]:
-        """Refuse to block inside."""
-        return self._atomic
-
-    def handler(self) -> AbstractContextManager[None]:
-        """Refuse to block inside, and name the rank in exceptions."""
-        return self._handler
-
-    # -- end ----------------------------------------------------------------------
     def kill(self) -> None:
         """Unwind this rank; it can no longer block."""
         self.killed = True

@@ -1,16 +1,22 @@
-"""Messages of the virtual engine, and how receives find them."""
+"""Messages of the virtual engine, the operations of its ranks, and how receives find messages."""
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol, TypeAlias
+from operator import itemgetter
+from typing import Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from aladdin_mpi.errors import TransportError
-from aladdin_mpi.transport.base import ANY_SOURCE, Request
+from aladdin_mpi.errors import PeerFailedError, TransportError
+from aladdin_mpi.transport.base import ANY_SOURCE, Request, WaitSet, as_bytes, is_plain
+from aladdin_mpi.transport.collectives import Steps
+from aladdin_mpi.transport.virtual.fiber import Fiber
 
 Payload: TypeAlias = "Tensor | tuple[float, ...] | None"
 """What a message holds: values, numbers that are handed over as they are, or a size alone."""
@@ -23,15 +29,15 @@ in proportion to it, for a simulation of a thousand workers has to look at each 
 
 
 class Waiter(Protocol):
-    """What is told of an operation's end in the place of the rank."""
+    """An object that is notified of an operation's end instead of the rank."""
 
     def operation_done(self, operation: Request) -> None:
-        """It is done, or has failed."""
+        """The operation is done, or has failed."""
         ...
 
 
 class Operation(Request):
-    """A send or a receive of one rank; ``waiter`` is told of its end, if there is one.
+    """A send or a receive of one rank; ``waiter``, if any, is notified of its end.
 
     ``name`` is what the waiter calls it.
     """
@@ -39,14 +45,7 @@ class Operation(Request):
     __slots__ = ("capacity", "name", "peer", "serial", "tag", "waiter")
 
     def __init__(self, what: str, buffer: Tensor | None, peer: int, tag: int, nbytes: int) -> None:
-        self.what = what
-        self.buffer = buffer
-        self.done = False
-        self.source = ANY_SOURCE
-        self.nbytes = 0
-        self.order = -1
-        self.failed = None
-        self.numbers = None
+        super().__init__(what, buffer)
         self.peer = peer
         self.tag = tag
         self.capacity = nbytes
@@ -62,47 +61,141 @@ class Operation(Request):
         )
 
 
+@dataclass(slots=True, eq=False)
 class Message:
     """One message under way.
 
     ``request`` is the send that is done once the message has been received, or
-    None if the sender no longer cares. A ``free`` one takes only the latency. ``unsent`` bytes
-    have not started, besides those of its flow's ``midst``.
+    None if the sender no longer cares. A ``free`` one takes only the latency. On a link it goes in
+    pieces of ``piece`` bytes; ``unsent`` bytes have not started, besides those of its flow's
+    ``midst``.
     """
 
-    __slots__ = (
-        "arrived",
-        "dest",
-        "free",
-        "nbytes",
-        "payload",
-        "piece",
-        "request",
-        "source",
-        "tag",
-        "unsent",
-    )
+    source: int
+    dest: int
+    tag: int
+    nbytes: int
+    payload: Payload
+    request: Operation | None
+    free: bool = False
+    arrived: bool = False
+    unsent: int = 0
+    piece: int = 0
+
+    def cut(self) -> None:
+        """Prepare to go in pieces."""
+        self.unsent = self.nbytes
+        self.piece = QUANTUM if self.nbytes <= PIECES * QUANTUM else -(-self.nbytes // PIECES)
+
+
+class VirtualWaitSet(WaitSet, Collection[Request]):
+    """A set whose requests tell it when they are done.
+
+    A server of a thousand workers takes millions of messages: a wait must not cost more
+    where there are more workers. Its requests must not be waited for elsewhere.
+    """
+
+    def __init__(self, fiber: Fiber, host_names: Sequence[str]) -> None:
+        self.requests: dict[int, Request] = {}
+        self._fiber = fiber
+        self._host_names = host_names
+        self._done: list[tuple[int, int, Request]] = []
+
+    def __contains__(self, request: object) -> bool:
+        return False  # the rank need not look for a request: each tells of its end
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests.values())
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def put(self, name: int, request: Request) -> None:
+        """See :meth:`WaitSet.put`; sends and receives only."""
+        assert isinstance(request, Operation)
+        self._forget(name)
+        self.requests[name] = request
+        request.name = name
+        request.waiter = self
+        if request.done:
+            self.operation_done(request)
+
+    def drop(self, name: int) -> None:
+        """See :meth:`WaitSet.drop`."""
+        self._forget(name)
+        del self.requests[name]
+
+    def _forget(self, name: int) -> None:
+        replaced = self.requests.get(name)
+        if isinstance(replaced, Operation):
+            replaced.waiter = None
+
+    def operation_done(self, operation: Request) -> None:
+        """Note that one of the requests is done, and wake the rank if it waits for that."""
+        assert isinstance(operation, Operation)
+        heapq.heappush(self._done, (operation.order, operation.name, operation))
+        self._fiber.news(self)
+
+    def ended(self) -> list[int]:
+        """See :meth:`WaitSet.ended`; those that wait cost nothing."""
+        return [name for _, name, each in self._done if self.requests.get(name) is each]
+
+    def wait(self) -> int:
+        """See :meth:`WaitSet.wait`."""
+        while True:
+            while self._done:
+                _, name, request = self._done[0]
+                if self.requests.get(name) is request:
+                    if request.failed is not None:
+                        raise PeerFailedError(request.failed, self._host_names[request.failed])
+                    return name
+                heapq.heappop(self._done)  # has been replaced since
+            self._fiber.wait(self, None)
+
+
+class Collective(Request):
+    """A collective of one rank, under way.
+
+    ``resume`` is called to have the engine call :meth:`advance`, ``finish`` at the end.
+    """
+
+    __slots__ = ("_finish", "_missing", "_resume", "pending", "steps")
+
+    waiter = None
 
     def __init__(
         self,
-        source: int,
-        dest: int,
-        tag: int,
-        nbytes: int,
-        payload: Payload,
-        request: Operation | None,
-        free: bool = False,
+        what: str,
+        steps: Steps,
+        resume: Callable[[Collective], None],
+        finish: Callable[[Collective], None],
     ) -> None:
-        self.free = free
-        self.source = source
-        self.dest = dest
-        self.tag = tag
-        self.nbytes = nbytes
-        self.payload = payload
-        self.request = request
-        self.unsent = nbytes
-        self.piece = QUANTUM if nbytes <= PIECES * QUANTUM else -(-nbytes // PIECES)
-        self.arrived = False
+        super().__init__(what)
+        self.steps = steps
+        self._resume = resume
+        self._finish = finish
+        self._missing = 0
+        self.pending: Sequence[Operation] = ()
+
+    def advance(self) -> None:
+        """Go on as far as no operation is awaited."""
+        if self.done:
+            return
+        for operations in self.steps:
+            pending = [cast(Operation, each) for each in operations if not each.done]
+            if pending:
+                self.pending = pending
+                self._missing = len(pending)
+                for operation in pending:
+                    operation.waiter = self
+                return
+        self._finish(self)
+
+    def operation_done(self, operation: Request) -> None:
+        """Note that an operation that this collective waits for is done."""
+        self._missing -= 1
+        if not self._missing:
+            self._resume(self)
 
 
 class Mailbox:
@@ -152,14 +245,9 @@ class Mailbox:
             del self._posted[key]
         return True
 
-    def withdraw_all(self, source: int | None = None) -> list[Operation]:
-        """Take back the receives that name ``source``, or all of them."""
-        keys = [key for key in self._posted if source is None or key[0] == source]
-        return [receive for key in keys for receive in self._posted.pop(key)]
-
-    def withdraw_tags(self, tags: range) -> list[Operation]:
-        """Take back the receives of these tags."""
-        keys = [key for key in self._posted if key[1] in tags]
+    def withdraw_where(self, applies: Callable[[int, int], bool]) -> list[Operation]:
+        """Take back the receives to whose source and tag ``applies``."""
+        keys = [key for key in self._posted if applies(*key)]
         return [receive for key in keys for receive in self._posted.pop(key)]
 
     def keep(self, message: Message) -> None:
@@ -187,41 +275,38 @@ class Mailbox:
 
     def unexpected(self) -> list[Message]:
         """Return all unexpected messages, those of a tag in the order of their arrival."""
+        by_number = itemgetter(0)
         return [
             message
             for queues in self._unexpected.values()
-            for _, message in sorted(chain.from_iterable(queues.values()), key=_number)
+            for _, message in sorted(chain.from_iterable(queues.values()), key=by_number)
         ]
 
 
-def _number(kept: tuple[int, Message]) -> int:
-    return kept[0]
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor of any dtype as a vector of bytes."""
-    if not tensor.numel():
-        return torch.empty(0, dtype=torch.uint8)  # its strides may not allow the view
-    if _is_plain(tensor):
-        # As most are: every view takes a microsecond.
-        return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
-    return tensor.detach().view(-1).view(torch.uint8)
-
-
 def copied(payload: Payload) -> Payload:
-    """A copy of what may change, to be read by :func:`as_bytes` or :func:`fill`."""
+    """Return a copy of what may change."""
     if payload is None or isinstance(payload, tuple):
         return payload
-    return (payload if _is_plain(payload) else as_bytes(payload)).clone()
+    return (payload if is_plain(payload) else as_bytes(payload)).clone()
 
 
-def in_memory(payload: Tensor | tuple[float, ...]) -> Tensor:
-    """Numbers as a tensor."""
-    return torch.tensor(payload, dtype=torch.float64) if isinstance(payload, tuple) else payload
+def handed(message: Message) -> Tensor:
+    """Return a message as its handler gets it: bytes that nothing else uses."""
+    payload = message.payload
+    if payload is None:
+        device = "meta" if message.nbytes else "cpu"
+        return torch.empty(message.nbytes, dtype=torch.uint8, device=device)
+    if isinstance(payload, tuple):
+        return as_bytes(torch.tensor(payload, dtype=torch.float64))
+    return as_bytes(payload) if message.request is None else as_bytes(payload).clone()
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.dim() == 1 and not tensor.requires_grad
+def handed_numbers(message: Message) -> tuple[float, ...] | list[float]:
+    """Return the numbers that a message holds."""
+    if isinstance(message.payload, tuple):
+        return message.payload
+    numbers: list[float] = handed(message).view(torch.float64).tolist()
+    return numbers
 
 
 def fill(receive: Operation, message: Message) -> None:
@@ -237,22 +322,17 @@ def fill(receive: Operation, message: Message) -> None:
     if isinstance(payload, tuple):
         receive.numbers = payload
     elif payload is not None and buffer is not None and not buffer.is_meta:
-        _copy(buffer, payload, nbytes)
+        if buffer.dtype != payload.dtype or not (is_plain(buffer) and is_plain(payload)):
+            buffer, payload = as_bytes(buffer), as_bytes(payload)
+        if buffer.nbytes > nbytes:
+            buffer = buffer[: payload.numel()]
+        buffer.copy_(payload)
     receive.source = message.source
     receive.nbytes = nbytes
 
 
-def _copy(buffer: Tensor, payload: Tensor, nbytes: int) -> None:
-    """Put ``payload``, of ``nbytes``, at the beginning of ``buffer``."""
-    if buffer.dtype != payload.dtype or not (_is_plain(buffer) and _is_plain(payload)):
-        buffer, payload = as_bytes(buffer), as_bytes(payload)
-    if buffer.nbytes > nbytes:
-        buffer = buffer[: payload.numel()]
-    buffer.copy_(payload)
-
-
 def too_long(message: Message, capacity: int) -> TransportError:
-    """Return the error of a message that exceeds what its receiver has room for."""
+    """Return the error of a message that does not fit its receive."""
     return TransportError(
         f"a message of {message.nbytes} bytes from rank {message.source} with tag {message.tag} "
         f"does not fit the receive of {capacity} bytes on rank {message.dest}: "

@@ -1,14 +1,13 @@
 """The time that messages take on the wire.
 
-Each host has one link out and one link in, and a faster path of its own for the
-messages inside it. A link out serves its flows (the messages of one rank to one
-other) in turn, a piece at a time (:data:`QUANTUM`, :data:`PIECES`), and first in,
-first out within a flow. After the latency the piece goes through the receiver's
-link in, in the order in which the first bytes arrive, while its later bytes are still
-under way: an idle network takes ``overhead + latency + bytes / bandwidth`` for a
-message, not twice the bytes. The latency is one constant, so first bytes arrive in the
-order in which pieces start, however fast the links are, and the time on the link in is
-known when a piece starts: two events a message are enough.
+Each host has one link out and one link in, and a faster path of its own for the messages inside
+it. A link out serves its flows (the messages of one rank to one other) in turn, a piece at a time
+(:data:`QUANTUM`, :data:`PIECES`), and first in, first out within a flow. After the latency the
+piece goes through the receiver's link in, in the order in which the first bytes arrive, while its
+later bytes are still under way: an idle network takes ``overhead + latency + bytes / bandwidth``
+for a message, not twice the bytes. The latency is one constant, so first bytes arrive in the order
+in which pieces start, however fast the links are, and the time on the link in is known when a
+piece starts: two events a message are enough.
 
 Links may differ. A piece takes of each link the time that its bytes need there, and
 arrives when both are done with it:
@@ -20,19 +19,19 @@ arrives when both are done with it:
   the fast one the piece takes its time in one go, as soon as it may; the rest is others'.
 
 So a flow goes at the pace of the slower link, and no link carries more than it can over
-times longer than a piece. With equal links neither case is there.
+times longer than a piece.
 
-Short messages (:data:`EXPRESS`) do not queue behind bulk data: a network that is fair
-to its flows gives a short one its share at once. They take the same latency and
-overhead, and matching still sees all messages of one (source, dest, tag) in order.
+Short messages (:data:`EXPRESS`) do not queue behind bulk data: a network that is fair to its flows
+gives a short one its share at once. They take the same latency and overhead, and matching still
+sees all messages of one (source, dest, tag) in order.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import exp
-from typing import ClassVar
 
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.transport.virtual.fiber import VirtualClock
@@ -56,6 +55,7 @@ class Link:
         self.carried = 0
 
 
+@dataclass(slots=True, eq=False)
 class Flow:
     """The messages of one rank to one other; ``into`` is None inside a host.
 
@@ -66,41 +66,27 @@ class Flow:
     hand, for where a thousand flows take turns each look at another object is one past the cache.
     """
 
-    __slots__ = (
-        "active",
-        "arrived",
-        "goes_on",
-        "into",
-        "is_even",
-        "link",
-        "midst",
-        "piece",
-        "queue",
-        "ready",
-        "seconds_per_byte",
-        "source",
-        "undelivered",
-    )
-
-    def __init__(self, source: int, link: Link, into: Link | None) -> None:
-        self.source = source
-        self.link = link
-        self.into = into
-        self.seconds_per_byte = max(way.seconds_per_byte for way in (link, into or link))
-        self.is_even = into is None or into.seconds_per_byte == link.seconds_per_byte
-        self.goes_on = False
-        self.midst = self.piece = 0
-        self.queue: deque[Message] = deque()
-        self.undelivered: dict[int, deque[Message]] = {}
-        self.arrived = 0.0
-        self.ready = 0.0
-        self.active = False
+    source: int
+    link: Link
+    into: Link | None
+    seconds_per_byte: float
+    is_even: bool
+    goes_on: bool
+    midst: int = 0
+    piece: int = 0
+    queue: deque[Message] = field(default_factory=deque)
+    undelivered: dict[int, deque[Message]] = field(default_factory=dict)
+    arrived: float = 0.0
+    ready: float = 0.0
+    active: bool = False
+    burst: int = 0
+    """Over TCP: the number of messages that interleave, ..."""
+    share: float = 1.0
+    """... which scales their pieces."""
 
 
 class Network:
     """Carries messages and calls ``deliver`` with each when its last byte has arrived."""
-
-    flow_class: ClassVar[type[Flow]] = Flow
 
     def __init__(
         self, cluster: Cluster, size: int, clock: VirtualClock, deliver: Callable[[Message], None]
@@ -108,7 +94,8 @@ class Network:
         self._clock = clock
         self._deliver = deliver
         self._size = size
-        self._hosts = [cluster.host_of(rank, size) for rank in range(size)]
+        self.hosts = [cluster.host_of(rank, size) for rank in range(size)]
+        """For every rank the number of its host."""
         self._overhead = cluster.message_overhead_us * 1e-6
         self._delay = cluster.delay_us * 1e-6
         self._pauses = [cluster.pauses_of(r) for r in range(size)] if cluster.pauses else None
@@ -118,23 +105,20 @@ class Network:
         self._in = [Link(gbit, cluster.latency_us) for gbit in rates]
         self._local = [Link(cluster.local_bandwidth_gbit, cluster.local_latency_us) for _ in rates]
 
-    @property
-    def hosts(self) -> Sequence[int]:
-        """For every rank the number of its host."""
-        return self._hosts
-
     def carried(self) -> dict[str, list[int]]:
         """Bytes that every host's links have carried, but for short messages.
 
-        Of a link out the piece that it carries counts as a whole.
+        Of a link out the piece that it carries counts as a whole; a link in takes pieces when they
+        leave the sender, so that some may still queue for it.
         """
-        links = {"out": self._out, "in": self._in, "local": self._local}
-        return {name: [self._through(link) for link in those] for name, those in links.items()}
-
-    def _through(self, link: Link) -> int:
-        """A link in takes pieces when they leave the sender: some may still queue for it."""
-        queued = max(0.0, link.free - self._clock.now) / link.seconds_per_byte
-        return max(0, link.carried - round(queued))
+        now = self._clock.now
+        return {
+            name: [
+                max(0, link.carried - round(max(0.0, link.free - now) / link.seconds_per_byte))
+                for link in links
+            ]
+            for name, links in (("out", self._out), ("in", self._in), ("local", self._local))
+        }
 
     def send(self, message: Message) -> None:
         """Put ``message`` behind the earlier ones of its pair of ranks."""
@@ -148,6 +132,7 @@ class Network:
         if message.free or message.nbytes <= EXPRESS:
             self._send_express(flow, message)
             return
+        message.cut()
         flow.queue.append(message)
         if not flow.active:
             flow.active = True
@@ -157,25 +142,25 @@ class Network:
         start = self._clock.now
         if self._pauses is not None:
             start = self._pauses[flow.source].resumed(start)
-        link = flow.link
-        duration = self._overhead + message.nbytes * flow.seconds_per_byte
-        if message.free:
-            duration = 0.0
-        message.unsent = 0
-        arrival = self._delayed(message, start + link.latency + duration)
+        duration = 0.0
+        if not message.free:
+            duration = self._overhead + message.nbytes * flow.seconds_per_byte
+        arrival = self._delayed(message, start + flow.link.latency + duration)
         self._clock.at(arrival, self._arrive, message)
 
     def _open(self, source: int, dest: int) -> Flow:
-        host, other = self._hosts[source], self._hosts[dest]
-        local = host == other
-        flow = self.flow_class(
-            source,
-            self._local[host] if local else self._out[host],
-            None if local else self._in[other],
+        host, other = self.hosts[source], self.hosts[dest]
+        link, into = (
+            (self._out[host], self._in[other]) if host != other else (self._local[host], None)
         )
-        flow.goes_on = flow.is_even and self._pauses is None
+        slowest = max(link.seconds_per_byte, (into or link).seconds_per_byte)
+        is_even = self._is_even(link, into)
+        flow = Flow(source, link, into, slowest, is_even, is_even and self._pauses is None)
         self._flows[source * self._size + dest] = flow
         return flow
+
+    def _is_even(self, link: Link, into: Link | None) -> bool:
+        return into is None or into.seconds_per_byte == link.seconds_per_byte
 
     def _enlist(self, flow: Flow) -> None:
         """Let ``flow`` queue for its link, when its receiver and a pause of its sender allow it."""
@@ -204,7 +189,7 @@ class Network:
             flow.active = False
 
     def _start_piece(self, flow: Flow, link: Link) -> float:
-        """Start the next piece of ``flow``; when ``link`` is done with it."""
+        """Start the next piece of ``flow``; return when ``link`` is done with it."""
         clock = self._clock
         if flow.midst:
             return self._start_next(flow, link)
@@ -341,28 +326,16 @@ MOST = 4
 """Messages of a burst."""
 
 
-class _TcpFlow(Flow):
-    """``burst`` is the number of messages that interleave; ``share`` scales their pieces."""
-
-    __slots__ = ("burst", "share")
-
-    def __init__(self, source: int, link: Link, into: Link | None) -> None:
-        super().__init__(source, link, into)
-        self.is_even = into is None
-        self.burst = 0
-        self.share = 1.0
-
-
 class TcpNetwork(Network):
-    """Carries messages as :class:`NetworkFigures` does, but for what happens between two hosts."""
+    """Carries messages as :class:`Network` does, except between two hosts."""
 
-    flow_class = _TcpFlow
+    def _is_even(self, link: Link, into: Link | None) -> bool:
+        return into is None
 
     def _start_piece(self, flow: Flow, link: Link) -> float:
         into = flow.into
         if into is None:
             return super()._start_piece(flow, link)
-        assert isinstance(flow, _TcpFlow)
         if not flow.burst:
             flow.burst = min(MOST, len(flow.queue))
             flow.share = exp(self._clock.random.gauss(0.0, UNEVENNESS))
@@ -396,7 +369,7 @@ class TcpNetwork(Network):
         flow.ready = arrival - flow.link.latency - passing
         return arrival
 
-    def _stall(self, flow: _TcpFlow, link: Link, arrival: float, leaving: float) -> float:
+    def _stall(self, flow: Flow, link: Link, arrival: float, leaving: float) -> float:
         """Seconds until the end of a burst has been sent again, where it is lost."""
         if flow.queue:
             return 0.0

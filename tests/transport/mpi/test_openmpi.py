@@ -119,6 +119,27 @@ def test_transports_that_the_user_has_chosen_stay() -> None:
     assert done.stdout.count("listening: ['00000000:") == 2, done
 
 
+SEVERAL = """
+from aladdin_mpi.transport.mpi import world
+from aladdin_mpi.transport.mpi.engine import MpiTransport
+from mpi4py import MPI
+
+seconds, world.LEAVE_SECONDS = world.LEAVE_SECONDS, 1000.0
+for run in range(3):
+    MpiTransport(timeout=60).close()
+    assert MPI.COMM_WORLD.allreduce(run) == 2 * run
+world.LEAVE_SECONDS = seconds
+print("continued", flush=True)
+"""
+
+
+@needs("openmpi")
+def test_ranks_that_survive_failures_continue_together_after_a_run() -> None:
+    """Rank 0 waits for the others' end when its own process ends, not when a run does."""
+    done = run_ranks(2, ["-c", SEVERAL], mpirun=["--with-ft", "ulfm"])
+    assert done.stdout.count("continued") == 2, done
+
+
 def test_what_the_users_file_says_stays(tmp_path: Path) -> None:
     folder = tmp_path / ".openmpi"
     folder.mkdir()
