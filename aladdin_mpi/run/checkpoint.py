@@ -22,7 +22,7 @@ from torch import Tensor
 from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.errors import UserError, system_error
 from aladdin_mpi.flat.replica import PhantomReplica, Replica
-from aladdin_mpi.options.resume import RESIZE_FIELDS, differences
+from aladdin_mpi.options.run import RESIZE_FIELDS, differences
 from aladdin_mpi.process import files
 from aladdin_mpi.process.files import check_own_folder, remove_tree
 from aladdin_mpi.worker.step import Compute
