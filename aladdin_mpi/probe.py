@@ -45,12 +45,7 @@ def _measure(given: ProbeOptions | UserError) -> int:
     startup.expect(startup.MPI_STARTS, PATIENCE + seconds)
     from aladdin_mpi.run.early import agree_early  # starts MPI, before torch is loaded
 
-    def asked() -> ProbeOptions:
-        if isinstance(given, UserError):
-            raise given
-        return given
-
-    options = agree_early(asked)
+    options = agree_early(given, lambda options: options)
 
     from aladdin_mpi.probing.measured_cluster import measure_cluster
     from aladdin_mpi.transport.mpi.engine import MpiTransport

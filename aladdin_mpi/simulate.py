@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from aladdin_mpi.process import guard
-from aladdin_mpi.run.greeting import Greeting
+from aladdin_mpi.options.run import RunRequest, SimulateOptions, read_request, warnings
+from aladdin_mpi.process import console, guard
 
 DESCRIPTION = (
     "Train, or only time, a model with data parallelism on a modelled cluster in virtual time. "
@@ -15,8 +15,6 @@ DESCRIPTION = (
     "own first, python -m aladdin_mpi.simulate SCRIPT.py [options] [-- its arguments], its "
     "DataParallel is simulated, and options go over those in the script."
 )
-
-STARTING = "starting, in virtual time"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,44 +25,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0].endswith(".py"):
-        return _simulate_script(words)
-    greeting = Greeting(STARTING, words)
+        _simulate_script(*words)
+        return 0
+    request = _read(words)
+    _ = request.options  # wrong ones are refused before the slow imports
 
-    from aladdin_mpi.options.command_line import read
-    from aladdin_mpi.options.run import SimulateOptions, completed
-    from aladdin_mpi.options.settings import build
-
-    given = read(SimulateOptions, argv, "aladdin_mpi.simulate", DESCRIPTION)
-    settings = completed(SimulateOptions, given)
-    greeting.settings_read(settings)
-    options = build(SimulateOptions, settings)
-
-    from aladdin_mpi.options.run import warnings
     from aladdin_mpi.run.resumption import decide, follow
     from aladdin_mpi.run.trainer import simulate
 
-    decided = follow(decide(SimulateOptions, given, options), SimulateOptions, given, options)
+    decided = follow(decide(request), request)
     if decided is not None:
-        guard.warn(warnings(decided, given))
+        guard.warn(warnings(decided, request.given))
         simulate(decided)
     return 0
 
 
-def _simulate_script(words: Sequence[str]) -> int:
-    script, *rest = words
-    cut = rest.index("--") if "--" in rest else len(rest)
-    greeting = Greeting(STARTING, rest[:cut])
-
-    from aladdin_mpi.options.command_line import read
-    from aladdin_mpi.options.run import SimulateOptions
-
-    typed = read(SimulateOptions, rest[:cut], "aladdin_mpi.simulate", DESCRIPTION)
-    greeting.settings_read(typed)
+def _simulate_script(script: str, *words: str) -> None:
+    cut = words.index("--") if "--" in words else len(words)
+    typed = _read(words[:cut], follows=False)
 
     from aladdin_mpi.run.script import simulate_script
 
-    simulate_script(Path(script), rest[cut + 1 :], typed)
-    return 0
+    simulate_script(Path(script), words[cut + 1 :], typed.given)
+
+
+def _read(words: Sequence[str], follows: bool = True) -> RunRequest[SimulateOptions]:
+    request = read_request(SimulateOptions, words, "aladdin_mpi.simulate", DESCRIPTION, follows)
+    if not request.setting("quiet"):
+        console.say("aladdin_mpi: starting, in virtual time")
+    return request
 
 
 if __name__ == "__main__":

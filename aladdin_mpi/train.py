@@ -6,10 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options.run import TrainOptions
-from aladdin_mpi.options.settings import Settings
-from aladdin_mpi.process import guard, startup
-from aladdin_mpi.run.greeting import Greeting
+from aladdin_mpi.options.run import RunRequest, TrainOptions, read_request, warnings
+from aladdin_mpi.process import console, guard, startup
 
 REFUSED_SECONDS = 60.0
 """Longest wait for the other ranks when this one has nothing but an error to tell."""
@@ -24,45 +22,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     guard.note_suspend_signals()  # before the slow imports
-    given, settings, problem = _read(argv)
-    startup.expect(startup.MPI_STARTS, _limit(settings, problem))
+    asked = _read(argv)
+    startup.expect(startup.MPI_STARTS, _limit(asked))
 
-    from aladdin_mpi.run.early import (
-        agree_early,
-        check_ranks_of,
-        checked,
-    )  # starts MPI, which comes before torch
+    from aladdin_mpi.run.early import agree_early, checked  # starts MPI, which comes before torch
 
-    # isort: split
-    from aladdin_mpi.options.run import TrainOptions
-    from aladdin_mpi.options.settings import build
-
-    def attempt() -> TrainOptions:
-        if problem is not None:
-            raise problem
-        check_ranks_of(settings)
-        return checked(build(TrainOptions, settings))
-
-    options = agree_early(attempt)
+    request = agree_early(asked, checked)
 
     from aladdin_mpi.transport.mpi.engine import MpiTransport
 
     # isort: split
-    from aladdin_mpi.options.run import warnings
     from aladdin_mpi.run.resumption import agree_on_resume
     from aladdin_mpi.run.trainer import train
 
-    transport = MpiTransport(timeout=options.timeout)
-    agreed = agree_on_resume(transport, TrainOptions, given, options)
+    transport = MpiTransport(timeout=request.options.timeout)
+    agreed = agree_on_resume(transport, request)
     if agreed is not None:
-        guard.warn(warnings(agreed, given) if transport.rank == 0 else [])
+        guard.warn(warnings(agreed, request.given) if transport.rank == 0 else [])
         train(agreed, transport)
     transport.close()
     return 0
 
 
-def _read(argv: Sequence[str] | None) -> tuple[Settings, Settings, UserError | None]:
-    """What was typed, that over a resumed run's settings, and what is wrong with it.
+def _read(argv: Sequence[str] | None) -> RunRequest[TrainOptions] | UserError:
+    """What is asked for, or what is wrong with it.
 
     Before MPI starts, so that --help works where MPI does not.
 
@@ -70,34 +53,22 @@ def _read(argv: Sequence[str] | None) -> tuple[Settings, Settings, UserError | N
         UserError: something is, and there is no other rank to agree with.
     """
     rank, size = guard.launched_place()
-    if rank == 0:
-        text = f"starting {size} rank{'s' * (size > 1)}"
-        greeting = Greeting(text, sys.argv[1:] if argv is None else argv)
-
-    from aladdin_mpi.options.command_line import read
-    from aladdin_mpi.options.run import TrainOptions, completed
-
     try:
         with guard.quiet_unless_first(rank):
-            given = read(TrainOptions, argv, "aladdin_mpi.train", DESCRIPTION)
-            settings = completed(TrainOptions, given)
-            if rank == 0:
-                greeting.settings_read(settings)
+            request = read_request(TrainOptions, argv, "aladdin_mpi.train", DESCRIPTION)
     except UserError as error:
         if size == 1:
             raise
-        return {}, {}, error
-    return given, settings, None
+        return error
+    if rank == 0 and not request.setting("quiet"):
+        console.say(f"aladdin_mpi: starting {size} rank{'s' * (size > 1)}")
+    return request
 
 
-def _limit(settings: Settings, problem: UserError | None) -> float:
+def _limit(asked: RunRequest[TrainOptions] | UserError) -> float:
     """Longest wait for another rank in seconds, as far as it is known before MPI starts."""
-    from aladdin_mpi.options.run import TrainOptions
-
-    given = settings.get(("timeout",))
     try:
-        value = TrainOptions.model_fields["timeout"].default if given is None else given.value
-        return REFUSED_SECONDS if problem else float(value)
+        return REFUSED_SECONDS if isinstance(asked, UserError) else float(asked.setting("timeout"))
     except (TypeError, ValueError):
         return REFUSED_SECONDS  # it will be refused
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options.command_line import read
-from aladdin_mpi.options.run import SimulateOptions, followed
+from aladdin_mpi.options.run import SimulateOptions, parse
 from benchmarks.busy import BusyCores
 from benchmarks.cells import Cell, row
 from benchmarks.lab import Lab
@@ -87,8 +86,7 @@ class VirtualEngine(Engine):
         from aladdin_mpi.run.trainer import simulate
 
         words = [*cell.options(run_dir), *cluster_options(cell)]
-        given = read(SimulateOptions, words, "aladdin_mpi.simulate", "")
-        simulate(followed(SimulateOptions, given))
+        simulate(parse(SimulateOptions, words, "aladdin_mpi.simulate", ""))
         return {}
 
 

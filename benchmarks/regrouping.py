@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -64,7 +65,7 @@ def longest_gap(algorithm: str, workers: int, spares: int, fails: bool, gbit: fl
     with tempfile.TemporaryDirectory() as folder:
         VirtualCluster(size, hosts.placed(1), seed=0).run(train)
     living = [times for rank, times in steps.items() if rank != failing]
-    pairs = [pair for times in living for pair in zip(times, times[1:], strict=False)]
+    pairs = [pair for times in living for pair in pairwise(times)]
     return max(later - earlier for earlier, later in pairs)
 
 

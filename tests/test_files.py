@@ -13,7 +13,7 @@ from aladdin_mpi.comparison import folder as comparison_folder
 from aladdin_mpi.comparison.children import Child
 from aladdin_mpi.comparison.options import read_request
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options.resume import SUMMARY
+from aladdin_mpi.options.run import SUMMARY
 from aladdin_mpi.process import files
 from aladdin_mpi.process.files import append, write_new, write_whole, written_whole
 from aladdin_mpi.run import run_folder

@@ -27,7 +27,7 @@ IMPORTED = (
     "torch._dynamo",  # which optimizers of torch ask for
     "torch.utils.tensorboard",
     "matplotlib.pyplot",
-    "aladdin_mpi.options.command_line",
+    "aladdin_mpi.options.reader",
     "aladdin_mpi.run.trainer",
     "aladdin_mpi.run.resumption",
 )

@@ -11,10 +11,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options import command_line
-from aladdin_mpi.options.fields import option
+from aladdin_mpi.options import reader
+from aladdin_mpi.options.reader import Setting, Settings, build, option, parse_part, read_part
 from aladdin_mpi.options.run import SimulateOptions
-from aladdin_mpi.options.settings import Setting, Settings, build, parse_part, read_part
 from aladdin_mpi.probing import described_cluster
 from aladdin_mpi.probing.cluster_file import rendered
 from aladdin_mpi.probing.description import EXAMPLE
@@ -254,7 +253,7 @@ def read(argv: Sequence[str] | None) -> AdviceRequest:
     Raises:
         UserError: an option is unknown or its value bad, or there is no sound cluster.
     """
-    options = build(AdviseOptions, command_line.read(AdviseOptions, argv, PROG, ABOUT))
+    options = build(AdviseOptions, reader.read(AdviseOptions, argv, PROG, ABOUT))
     settings, source = _cluster(options)
     request = AdviceRequest(options, settings, source, ())
     base = request.simulated({"compute": "timed"})

@@ -11,10 +11,11 @@ from aladdin_mpi.comparison.figures import RunFigures, read_figures
 from aladdin_mpi.comparison.options import ComparisonRequest
 from aladdin_mpi.comparison.plan import PlanEntry, Run, ranks_of
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options import command_line
+from aladdin_mpi.options import reader
 from aladdin_mpi.options.algorithms import ALGORITHMS
-from aladdin_mpi.options.run import LENGTHS, RunOptions, SimulateOptions, to_toml
-from aladdin_mpi.options.settings import Setting, build
+from aladdin_mpi.options.general import LENGTHS
+from aladdin_mpi.options.reader import Setting, build, to_toml
+from aladdin_mpi.options.run import RunOptions, SimulateOptions
 from aladdin_mpi.process.files import write_whole
 
 LABEL = "baseline"
@@ -75,7 +76,7 @@ def measuring_run(request: ComparisonRequest, out: Path) -> Run:
     Its options go into a file in the comparison's folder.
     """
     options = request.options
-    shared = command_line.read(options.run_options, request.shared, "", "")
+    shared = reader.read(options.run_options, request.shared, "", "")
     # One worker has no others, and its run a length of its own.
     replaced = ("slowdown", *LENGTHS, "servers", "algorithm", "run_dir", "overwrite")
     kept = {path: s for path, s in shared.items() if path[0] not in replaced}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options.resume import SUMMARY
+from aladdin_mpi.options.run import SUMMARY
 from aladdin_mpi.process import console, files
 from aladdin_mpi.run.recorder import read_metrics, rounded
 

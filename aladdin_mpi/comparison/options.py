@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options import command_line
-from aladdin_mpi.options.fields import kebab, leaves, option, shown
+from aladdin_mpi.options import reader
+from aladdin_mpi.options.reader import Settings, build, kebab, leaves, option, shown
 from aladdin_mpi.options.run import RunOptions, SimulateOptions, TrainOptions
-from aladdin_mpi.options.settings import Settings, build
 
 PROG = "aladdin_mpi.compare"
 DESCRIPTION = (
@@ -185,7 +184,7 @@ def read_request(argv: Sequence[str] | None) -> ComparisonRequest:
     split = words.index(SEPARATOR) if SEPARATOR in words else len(words)
     own, shared = words[:split], words[split + 1 :]
     _check_sides(own, shared)
-    given = command_line.read(CompareOptions, own, PROG, DESCRIPTION)
+    given = reader.read(CompareOptions, own, PROG, DESCRIPTION)
     options = build(CompareOptions, given)
     if options.read:
         others = [s.origin for path, s in given.items() if path[0] not in READ_BESIDE]
@@ -196,7 +195,7 @@ def read_request(argv: Sequence[str] | None) -> ComparisonRequest:
                 f"{', '.join(others)}: cannot be given together with --read, which runs nothing; "
                 f"leave it out. Beside --read are possible: {allowed}"
             )
-    if not set(shared).isdisjoint(command_line.ANSWERED_AT_ONCE):
+    if not set(shared).isdisjoint(reader.ANSWERED_AT_ONCE):
         read_run_words(options, shared)
     return ComparisonRequest(options, shared, words)
 
@@ -208,7 +207,7 @@ def read_run_words(options: CompareOptions, words: Sequence[str]) -> Settings:
         UserError: an option is unknown, or a file cannot be read.
     """
     about = f"The options of each run of {PROG}."
-    return command_line.read(options.run_options, words, options.run_module, about)
+    return reader.read(options.run_options, words, options.run_module, about)
 
 
 def _check_sides(own: Sequence[str], shared: Sequence[str]) -> None:

@@ -20,13 +20,20 @@ from aladdin_mpi.comparison.options import (
     set_here,
 )
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options import command_line
+from aladdin_mpi.options import reader
 from aladdin_mpi.options import run as run_options
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from aladdin_mpi.options.checks import check_ranks
-from aladdin_mpi.options.resume import SUMMARY, differences
-from aladdin_mpi.options.run import CONFIG_NAME, RunOptions, SimulateOptions, TrainOptions, unused
-from aladdin_mpi.options.settings import Settings, build, did_you_mean
+from aladdin_mpi.options.reader import Settings, build, did_you_mean
+from aladdin_mpi.options.run import (
+    CONFIG_NAME,
+    SUMMARY,
+    RunOptions,
+    SimulateOptions,
+    TrainOptions,
+    differences,
+    unused,
+)
 from aladdin_mpi.run.checkpoint import CheckpointStore
 
 LOG = "output.log"
@@ -183,7 +190,7 @@ def _run(request: ComparisonRequest, entry: PlanEntry, seed: int, out: Path) -> 
         words += ["--workers", str(options.workers)]
     where = _variants(entry) if entry.words else ""
     try:
-        built = build(options.run_options, command_line.read(options.run_options, words, "", ""))
+        built = build(options.run_options, reader.read(options.run_options, words, "", ""))
         ranks = ranks_of(entry.algorithm, built, options.workers)
     except UserError as error:
         raise UserError(f"{where}{error}") from None
@@ -230,7 +237,7 @@ def stored_options(folder: Path, model: type[RunOptions]) -> RunOptions:
     Raises:
         UserError: they cannot be read.
     """
-    return build(model, command_line.read(model, ["--config", str(folder / CONFIG_NAME)], "", ""))
+    return build(model, reader.read(model, ["--config", str(folder / CONFIG_NAME)], "", ""))
 
 
 def comparable(options: RunOptions) -> dict[str, object]:

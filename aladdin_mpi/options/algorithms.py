@@ -15,10 +15,19 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options.general import QUANTISED_BITS, GeneralOptions
+from aladdin_mpi.options.general import QUANTISED_BITS, GeneralOptions, PositiveShare, Share
+from aladdin_mpi.options.reader import option
 
 ENTRY_POINTS = "aladdin_mpi.algorithms"
 VARIABLE = "ALADDIN_MPI_ALGORITHMS"
@@ -29,8 +38,11 @@ Optimizers = Literal["any", "by-value", "sgd"]
 Clips = Literal["own", "mean", "parts"]
 AlphaRule = Literal["theory", "since-last", "literal"]
 """How ALADDIN's server chooses the weight that a worker gives to the global model."""
+Allreduce = Literal["auto", "ring", "mpi", "horovod", "torch"]
 OUTLAST_DEATHS = ("auto", "ring", "mpi")
 """The all-reduces that may stand for sums which outlast the failure of ranks."""
+FROM_WEIGHTED_MEAN = "they begin from the weighted mean of all models, with equal weights"
+FROM_CENTRE = "what the workers' own models were ahead of the centre is dropped"
 
 
 class OwnOptions(BaseModel):
@@ -118,11 +130,7 @@ class Algorithm:
         return range(1 if self.holder == "first" else ranks)
 
 
-ALGORITHMS: dict[str, Algorithm] = {}
-"""Every algorithm that has been declared."""
-
-
-def declare(algorithm: Algorithm) -> Algorithm:
+def declare(algorithm: Algorithm) -> None:
     """Make an algorithm known: from then on its name can be given for ``--algorithm``.
 
     Raises:
@@ -131,7 +139,6 @@ def declare(algorithm: Algorithm) -> Algorithm:
     if algorithm.name in ALGORITHMS:
         raise ValueError(f"algorithm {algorithm.name}: expected a new name, got one that is taken")
     ALGORITHMS[algorithm.name] = algorithm
-    return algorithm
 
 
 def find_algorithm(name: str) -> Algorithm:
@@ -170,57 +177,49 @@ def load_plugins() -> None:
 class AladdinOptions(OwnOptions):
     """For --algorithm aladdin (Ko et al., CIKM 2021)."""
 
-    pi: int = Field(
-        4,
-        ge=1,
-        description="gradients that a worker sends between two models sent back to it",
-        json_schema_extra={"unit": "GRADIENTS"},
+    pi: PositiveInt = option(
+        4, "gradients that a worker sends between two models sent back to it", "GRADIENTS"
     )
-    alpha: Annotated[float, Field(ge=0, le=1)] | AlphaRule = Field(
+    alpha: Share | AlphaRule = option(
         "theory",
-        description="weight of the global model when a worker blends it into its own: a number "
-        "from 0 to 1, or a rule; with n workers, theory: 1-1/sqrt(n*pi); since-last: 1-1/sqrt(c), "
-        "c the gradients at the server since its last model for this worker; literal: the same, c "
-        "since its last model for any worker, as printed",
-        json_schema_extra={"unit": "WEIGHT"},
+        "weight of the global model when a worker blends it into its own: a number from 0 to 1, "
+        "or a rule; with n workers, theory: 1-1/sqrt(n*pi); since-last: 1-1/sqrt(c), c the "
+        "gradients at the server since its last model for this worker; literal: the same, c since "
+        "its last model for any worker, as printed",
+        "WEIGHT",
     )
-    normalize: Literal["count", "workers", "none"] = Field(
+    normalize: Literal["count", "workers", "none"] = option(
         "workers",
-        description="what accumulated gradients are divided by: their count, the number of "
-        "workers, or nothing",
+        "what accumulated gradients are divided by: their count, the number of workers, or nothing",
     )
-    trigger: Literal["accumulate", "drop"] = Field(
+    trigger: Literal["accumulate", "drop"] = option(
         "accumulate",
-        description="whether the gradient that triggers an update is added to it, or dropped as "
-        "the paper prints it",
+        "whether the gradient that triggers an update is added to it, or dropped as the paper "
+        "prints it",
     )
-    momentum: Literal["worker", "split"] = Field(
+    momentum: Literal["worker", "split"] = option(
         "worker",
-        description="worker: workers send steps that contain their momentum, and the server adds "
-        "them plainly; split: workers send raw gradients, and both keep a momentum of their own",
+        "worker: workers send steps that contain their momentum, and the server adds them "
+        "plainly; split: workers send raw gradients, and both keep a momentum of their own",
     )
-    lookahead: float = Field(
+    lookahead: NonNegativeFloat = option(
         0.0,
-        ge=0,
-        description="steps of its own momentum by which a worker moves the global model on before "
-        "it blends it in, for what other workers are about to add to it; 0: not, as in the paper",
-        json_schema_extra={"unit": "STEPS"},
+        "steps of its own momentum by which a worker moves the global model on before it blends "
+        "it in, for what other workers are about to add to it; 0: not, as in the paper",
+        "STEPS",
     )
-    self_update: bool = Field(
+    self_update: bool = option(
         True,
-        description="a worker applies its gradient to its own model at once; otherwise its model "
-        "stays as it is until the global one comes",
+        "a worker applies its gradient to its own model at once; otherwise its model stays as it "
+        "is until the global one comes",
     )
-    lazy: bool = Field(
-        True,
-        description="the global model is updated when a worker is sent it; otherwise by every "
-        "gradient",
+    lazy: bool = option(
+        True, "the global model is updated when a worker is sent it; otherwise by every gradient"
     )
-    ring: int = Field(
+    ring: PositiveInt = option(
         2,
-        ge=1,
-        description="gradients of a worker on the wire at once; more are summed until one is free",
-        json_schema_extra={"unit": "GRADIENTS"},
+        "gradients of a worker on the wire at once; more are summed until one is free",
+        "GRADIENTS",
     )
 
 
@@ -234,87 +233,80 @@ def _check_lookahead(run: GeneralOptions) -> None:
         )
 
 
-ALADDIN = declare(
-    Algorithm(
-        "aladdin",
-        AladdinOptions,
-        has_servers=True,
-        node_sums=True,
-        compresses=True,
-        quantises=True,
-        optimizers="by-value",
-        check=_check_lookahead,
-    )
+ALADDIN = Algorithm(
+    "aladdin",
+    AladdinOptions,
+    has_servers=True,
+    node_sums=True,
+    compresses=True,
+    quantises=True,
+    optimizers="by-value",
+    check=_check_lookahead,
 )
 
 
 class AladdinAheadOptions(OwnOptions):
     """For --algorithm aladdin-ahead."""
 
-    pi: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+    pi: PositiveInt | Literal["auto"] = option(
         "auto",
-        description="gradients that a worker sends between two models sent back to it; auto: one, "
-        "and more where the links have no room",
-        json_schema_extra={"unit": "GRADIENTS"},
+        "gradients that a worker sends between two models sent back to it; auto: one, and more "
+        "where the links have no room",
+        "GRADIENTS",
     )
-
-    weight: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = Field(
+    weight: Share | Literal["auto"] = option(
         "auto",
-        description="what a worker's own gradient stands for of everybody's, until a model holds "
-        "it; auto: half its age in rounds, between 1/2 and 1",
-        json_schema_extra={"unit": "WEIGHT"},
+        "what a worker's own gradient stands for of everybody's, until a model holds it; auto: "
+        "half its age in rounds, between 1/2 and 1",
+        "WEIGHT",
     )
-    lookahead: float = Field(
+    lookahead: NonNegativeFloat = option(
         1.0,
-        ge=0,
-        description="rounds of the workers by which a gradient is computed ahead of the model, "
-        "along the momentum of all",
-        json_schema_extra={"unit": "ROUNDS"},
+        "rounds of the workers by which a gradient is computed ahead of the model, along the "
+        "momentum of all",
+        "ROUNDS",
     )
-    send: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = Field(
+    send: Share | Literal["auto"] = option(
         "auto",
-        description="share of a worker's next gradient that has reached a server when it sends "
-        "this worker its models; auto: as late as they still arrive in time",
-        json_schema_extra={"unit": "SHARE"},
+        "share of a worker's next gradient that has reached a server when it sends this worker "
+        "its models; auto: as late as they still arrive in time",
+        "SHARE",
     )
-    ring: int = Field(
+    ring: PositiveInt = option(
         2,
-        ge=1,
-        description="gradients of a worker on the wire at once; more are summed until one is free",
-        json_schema_extra={"unit": "GRADIENTS"},
+        "gradients of a worker on the wire at once; more are summed until one is free",
+        "GRADIENTS",
     )
 
 
-ALADDIN_AHEAD = declare(
-    Algorithm(
-        "aladdin-ahead",
-        AladdinAheadOptions,
-        has_servers=True,
-        node_sums=True,
-        quantises=True,
-        whole_models=False,
-        auto_wire="int8",
-        clips="parts",
-        optimizers="by-value",
-        on_resize="the workers' tracks begin anew",
-    )
+ALADDIN_AHEAD = Algorithm(
+    "aladdin-ahead",
+    AladdinAheadOptions,
+    has_servers=True,
+    node_sums=True,
+    quantises=True,
+    whole_models=False,
+    auto_wire="int8",
+    clips="parts",
+    optimizers="by-value",
+    on_resize="the workers' tracks begin anew",
 )
 
 
 class BspOptions(OwnOptions):
     """For --algorithm bsp."""
 
-    host_first: bool = Field(
+    host_first: bool = option(
         False,
-        description="add up the gradients of a host's workers on the host; one worker of each "
-        "host talks to the servers",
+        "add up the gradients of a host's workers on the host; one worker of each host talks to "
+        "the servers",
     )
-    group: int | None = Field(
+    group: PositiveInt | None = option(
         None,
-        ge=1,
-        description="with --bsp-host-first: most workers that are added up together, where a host "
-        "is several machines in one, such as containers or sockets",
-        json_schema_extra={"unit": "WORKERS", "default_text": "all of a host"},
+        "with --bsp-host-first: most workers that are added up together, where a host is several "
+        "machines in one, such as containers or sockets",
+        "WORKERS",
+        default_text="all of a host",
     )
 
 
@@ -322,349 +314,271 @@ def _check_host_first(run: GeneralOptions) -> None:
     """The workers of a host add up whole gradients."""
     if not own(run, BspOptions).host_first:
         return
-    if run.node_sums:
-        raise UserError(
-            "--node-sums: expected without --bsp-host-first, which adds up on the host too; leave "
-            "one of the two out"
-        )
-    if run.compression != "none":
-        raise UserError(
-            f"--compression {run.compression}: expected without --bsp-host-first, which adds up "
-            "whole gradients; leave one of the two out"
-        )
-    if run.wire in QUANTISED_BITS:
-        raise UserError(
-            f"--wire {run.wire}: expected without --bsp-host-first, which adds up whole "
-            "gradients; use --wire bf16, or leave one of the two out"
-        )
+    whole = "which adds up whole gradients"
+    for flag, is_given, why in (
+        ("--node-sums", run.node_sums, "which adds up on the host too; leave"),
+        (f"--compression {run.compression}", run.compression != "none", f"{whole}; leave"),
+        (f"--wire {run.wire}", run.wire in QUANTISED_BITS, f"{whole}; use --wire bf16, or leave"),
+    ):
+        if is_given:
+            raise UserError(f"{flag}: expected without --bsp-host-first, {why} one of the two out")
 
 
-BSP = declare(
-    Algorithm(
-        "bsp",
-        BspOptions,
-        has_servers=True,
-        node_sums=True,
-        lockstep=True,
-        compresses=True,
-        quantises=True,
-        server_steps=True,
-        needs_all=lambda run: own(run, BspOptions).host_first,
-        optimizers="by-value",
-        check=_check_host_first,
-    )
+BSP = Algorithm(
+    "bsp",
+    BspOptions,
+    has_servers=True,
+    node_sums=True,
+    lockstep=True,
+    compresses=True,
+    quantises=True,
+    server_steps=True,
+    needs_all=lambda run: own(run, BspOptions).host_first,
+    optimizers="by-value",
+    check=_check_host_first,
 )
 
 
 class AspOptions(OwnOptions):
     """For --algorithm asp (Dean et al., NIPS 2012)."""
 
-    momentum: Literal["server", "worker"] = Field(
+    momentum: Literal["server", "worker"] = option(
         "worker",
-        description="where momentum and weight decay are added: to the gradients as they arrive "
-        "at the server, or at each worker before it sends",
+        "where momentum and weight decay are added: to the gradients as they arrive at the "
+        "server, or at each worker before it sends",
     )
-    normalize: Literal["workers", "none"] = Field(
+    normalize: Literal["workers", "none"] = option(
         "workers",
-        description="what a gradient is divided by at the server: the number of workers that have "
-        "not failed, or nothing",
+        "what a gradient is divided by at the server: the number of workers that have not failed, "
+        "or nothing",
     )
 
 
-ASP = declare(
-    Algorithm(
-        "asp",
-        AspOptions,
-        has_servers=True,
-        node_sums=True,
-        compresses=True,
-        quantises=True,
-        optimizers="by-value",
-    )
+ASP = Algorithm(
+    "asp",
+    AspOptions,
+    has_servers=True,
+    node_sums=True,
+    compresses=True,
+    quantises=True,
+    optimizers="by-value",
 )
 
 
 class SspOptions(AspOptions):
     """For --algorithm ssp (Ho et al., NIPS 2013)."""
 
-    bound: int = Field(
-        3,
-        ge=0,
-        description="steps that a worker may be ahead of the slowest",
-        json_schema_extra={"unit": "STEPS"},
-    )
-    pull: Literal["always", "on-bound"] = Field(
+    bound: NonNegativeInt = option(3, "steps that a worker may be ahead of the slowest", "STEPS")
+    pull: Literal["always", "on-bound"] = option(
         "always",
-        description="when a worker takes the server's model: after every step (Ho et al.), or "
-        "only when it has gone bound + 1 steps without (Ko et al., IPDPS 2021)",
+        "when a worker takes the server's model: after every step (Ho et al.), or only when it "
+        "has gone bound + 1 steps without (Ko et al., IPDPS 2021)",
     )
-    self_update: Literal["workers", "none"] = Field(
+    self_update: Literal["workers", "none"] = option(
         "none",
-        description="with --ssp-pull on-bound: what a worker divides its gradient by when it "
-        "applies it to its own model: the number of workers, or nothing",
+        "with --ssp-pull on-bound: what a worker divides its gradient by when it applies it to "
+        "its own model: the number of workers, or nothing",
     )
-    coalesce: bool = Field(
+    coalesce: bool = option(
         True,
-        description="with --ssp-pull on-bound: add a gradient to the next one while the last is "
-        "still on the wire; otherwise wait until it has gone",
+        "with --ssp-pull on-bound: add a gradient to the next one while the last is still on the "
+        "wire; otherwise wait until it has gone",
     )
 
 
-SSP = declare(
-    Algorithm(
-        "ssp",
-        SspOptions,
-        has_servers=True,
-        compresses=True,
-        quantises=True,
-        optimizers="by-value",
-    )
+SSP = Algorithm(
+    "ssp", SspOptions, has_servers=True, compresses=True, quantises=True, optimizers="by-value"
 )
 
 
 class ShatOptions(AspOptions):
     """For --algorithm shat (Ko et al., Applied Sciences 12, 292, 2022)."""
 
-    log: Literal["e", "2"] = Field(
-        "e", description="base of the logarithm in alpha = 1 - n/(c log n)"
-    )
-    self_update: bool = Field(
-        True, description="a worker applies its gradient to its own model before it blends"
+    log: Literal["e", "2"] = option("e", "base of the logarithm in alpha = 1 - n/(c log n)")
+    self_update: bool = option(
+        True, "a worker applies its gradient to its own model before it blends"
     )
 
 
-SHAT = declare(
-    Algorithm(
-        "shat",
-        ShatOptions,
-        has_servers=True,
-        compresses=True,
-        quantises=True,
-        optimizers="by-value",
-    )
+SHAT = Algorithm(
+    "shat", ShatOptions, has_servers=True, compresses=True, quantises=True, optimizers="by-value"
 )
 
 
 class EasgdOptions(OwnOptions):
     """For --algorithm easgd and eamsgd (Zhang, Choromanska, LeCun; NeurIPS 2015)."""
 
-    tau: int = Field(
-        2,
-        ge=1,
-        description="steps of a worker between two exchanges with the centre",
-        json_schema_extra={"unit": "STEPS"},
-    )
-    alpha: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = Field(
+    tau: PositiveInt = option(2, "steps of a worker between two exchanges with the centre", "STEPS")
+    alpha: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = option(
         "auto",
-        description="how far a worker and the centre move towards each other; auto: 0.9 divided "
-        "by the number of workers",
-        json_schema_extra={"unit": "WEIGHT"},
+        "how far a worker and the centre move towards each other; auto: 0.9 divided by the number "
+        "of workers",
+        "WEIGHT",
     )
-    exchange: Literal["after", "before"] = Field(
+    exchange: Literal["after", "before"] = option(
         "after",
-        description="when a worker meets the centre: after every tau-th step; or before the step "
-        "that follows, along the gradient at the model before the exchange, as in the paper",
+        "when a worker meets the centre: after every tau-th step; or before the step that "
+        "follows, along the gradient at the model before the exchange, as in the paper",
     )
 
 
-EASGD = declare(
-    Algorithm(
-        "easgd",
-        EasgdOptions,
-        has_servers=True,
-        has_centre=True,
-        quantises=True,
-        on_resize="what the workers' own models were ahead of the centre is dropped",
-    )
+EASGD = Algorithm(
+    "easgd", EasgdOptions, has_servers=True, has_centre=True, quantises=True, on_resize=FROM_CENTRE
 )
-EAMSGD = declare(
-    Algorithm(
-        "eamsgd",
-        EasgdOptions,
-        options_of="easgd",
-        has_servers=True,
-        has_centre=True,
-        quantises=True,
-        optimizers="sgd",
-        steps_unused=True,
-        on_resize="what the workers' own models were ahead of the centre is dropped",
-    )
+EAMSGD = Algorithm(
+    "eamsgd",
+    EasgdOptions,
+    options_of="easgd",
+    has_servers=True,
+    has_centre=True,
+    quantises=True,
+    optimizers="sgd",
+    steps_unused=True,
+    on_resize=FROM_CENTRE,
 )
 
 
 class ArSgdOptions(OwnOptions):
     """For --algorithm ar-sgd."""
 
-    allreduce: Literal["auto", "ring", "mpi", "horovod", "torch"] = Field(
+    allreduce: Allreduce = option(
         "auto",
-        description="what sums the gradients: messages around a ring, MPI's own all-reduce, "
-        "Horovod (installed by make horovod), or torch.distributed (gloo, or NCCL on GPUs); auto: "
-        "NCCL where each rank has a GPU to itself, and not where the others go on after a worker's "
+        "what sums the gradients: messages around a ring, MPI's own all-reduce, Horovod "
+        "(installed by make horovod), or torch.distributed (gloo, or NCCL on GPUs); auto: NCCL "
+        "where each rank has a GPU to itself, and not where the others go on after a worker's "
         "death; else the ring between hosts, and MPI's own on one",
     )
 
 
-AR_SGD = declare(
-    Algorithm(
-        "ar-sgd",
-        ArSgdOptions,
-        node_sums=True,
-        lockstep=True,
-        holder="first",
-        compresses=True,
-        needs_all=lambda run: (
-            run.compression != "none" or own(run, ArSgdOptions).allreduce not in OUTLAST_DEATHS
-        ),
-        collective=True,
-        clips="mean",
-        takes_writes=True,
-    )
+AR_SGD = Algorithm(
+    "ar-sgd",
+    ArSgdOptions,
+    node_sums=True,
+    lockstep=True,
+    holder="first",
+    compresses=True,
+    needs_all=lambda run: (
+        run.compression != "none" or own(run, ArSgdOptions).allreduce not in OUTLAST_DEATHS
+    ),
+    collective=True,
+    clips="mean",
+    takes_writes=True,
 )
 
 
 class LocalSgdOptions(OwnOptions):
     """For --algorithm local-sgd (Stich, ICLR 2019; Lin et al., ICLR 2020)."""
 
-    steps: int = Field(
-        8,
-        ge=1,
-        description="local steps of a worker between two averages of all models",
-        json_schema_extra={"unit": "STEPS"},
+    steps: PositiveInt = option(
+        8, "local steps of a worker between two averages of all models", "STEPS"
     )
-    post: int = Field(
+    post: NonNegativeInt = option(
         0,
-        ge=0,
-        description="first samples of the run, all workers together, in which models are averaged "
-        "after every step (post-local SGD); 0: none",
-        json_schema_extra={"unit": "SAMPLES"},
+        "first samples of the run, all workers together, in which models are averaged after every "
+        "step (post-local SGD); 0: none",
+        "SAMPLES",
     )
-    allreduce: Literal["auto", "ring", "mpi", "horovod", "torch"] = Field(
-        "auto", description="what sums the models, as --ar-sgd-allreduce"
-    )
+    allreduce: Allreduce = option("auto", "what sums the models, as --ar-sgd-allreduce")
 
 
-LOCAL_SGD = declare(
-    Algorithm(
-        "local-sgd",
-        LocalSgdOptions,
-        node_sums=True,
-        lockstep=True,
-        holder="all",
-        needs_all=lambda run: own(run, LocalSgdOptions).allreduce not in OUTLAST_DEATHS,
-        collective=True,
-    )
+LOCAL_SGD = Algorithm(
+    "local-sgd",
+    LocalSgdOptions,
+    node_sums=True,
+    lockstep=True,
+    holder="all",
+    needs_all=lambda run: own(run, LocalSgdOptions).allreduce not in OUTLAST_DEATHS,
+    collective=True,
 )
 
 
 class GoSgdOptions(OwnOptions):
     """For --algorithm gosgd (Blot et al., 2016)."""
 
-    p: float = Field(
-        0.01,
-        gt=0,
-        le=1,
-        description="probability that a worker sends its model to another one after a step",
-        json_schema_extra={"unit": "PROBABILITY"},
+    p: PositiveShare = option(
+        0.01, "probability that a worker sends its model to another one after a step", "PROBABILITY"
     )
 
 
-GOSGD = declare(
-    Algorithm(
-        "gosgd",
-        GoSgdOptions,
-        holder="all",
-        least_workers=2,
-        on_resize="they begin from the weighted mean of all models, with equal weights",
-    )
+GOSGD = Algorithm(
+    "gosgd", GoSgdOptions, holder="all", least_workers=2, on_resize=FROM_WEIGHTED_MEAN
 )
 
 
 class AdPsgdOptions(OwnOptions):
     """For --algorithm ad-psgd (Lian et al., ICML 2018)."""
 
-    graph: Literal["random", "exponential"] = Field(
+    graph: Literal["random", "exponential"] = option(
         "random",
-        description="whom an active worker averages with: a passive one drawn by chance, or those "
-        "0, 1, 2, 4, ... further, in turn",
+        "whom an active worker averages with: a passive one drawn by chance, or those 0, 1, 2, 4, "
+        "... further, in turn",
     )
 
 
-AD_PSGD = declare(
-    Algorithm(
-        "ad-psgd",
-        AdPsgdOptions,
-        holder="all",
-        least_workers=2,
-        on_resize="they begin from the mean of all models",
-    )
+AD_PSGD = Algorithm(
+    "ad-psgd",
+    AdPsgdOptions,
+    holder="all",
+    least_workers=2,
+    on_resize="they begin from the mean of all models",
 )
 
 
 class SgpOptions(OwnOptions):
     """For --algorithm sgp (Assran et al., ICML 2019)."""
 
-    graph: Literal["exponential", "ring"] = Field(
+    graph: Literal["exponential", "ring"] = option(
         "exponential",
-        description="whom a worker sends to: 1, 2, 4, ... workers further, in turn, or always the "
-        "next",
+        "whom a worker sends to: 1, 2, 4, ... workers further, in turn, or always the next",
     )
 
 
-SGP = declare(
-    Algorithm(
-        "sgp",
-        SgpOptions,
-        node_sums=True,
-        lockstep=True,
-        holder="all",
-        least_workers=2,
-        on_resize="they begin from the weighted mean of all models, with equal weights",
-    )
+SGP = Algorithm(
+    "sgp",
+    SgpOptions,
+    node_sums=True,
+    lockstep=True,
+    holder="all",
+    least_workers=2,
+    on_resize=FROM_WEIGHTED_MEAN,
 )
 
 
 class OsgpOptions(SgpOptions):
     """For --algorithm osgp (Assran et al., ICML 2019)."""
 
-    tau: int = Field(
-        1,
-        ge=1,
-        description="steps that a message may take before it is waited for",
-        json_schema_extra={"unit": "STEPS"},
-    )
-    order: Literal["add-first", "push-first"] = Field(
+    tau: PositiveInt = option(1, "steps that a message may take before it is waited for", "STEPS")
+    order: Literal["add-first", "push-first"] = option(
         "add-first",
-        description="what a worker does after a step: add the messages of earlier steps that have "
-        "come, then send; or send, then add",
+        "what a worker does after a step: add the messages of earlier steps that have come, then "
+        "send; or send, then add",
     )
-    optimize: Literal["model", "numerator"] = Field(
+    optimize: Literal["model", "numerator"] = option(
         "model",
-        description="what the optimizer, and so the weight decay, is applied to: the model z that "
-        "gradients are computed at, or the push-sum's numerator x = w z, as in the authors' code",
+        "what the optimizer, and so the weight decay, is applied to: the model z that gradients "
+        "are computed at, or the push-sum's numerator x = w z, as in the authors' code",
     )
 
 
-OSGP = declare(
-    Algorithm(
-        "osgp",
-        OsgpOptions,
-        node_sums=True,
-        lockstep=True,
-        holder="all",
-        least_workers=2,
-        on_resize="they begin from the weighted mean of all models, with equal weights",
-    )
+OSGP = Algorithm(
+    "osgp",
+    OsgpOptions,
+    node_sums=True,
+    lockstep=True,
+    holder="all",
+    least_workers=2,
+    on_resize=FROM_WEIGHTED_MEAN,
 )
 
 
 class MultistepOptions(OwnOptions):
     """For --algorithm multistep (Lee et al., MLHPC 2018)."""
 
-    exchange: Literal["auto", "gradients", "activations"] = Field(
+    exchange: Literal["auto", "gradients", "activations"] = option(
         "auto",
-        description="what is exchanged for the gradients of fully connected layers: gradients, "
-        "activations and errors, or whichever are fewer values; auto: gradients if --clip, "
-        "--max-loss or --no-wait-free is given",
+        "what is exchanged for the gradients of fully connected layers: gradients, activations "
+        "and errors, or whichever are fewer values; auto: gradients if --clip, --max-loss or "
+        "--no-wait-free is given",
     )
 
 
@@ -698,133 +612,106 @@ def check_exchange(options: GeneralOptions) -> None:
         )
 
 
-MULTISTEP = declare(
-    Algorithm(
-        "multistep",
-        MultistepOptions,
-        lockstep=True,
-        holder="first",
-        needs_all=lambda run: True,
-        collective=True,
-        optimizers="sgd",
-        steps_unused=True,
-        check=check_exchange,
-    )
+MULTISTEP = Algorithm(
+    "multistep",
+    MultistepOptions,
+    lockstep=True,
+    holder="first",
+    needs_all=lambda run: True,
+    collective=True,
+    optimizers="sgd",
+    steps_unused=True,
+    check=check_exchange,
 )
 
 
 class AshlOptions(OwnOptions):
     """For --algorithm ashl (IEEE Transactions on Computers, 2024)."""
 
-    profile: int = Field(
-        5,
-        ge=2,
-        description="first iterations of each worker, in which it measures its times",
-        json_schema_extra={"unit": "STEPS"},
+    profile: int = option(
+        5, "first iterations of each worker, in which it measures its times", "STEPS", ge=2
     )
-    coarse_steps: int = Field(
+    coarse_steps: PositiveInt = option(
         8,
-        ge=1,
-        description="local steps of the slowest worker between two exchanges in the coarse stage; "
-        "faster ones take more",
-        json_schema_extra={"unit": "STEPS"},
+        "local steps of the slowest worker between two exchanges in the coarse stage; faster ones "
+        "take more",
+        "STEPS",
     )
-    fine_steps: int = Field(
-        2,
-        ge=1,
-        description="the same in the fine stage",
-        json_schema_extra={"unit": "STEPS"},
-    )
-    coarse_rate: float = Field(
+    fine_steps: PositiveInt = option(2, "the same in the fine stage", "STEPS")
+    coarse_rate: PositiveShare = option(
         1.0,
-        gt=0,
-        le=1,
-        description="share of its values that the slowest worker pushes in the coarse stage; "
-        "others push more where that costs them no time",
-        json_schema_extra={"unit": "SHARE"},
+        "share of its values that the slowest worker pushes in the coarse stage; others push more "
+        "where that costs them no time",
+        "SHARE",
     )
-    fine_rate: float = Field(
-        0.1,
-        gt=0,
-        le=1,
-        description="the same in the fine stage",
-        json_schema_extra={"unit": "SHARE"},
+    fine_rate: PositiveShare = option(0.1, "the same in the fine stage", "SHARE")
+    bound: NonNegativeInt = option(
+        3, "exchanges that a worker may be ahead of the slowest in the fine stage", "EXCHANGES"
     )
-    bound: int = Field(
-        3,
-        ge=0,
-        description="exchanges that a worker may be ahead of the slowest in the fine stage",
-        json_schema_extra={"unit": "EXCHANGES"},
+    loss: NonNegativeFloat = option(
+        0.3, "training loss of all workers at which the fine stage begins", "LOSS"
     )
-    loss: float = Field(
-        0.3,
-        ge=0,
-        description="training loss of all workers at which the fine stage begins",
-        json_schema_extra={"unit": "LOSS"},
-    )
-    stage: Literal["auto", "coarse", "fine"] = Field(
+    stage: Literal["auto", "coarse", "fine"] = option(
         "auto",
-        description="auto: coarse, then fine when --ashl-loss is reached; or one of them "
-        "throughout. Timed computing has no loss: with auto it stays coarse",
+        "auto: coarse, then fine when --ashl-loss is reached; or one of them throughout. Timed "
+        "computing has no loss: with auto it stays coarse",
     )
-    error_feedback: bool = Field(
-        False, description="add values that were not pushed to the next push, not drop them"
+    error_feedback: bool = option(
+        False, "add values that were not pushed to the next push, not drop them"
     )
 
 
-ASHL = declare(
-    Algorithm(
-        "ashl",
-        AshlOptions,
-        has_servers=True,
-        quantises=True,
-        on_resize="the workers are measured for a new plan",
-    )
+ASHL = Algorithm(
+    "ashl",
+    AshlOptions,
+    has_servers=True,
+    quantises=True,
+    on_resize="the workers are measured for a new plan",
 )
 
 
 class AdspOptions(OwnOptions):
     """For --algorithm adsp (Hu, Wang, Wu; AAAI 2020)."""
 
-    period: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+    period: PositiveFloat | Literal["auto"] = option(
         "auto",
-        description="check period Gamma, in which every worker should commit equally often; 60 in "
-        "the paper; auto: 10 mean steps",
-        json_schema_extra={"unit": "SECONDS"},
+        "check period Gamma, in which every worker should commit equally often; 60 in the paper; "
+        "auto: 10 mean steps",
+        "SECONDS",
     )
-    min_interval: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+    min_interval: PositiveFloat | Literal["auto"] = option(
         "auto",
-        description="least time between two commits of a worker; 10 in the paper; auto: a sixth "
-        "of the check period",
-        json_schema_extra={"unit": "SECONDS"},
+        "least time between two commits of a worker; 10 in the paper; auto: a sixth of the check "
+        "period",
+        "SECONDS",
     )
-    epoch: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+    epoch: PositiveFloat | Literal["auto"] = option(
         "auto",
-        description="time between two searches of the commit rate; 1000 in the paper; auto: 16.7 "
-        "check periods",
-        json_schema_extra={"unit": "SECONDS"},
+        "time between two searches of the commit rate; 1000 in the paper; auto: 16.7 check periods",
+        "SECONDS",
     )
-    loss_rise: float = Field(
+    loss_rise: PositiveFloat = option(
         0.3,
-        gt=0,
-        description="a rise of the training loss by this share from one check to the next also "
-        "starts a search",
-        json_schema_extra={"unit": "SHARE"},
+        "a rise of the training loss by this share from one check to the next also starts a search",
+        "SHARE",
     )
-    end_loss: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+    end_loss: PositiveFloat | Literal["auto"] = option(
         "auto",
-        description="the search looks for the rate at which the training loss would get there "
-        "first; auto: half of what it is when the search begins",
-        json_schema_extra={"unit": "LOSS"},
+        "the search looks for the rate at which the training loss would get there first; auto: "
+        "half of what it is when the search begins",
+        "LOSS",
     )
 
 
-ADSP = declare(
-    Algorithm(
-        "adsp",
-        AdspOptions,
-        has_servers=True,
-        quantises=True,
-        on_resize="the rate of commits is searched anew",
-    )
+ADSP = Algorithm(
+    "adsp",
+    AdspOptions,
+    has_servers=True,
+    quantises=True,
+    on_resize="the rate of commits is searched anew",
 )
+
+ALGORITHMS: dict[str, Algorithm] = {
+    each.name: each for each in tuple(globals().values()) if isinstance(each, Algorithm)
+}
+"""Every algorithm that has been declared, those of this file first."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS, Algorithm, find_algorithm
 from aladdin_mpi.options.general import QUANTISED_BITS, GeneralOptions
@@ -31,99 +33,6 @@ def steps_unused(algorithm: Algorithm, options: GeneralOptions) -> bool:
     """
     is_quantised = algorithm.wire(options) in QUANTISED_BITS
     return algorithm.steps_unused or (is_quantised and _servers_step(algorithm, options))
-
-
-def check_compression(algorithm: Algorithm, options: GeneralOptions) -> None:
-    """Check that ``--compression`` suits the algorithm and its options.
-
-    Raises:
-        UserError: it sends no gradients, or not such as can be compressed.
-    """
-    if options.compression == "none":
-        return
-    if not algorithm.compresses:
-        able = ", ".join(sorted(a.name for a in ALGORITHMS.values() if a.compresses))
-        raise UserError(
-            f"--compression {options.compression}: expected an algorithm that sends gradients "
-            f"({able}), got {algorithm.name}; leave the option out"
-        )
-    # Compressed are steps that hold the worker's own momentum.
-    place = place_of_momentum(algorithm, options)
-    if place != "worker":
-        raise UserError(
-            f"--compression {options.compression}: expected --{algorithm.name}-momentum worker, "
-            f"got {place}; leave one of the two out"
-        )
-
-
-def check_wire(algorithm: Algorithm, options: GeneralOptions) -> None:
-    """Check that ``--wire`` suits the algorithm and its options.
-
-    Raises:
-        UserError: in few bits are only gradients to servers, and their models, and only those
-            that are not compressed otherwise.
-    """
-    if options.wire == "bf16" and not algorithm.whole_models:
-        raise UserError(
-            f"--wire bf16: expected a wire that keeps the differences of models for "
-            f"{algorithm.name}, got one that rounds whole models; use --wire int8, which sends less"
-        )
-    if options.wire not in QUANTISED_BITS:
-        return
-    if not algorithm.quantises:
-        able = ", ".join(sorted(a.name for a in ALGORITHMS.values() if a.quantises))
-        raise UserError(
-            f"--wire {options.wire}: expected an algorithm that sends gradients to servers "
-            f"({able}), got {algorithm.name}; use --wire bf16"
-        )
-    if options.compression != "none":
-        raise UserError(
-            f"--wire {options.wire}: expected without --compression {options.compression}, whose "
-            "values are few; use --wire bf16, or leave one of the two out"
-        )
-
-
-def check_node_sums(algorithm: Algorithm, options: GeneralOptions) -> None:
-    """Check that ``--node-sums`` suits the algorithm and its options.
-
-    Raises:
-        UserError: it has not been shown to, or an option needs each worker's own gradient.
-    """
-    if not options.node_sums:
-        return
-    if not algorithm.node_sums:
-        able = ", ".join(sorted(a.name for a in ALGORITHMS.values() if a.node_sums))
-        raise UserError(
-            f"--node-sums: expected an algorithm whose worker can be a node ({able}), got "
-            f"{algorithm.name}; leave the option out"
-        )
-    for flag, is_given, why in (
-        ("--max-loss", options.max_loss is not None, "which looks at each worker's loss"),
-        (
-            f"--compression {options.compression}",
-            options.compression != "none" and algorithm.collective,
-            f"which {algorithm.name} sends in a collective of all workers",
-        ),
-        ("--allow-resize", options.allow_resize, "as workers are nodes then"),
-    ):
-        if is_given:
-            raise UserError(
-                f"--node-sums: expected without {flag}, {why}; leave one of the two out"
-            )
-
-
-def check_checksum(algorithm: Algorithm, options: GeneralOptions) -> None:
-    """Check that ``--checksum`` suits the algorithm.
-
-    Raises:
-        UserError: what it sends goes by collectives.
-    """
-    if options.checksum and algorithm.collective:
-        able = ", ".join(sorted(a.name for a in ALGORITHMS.values() if not a.collective))
-        raise UserError(
-            f"--checksum: expected an algorithm that sends messages from rank to rank ({able}), "
-            f"got {algorithm.name}, whose sums are made by a library; leave the option out"
-        )
 
 
 def check_ranks(algorithm: Algorithm, size: int, servers: int) -> None:
@@ -160,9 +69,63 @@ def checked_algorithm(options: GeneralOptions, size: int) -> Algorithm:
     """
     algorithm = find_algorithm(options.algorithm)
     check_ranks(algorithm, size, options.servers)
-    check_compression(algorithm, options)
-    check_wire(algorithm, options)
-    check_node_sums(algorithm, options)
-    check_checksum(algorithm, options)
+    for conflict in _conflicts(algorithm, options):
+        raise UserError(conflict)
     algorithm.check(options)
     return algorithm
+
+
+def _conflicts(algorithm: Algorithm, options: GeneralOptions) -> Iterator[str]:
+    """Why the algorithm does not suit the other options, with the remedy."""
+    name, compression, wire = algorithm.name, options.compression, options.wire
+    compresses, quantises = compression != "none", wire in QUANTISED_BITS
+    if compresses and not algorithm.compresses:
+        yield (
+            f"--compression {compression}: expected an algorithm that sends gradients "
+            f"({_able(lambda each: each.compresses)}), got {name}; leave the option out"
+        )
+    place = place_of_momentum(algorithm, options)
+    if compresses and place != "worker":  # compressed are steps with the worker's momentum
+        yield (
+            f"--compression {compression}: expected --{name}-momentum worker, got {place}; leave "
+            "one of the two out"
+        )
+    if wire == "bf16" and not algorithm.whole_models:
+        yield (
+            f"--wire bf16: expected a wire that keeps the differences of models for {name}, got "
+            "one that rounds whole models; use --wire int8, which sends less"
+        )
+    if quantises and not algorithm.quantises:
+        yield (
+            f"--wire {wire}: expected an algorithm that sends gradients to servers "
+            f"({_able(lambda each: each.quantises)}), got {name}; use --wire bf16"
+        )
+    if quantises and compresses:
+        yield (
+            f"--wire {wire}: expected without --compression {compression}, whose values are few; "
+            "use --wire bf16, or leave one of the two out"
+        )
+    if options.node_sums and not algorithm.node_sums:
+        yield (
+            "--node-sums: expected an algorithm whose worker can be a node "
+            f"({_able(lambda each: each.node_sums)}), got {name}; leave the option out"
+        )
+    in_collective = f"which {name} sends in a collective of all workers"
+    for flag, is_given, why in (
+        ("--max-loss", options.max_loss is not None, "which looks at each worker's loss"),
+        (f"--compression {compression}", compresses and algorithm.collective, in_collective),
+        ("--allow-resize", options.allow_resize, "as workers are nodes then"),
+    ):
+        if options.node_sums and is_given:
+            yield f"--node-sums: expected without {flag}, {why}; leave one of the two out"
+    if options.checksum and algorithm.collective:
+        yield (
+            "--checksum: expected an algorithm that sends messages from rank to rank "
+            f"({_able(lambda each: not each.collective)}), got {name}, whose sums are made by a "
+            "library; leave the option out"
+        )
+
+
+def _able(has_trait: Callable[[Algorithm], bool]) -> str:
+    """The names of the algorithms that a trait is true of."""
+    return ", ".join(sorted(each.name for each in ALGORITHMS.values() if has_trait(each)))

@@ -3,45 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
     PrivateAttr,
     model_validator,
 )
 
+from aladdin_mpi.options.reader import option
 
-def _split_pause(value: Any) -> Any:
-    return value.split(":") if isinstance(value, str) else value
-
-
-Rank = Annotated[int, Field(ge=0)]
-Host = Annotated[int, Field(ge=0)]
-Gbit = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Pause = Annotated[tuple[Rank, Seconds, Seconds], BeforeValidator(_split_pause)]
+Host = NonNegativeInt
+Parts = BeforeValidator(lambda value: value.split(":") if isinstance(value, str) else value)
+"""A tuple of numbers may be one text, with colons between them."""
+Pause = Annotated[tuple[NonNegativeInt, NonNegativeFloat, NonNegativeFloat], Parts]
 """A rank, the start of its pause and its length in virtual seconds; also as ``"3:10:2.5"``."""
-
 
 FASTEST_GBIT, LONGEST_US, FASTEST_GBYTE = 1e5, 1e8, 1e5
 """What is more in a file is taken for a figure in another unit: 100 Tbit/s, 100 s, 100 TB/s."""
 
-
-def _field(
-    default: Any,
-    description: str,
-    unit: str | None = None,
-    most: float | None = None,
-    **constraints: Any,
-) -> Any:
-    """``most``: the largest value that a file of a cluster may have."""
-    about = {"group": "cluster", "unit": unit, "most": most}
-    extra: Any = {key: value for key, value in about.items() if value is not None}
-    return Field(default, description=description, json_schema_extra=extra, **constraints)
+cluster_option = partial(option, group="cluster")
 
 
 class Cluster(BaseModel):
@@ -52,97 +40,79 @@ class Cluster(BaseModel):
     alike but for those of ``links``; between two links the bandwidth is that of the slower one.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    hosts: int = _field(1, "hosts of the cluster", "HOSTS", ge=1)
-    placement: Literal["cyclic", "block", "workers", "spread"] = _field(
+    hosts: PositiveInt = cluster_option(1, "hosts of the cluster", "HOSTS")
+    placement: Literal["cyclic", "block", "workers", "spread"] = cluster_option(
         "cyclic",
-        "how ranks fill the hosts: in turn (cyclic), or one host after the other (block); workers: "
-        "the workers alone do so, and servers are on host 0 beside its workers, as "
+        "how ranks fill the hosts: in turn (cyclic), or one host after the other (block); "
+        "workers: the workers alone do so, and servers are on host 0 beside its workers, as "
         "slurm/train.sbatch has it; spread: the same, with servers dealt to the hosts in turn, as "
         "by its SPREAD_SERVERS=yes",
     )
-    worker_hosts: tuple[Host, ...] = _field(
+    worker_hosts: tuple[Host, ...] = cluster_option(
         (),
         "the host of each worker, counted from 0, where --placement does not say it; servers are "
         "on host 0, or dealt to the hosts in turn with --placement spread",
         "HOST",
     )
-    bandwidth_gbit: float = _field(
-        10.0,
-        "bandwidth of each host's link, each way",
-        "GBIT/S",
-        FASTEST_GBIT,
-        gt=0,
-        allow_inf_nan=False,
+    bandwidth_gbit: PositiveFloat = cluster_option(
+        10.0, "bandwidth of each host's link, each way", "GBIT/S", most=FASTEST_GBIT
     )
-    links: dict[Host, Gbit] = _field(
+    links: dict[Host, PositiveFloat] = cluster_option(
         {},
         "hosts, counted from 0, whose link has another bandwidth than --bandwidth-gbit; several, "
         "apart by commas or spaces",
         "HOST=GBIT/S",
-        FASTEST_GBIT,
+        most=FASTEST_GBIT,
     )
-    latency_us: float = _field(
-        50.0, "latency between two hosts", "MICROSECONDS", LONGEST_US, ge=0, allow_inf_nan=False
+    latency_us: NonNegativeFloat = cluster_option(
+        50.0, "latency between two hosts", "MICROSECONDS", most=LONGEST_US
     )
-    local_bandwidth_gbit: float = _field(
-        100.0,
-        "bandwidth of the path inside a host",
-        "GBIT/S",
-        FASTEST_GBIT,
-        gt=0,
-        allow_inf_nan=False,
+    local_bandwidth_gbit: PositiveFloat = cluster_option(
+        100.0, "bandwidth of the path inside a host", "GBIT/S", most=FASTEST_GBIT
     )
-    local_latency_us: float = _field(
-        5.0, "latency inside a host", "MICROSECONDS", LONGEST_US, ge=0, allow_inf_nan=False
+    local_latency_us: NonNegativeFloat = cluster_option(
+        5.0, "latency inside a host", "MICROSECONDS", most=LONGEST_US
     )
-    message_overhead_us: float = _field(
+    message_overhead_us: NonNegativeFloat = cluster_option(
         5.0,
         "time that each message occupies every link on its way on top of its bytes",
         "MICROSECONDS",
-        LONGEST_US,
-        ge=0,
-        allow_inf_nan=False,
+        most=LONGEST_US,
     )
-    sharing: Literal["even", "tcp"] = _field(
+    sharing: Literal["even", "tcp"] = cluster_option(
         "even",
         "how messages share a link between hosts: even: a piece of each in turn; tcp: as those of "
-        "Open MPI do over TCP, where some get ahead, those announced together end together, and "
-        "a lost end is sent again after 0.2 s (benchmarks/README.md)",
+        "Open MPI do over TCP, where some get ahead, those announced together end together, and a "
+        "lost end is sent again after 0.2 s (benchmarks/README.md)",
     )
-    memory_gbyte: float = _field(
+    memory_gbyte: NonNegativeFloat = cluster_option(
         0.0,
         "memory bandwidth of one process, which servers, and leaders of a host, need to add up "
         "gradients and to copy models; 0: that takes no time",
         "GBYTE/S",
-        FASTEST_GBYTE,
-        ge=0,
-        allow_inf_nan=False,
+        most=FASTEST_GBYTE,
     )
-    handling_us: float = _field(
+    handling_us: NonNegativeFloat = cluster_option(
         0.0,
         "time that a server needs for each message that it takes in or sends, on top of its bytes",
         "MICROSECONDS",
-        LONGEST_US,
-        ge=0,
-        allow_inf_nan=False,
+        most=LONGEST_US,
     )
-    delay_us: float = _field(
+    delay_us: NonNegativeFloat = cluster_option(
         0.0,
-        "mean of an additional random delay of each message; "
-        "it reorders messages of different pairs of ranks",
+        "mean of an additional random delay of each message; it reorders messages of different "
+        "pairs of ranks",
         "MICROSECONDS",
-        ge=0,
-        allow_inf_nan=False,
     )
-    deaths: dict[Rank, Seconds] = _field(
+    deaths: dict[NonNegativeInt, NonNegativeFloat] = cluster_option(
         {}, "ranks that die, with the virtual time of their death in seconds", "RANK=SECONDS"
     )
-    pauses: tuple[Pause, ...] = _field(
+    pauses: tuple[Pause, ...] = cluster_option(
         (),
-        "pauses of ranks: rank, start and length in virtual seconds; "
-        "computing and messages of the rank stand still",
+        "pauses of ranks: rank, start and length in virtual seconds; computing and messages of "
+        "the rank stand still",
         "RANK:START:SECONDS",
     )
 
@@ -170,15 +140,12 @@ class Cluster(BaseModel):
             worker = rank - self._servers
             if worker < 0:
                 return rank % self.hosts if self.placement == "spread" else 0
-            return self._host_of_worker(worker, size - self._servers)
+            if self.worker_hosts:
+                return self.worker_hosts[worker]
+            return worker // -(-(size - self._servers) // self.hosts)
         if self.placement == "cyclic":
             return rank % self.hosts
         return rank // -(-size // self.hosts)
-
-    def _host_of_worker(self, worker: int, workers: int) -> int:
-        return (
-            self.worker_hosts[worker] if self.worker_hosts else worker // -(-workers // self.hosts)
-        )
 
     def link_gbit(self, host: int) -> float:
         """The bandwidth of a host's link in Gbit/s, each way."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,17 +16,54 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeFloat,
+    NonNegativeInt,
     PlainSerializer,
+    PositiveFloat,
+    PositiveInt,
     field_validator,
     model_validator,
 )
 
-from aladdin_mpi.options.fields import nested, option, shown
-from aladdin_mpi.options.resume import AUTO
+from aladdin_mpi.options.cluster import Parts
+from aladdin_mpi.options.reader import nested, option, shown
 
-_INTERVAL = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(samples?|epochs?|min|s)?")
+AUTO = "auto"
+"""As the value of ``--resume``: the run in ``--run-dir``, if there is one to go on with."""
+OWN_DATA = "own"
+"""The data set of a training loop of one's own."""
+LENGTHS = ("epochs", "samples", "steps")
+"""Each says how long a run is."""
+DEFAULT_EPOCHS = 30.0
+"""The length of a run when none of them is given."""
+SHUFFLE_BUFFER = 4096
+"""Samples."""
+
+FORWARD_SHARE = 1 / 3
+"""Of a step's time: the forward pass, the rest is backward."""
+QUANTISED_BITS = {"int8": 8, "int4": 4}
+"""The wires that round to so many bits, and send later what that has lost."""
+
+SGD_RATE, OTHER_RATE = 0.01, 0.001
+SGD_DECAY = 1e-4
+OWN_DECAY = {"adamw": 0.01, "muon": 0.1}
+"""The weight decay that torch's optimizers have by default, if it is not 0."""
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Wire = Literal["auto", "fp32", "bf16", "int8", "int4"]
+Augment = Literal[
+    "auto", "none", "crop-flip", "imagenet", "autoaugment", "randaugment", "trivialaugment"
+]
+Worker = NonNegativeInt
+Factor = Annotated[float, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+ShapePoint = Annotated[tuple[Share, Share], Parts]
+"""A share of the gradient and of backward's time; also as ``"0.1:0.5"``."""
 
 NEVER = "never"
+_INTERVAL = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(samples?|epochs?|min|s)?")
 
 
 @dataclass(frozen=True)
@@ -57,8 +95,7 @@ class CheckpointInterval:
             if amount.is_integer():
                 return cls(samples=int(amount))
         raise ValueError(
-            f"expected N, Nsamples, Nepochs, Nmin or Ns with N above 0 and samples whole, or "
-            f"never, "
+            "expected N, Nsamples, Nepochs, Nmin or Ns with N above 0 and samples whole, or never, "
             f"got {str(given)!r}; write for example 50000, 0.5epochs or 10min"
         )
 
@@ -71,13 +108,9 @@ class CheckpointInterval:
         return NEVER if self.seconds is None else f"{self.seconds!r}s"
 
 
-def _parse_interval(given: object) -> CheckpointInterval | None:
-    return None if given is None else CheckpointInterval.parse(given)
-
-
 Interval = Annotated[
     CheckpointInterval | None,
-    BeforeValidator(_parse_interval),
+    BeforeValidator(lambda given: None if given is None else CheckpointInterval.parse(given)),
     PlainSerializer(lambda interval: None if interval is None else str(interval)),
 ]
 """An optional interval as a field: read from text, written as text."""
@@ -88,34 +121,27 @@ class DgcOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    ratio: float = Field(
+    ratio: PositiveShare = option(
         0.001,
-        gt=0,
-        le=1,
-        description="share of the values of each matrix or kernel that a gradient sends; biases "
-        "and other vectors are sent whole; 1: everything is sent, as without compression",
-        json_schema_extra={"unit": "SHARE"},
+        "share of the values of each matrix or kernel that a gradient sends; biases and other "
+        "vectors are sent whole; 1: everything is sent, as without compression",
+        "SHARE",
     )
-    warmup_epochs: int = Field(
+    warmup_epochs: NonNegativeInt = option(
         4,
-        ge=0,
-        description="epochs in which the share falls to --dgc-ratio, by one factor each epoch: "
-        "25, 6.3, 1.6 and 0.4 percent on the way to 0.1",
-        json_schema_extra={"unit": "EPOCHS"},
+        "epochs in which the share falls to --dgc-ratio, by one factor each epoch: 25, 6.3, 1.6 "
+        "and 0.4 percent on the way to 0.1",
+        "EPOCHS",
     )
-    clip: float | None = Field(
+    clip: PositiveFloat | None = option(
         None,
-        gt=0,
-        description="largest L2 norm of the sum of all workers' gradients; with n workers each "
-        "clips its own to 1/sqrt(n) of it, every bucket to its share",
-        json_schema_extra={"unit": "NORM", "default_text": "gradients are not clipped"},
+        "largest L2 norm of the sum of all workers' gradients; with n workers each clips its own "
+        "to 1/sqrt(n) of it, every bucket to its share",
+        "NORM",
+        default_text="gradients are not clipped",
     )
-    sample: float = Field(
-        0.01,
-        gt=0,
-        le=1,
-        description="share of the values from which the threshold is estimated",
-        json_schema_extra={"unit": "SHARE"},
+    sample: PositiveShare = option(
+        0.01, "share of the values from which the threshold is estimated", "SHARE"
     )
 
     def ratio_at(self, samples: int, epoch: int) -> float:
@@ -131,481 +157,337 @@ class DgcOptions(BaseModel):
         return self.ratio ** ((passed + 1) / (self.warmup_epochs + 1))
 
 
-OWN_DATA = "own"
-"""The data set of a training loop of one's own."""
-LENGTHS = ("epochs", "samples", "steps")
-"""Each says how long a run is."""
-DEFAULT_EPOCHS = 30.0
-"""The length of a run when none of them is given."""
-SHUFFLE_BUFFER = 4096
-"""Samples."""
-
-FORWARD_SHARE = 1 / 3
-"""Of a step's time: the forward pass, the rest is backward."""
-QUANTISED_BITS = {"int8": 8, "int4": 4}
-"""The wires that round to so many bits, and send later what that has lost."""
-
-SGD_RATE, OTHER_RATE = 0.01, 0.001
-SGD_DECAY = 1e-4
-OWN_DECAY = {"adamw": 0.01, "muon": 0.1}
-"""The weight decay that torch's optimizers have by default, if it is not 0."""
-
-Precision = Literal["fp32", "bf16", "fp16"]
-Wire = Literal["auto", "fp32", "bf16", "int8", "int4"]
-Augment = Literal[
-    "auto", "none", "crop-flip", "imagenet", "autoaugment", "randaugment", "trivialaugment"
-]
-Worker = Annotated[int, Field(ge=0)]
-Factor = Annotated[float, Field(ge=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
-
-
-def _split_point(value: Any) -> Any:
-    return value.split(":") if isinstance(value, str) else value
-
-
-ShapePoint = Annotated[tuple[Share, Share], BeforeValidator(_split_point)]
-"""A share of the gradient and of backward's time; also as ``"0.1:0.5"``."""
-
-
-def _rises(points: Sequence[tuple[float, float]]) -> bool:
-    return all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(points))
+run_option = partial(option, group="run")
+data_option = partial(option, group="data")
+optimisation_option = partial(option, group="optimisation")
+communication_option = partial(option, group="communication")
+computing_option = partial(option, group="computing")
+output_option = partial(option, group="output")
 
 
 class GeneralOptions(BaseModel):
     """What training and simulating have in common, but for options of single algorithms."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-    ALTERNATIVES: ClassVar = (LENGTHS,)
+    ALTERNATIVES: ClassVar = LENGTHS
 
     # -- run
-    algorithm: str = option("aladdin-ahead", "name of the algorithm", group="run")
-    model: str = option("digits", "name of the model, or package.module:function", group="run")
-    epochs: float | None = option(
+    algorithm: str = run_option("aladdin-ahead", "name of the algorithm")
+    model: str = run_option("digits", "name of the model, or package.module:function")
+    epochs: PositiveFloat | None = run_option(
         None,
         "length of the run in passes over the training data, all workers together",
-        unit="EPOCHS",
-        group="run",
+        "EPOCHS",
         default_text=f"{DEFAULT_EPOCHS:g}, unless --samples or --steps is given",
-        gt=0,
     )
-    samples: int | None = option(
-        None,
-        "length of the run in samples, all workers together, instead of --epochs",
-        unit="SAMPLES",
-        group="run",
-        gt=0,
+    samples: PositiveInt | None = run_option(
+        None, "length of the run in samples, all workers together, instead of --epochs", "SAMPLES"
     )
-    steps: int | None = option(
+    steps: PositiveInt | None = run_option(
         None,
         "length of the run in steps, instead of --epochs; a step is a batch of every worker, or "
         "as many as --accumulate says: a round of a synchronous algorithm, and of others as many "
         "samples",
-        unit="STEPS",
-        group="run",
-        gt=0,
+        "STEPS",
     )
-    servers: int = option(
-        1, "parameter servers, for algorithms that have one", unit="RANKS", group="run", ge=1
-    )
-    node_sums: bool = option(
+    servers: PositiveInt = run_option(1, "parameter servers, for algorithms that have one", "RANKS")
+    node_sums: bool = run_option(
         False,
         "the workers of a host make one step together: their gradients are added up on the host, "
         "and for the algorithm they are one worker, so that one message leaves the host and one "
         "model comes to it",
-        group="run",
     )
-    node_size: int | None = option(
+    node_size: PositiveInt | None = run_option(
         None,
         "with --node-sums: most workers that are one, where a host has several nodes, such as "
         "containers",
-        unit="WORKERS",
-        group="run",
+        "WORKERS",
         default_text="all of a host",
-        ge=1,
     )
-    seed: int = option(0, "seed of everything that is drawn by chance", group="run", ge=0)
-    device: Literal["auto", "cpu", "gpu", "cuda", "xpu"] = option(
+    seed: NonNegativeInt = run_option(0, "seed of everything that is drawn by chance")
+    device: Literal["auto", "cpu", "gpu", "cuda", "xpu"] = run_option(
         "auto",
         "where workers compute; auto: on a GPU if there is one; gpu: on one of whatever kind, "
         "which cuda (also AMD's) and xpu (Intel's) name",
-        group="run",
     )
-    bind_cores: Literal["auto", "off"] = option(
+    bind_cores: Literal["auto", "off"] = run_option(
         "auto",
         "bind each worker to cores near its GPU, where several workers of a host have one and the "
         "launcher has left all of them the same cores",
-        group="run",
     )
-    timeout: float = option(
-        1800.0, "longest wait for another rank", unit="SECONDS", group="run", gt=0
-    )
-
-    worker_timeout: float = option(
+    timeout: PositiveFloat = run_option(1800.0, "longest wait for another rank", "SECONDS")
+    worker_timeout: NonNegativeFloat = run_option(
         60.0,
         "time without a heartbeat before a rank is excluded, or the run ends if the algorithm "
         "needs every rank; 0: never",
-        unit="SECONDS",
-        group="run",
-        ge=0,
+        "SECONDS",
     )
 
     # -- data
-    dataset: str = option(
-        "digits", "name of the data set, or package.module:function", group="data"
+    dataset: str = data_option("digits", "name of the data set, or package.module:function")
+    data_dir: Path | None = data_option(
+        None, "folder of the data set, for those that need one", "FOLDER"
     )
-    data_dir: Path | None = option(
-        None, "folder of the data set, for those that need one", unit="FOLDER", group="data"
-    )
-    stage: Path | None = option(
+    stage: Path | None = data_option(
         None,
         "folder on each host's own disk that --data-dir is copied to before training, once for "
         "each host; what is there already is not copied again",
-        unit="FOLDER",
-        group="data",
+        "FOLDER",
     )
-    shuffle_buffer: int = option(
+    shuffle_buffer: PositiveInt = data_option(
         SHUFFLE_BUFFER,
         "of shards: places by which a sample may be moved out of its shard's order, as by a "
         "shuffle buffer of this size; 1: by none",
-        unit="SAMPLES",
-        group="data",
-        ge=1,
+        "SAMPLES",
     )
-    download: bool = option(False, "fetch the data set if it is not there", group="data")
-    loader_workers: int = option(
-        0,
-        "processes that load data, for each worker; 0: the worker itself",
-        unit="PROCESSES",
-        group="data",
-        ge=0,
+    download: bool = data_option(False, "fetch the data set if it is not there")
+    loader_workers: NonNegativeInt = data_option(
+        0, "processes that load data, for each worker; 0: the worker itself", "PROCESSES"
     )
-    loader_start_method: Literal["auto", "fork", "forkserver", "spawn"] = option(
+    loader_start_method: Literal["auto", "fork", "forkserver", "spawn"] = data_option(
         "auto",
         "how these processes are started; auto: by forkserver where MPI or a device is in use, if "
         "the program allows it, else by fork",
-        group="data",
     )
-    cache: Literal["auto", "on", "off"] = option(
-        "auto", "keep decoded data in memory; auto: if it fits", group="data"
+    cache: Literal["auto", "on", "off"] = data_option(
+        "auto", "keep decoded data in memory; auto: if it fits"
     )
-    image_size: int | None = option(
+    image_size: PositiveInt | None = data_option(
         None,
         "side of the images that the model is given",
-        unit="PIXELS",
-        group="data",
+        "PIXELS",
         default_text="that of the data set, 224 for folders of images that are large or differ",
-        ge=1,
     )
-    augment: Augment = option(
+    augment: Augment = data_option(
         "auto",
         "of training images; auto: as the data set has it, in a folder crop-flip for small images "
         "of one size, else imagenet; crop-flip: random crop and mirror; imagenet: random part, "
         "scaled, and mirror; autoaugment, randaugment, trivialaugment: torchvision's policies, on "
         "top of auto",
-        group="data",
     )
-    corrupt_images: Literal["stop", "skip"] = option(
+    corrupt_images: Literal["stop", "skip"] = data_option(
         "stop",
         "of --dataset imagefolder and shards: end the run at an image that cannot be read; or "
         "name it once, train on the next one instead, and leave it out of the test",
-        group="data",
     )
-    check_images: bool = option(
+    check_images: bool = data_option(
         False,
         "of --dataset imagefolder: read all images before training and name those that cannot be "
         "read; the ranks share the work, and each shares its part among its --loader-workers",
-        group="data",
     )
 
     # -- optimisation
-    batch_size: int = option(
-        32, "batch of one worker's step", unit="SAMPLES", group="optimisation", ge=1
-    )
-    optimizer: str = option(
+    batch_size: PositiveInt = optimisation_option(32, "batch of one worker's step", "SAMPLES")
+    optimizer: str = optimisation_option(
         "sgd",
         "sgd, with momentum; another of torch's in small letters, such as adamw; or "
         "package.module:class",
-        unit="NAME",
-        group="optimisation",
+        "NAME",
     )
-    optimizer_options: dict[str, float] = option(
+    optimizer_options: dict[str, float] = optimisation_option(
         {},
         "what else the optimizer takes, such as beta1=0.9 eps=1e-8 amsgrad=1; several, apart by "
         "commas or spaces",
-        unit="NAME=VALUE",
-        group="optimisation",
+        "NAME=VALUE",
     )
-    accumulate: int = option(
-        1,
-        "batches of one worker whose gradients are added up to one step",
-        unit="BATCHES",
-        group="optimisation",
-        ge=1,
+    accumulate: PositiveInt = optimisation_option(
+        1, "batches of one worker whose gradients are added up to one step", "BATCHES"
     )
-    lr: float = option(
+    lr: PositiveFloat = optimisation_option(
         SGD_RATE,
         "learning rate for the batch of one worker, before --lr-scaling",
-        unit="RATE",
-        group="optimisation",
+        "RATE",
         default_text=f"{SGD_RATE:g} for sgd, {OTHER_RATE:g} for others",
-        gt=0,
     )
-    lr_scaling: Literal["linear", "sqrt", "none"] = option(
+    lr_scaling: Literal["linear", "sqrt", "none"] = optimisation_option(
         "linear",
         "multiply the learning rate by the number of workers, its square root, or nothing",
-        group="optimisation",
         default_text="linear for sgd, none for others",
     )
-    lr_factors: dict[str, Annotated[float, Field(ge=0)]] = option(
+    lr_factors: dict[str, NonNegativeFloat] = optimisation_option(
         {},
-        "multiply the learning rate of parameters whose names match a pattern, such as "
-        "head.*=10; several, apart by commas or spaces",
-        unit="PATTERN=FACTOR",
-        group="optimisation",
+        "multiply the learning rate of parameters whose names match a pattern, such as head.*=10; "
+        "several, apart by commas or spaces",
+        "PATTERN=FACTOR",
     )
-    decay_factors: dict[str, Annotated[float, Field(ge=0)]] = option(
+    decay_factors: dict[str, NonNegativeFloat] = optimisation_option(
         {},
         "multiply the weight decay of parameters whose names match a pattern, such as *.bias=0",
-        unit="PATTERN=FACTOR",
-        group="optimisation",
+        "PATTERN=FACTOR",
     )
-    clip: float | None = option(
+    clip: PositiveFloat | None = optimisation_option(
         None,
         "largest norm of a gradient: of the workers' mean for ar-sgd, of each part by its share "
         "for aladdin-ahead, else of each worker's own, which is then sent when backward is over",
-        unit="NORM",
-        group="optimisation",
+        "NORM",
         default_text="gradients are not clipped",
-        gt=0,
     )
-    lr_schedule: Literal["constant", "step", "cosine"] = option(
-        "cosine", "how the learning rate goes on after the warm-up", group="optimisation"
+    lr_schedule: Literal["constant", "step", "cosine"] = optimisation_option(
+        "cosine", "how the learning rate goes on after the warm-up"
     )
-    warmup_epochs: float = option(
-        1.0, "linear rise of the learning rate", unit="EPOCHS", group="optimisation", ge=0
+    warmup_epochs: NonNegativeFloat = optimisation_option(
+        1.0, "linear rise of the learning rate", "EPOCHS"
     )
-    lr_steps: tuple[Annotated[float, Field(gt=0)], ...] = option(
+    lr_steps: tuple[PositiveFloat, ...] = optimisation_option(
         (),
         "with --lr-schedule step: when the learning rate is multiplied by --lr-decay; several, "
         "apart by commas or spaces",
-        unit="EPOCHS",
-        group="optimisation",
+        "EPOCHS",
     )
-    lr_decay: float = option(
-        0.1, "factor at each of --lr-steps", unit="FACTOR", group="optimisation", gt=0
-    )
-    momentum: float = option(
-        0.9, "momentum of SGD", unit="FACTOR", group="optimisation", ge=0, lt=1
-    )
-    nesterov: bool = option(False, "Nesterov's form of the momentum", group="optimisation")
-    weight_decay: float = option(
+    lr_decay: PositiveFloat = optimisation_option(0.1, "factor at each of --lr-steps", "FACTOR")
+    momentum: Fraction = optimisation_option(0.9, "momentum of SGD", "FACTOR")
+    nesterov: bool = optimisation_option(False, "Nesterov's form of the momentum")
+    weight_decay: NonNegativeFloat = optimisation_option(
         SGD_DECAY,
         "weight decay: L2 for sgd, else as the optimizer has it",
-        unit="FACTOR",
-        group="optimisation",
+        "FACTOR",
         default_text=f"{SGD_DECAY:g} for sgd, else the optimizer's own",
-        ge=0,
     )
-    max_loss: float | None = option(
+    max_loss: PositiveFloat | None = optimisation_option(
         None,
         "refuse the gradient of a batch whose loss is larger; gradients are then sent when "
         "backward is over, as the loss is not known before",
-        unit="LOSS",
-        group="optimisation",
+        "LOSS",
         default_text="only gradients that are not finite are refused",
-        gt=0,
     )
-    precision: Precision = option(
+    precision: Precision = optimisation_option(
         "fp32",
         "of the forward and backward pass; bf16, fp16: autocast, for fp16 with a loss scale that "
         "all workers share",
-        group="optimisation",
     )
-    tf32: bool = option(
-        False,
-        "let GPUs multiply fp32 matrices and convolve with ten bits of mantissa (TF32)",
-        group="optimisation",
+    tf32: bool = optimisation_option(
+        False, "let GPUs multiply fp32 matrices and convolve with ten bits of mantissa (TF32)"
     )
-    cudnn_benchmark: bool = option(
+    cudnn_benchmark: bool = optimisation_option(
         False,
         "let cuDNN try out which of its convolutions is fastest, for inputs of a few sizes; the "
         "result is then not the same every time",
-        group="optimisation",
     )
-    channels_last: bool = option(False, "store images channels-last", group="optimisation")
-    bn_batches: int = option(
+    channels_last: bool = optimisation_option(False, "store images channels-last")
+    bn_batches: NonNegativeInt = optimisation_option(
         100,
         "training batches that re-estimate the batch-norm statistics before an evaluation",
-        unit="BATCHES",
-        group="optimisation",
-        ge=0,
+        "BATCHES",
     )
 
     # -- communication
-    bucket_mb: float = option(
+    bucket_mb: PositiveFloat = communication_option(
         4.0,
         "largest message, in MB of 10^6 bytes",
-        unit="MB",
-        group="communication",
-        gt=0,
+        "MB",
         default_text="4, or 16 where a worker has a GPU",
     )
-    shard_mb: float = option(
-        16.0,
-        "largest piece of the parameters given to one server, in MB of 10^6 bytes",
-        unit="MB",
-        group="communication",
-        gt=0,
+    shard_mb: PositiveFloat = communication_option(
+        16.0, "largest piece of the parameters given to one server, in MB of 10^6 bytes", "MB"
     )
-    wait_free: bool = option(
+    wait_free: bool = communication_option(
         True,
         "send each part of a gradient as soon as backward has completed it (wait-free "
         "backpropagation), not all when backward is over",
-        group="communication",
     )
-    sharding: Literal["memory", "layer"] = option(
+    sharding: Literal["memory", "layer"] = communication_option(
         "memory",
         "how the parameters are dealt to the servers: in equal pieces whatever the layers' "
         "boundaries, or whole layers",
-        group="communication",
     )
-    compression: Literal["none", "dgc"] = option(
-        "none",
-        "of gradients, for algorithms that send them; dgc: deep gradient compression",
-        group="communication",
+    compression: Literal["none", "dgc"] = communication_option(
+        "none", "of gradients, for algorithms that send them; dgc: deep gradient compression"
     )
-    checksum: bool = option(
-        False,
-        "send a checksum with every gradient and model, and refuse those that arrive damaged",
-        group="communication",
+    checksum: bool = communication_option(
+        False, "send a checksum with every gradient and model, and refuse those that arrive damaged"
     )
-    wire: Wire = option(
+    wire: Wire = communication_option(
         "auto",
         "number format of what is sent; int8, int4: in blocks with a scale each, for algorithms "
         "with servers; gradients make up for their rounding, and models are sent as differences; "
-        "auto: int8 for aladdin-ahead, and int4 where links are full; fp32 for all others; "
-        "fp32 sends models in float64 in float64",
-        group="communication",
+        "auto: int8 for aladdin-ahead, and int4 where links are full; fp32 for all others; fp32 "
+        "sends models in float64 in float64",
     )
 
     # -- computing
-    compute: Literal["real", "timed"] = option(
+    compute: Literal["real", "timed"] = computing_option(
         "real",
         "timed: time passes and messages of the right size are sent, but nothing is calculated",
-        group="computing",
     )
-    compute_time: float | None = option(
-        None,
-        "time of one step of a worker, for --compute timed",
-        unit="SECONDS",
-        group="computing",
-        gt=0,
+    compute_time: PositiveFloat | None = computing_option(
+        None, "time of one step of a worker, for --compute timed", "SECONDS"
     )
-    jitter: float = option(
-        0.0,
-        "relative standard deviation of the time of a step (log-normal)",
-        unit="FRACTION",
-        group="computing",
-        ge=0,
+    jitter: NonNegativeFloat = computing_option(
+        0.0, "relative standard deviation of the time of a step (log-normal)", "FRACTION"
     )
-    slowdown: dict[Worker, Factor] = option(
+    slowdown: dict[Worker, Factor] = computing_option(
         {},
         "make workers, counted from 0, slower by a factor of 1 or more; several, apart by commas "
         "or spaces",
-        unit="WORKER=FACTOR",
-        group="computing",
+        "WORKER=FACTOR",
     )
-
-    forward_share: float = option(
+    forward_share: Fraction = computing_option(
         FORWARD_SHARE,
         "share of a timed step that is the forward pass",
-        unit="FRACTION",
-        group="computing",
+        "FRACTION",
         default_text="a third",
-        ge=0,
-        lt=1,
     )
-    backward_shape: tuple[ShapePoint, ...] = option(
+    backward_shape: tuple[ShapePoint, ...] = computing_option(
         (),
         "of timed steps: shares of the gradient, last layer first, with the shares of backward's "
         "time after which they are there, such as 0.1:0.5; several, apart by commas or spaces",
-        unit="GRADIENT:TIME",
-        group="computing",
+        "GRADIENT:TIME",
         default_text="in proportion",
     )
 
     # -- output
-    run_dir: Path | None = option(
-        None,
-        "folder for the results",
-        unit="FOLDER",
-        group="output",
-        default_text="runs/ALGORITHM-MODEL-DATASET-TIME",
+    run_dir: Path | None = output_option(
+        None, "folder for the results", "FOLDER", default_text="runs/ALGORITHM-MODEL-DATASET-TIME"
     )
-    overwrite: bool = option(False, "replace the results in an existing --run-dir", group="output")
-    spares: int = option(
+    overwrite: bool = output_option(False, "replace the results in an existing --run-dir")
+    spares: NonNegativeInt = run_option(
         0,
         "ranks more, the last ones, that wait and take the place of a rank that is lost; MPI has "
         "to survive deaths (mpirun --with-ft ulfm)",
-        unit="RANKS",
-        group="run",
-        ge=0,
+        "RANKS",
     )
-    mirror_every: int = option(
+    mirror_every: NonNegativeInt = run_option(
         64,
         "where MPI survives deaths: updates of a bucket at a server between two copies of it at "
         "another rank, from which a lost server's momentum, or elastic averaging's centre, is "
         "taken; 0: there are none",
-        unit="UPDATES",
-        group="run",
-        ge=0,
+        "UPDATES",
     )
-    resume: Literal["auto"] | Path | None = option(
+    resume: Literal["auto"] | Path | None = output_option(
         None,
         "go on with the run in this folder from its last checkpoint; auto: with the one in "
         "--run-dir if it has a checkpoint, and start it if not",
-        unit="FOLDER",
-        group="output",
+        "FOLDER",
     )
-    allow_resize: bool = option(
+    allow_resize: bool = output_option(
         False,
-        "with --resume: go on with another number of workers, or of --servers, than the checkpoint "
-        "has; the workers begin from its global model",
-        group="output",
+        "with --resume: go on with another number of workers, or of --servers, than the "
+        "checkpoint has; the workers begin from its global model",
     )
-    checkpoint_every: Interval = option(
+    checkpoint_every: Interval = output_option(
         None,
-        "time between checkpoints: N or Nsamples, Nepochs, Nmin, Ns, or never; there is always one "
-        "at the end",
-        unit="INTERVAL",
-        group="output",
+        "time between checkpoints: N or Nsamples, Nepochs, Nmin, Ns, or never; there is always "
+        "one at the end",
+        "INTERVAL",
         default_text="10min over MPI, never in virtual time",
     )
-    eval_every: float = option(
-        1.0, "time between evaluations; 0: only at the end", unit="EPOCHS", group="output", ge=0
+    eval_every: NonNegativeFloat = output_option(
+        1.0, "time between evaluations; 0: only at the end", "EPOCHS"
     )
-    evaluate_on: Literal["auto", "rank-0", "workers"] = option(
+    evaluate_on: Literal["auto", "rank-0", "workers"] = output_option(
         "auto",
         "rank-0: on its CPU; workers: each measures an equal part of the test set, on its device; "
         "auto: workers if all of them have a GPU",
-        group="output",
     )
-    log_every: int | None = option(
-        None,
-        "samples between two lines of metrics",
-        unit="SAMPLES",
-        group="output",
-        default_text="once an epoch",
-        gt=0,
+    log_every: PositiveInt | None = output_option(
+        None, "samples between two lines of metrics", "SAMPLES", default_text="once an epoch"
     )
-    progress: Literal["auto", "live", "lines"] = option(
+    progress: Literal["auto", "live", "lines"] = output_option(
         "auto",
         "live: one line that is redrawn; lines: a line every few seconds; auto: live on a "
         "terminal, also behind mpirun on the host of rank 0",
-        group="output",
     )
-    quiet: bool = option(False, "print no progress", group="output")
+    quiet: bool = output_option(False, "print no progress")
 
     dgc: DgcOptions = nested(DgcOptions)
 
@@ -618,24 +500,17 @@ class GeneralOptions(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_length(cls, values: Any) -> Any:
-        if isinstance(values, dict) and not any(values.get(name) is not None for name in LENGTHS):
-            return {**values, "epochs": DEFAULT_EPOCHS}
-        return values
-
-    @model_validator(mode="before")
-    @classmethod
-    def _default_rates(cls, values: Any) -> Any:
-        """Of an optimizer other than SGD."""
-        if not isinstance(values, dict) or (name := values.get("optimizer", "sgd")) == "sgd":
+    def _fill_defaults(cls, values: Any) -> Any:
+        """The length of a run that is given none, and the rates of another optimizer than SGD."""
+        if not isinstance(values, dict):
+            return values
+        if all(values.get(name) is None for name in LENGTHS):
+            values = {**values, "epochs": DEFAULT_EPOCHS}
+        name = values.get("optimizer", "sgd")
+        if name == "sgd":
             return values
         decay = OWN_DECAY.get(str(name), 0.0)
         return {"lr": OTHER_RATE, "weight_decay": decay, "lr_scaling": "none", **values}
-
-    @property
-    def _lengths(self) -> list[str]:
-        """The options that say how long the run is."""
-        return [f"--{name}" for name in LENGTHS if getattr(self, name) is not None]
 
     @property
     def step_size(self) -> int:
@@ -644,79 +519,64 @@ class GeneralOptions(BaseModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> GeneralOptions:
-        for wrong, message in (
-            (
-                len(self._lengths) > 1,
-                f"{' and '.join(self._lengths)} exclude each other; give one of them",
-            ),
-            (
-                self.lr_schedule == "step" and not self.lr_steps,
-                "--lr-schedule step: expected the epochs of the steps too, got none; "
-                "add for example --lr-steps 15,25",
-            ),
-            (
-                self.lr_schedule != "step" and bool(self.lr_steps),
-                f"--lr-steps: expected only with the schedule step, got the schedule "
-                f"{self.lr_schedule}; add --lr-schedule step",
-            ),
-            (
-                list(self.lr_steps) != sorted(set(self.lr_steps)),
-                f"--lr-steps: expected epochs in rising order, got {shown(self.lr_steps)}; "
-                "sort them",
-            ),
-            (
-                not _rises(self.backward_shape),
-                "--backward-shape: expected points in rising order, of both the gradient and the "
-                f"time, got {' '.join(f'{g:g}:{t:g}' for g, t in self.backward_shape)}; sort them",
-            ),
-            (
-                self.nesterov and self.momentum == 0,
-                "--nesterov: expected a momentum above 0, got 0; add --momentum 0.9",
-            ),
-            (
-                self.node_size is not None and not self.node_sums,
-                "--node-size: expected with --node-sums, got it without; add --node-sums, or leave "
-                "it out",
-            ),
-            (
-                self.stage is not None and self.data_dir is None,
-                f"--stage {self.stage}: expected with --data-dir, got it without; add --data-dir "
-                "FOLDER, or leave it out",
-            ),
-            (
-                self.resume == AUTO and self.run_dir is None,
-                "--resume auto: expected the folder of the run too, got none; add --run-dir FOLDER",
-            ),
-            (
-                self.resume == AUTO and self.overwrite,
-                "--resume auto and --overwrite exclude each other; give one of them",
-            ),
-            *(
-                (
-                    is_given and self.dataset not in sets,
-                    f"{flag}: expected only with the data set {' or '.join(sets)}, got "
-                    f"{self.dataset}; leave it out",
-                )
-                for flag, is_given, sets in (
-                    (
-                        "--corrupt-images skip",
-                        self.corrupt_images == "skip",
-                        ("imagefolder", "shards"),
-                    ),
-                    ("--check-images", self.check_images, ("imagefolder",)),
-                    (
-                        f"--shuffle-buffer {self.shuffle_buffer}",
-                        self.shuffle_buffer != SHUFFLE_BUFFER,
-                        ("shards",),
-                    ),
-                )
-            ),
-            (
-                self.allow_resize and self.resume is None,
-                "--allow-resize: expected with --resume, got it for a new run; add --resume "
-                "FOLDER, or leave it out",
-            ),
-        ):
-            if wrong:
-                raise ValueError(message)
+        for message in self._conflicts():
+            raise ValueError(message)
         return self
+
+    def _conflicts(self) -> Iterator[str]:
+        """What does not go together, and the remedy."""
+        lengths = [f"--{name}" for name in LENGTHS if getattr(self, name) is not None]
+        if len(lengths) > 1:
+            yield f"{' and '.join(lengths)} exclude each other; give one of them"
+        if self.lr_schedule == "step" and not self.lr_steps:
+            yield (
+                "--lr-schedule step: expected the epochs of the steps too, got none; "
+                "add for example --lr-steps 15,25"
+            )
+        if self.lr_schedule != "step" and self.lr_steps:
+            yield (
+                "--lr-steps: expected only with the schedule step, got the schedule "
+                f"{self.lr_schedule}; add --lr-schedule step"
+            )
+        if list(self.lr_steps) != sorted(set(self.lr_steps)):
+            given = shown(self.lr_steps)
+            yield f"--lr-steps: expected epochs in rising order, got {given}; sort them"
+        if not all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(self.backward_shape)):
+            yield (
+                "--backward-shape: expected points in rising order, of both the gradient and the "
+                f"time, got {' '.join(f'{g:g}:{t:g}' for g, t in self.backward_shape)}; sort them"
+            )
+        if self.nesterov and self.momentum == 0:
+            yield "--nesterov: expected a momentum above 0, got 0; add --momentum 0.9"
+        if self.node_size is not None and not self.node_sums:
+            yield (
+                "--node-size: expected with --node-sums, got it without; add --node-sums, or "
+                "leave it out"
+            )
+        if self.stage is not None and self.data_dir is None:
+            yield (
+                f"--stage {self.stage}: expected with --data-dir, got it without; add --data-dir "
+                "FOLDER, or leave it out"
+            )
+        if self.resume == AUTO and self.run_dir is None:
+            yield (
+                "--resume auto: expected the folder of the run too, got none; add --run-dir FOLDER"
+            )
+        if self.resume == AUTO and self.overwrite:
+            yield "--resume auto and --overwrite exclude each other; give one of them"
+        buffer = self.shuffle_buffer
+        for flag, is_given, sets in (
+            ("--corrupt-images skip", self.corrupt_images == "skip", ("imagefolder", "shards")),
+            ("--check-images", self.check_images, ("imagefolder",)),
+            (f"--shuffle-buffer {buffer}", buffer != SHUFFLE_BUFFER, ("shards",)),
+        ):
+            if is_given and self.dataset not in sets:
+                yield (
+                    f"{flag}: expected only with the data set {' or '.join(sets)}, got "
+                    f"{self.dataset}; leave it out"
+                )
+        if self.allow_resize and self.resume is None:
+            yield (
+                "--allow-resize: expected with --resume, got it for a new run; add --resume "
+                "FOLDER, or leave it out"
+            )

@@ -1,53 +1,40 @@
-"""The options of each command, composed of the run's own and the algorithms'."""
+"""The options of each command that runs, composed of the run's own and the algorithms'.
+
+And which of them a resumed run takes over, and on which all ranks must agree.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from pydantic import BaseModel, create_model, model_validator
+from pydantic import BaseModel, PositiveFloat, PositiveInt, create_model, model_validator
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options import command_line
 from aladdin_mpi.options.algorithms import ALGORITHMS, load_plugins
-from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.options.fields import nested, option, submodel
-from aladdin_mpi.options.general import LENGTHS, OWN_DATA, CheckpointInterval, GeneralOptions
-from aladdin_mpi.options.resume import (
+from aladdin_mpi.options.cluster import Cluster, cluster_option
+from aladdin_mpi.options.general import (
     AUTO,
-    CONFIG_NAME,
-    RESIZE_FIELDS,
-    RESUME_FIELDS,
-    agreed,
-    differences,
-    fingerprint,
-    resumed_options,
+    LENGTHS,
+    GeneralOptions,
+    computing_option,
+    run_option,
 )
-from aladdin_mpi.options.settings import Settings, build, to_toml
-
-__all__ = [
-    "AUTO",
-    "CONFIG_NAME",
-    "LENGTHS",
-    "OWN_DATA",
-    "RESIZE_FIELDS",
-    "RESUME_FIELDS",
-    "CheckpointInterval",
-    "RunOptions",
-    "SimulateOptions",
-    "TrainOptions",
-    "agreed",
-    "check_cluster",
-    "check_workers",
-    "completed",
-    "differences",
-    "fingerprint",
-    "followed",
-    "parse",
-    "resumed_options",
-    "to_toml",
-]
+from aladdin_mpi.options.reader import (
+    Argv,
+    Setting,
+    Settings,
+    build,
+    dotted,
+    kebab,
+    nested,
+    overlay,
+    read,
+    read_toml,
+    submodel,
+)
 
 load_plugins()
 if TYPE_CHECKING:
@@ -96,19 +83,15 @@ MEASURED = (
 class SimulateOptions(RunOptions):
     """The options of running in virtual time."""
 
-    compute_time: float = option(
-        0.1, "virtual time of one step of a worker", unit="SECONDS", group="computing", gt=0
+    compute_time: PositiveFloat = computing_option(
+        0.1, "virtual time of one step of a worker", "SECONDS"
     )
-    workers: int = option(
-        8, "workers to simulate; servers come on top", unit="RANKS", group="run", ge=1
-    )
+    workers: PositiveInt = run_option(8, "workers to simulate; servers come on top", "RANKS")
     cluster: Cluster = nested(Cluster, prefix=False, file=True, beside=MEASURED)
-    ranks_per_host: int | None = option(
+    ranks_per_host: PositiveInt | None = cluster_option(
         None,
         "room for ranks on each host; places them in blocks (--placement block), evenly",
-        unit="RANKS",
-        group="cluster",
-        ge=1,
+        "RANKS",
     )
 
     @model_validator(mode="before")
@@ -138,44 +121,6 @@ class SimulateOptions(RunOptions):
         except UserError as error:
             raise ValueError(str(error)) from None
         return self
-
-
-Options = TypeVar("Options", bound=BaseModel)
-
-
-def parse(model: type[Options], argv: Sequence[str] | None, prog: str, description: str) -> Options:
-    """Return the options that a command line asks for; ``--resume`` is followed.
-
-    ``argv`` is the command line without the program's name; ``None`` takes the
-    process's own. ``--help`` and ``--version`` print and raise ``SystemExit(0)``.
-
-    Raises:
-        UserError: an option or a key of a TOML file is unknown or its value bad.
-    """
-    return followed(model, command_line.read(model, argv, prog, description))
-
-
-def followed(model: type[Options], given: Settings) -> Options:
-    """Return the options that the user's settings ask for; ``--resume`` is followed.
-
-    But not ``--resume auto``, on which all ranks have to agree.
-
-    Raises:
-        UserError: a value is bad, or there is no run to resume.
-    """
-    return build(model, completed(model, given))
-
-
-def completed(model: type[Options], given: Settings) -> Settings:
-    """Return the user's settings, over those of the run that ``--resume`` names.
-
-    Raises:
-        UserError: there is no run to resume.
-    """
-    resume = given.get(("resume",))
-    if resume is not None and resume.value not in (None, AUTO):
-        return resumed_options(model, given, Path(resume.value))
-    return given
 
 
 def check_workers(options: RunOptions, workers: int) -> None:
@@ -215,6 +160,168 @@ def check_cluster(options: SimulateOptions, ranks: int) -> None:
                 )
 
 
+# -- agreement --------------------------------------------------------------------------
+LOCAL_FIELDS = frozenset(
+    {
+        "bind_cores",
+        "cache",
+        "data_dir",
+        "device",
+        "download",
+        "loader_start_method",
+        "loader_workers",
+        "overwrite",
+        "progress",
+        "quiet",
+        "resume",
+        "run_dir",
+        "stage",
+        "timeout",
+    }
+)
+"""What may differ between ranks, since the result does not depend on it."""
+
+
+def agreed(options: BaseModel) -> dict[str, Any]:
+    """Return what all ranks must agree on: everything but ``LOCAL_FIELDS``, as JSON types."""
+    return options.model_dump(mode="json", exclude=set(LOCAL_FIELDS))
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Return a line such as ``"aladdin.pi: 4 and 2"`` for each difference.
+
+    ``a`` and ``b`` are configurations as :func:`agreed` gives them.
+    """
+    flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
+    return [
+        f"{dotted(path)}: {flat_a.get(path, 'absent')} and {flat_b.get(path, 'absent')}"
+        for path in sorted(flat_a.keys() | flat_b.keys())
+        if flat_a.get(path, "absent") != flat_b.get(path, "absent")
+    ]
+
+
+def _flat(
+    table: Mapping[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+# -- resuming -----------------------------------------------------------------------------
+SUMMARY = "summary.json"
+"""The file in a run folder that holds the results."""
+CONFIG_NAME = "config.toml"
+"""The file in a run folder that holds the run's complete configuration."""
+RESUME_FIELDS = (LOCAL_FIELDS - {"run_dir", "overwrite"}) | {
+    *LENGTHS,
+    "allow_resize",
+    "check_images",
+    "checkpoint_every",
+    "corrupt_images",
+    "evaluate_on",
+    "log_every",
+    "spares",
+    "worker_timeout",
+}
+"""What may be given beside ``--resume``."""
+RESIZE_FIELDS = frozenset({"cluster", "ranks_per_host", "servers", "slowdown", "workers"})
+"""What else may be given where the number of workers may change, and with it where they are."""
+NOT_KEPT = frozenset({"allow_resize", "overwrite", "run_dir"})
+"""What the stored configuration says only of the command that wrote it."""
+
+Options = TypeVar("Options", bound=RunOptions)
+
+
+class RunRequest(Generic[Options]):
+    """The run that a user asks for.
+
+    Attributes:
+        model: of its options.
+        given: what the user has set.
+        settings: the same over those of the run that ``--resume`` names, if that is followed; but
+            not ``--resume auto``, on which all ranks have to agree.
+
+    Raises:
+        UserError: there is no run to resume, or it cannot be resumed with what is given.
+    """
+
+    def __init__(self, model: type[Options], given: Settings, follows: bool = True) -> None:
+        self.model = model
+        self.given = given
+        resume = given.get(("resume",))
+        if follows and resume is not None and resume.value not in (None, AUTO):
+            self.settings = resumed_settings(model, given, Path(resume.value))
+        else:
+            self.settings = given
+
+    def setting(self, name: str) -> Any:
+        """The value that is set for a field, not checked yet, or its default."""
+        setting = self.settings.get((name,))
+        return self.model.model_fields[name].default if setting is None else setting.value
+
+    @cached_property
+    def options(self) -> Options:
+        """The options that follow from the settings.
+
+        Raises:
+            UserError: a value is bad.
+        """
+        return build(self.model, self.settings)
+
+
+def read_request(
+    model: type[Options], argv: Argv, prog: str, description: str, follows: bool = True
+) -> RunRequest[Options]:
+    """Return what a command line asks for; see :func:`.reader.read`.
+
+    Raises:
+        UserError: an option or a key of a TOML file is unknown, or there is no run to resume.
+    """
+    return RunRequest(model, read(model, argv, prog, description), follows)
+
+
+def parse(model: type[Options], argv: Argv, prog: str, description: str) -> Options:
+    """Return the options that a command line asks for.
+
+    Raises:
+        UserError: the same, or a value is bad.
+    """
+    return read_request(model, argv, prog, description).options
+
+
+def resumed_settings(model: type[BaseModel], given: Settings, run_dir: Path) -> Settings:
+    """Return the configuration stored in ``run_dir`` with ``given`` over it.
+
+    Raises:
+        UserError: ``run_dir`` holds no configuration, or ``given`` has an option
+            that a resumed run cannot change.
+    """
+    resizes = given.get(("allow_resize",))
+    changeable = RESUME_FIELDS | (RESIZE_FIELDS if resizes and resizes.value else frozenset())
+    refused = {path: s.origin for path, s in given.items() if path[0] not in changeable}
+    if refused:
+        allowed = ", ".join(f"--{kebab(name)}" for name in sorted(RESUME_FIELDS - {"resume"}))
+        resize = "add --allow-resize, " if {path[0] for path in refused} <= RESIZE_FIELDS else ""
+        raise UserError(
+            f"{', '.join(refused.values())}: cannot be given together with --resume, which takes "
+            f"the configuration of the run in {run_dir}; {resize}leave it out, or start a new run. "
+            f"Beside --resume are possible: {allowed}"
+        )
+    if not (run_dir / CONFIG_NAME).is_file():
+        raise UserError(
+            f"--resume: expected the folder of a run, got {str(run_dir)!r}, which holds no "
+            f"{CONFIG_NAME}; check the path"
+        )
+    stored = read_toml(model, run_dir / CONFIG_NAME, "--resume")
+    kept = {path: s for path, s in stored.items() if path[0] not in NOT_KEPT}
+    place = Setting(run_dir, "--resume")
+    return overlay(model, kept, given | {("run_dir",): place})
+
+
+# -- options without effect -----------------------------------------------------------------
 DGC = "dgc"
 GROUPS = {name for name, info in RunOptions.model_fields.items() if submodel(info)}
 """The fields of RunOptions that are options of one algorithm, or of a compression."""
@@ -234,8 +341,10 @@ def unused(options: RunOptions, given: Settings) -> dict[str, str]:
     used = {each.group for name, each in ALGORITHMS.items() if name == options.algorithm}
     if options.compression == DGC:
         used.add(DGC)
+    remedy = f"with --algorithm {options.algorithm}; leave it out"
+    of_dgc = f"without --compression {DGC}; add that, or leave it out"
     return {
-        setting.origin: _remedy(path[0], options)
+        setting.origin: of_dgc if path[0] == DGC else remedy
         for path, setting in given.items()
         if path[0] in GROUPS - used and setting.origin.startswith("--")
     }
@@ -244,9 +353,3 @@ def unused(options: RunOptions, given: Settings) -> dict[str, str]:
 def warnings(options: RunOptions, given: Settings) -> list[str]:
     """A line on each of them."""
     return [f"{flag}: has no effect {remedy}" for flag, remedy in unused(options, given).items()]
-
-
-def _remedy(group: str, options: RunOptions) -> str:
-    if group == DGC:
-        return f"without --compression {DGC}; add that, or leave it out"
-    return f"with --algorithm {options.algorithm}; leave it out"

@@ -16,8 +16,8 @@ from typing import Any
 import tomli_w
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.reader import build, parse_part
 from aladdin_mpi.options.run import SimulateOptions
-from aladdin_mpi.options.settings import build, parse_part
 from aladdin_mpi.process.files import write_new, write_whole
 
 DIGITS = 4

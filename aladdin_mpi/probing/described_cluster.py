@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.options.fields import shown
+from aladdin_mpi.options.reader import shown
 from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.probing import cluster_file
 from aladdin_mpi.probing.cluster_file import FileEntry, Section, check, check_free, rendered, write

@@ -9,11 +9,10 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options import command_line
+from aladdin_mpi.options import reader
 from aladdin_mpi.options.cluster import FASTEST_GBIT, FASTEST_GBYTE, LONGEST_US, Host
-from aladdin_mpi.options.fields import extra, kebab, option
 from aladdin_mpi.options.general import Factor, Precision, Worker
-from aladdin_mpi.options.settings import Settings, build
+from aladdin_mpi.options.reader import Settings, build, extra, kebab, option
 from aladdin_mpi.probing.description import EXAMPLE, described
 
 PROG = "aladdin_mpi.probe"
@@ -202,7 +201,7 @@ def read(argv: Sequence[str] | None) -> tuple[ProbeOptions, bool]:
     Raises:
         UserError: an option is unknown or its value bad, or a description is not understood.
     """
-    given = command_line.read(ProbeOptions, argv, PROG, ABOUT)
+    given = reader.read(ProbeOptions, argv, PROG, ABOUT)
     named = {path[0]: setting for path, setting in given.items()}
     describes = bool(_of_group(DESCRIPTION) & named.keys())
     if describes:

@@ -12,9 +12,9 @@ from torch import nn
 from aladdin_mpi.control.exchange import all_or_none
 from aladdin_mpi.errors import ClosedError, UserError
 from aladdin_mpi.options.algorithms import find_algorithm
-from aladdin_mpi.options.fields import leaves
-from aladdin_mpi.options.run import OWN_DATA, RunOptions, SimulateOptions
-from aladdin_mpi.options.settings import Setting, Settings, as_argument, build, overlay
+from aladdin_mpi.options.general import OWN_DATA
+from aladdin_mpi.options.reader import Setting, Settings, as_argument, build, leaves, overlay
+from aladdin_mpi.options.run import RunOptions, RunRequest, SimulateOptions
 from aladdin_mpi.process import guard
 from aladdin_mpi.run.resumption import agree_on_resume
 from aladdin_mpi.run.script import SimulatedRank
@@ -95,11 +95,11 @@ def agreed_options(
 ) -> RunOptions:
     """The options of the run; for a run that is complete the program ends here."""
     if options is not None:
-        all_or_none(transport, lambda: _check_alone(settings))
+        all_or_none(transport, lambda: _check_no_settings(settings))
         return options
-    given = _named(settings, module)
-    asked = all_or_none(transport, lambda: build(RunOptions, given))
-    agreed = agree_on_resume(transport, RunOptions, given, asked)
+    request = RunRequest(RunOptions, _named(settings, module), follows=False)
+    all_or_none(transport, lambda: request.options)
+    agreed = agree_on_resume(transport, request)
     if agreed is None:
         transport.close()
         raise SystemExit(0)
@@ -135,6 +135,6 @@ def for_one_process(settings: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "algorithm": "ar-sgd"}
 
 
-def _check_alone(settings: dict[str, Any]) -> None:
+def _check_no_settings(settings: dict[str, Any]) -> None:
     if settings:
         raise UserError(f"options: expected no settings beside them, got {', '.join(settings)}")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from aladdin_mpi.errors import UserError, system_error
-from aladdin_mpi.options.resume import RESIZE_FIELDS, differences
+from aladdin_mpi.options.run import RESIZE_FIELDS, differences
 from aladdin_mpi.process import files
 from aladdin_mpi.process.files import check_own_folder, remove_tree
 

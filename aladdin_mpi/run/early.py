@@ -14,17 +14,21 @@ from aladdin_mpi.transport.mpi import world  # first: it starts MPI
 from aladdin_mpi.errors import RefusedError, UserError, combined
 from aladdin_mpi.options.algorithms import find_algorithm
 from aladdin_mpi.options.checks import check_ranks, checked_algorithm
-from aladdin_mpi.options.resume import SUMMARY
-from aladdin_mpi.options.run import AUTO, RunOptions, check_workers
-from aladdin_mpi.options.settings import Settings
+from aladdin_mpi.options.general import AUTO
+from aladdin_mpi.options.run import SUMMARY, RunOptions, RunRequest, check_workers
 from aladdin_mpi.process import startup
 
 T = TypeVar("T")
+R = TypeVar("R")
 Options = TypeVar("Options", bound=RunOptions)
 
 
-def agree_early(attempt: Callable[[], T]) -> T:
-    """As :func:`.exchange.agree`, where there is no transport yet.
+def agree_early(asked: T | UserError, check: Callable[[T], R]) -> R:
+    """Check what this rank was asked, as :func:`.exchange.all_or_none`, without a transport.
+
+    Args:
+        asked: as it was read, or why it could not be.
+        check: raises :class:`UserError` for what cannot be done.
 
     Raises:
         UserError: at rank 0, what was wrong, and on which ranks if not on all.
@@ -32,11 +36,13 @@ def agree_early(attempt: Callable[[], T]) -> T:
         PeerFailedError: a rank has died.
     """
     rank, size = world.place()
-    startup.expect(startup.LIBRARIES_LOAD)  # the attempt may ask torch
-    result: T | None = None
+    startup.expect(startup.LIBRARIES_LOAD)  # the check may ask torch
+    result: R | None = None
     problem = None
     try:
-        result = attempt()
+        if isinstance(asked, UserError):
+            raise asked
+        result = check(asked)
     except UserError as error:
         problem = str(error)
     startup.expect(startup.RANKS_MEET, least=startup.MEETING_LEAST)
@@ -47,34 +53,22 @@ def agree_early(attempt: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def check_ranks_of(settings: Settings) -> None:
-    """Check that the ranks of this job suit the algorithm asked for.
-
-    Before options are made of the settings, which may ask torch for an optimizer's defaults.
-
-    Raises:
-        UserError: they are too few, or too many of them are servers.
-    """
-    fields = RunOptions.model_fields
-    resume, name, servers, spares = (
-        settings[(field,)].value if (field,) in settings else fields[field].default
-        for field in ("resume", "algorithm", "servers", "spares")
-    )
-    # Otherwise it is looked at later.
-    if resume is None and str(servers).isdecimal() and str(spares).isdecimal():
-        size = world.place()[1] - int(spares)
-        check_ranks(find_algorithm(str(name)), size, int(servers))
-
-
-def checked(options: Options) -> Options:
-    """The options, if the ranks of this job can train by them.
+def checked(request: RunRequest[Options]) -> RunRequest[Options]:
+    """The same, if the ranks of this job can train by it.
 
     Raises:
         UserError: their number does not suit the options, or these do not go together.
     """
-    size = world.place()[1] - options.spares
+    ranks = world.place()[1]
+    servers, spares = (str(request.setting(name)) for name in ("servers", "spares"))
+    # Before the options are made, which may ask torch for an optimizer's defaults.
+    if request.setting("resume") is None and servers.isdecimal() and spares.isdecimal():
+        algorithm = find_algorithm(str(request.setting("algorithm")))
+        check_ranks(algorithm, ranks - int(spares), int(servers))
+    options = request.options
     if options.resume == AUTO and options.run_dir and (options.run_dir / SUMMARY).exists():
-        return options  # nothing may be left to do, which any number of ranks can
-    algorithm = checked_algorithm(options, size)
-    check_workers(options, size - (options.servers if algorithm.has_servers else 0))
-    return options
+        return request  # nothing may be left to do, which any number of ranks can
+    workers = ranks - options.spares
+    algorithm = checked_algorithm(options, workers)
+    check_workers(options, workers - (options.servers if algorithm.has_servers else 0))
+    return request

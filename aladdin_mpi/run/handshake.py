@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -57,16 +58,19 @@ def check_agreement(
         RefusedError: at the others.
         LostError: at rank 0, every worker has failed.
     """
-    mine: dict[str, Any] = {
-        "option": agreed(options),
-        "optimizer": {"groups": optimizer, "state": state},
-        "parameter": {str(i): described for i, described in enumerate(parameters)},
-        "version": {
-            "aladdin_mpi": aladdin_mpi.__version__,
-            "torch": torch.__version__,
-            "python": ".".join(platform.python_version_tuple()[:2]),
-        },
+    versions = {
+        "aladdin_mpi": aladdin_mpi.__version__,
+        "torch": torch.__version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
     }
+    mine = json.dumps(
+        {
+            "option": agreed(options),
+            "optimizer": {"groups": optimizer, "state": state},
+            "parameter": {str(i): described for i, described in enumerate(parameters)},
+            "version": versions,
+        }
+    )
     first = broadcast(transport, mine)
     everyone = gather(transport, dict(data))
     reference = broadcast(transport, everyone and _first_told(everyone[first_worker:]))
@@ -86,13 +90,8 @@ def _first_told(facts: list[Any]) -> Any:
     return told
 
 
-def _compare(
-    first: dict[str, Any],
-    mine: dict[str, Any],
-    expected: dict[str, Any],
-    data: Mapping[str, Any],
-) -> None:
-    found = [] if mine == first else differences(first, _plain(mine))
+def _compare(first: str, mine: str, expected: dict[str, Any], data: Mapping[str, Any]) -> None:
+    found = [] if mine == first else differences(json.loads(first), json.loads(mine))
     others = differences(expected, data)
     if others and not any(line.startswith("option.") for line in found):
         # Of which other shapes of parameters may be the consequence.
@@ -106,11 +105,3 @@ def _compare(
             f"differs from rank 0 (rank 0's value first): {'; '.join(found[:5])}{more}; start "
             "every rank with the same options, code and environment"
         )
-
-
-def _plain(facts: dict[str, Any]) -> dict[str, Any]:
-    """As JSON would give it back, to compare like with like."""
-    import json
-
-    plain: dict[str, Any] = json.loads(json.dumps(facts))
-    return plain

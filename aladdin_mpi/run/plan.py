@@ -11,8 +11,8 @@ from aladdin_mpi.control.exchange import all_or_none, broadcast
 from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import Algorithm
+from aladdin_mpi.options.reader import LARGEST_WHOLE
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.options.settings import LARGEST_WHOLE
 from aladdin_mpi.run.checkpoint import CheckpointStore
 from aladdin_mpi.transport.base import Transport
 

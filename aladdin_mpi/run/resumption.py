@@ -8,16 +8,19 @@ from typing import Any, Literal, TypeVar
 
 from aladdin_mpi.control.exchange import all_or_none, broadcast
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options.resume import (
-    AUTO,
+from aladdin_mpi.options.general import AUTO, LENGTHS, OWN_DATA
+from aladdin_mpi.options.reader import build
+from aladdin_mpi.options.run import (
     CONFIG_NAME,
     RESIZE_FIELDS,
     RESUME_FIELDS,
     SUMMARY,
-    resumed_options,
+    RunOptions,
+    RunRequest,
+    agreed,
+    differences,
+    resumed_settings,
 )
-from aladdin_mpi.options.run import LENGTHS, OWN_DATA, RunOptions, agreed, differences
-from aladdin_mpi.options.settings import Settings, build
 from aladdin_mpi.process import console, files
 from aladdin_mpi.run.checkpoint import CheckpointStore
 from aladdin_mpi.transport.base import Transport
@@ -27,61 +30,54 @@ Decision = Literal["as asked", "start", "replace", "resume", "complete"]
 """``as asked``: without ``--resume auto``."""
 
 
-def agree_on_resume(
-    transport: Transport, model: type[Options], given: Settings, asked: Options
-) -> Options | None:
+def agree_on_resume(transport: Transport, request: RunRequest[Options]) -> Options | None:
     """Return the options to run with, as rank 0 decides; None if nothing is left to do.
 
     Args:
         transport: over all ranks, each of which calls this.
-        model: of the options.
-        given: the user's settings.
-        asked: the options that follow from them.
+        request: of this rank.
 
     Raises:
         UserError, RefusedError: the folder holds another run, or cannot be read.
     """
     first = transport.rank == 0
-    mine = all_or_none(transport, lambda: decide(model, given, asked) if first else None)
+    mine = all_or_none(transport, lambda: decide(request) if first else None)
     decision: Decision = broadcast(transport, mine)
-    return all_or_none(transport, lambda: follow(decision, model, given, asked, quiet=not first))
+    return all_or_none(transport, lambda: follow(decision, request, quiet=not first))
 
 
-def decide(model: type[Options], given: Settings, asked: Options) -> Decision:
+def decide(request: RunRequest[Options]) -> Decision:
     """What to do with ``--run-dir``.
 
     Raises:
         UserError: it holds another run.
     """
+    asked = request.options
     folder = asked.run_dir
     if asked.resume != AUTO or folder is None:
         return "as asked"
     if not (folder / CONFIG_NAME).is_file():
         return "start"
-    resumed = _resumed(model, given, asked, folder)
-    _check_same(folder, resumed, _as_loaded(asked, given, resumed))
+    resumed = _resumed(request, folder)
+    if asked.dataset == OWN_DATA and ("batch_size",) not in request.given:
+        # That of its DataLoader, which the program does not say.
+        asked = asked.model_copy(update={"batch_size": resumed.batch_size})
+    _check_same(folder, resumed, asked)
     if (folder / SUMMARY).is_file():
-        stored = build(model, resumed_options(model, {}, folder))
+        stored = build(request.model, resumed_settings(request.model, {}, folder))
         return "complete" if _is_complete(folder, stored, resumed) else "resume"
     return "resume" if CheckpointStore(folder).exists else "replace"
 
 
-def _resumed(model: type[Options], given: Settings, asked: Options, folder: Path) -> Options:
+def _resumed(request: RunRequest[Options], folder: Path) -> Options:
     """The folder's options, and over them what may be given beside ``--resume``."""
-    kept = {path: s for path, s in given.items() if path[0] in RESUME_FIELDS}
-    resumed = build(model, resumed_options(model, kept, folder))
+    model, asked = request.model, request.options
+    kept = {path: s for path, s in request.given.items() if path[0] in RESUME_FIELDS}
     update: dict[str, Any] = {"resume": folder}
     if asked.allow_resize:
         names = RESIZE_FIELDS.intersection(model.model_fields)
         update |= {name: getattr(asked, name) for name in names}
-    return resumed.model_copy(update=update)
-
-
-def _as_loaded(asked: Options, given: Settings, there: Options) -> Options:
-    """``asked``, with the batch size that a DataLoader will say if the program has said none."""
-    if asked.dataset != OWN_DATA or ("batch_size",) in given:
-        return asked
-    return asked.model_copy(update={"batch_size": there.batch_size})
+    return build(model, resumed_settings(model, kept, folder)).model_copy(update=update)
 
 
 def _check_same(folder: Path, there: RunOptions, asked: RunOptions) -> None:
@@ -129,25 +125,20 @@ def _summary(folder: Path) -> dict[str, Any]:
     )
 
 
-def follow(
-    decision: Decision,
-    model: type[Options],
-    given: Settings,
-    asked: Options,
-    quiet: bool = False,
-) -> Options | None:
+def follow(decision: Decision, request: RunRequest[Options], quiet: bool = False) -> Options | None:
     """Return the options that carry out a decision; None if nothing is left to do.
 
     Raises:
         UserError: this rank does not see the folder, or was started with other options.
     """
+    asked = request.options
     folder = asked.run_dir
     if (decision == "as asked") != (asked.resume != AUTO):
         raise UserError("--resume: differs from rank 0; start every rank with the same options")
     if decision == "as asked" or folder is None:
         return asked
     if decision == "resume":
-        return _resumed(model, given, asked, folder)
+        return _resumed(request, folder)
     if decision == "complete":
         if not quiet:
             console.say(

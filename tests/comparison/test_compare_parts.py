@@ -17,7 +17,8 @@ from aladdin_mpi.comparison.options import read_request
 from aladdin_mpi.comparison.plan import plan
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS
-from aladdin_mpi.options.run import SimulateOptions, TrainOptions, to_toml
+from aladdin_mpi.options.reader import to_toml
+from aladdin_mpi.options.run import SimulateOptions, TrainOptions
 from tests.commands import compare
 
 

@@ -12,10 +12,17 @@ from pydantic import BaseModel, Field, ValidationError
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import AladdinOptions, own
-from aladdin_mpi.options.command_line import HELP_WIDTH, make_parser
-from aladdin_mpi.options.fields import extra, leaves, nested, submodel
+from aladdin_mpi.options.general import CheckpointInterval
+from aladdin_mpi.options.reader import (
+    HELP_WIDTH,
+    extra,
+    leaves,
+    make_parser,
+    nested,
+    submodel,
+    to_toml,
+)
 from aladdin_mpi.options.run import (
-    CheckpointInterval,
     RunOptions,
     SimulateOptions,
     TrainOptions,
@@ -23,9 +30,7 @@ from aladdin_mpi.options.run import (
     check_cluster,
     check_workers,
     differences,
-    fingerprint,
     parse,
-    to_toml,
 )
 
 MODELS = [RunOptions, TrainOptions, SimulateOptions]
@@ -453,18 +458,17 @@ def test_resume_requires_run_folder(tmp_path: Path) -> None:
 
 
 # -- agreement between ranks ------------------------------------------------------
-def test_fingerprint_covers_options_that_ranks_share() -> None:
-    base = fingerprint(read())
-    assert re.fullmatch("[0-9a-f]{64}", base)
+def test_ranks_agree_on_options_that_results_depend_on() -> None:
+    base = agreed(read())
     local = "--device cpu --run-dir x --data-dir y --loader-workers 3 --timeout 5 --quiet"
-    assert fingerprint(read(local)) == base
+    assert agreed(read(local)) == base
     for other in ("--seed 1", "--lr 0.0100001", "--aladdin-pi 5", "--slowdown 0=2", "--samples 3"):
-        assert fingerprint(read(other)) != base, other
+        assert agreed(read(other)) != base, other
 
 
-def test_fingerprint_does_not_depend_on_spelling(config: Path) -> None:
+def test_agreed_options_do_not_depend_on_spelling(config: Path) -> None:
     config.write_text("[slowdown]\n1 = 3\n0 = 2")
-    assert fingerprint(read(f"--config {config}")) == fingerprint(read("--slowdown 0=2.0,1=3"))
+    assert agreed(read(f"--config {config}")) == agreed(read("--slowdown 0=2.0,1=3"))
 
 
 def test_differences_name_the_options() -> None:

@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 
 from aladdin_mpi.algorithms.registry import implementation
-from aladdin_mpi.options import command_line
 from aladdin_mpi.options.algorithms import ALGORITHMS, Algorithm
-from aladdin_mpi.options.run import TrainOptions, followed, unused, warnings
+from aladdin_mpi.options.run import TrainOptions, read_request, unused, warnings
 from tests.commands import simulate, train
 
 OWN = [each.options for each in ALGORITHMS.values() if each.options]
 
 
 def unused_options(words: str) -> dict[str, str]:
-    given = command_line.read(TrainOptions, words.split(), "", "")
-    return unused(followed(TrainOptions, given), given)
+    request = read_request(TrainOptions, words.split(), "", "")
+    return unused(request.options, request.given)
 
 
 def names(make: Callable[..., Any]) -> set[str]:
@@ -58,8 +57,8 @@ def test_unused_options_of_other_algorithms_are_named_with_remedy() -> None:
 def test_unused_options_in_config_file_cause_no_warning(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("algorithm = 'bsp'\n[aladdin]\npi = 2\n")
-    given = command_line.read(TrainOptions, ["--config", str(file)], "", "")
-    assert warnings(followed(TrainOptions, given), given) == []
+    request = read_request(TrainOptions, ["--config", str(file)], "", "")
+    assert warnings(request.options, request.given) == []
 
 
 WARNING = re.compile(r"^aladdin_mpi: warning: --aladdin-pi\b.*--algorithm bsp\b", re.MULTILINE)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.options.reader import build, read_toml
 from aladdin_mpi.options.run import SimulateOptions
-from aladdin_mpi.options.settings import build, read_toml
 from aladdin_mpi.run.checkpoint import MANIFEST
 from tests.commands import checkpoint, refusal, simulate
 from tests.messages import check_names

@@ -16,8 +16,8 @@ import pytest
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS
-from aladdin_mpi.options.run import SimulateOptions, followed
-from aladdin_mpi.options.settings import Setting, Settings
+from aladdin_mpi.options.reader import Setting, Settings
+from aladdin_mpi.options.run import RunRequest, SimulateOptions
 from aladdin_mpi.process import guard
 from aladdin_mpi.run.resumption import decide
 from aladdin_mpi.run.run_folder import prepare
@@ -183,7 +183,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def decision(run_dir: Path | None, **changes: object) -> str:
     values = {**RUN, "resume": "auto", "run_dir": run_dir and str(run_dir), **changes}
     given: Settings = {(name,): Setting(value, name) for name, value in values.items()}
-    return decide(SimulateOptions, given, followed(SimulateOptions, given))
+    return decide(RunRequest(SimulateOptions, given))
 
 
 def test_auto_resume_starts_a_run_in_a_new_folder(tmp_path: Path) -> None:

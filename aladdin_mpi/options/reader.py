@@ -1,0 +1,627 @@
+"""The option reader: a pydantic model from the command line and TOML files, ``--help``, errors.
+
+Three layers make up a configuration, each over the one before: the model's
+defaults, a TOML file, the command line. Knows no field of any model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.metadata
+import math
+import re
+import sys
+import textwrap
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import tomli_w
+from pydantic import BaseModel, Field, ValidationError, create_model
+from pydantic.config import JsonDict
+from pydantic.fields import FieldInfo
+
+from aladdin_mpi.errors import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Model = TypeVar("Model", bound=BaseModel)
+Argv = Sequence[str] | None
+FieldPath = tuple[str, ...]
+"""Field names from the outer model inwards, such as ``("aladdin", "pi")``."""
+
+LARGEST_WHOLE = 10**13
+"""Of seeds, samples and counts: times a million it is still a number of 64 bits."""
+HELP_WIDTH = 100
+ANSWERED_AT_ONCE = ("-h", "--help", "--version")
+"""Options that print something and exit."""
+
+
+# -- declarations -------------------------------------------------------------------
+def option(
+    default: Any,
+    description: str,
+    unit: str | None = None,
+    *,
+    group: str | None = None,
+    default_text: str | None = None,
+    most: float | None = None,
+    **constraints: Any,
+) -> Any:
+    """Declare a field of a model together with what ``--help`` says of it.
+
+    ``unit`` stands for the value in the help (``--timeout SECONDS``), ``group``
+    is the heading it is listed under, and ``default_text`` replaces the default
+    where the plain value would not tell the user what happens. ``most`` is the largest
+    value that a file of an inner model may hold (:func:`nested`).
+    """
+    about = {"unit": unit, "group": group, "default_text": default_text, "most": most}
+    extra: JsonDict = {name: value for name, value in about.items() if value is not None}
+    return Field(default, description=description, json_schema_extra=extra, **constraints)
+
+
+def nested(
+    model: type[BaseModel], *, prefix: bool = True, file: bool = False, beside: Sequence[str] = ()
+) -> Any:
+    """Declare a field that is a model with defaults of its own.
+
+    Its options are called ``--<field>-<name>``, or ``--<name>`` without
+    ``prefix``; with ``file`` the option ``--<field> FILE`` reads them from TOML, and
+    ``beside`` names fields of the outer model that such a file may hold too.
+    """
+    extra: JsonDict = {"prefix": prefix, "file": file, "beside": list(beside)}
+    return Field(default_factory=model, json_schema_extra=extra)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A field that takes a value, as against one that is a model."""
+
+    path: FieldPath
+    info: FieldInfo
+    flag: str
+    """The option on the command line, such as ``--aladdin-pi``."""
+
+    @property
+    def key(self) -> str:
+        """The key in a TOML file, such as ``aladdin.pi``."""
+        return dotted(self.path)
+
+    @property
+    def plain_type(self) -> Any:
+        """The type without ``None`` and metadata: ``int`` for ``int | None``."""
+        kinds = [kind for kind in _members(self.info.annotation) if kind is not type(None)]
+        return _bare(kinds[0]) if len(kinds) == 1 else Union[tuple(kinds)]  # noqa: UP007
+
+    @property
+    def optional(self) -> bool:
+        """Whether ``None`` is a value."""
+        return type(None) in _members(self.info.annotation)
+
+    @property
+    def is_bool(self) -> bool:
+        """Whether it is a switch."""
+        return self.plain_type is bool
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether it takes pairs, ``KEY=VALUE``."""
+        return get_origin(self.plain_type) is dict
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it takes several values."""
+        return get_origin(self.plain_type) in (list, tuple)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words it accepts, of all the ``Literal`` members of its type."""
+        literals = [kind for kind in _members(self.plain_type) if get_origin(kind) is Literal]
+        return tuple(str(word) for kind in literals for word in get_args(kind))
+
+    @property
+    def metavar(self) -> str:
+        """What ``--help`` shows in place of the value."""
+        unit = extra(self.info).get("unit")
+        if self.choices:
+            return "{" + ",".join(([unit] if unit else []) + list(self.choices)) + "}"
+        kinds = {int: "N", float: "X", Path: "PATH"}
+        return unit or ("KEY=VALUE" if self.is_mapping else kinds.get(self.plain_type, "NAME"))
+
+    @property
+    def expected(self) -> str:
+        """What a value has to be, in words."""
+        members = [kind for kind in _members(self.info.annotation) if kind is not type(None)]
+        text = ", or ".join(_expected(kind, self.info.metadata) for kind in members)
+        return text.replace("KEY=VALUE", self.metavar) if self.is_mapping else text
+
+    @property
+    def default_text(self) -> str:
+        """The default, as ``--help`` shows it."""
+        default = self.info.get_default(call_default_factory=True, validated_data={})
+        return extra(self.info).get("default_text") or shown(default)
+
+
+def extra(info: FieldInfo) -> dict[str, Any]:
+    """Return what :func:`option` or :func:`nested` attached to a field."""
+    found = info.json_schema_extra
+    return found if isinstance(found, dict) else {}
+
+
+def kebab(name: str) -> str:
+    """Return ``batch-size`` for ``batch_size``."""
+    return name.replace("_", "-")
+
+
+def dotted(path: Sequence[str]) -> str:
+    """Return ``aladdin.alpha`` for the path of a field, as TOML writes it."""
+    return ".".join(kebab(name) for name in path)
+
+
+def submodel(info: FieldInfo) -> type[BaseModel] | None:
+    """Return the model that a field holds, if it holds one."""
+    kind = info.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+@cache
+def leaves(model: type[BaseModel]) -> dict[FieldPath, Leaf]:
+    """Return every field of ``model`` and of the models in it that takes a value."""
+    return {leaf.path: leaf for leaf in _walk(model, (), ())}
+
+
+def _walk(model: type[BaseModel], path: FieldPath, prefix: FieldPath) -> Iterator[Leaf]:
+    for name, info in model.model_fields.items():
+        inner = submodel(info)
+        if inner is not None:
+            words = (*prefix, name) if extra(info).get("prefix", True) else prefix
+            yield from _walk(inner, (*path, name), words)
+        else:
+            yield Leaf((*path, name), info, "--" + "-".join(map(kebab, (*prefix, name))))
+
+
+def shown(value: Any) -> str:
+    """Return ``value`` as a user would write it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value is None or value in ([], {}, ()):
+        return "none"
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    if isinstance(value, dict):
+        return ",".join(f"{key}={shown(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ",".join(map(shown, value))
+    return str(value)
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _bare(kind: Any) -> Any:
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _constraints(annotated: Any) -> list[Any]:
+    """The metadata of an ``Annotated`` type, those in a ``Field`` among them."""
+    return [each for item in get_args(annotated)[1:] for each in getattr(item, "metadata", [item])]
+
+
+def _expected(kind: Any, metadata: Sequence[Any] = ()) -> str:
+    """Return in words what a value of the type ``kind`` within its bounds is."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _expected(args[0], _constraints(kind))
+    if origin is Literal:
+        return " or ".join(map(str, args))
+    if origin is tuple and Ellipsis not in args:
+        return ", then ".join(map(_expected, args))
+    if origin in (list, tuple):
+        return f"a list, each item {_expected(args[0])}"
+    if origin is dict:
+        return f"KEY=VALUE, the key {_expected(args[0])}, the value {_expected(args[1])}"
+    words = {bool: "true or false", int: "a whole number", float: "a number", Path: "a path"}
+    bounds = {"ge": "{} or more", "gt": "more than {}", "le": "at most {}", "lt": "below {}"}
+    found = [
+        "1 or more" if (kind, name, value) == (int, "gt", 0) else text.format(f"{value:g}")
+        for name, text in bounds.items()
+        for item in metadata
+        if (value := getattr(item, name, None)) is not None
+    ]
+    return words.get(kind, "a text") + (" of " + " and ".join(found) if found else "")
+
+
+# -- what the user gave, and a model of it --------------------------------------------
+@dataclass(frozen=True)
+class Setting:
+    """A value that the user gave, and how to name the place where it stands."""
+
+    value: Any
+    origin: str
+    """``--batch-size``, or ``batch-size in run.toml``."""
+
+
+Settings = dict[FieldPath, Setting]
+
+
+def overlay(model: type[BaseModel], lower: Settings, upper: Settings) -> Settings:
+    """Return ``upper`` over ``lower``.
+
+    Of the fields that the model lists in ``ALTERNATIVES`` as excluding each
+    other, one given in ``upper`` also takes the place of the others in ``lower``.
+    """
+    excluding = {(name,) for name in getattr(model, "ALTERNATIVES", ())}
+    if any(path in excluding and setting.value is not None for path, setting in upper.items()):
+        lower = {path: setting for path, setting in lower.items() if path not in excluding}
+    return lower | upper
+
+
+def build(model: type[Model], settings: Settings) -> Model:
+    """Return the model with these settings over its defaults.
+
+    Raises:
+        UserError: with one line for each bad value.
+    """
+    values: dict[str, Any] = {}
+    for path, setting in settings.items():
+        place = values
+        for name in path[:-1]:
+            place = place.setdefault(name, {})
+        place[path[-1]] = setting.value
+    try:
+        built = model.model_validate(values)
+    except ValidationError as error:
+        raise UserError(_explain(error, model, settings)) from None
+    _check_whole_numbers(model, settings, built)
+    return built
+
+
+def _check_whole_numbers(model: type[BaseModel], settings: Settings, built: BaseModel) -> None:
+    """Refuse whole numbers that torch and messages have no room for."""
+    for path, setting in settings.items():
+        value: Any = built
+        for name in path:
+            value = getattr(value, name, None)
+        if isinstance(value, int) and value > LARGEST_WHOLE and path in leaves(model):
+            raise UserError(
+                f"{setting.origin}: expected a whole number of at most {LARGEST_WHOLE:g}, got one "
+                f"of {len(str(value))} digits; give a smaller one"
+            )
+
+
+# -- the command line -----------------------------------------------------------------
+def read(model: type[BaseModel], argv: Argv, prog: str, description: str) -> Settings:
+    """Return what the user gave, on the command line and in the files named there.
+
+    ``argv`` is the command line without the program's name; ``None`` takes the
+    process's own. ``--help`` and ``--version`` print and raise ``SystemExit(0)``.
+
+    Raises:
+        UserError: an option or a key is unknown, or a file cannot be read.
+    """
+    given = _arguments(model, make_parser(model, prog, description), argv)
+    settings: Settings = {}
+    if "config" in given:
+        settings = read_toml(model, Path(given.pop("config")), "--config")
+    for name, info in model.model_fields.items():
+        if submodel(info) is not None and name in given:
+            settings |= read_part(model, name, Path(given.pop(name)), f"--{kebab(name)}")
+    typed = {
+        leaf.path: Setting(_typed_value(leaf, given[leaf.key]), leaf.flag)
+        for leaf in leaves(model).values()
+        if leaf.key in given
+    }
+    return overlay(model, settings, typed)
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, indent_increment=2, max_help_position=30, width=HELP_WIDTH)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        """Break lines at spaces only, so that ``--lr-decay`` stays whole."""
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def make_parser(model: type[BaseModel], prog: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser with one option for every field of ``model``."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage=f"{prog} [options]",
+        description=description,
+        formatter_class=_HelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        exit_on_error=False,
+        add_help=False,
+    )
+    general = parser.add_argument_group("general")
+    *asking, telling = ANSWERED_AT_ONCE
+    general.add_argument(*asking, action="help", help="show this text and exit")
+    try:
+        version = importlib.metadata.version("aladdin_mpi")
+    except importlib.metadata.PackageNotFoundError:
+        version = "(not installed)"
+    text = "show it and exit"
+    general.add_argument(telling, action="version", version=f"{prog} {version}", help=text)
+    text = "TOML file of options, overridden by those typed here"
+    general.add_argument("--config", metavar="FILE", help=text)
+    groups: dict[str, Any] = {}
+    for leaf in leaves(model).values():
+        owner = leaf.path[0]
+        inner = submodel(model.model_fields[owner])
+        title = owner if inner else extra(leaf.info).get("group", "options")
+        if title not in groups:
+            about = (inner.__doc__ or "").split("\n\n")[0] if inner else None
+            groups[title] = parser.add_argument_group(title, about)
+            if extra(model.model_fields[owner]).get("file"):
+                text = _file_help(model, owner)
+                groups[title].add_argument(f"--{kebab(owner)}", metavar="FILE", help=text)
+        groups[title].add_argument(leaf.flag, dest=leaf.key, **_argument(leaf))
+    return parser
+
+
+def _file_help(model: type[BaseModel], owner: str) -> str:
+    beside = extra(model.model_fields[owner]).get("beside", [])
+    named = ", ".join(f"--{kebab(name)}" for name in beside)
+    return "TOML file of the options below" + (f", and of {named}" if named else "")
+
+
+def _argument(leaf: Leaf) -> dict[str, Any]:
+    text = f"{leaf.info.description} (default: {leaf.default_text})".replace("%", "%%")
+    if leaf.is_bool:
+        return {"help": text, "action": argparse.BooleanOptionalAction}
+    several = {"nargs": "+", "action": "extend"} if leaf.is_mapping or leaf.is_list else {}
+    return {"help": text, "metavar": leaf.metavar, **several}
+
+
+def _arguments(model: type[BaseModel], parser: argparse.ArgumentParser, argv: Argv) -> Any:
+    """Return what was typed, by TOML key; argparse's errors put in this project's form."""
+    try:
+        found, rest = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UserError(_malformed(model, error)) from None
+    if not rest:
+        return vars(found)
+    word, see = rest[0].split("=")[0], f"see python -m {parser.prog} --help"
+    if not word.startswith("-"):
+        raise UserError(f"{word!r}: expected an option such as --name; {see}")
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    raise UserError(f"{word}: no such option; {did_you_mean(word, known)}{see}")
+
+
+def _malformed(model: type[BaseModel], error: argparse.ArgumentError) -> str:
+    """Explain a missing value, or one given to an option that takes none."""
+    flag = str(error.argument_name).split("/")[0]
+    leaf = next((leaf for leaf in leaves(model).values() if leaf.flag == flag), None)
+    if leaf is None:
+        return f"{flag}: {error.message}"
+    if leaf.is_bool:
+        return f"{flag}: expected no value, got one; write {flag} or --no-{flag[2:]}"
+    return f"{flag}: expected {leaf.expected}, got nothing; write {flag}={leaf.metavar}"
+
+
+def _typed_value(leaf: Leaf, given: Any) -> Any:
+    """Return what was typed for ``leaf`` in the shape in which TOML would give it."""
+    if given == "none" and leaf.optional:
+        return None
+    if not (leaf.is_list or leaf.is_mapping):
+        return given
+    whole = extra(leaf.info).get("whole")  # texts that may hold commas
+    items = [item for word in given for item in ([word] if whole else word.split(",")) if item]
+    if items == ["none"]:
+        items = []
+    if leaf.is_list:
+        return items
+    for item in items:
+        if "=" not in item:
+            raise UserError(
+                f"{leaf.flag}: expected {leaf.metavar}, got {item!r}; "
+                f"write for example {leaf.flag} 0=2"
+            )
+    return dict(item.split("=", 1) for item in items)
+
+
+# -- TOML -------------------------------------------------------------------------------
+def read_toml(model: type[BaseModel], file: Path, named_by: str) -> Settings:
+    """Return the settings in a TOML file.
+
+    Keys are spelt ``batch-size`` or ``batch_size``; the fields of an inner model
+    stand in a table. ``named_by`` is the option that names the file.
+
+    Raises:
+        UserError: the file cannot be read, is not TOML, or has an unknown key.
+    """
+    return _collected(model, _table(file, named_by), (), str(file))
+
+
+def read_part(model: type[BaseModel], name: str, file: Path, named_by: str) -> Settings:
+    """Return the settings in a TOML file of the inner model ``name``.
+
+    Among them those fields of ``model`` that such a file may hold too. Raises as
+    :func:`read_toml` does, and also
+
+    Raises:
+        UserError: a figure is so large that it must be in another unit.
+    """
+    return _as_part(model, name, _table(file, named_by), str(file))
+
+
+def parse_part(model: type[BaseModel], name: str, text: str, file: str) -> Settings:
+    """As :func:`read_part`, of a file's text. ``file`` names it in errors."""
+    return _as_part(model, name, tomllib.loads(text), file)
+
+
+def _as_part(model: type[BaseModel], name: str, table: dict[str, Any], file: str) -> Settings:
+    settings: Settings = {}
+    in_file = _in_file(model, name)
+    for path, setting in _collected(in_file, table, (), file).items():
+        is_beside = path[0] in extra(model.model_fields[name])["beside"]
+        if not is_beside:
+            _check_size(leaves(in_file)[path], setting)
+        settings[path if is_beside else (name, *path)] = setting
+    return settings
+
+
+@cache
+def _in_file(model: type[BaseModel], name: str) -> type[BaseModel]:
+    """What a file of the inner model ``name`` may hold."""
+    own = model.model_fields
+    beside: Any = {each: (own[each].annotation, own[each]) for each in extra(own[name])["beside"]}
+    inner: Any = submodel(own[name])
+    return create_model(f"{name}_file", __base__=inner, **beside)
+
+
+def _check_size(leaf: Leaf, setting: Setting) -> None:
+    most = extra(leaf.info).get("most", math.inf)
+    for figure in setting.value.values() if isinstance(setting.value, dict) else [setting.value]:
+        if isinstance(figure, int | float) and figure > most:
+            unit = leaf.metavar.rpartition("=")[2].capitalize()
+            raise UserError(
+                f"{setting.origin}: expected at most {most:g}, as it is in {unit}, got "
+                f"{figure:g}; convert it"
+            )
+
+
+def _table(file: Path, named_by: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"{named_by}: expected a TOML file, got {str(file)!r} ({error.strerror}); "
+            "check the path"
+        ) from None
+    except ValueError as error:  # also of numbers of thousands of digits
+        raise UserError(f"{named_by}: {file} is not valid TOML: {error}") from None
+
+
+def _collected(
+    model: type[BaseModel], table: dict[str, Any], path: FieldPath, file: str
+) -> Settings:
+    settings: Settings = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        origin = f"{dotted((*path, name))} in {file}"
+        if name not in model.model_fields:
+            known = [kebab(field) for field in model.model_fields]
+            raise UserError(
+                f"{origin}: no such key; {did_you_mean(kebab(name), known)}known here: "
+                f"{', '.join(known)}"
+            )
+        if name != key and name in table:
+            raise UserError(f"{origin}: given twice, as {key} and as {name}; keep one of them")
+        inner = submodel(model.model_fields[name])
+        if inner is None:
+            _check_switch(leaves(model)[(name,)], value, origin)
+            settings[(*path, name)] = Setting(value, origin)
+        elif isinstance(value, dict):
+            settings |= _collected(inner, value, (*path, name), file)
+        else:
+            raise UserError(
+                f"{origin}: expected a table, got {value!r}; write [{dotted((*path, name))}]"
+            )
+    return settings
+
+
+def _check_switch(leaf: Leaf, value: Any, origin: str) -> None:
+    """Refuse ``epochs = true`` and ``download = 1``, which pydantic would convert."""
+    if isinstance(value, bool) != leaf.is_bool:
+        came = str(value).lower() if isinstance(value, bool) else repr(value)
+        raise UserError(
+            f"{origin}: expected {leaf.expected}, got {came}; "
+            f"leave it out for the default: {leaf.default_text}"
+        )
+
+
+def to_toml(options: BaseModel) -> str:
+    """Return a complete TOML file that reads back to an equal model.
+
+    Fields that are ``None`` are left out, since TOML has no word for it.
+    """
+    return tomli_w.dumps(_kebab_keys(options, options.model_dump(mode="json", exclude_none=True)))
+
+
+def _kebab_keys(model: BaseModel, values: dict[str, Any]) -> dict[str, Any]:
+    table = {}
+    for name, value in values.items():
+        inner = getattr(model, name)
+        table[kebab(name)] = _kebab_keys(inner, value) if isinstance(inner, BaseModel) else value
+    return table
+
+
+# -- errors -----------------------------------------------------------------------------
+def _explain(error: ValidationError, model: type[BaseModel], settings: Settings) -> str:
+    """Return one line for each field at fault, and for each rule between fields."""
+    lines: dict[Any, str] = {}
+    for item in error.errors(include_url=False):
+        leaf = _leaf_at(model, item["loc"])
+        reason = item.get("ctx", {}).get("error")
+        if item["type"] == "extra_forbidden":
+            text = _unknown(model, item["loc"])
+        elif leaf is None:
+            text = _named_by_origin(str(reason or item["msg"]), model, settings)
+        else:
+            origin = settings[leaf.path].origin if leaf.path in settings else leaf.flag
+            text = f"{origin}: {reason or _complaint(leaf, item)}"
+        lines.setdefault(leaf.path if leaf else text, text)
+    return "\n".join(lines.values())
+
+
+def as_argument(path: Sequence[str]) -> str:
+    """A setting as an argument of a function: ``lr``, or ``aladdin={'pi': ...}``."""
+    return path[0] if len(path) == 1 else f"{path[0]}={{'{'.'.join(path[1:])}': ...}}"
+
+
+def _unknown(model: type[BaseModel], location: Sequence[int | str]) -> str:
+    """What is wrong with a setting that does not exist, as arguments of a function have it."""
+    names = [str(part) for part in location]
+    known = {name: name for name in model.model_fields}
+    for path in leaves(model):
+        if len(path) > 1:
+            known.setdefault("_".join(path), as_argument(path))
+    near = difflib.get_close_matches("_".join(names), known, n=1)
+    hint = f"did you mean {known[near[0]]}?" if near else "docs/running.md has them all"
+    return f"{'.'.join(names)}: no such option; {hint}"
+
+
+def _leaf_at(model: type[BaseModel], location: Sequence[int | str]) -> Leaf | None:
+    known = leaves(model)
+    paths = (tuple(location[:end]) for end in range(1, len(location) + 1))
+    return next((known[path] for path in paths if path in known), None)  # type: ignore[index]
+
+
+def _complaint(leaf: Leaf, item: Any) -> str:
+    came, keys = item["input"], item["loc"][len(leaf.path) :]
+    where = f" for {keys[0]}" if leaf.is_mapping and keys and keys[-1] != "[key]" else ""
+    got = repr(came) if isinstance(came, str) else shown(came)
+    default = leaf.default_text
+    hint = did_you_mean(str(came), leaf.choices) or f"leave it out for the default: {default}"
+    return f"expected {leaf.expected}, got {got}{where}; {hint}".rstrip("; ")
+
+
+def _named_by_origin(text: str, model: type[BaseModel], settings: Settings) -> str:
+    """Replace options by the keys of the files that set them, but not in the remedy."""
+    origins = {
+        leaf.flag: settings[leaf.path].origin
+        for leaf in leaves(model).values()
+        if leaf.path in settings
+    }
+    fault, semicolon, remedy = text.partition(";")
+    fault = re.sub(r"--[a-z][a-z-]*", lambda found: origins.get(found[0], found[0]), fault)
+    return fault + semicolon + remedy
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ``"did you mean --batch-size? "`` when something is close to ``word``."""
+    known = list(known)
+    begin = [name for name in known if word and name.startswith(word)]
+    close = begin[:3] or difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {' or '.join(close)}? " if close else ""
