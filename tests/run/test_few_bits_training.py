@@ -114,8 +114,8 @@ def test_quantised_model_of_every_worker_equals_its_servers_shadow(
             decoder: Any = outcome.workers[worker].role.link.inbox._differences  # type: ignore[attr-defined]
             assert isinstance(decoder, QuantisedDecoder)
             for bucket in server.role.server.buckets:  # type: ignore[attr-defined]
-                shadow = encoder._shadows[rank, bucket.index]
-                assert same_bits(shadow, decoder._copies[bucket.index])
+                shadow = encoder._last[rank, bucket.index]
+                assert same_bits(shadow, decoder._last[bucket.index])
                 assert not torch.equal(shadow, outcome.first[bucket.part])
                 compared += 1
     assert compared == 4 * len(outcome.job.layout.buckets)
@@ -211,13 +211,13 @@ def test_easgd_server_recovers_worker_models_after_a_lost_message(wire: str) -> 
     for rank, worker in enumerate(outcome.workers):
         assert isinstance(worker.role, EasgdWorker)
         assert isinstance(worker.role.link.differences, QuantisedEncoder)
-        for (server, bucket), shadow in worker.role.link.differences._shadows.items():
+        for (server, bucket), shadow in worker.role.link.differences._last.items():
             centre = outcome.servers[server].role
             assert isinstance(centre, EasgdServer)
             models = centre.models[rank]
             assert isinstance(models, QuantisedDecoder)
-            assert same_bits(models._copies[bucket], shadow)
-        assert len(worker.role.link.differences._shadows) == len(outcome.job.layout.buckets)
+            assert same_bits(models._last[bucket], shadow)
+        assert len(worker.role.link.differences._last) == len(outcome.job.layout.buckets)
 
 
 # -- ASHL: the largest values, or all quantised --------------------------------------
