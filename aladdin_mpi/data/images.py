@@ -82,8 +82,6 @@ class DrawnImages:
         split: 0 to train, 1 to test.
     """
 
-    dtype = torch.uint8
-
     def __init__(self, shape: tuple[int, int, int], classes: int, count: int, split: int) -> None:
         self.shape = torch.Size((count, *shape))
         self._classes = classes
@@ -92,7 +90,7 @@ class DrawnImages:
         generator = torch.Generator().manual_seed(0)
         self._patterns = torch.randn(classes, shape[0], 4, 4, generator=generator)
         keeps = self.shape.numel() <= MOST_KEPT
-        self._kept = torch.empty(self.shape, dtype=self.dtype) if keeps else None
+        self._kept = torch.empty(self.shape, dtype=torch.uint8) if keeps else None
         self._is_drawn = np.zeros(count, dtype=bool)
 
     def __getitem__(self, chosen: Tensor | slice | int) -> Tensor:
@@ -112,7 +110,7 @@ class DrawnImages:
         return self._kept[torch.from_numpy(numbers)]
 
     def _draw(self, numbers: Int64Array) -> Tensor:
-        drawn = torch.empty(len(numbers), *self.shape[1:], dtype=self.dtype)
+        drawn = torch.empty(len(numbers), *self.shape[1:], dtype=torch.uint8)
         generator, size = torch.Generator(), tuple(self.shape[2:])
         keys = sample_keys(0, SYNTHESIS, self._split, numbers).tolist()
         for place, (number, key) in enumerate(zip(numbers.tolist(), keys, strict=True)):
@@ -124,15 +122,10 @@ class DrawnImages:
 
 
 class ImageArrays(Dataset[tuple[Tensor, int]]):
-    """Images of one size, as uint8; batches are made without a loop over samples.
+    """Images of one size, uint8 (N, C, H, W); batches are made without a loop over samples.
 
-    Indexing gives the evaluation view: a float32 tensor (C, H, W) and a label.
-
-    Args:
-        images: uint8 (N, C, H, W), in memory or made on request.
-        labels: int64 (N,).
-        recipe: normalisation, augmentation and output size.
-        skipped: the unreadable images; None: they are errors.
+    Indexing gives the evaluation view: a float32 tensor (C, H, W) and a label. ``labels`` are
+    int64 (N,). ``skipped`` are images that were left out as unreadable, if that was requested.
     """
 
     def __init__(
@@ -173,21 +166,14 @@ class ImageArrays(Dataset[tuple[Tensor, int]]):
 
 
 class ImageFiles(Dataset[tuple[Tensor, int]]):
-    """Images that are decoded from their files each time.
+    """Images that are decoded from their files, ``names`` below ``root``, each time.
 
-    Indexing gives the evaluation view: a float32 tensor (3, H, W) and a label.
+    Indexing gives the evaluation view: a float32 tensor (3, H, W) and a label. ``size`` is the
+    (width, height) that every image must have, if any.
 
-    With ``skipped`` an unreadable image is replaced by the next readable one (after the last
-    image the first), with its own label. So a sample is the same wherever and whenever it is
-    read.
-
-    Args:
-        root: folder that holds them.
-        names: path of each file below ``root``.
-        labels: class of each file.
-        recipe: normalisation, augmentation and output size.
-        size: (width, height) that every image must have; None for any.
-        skipped: where to note unreadable images; None: they are errors.
+    Unreadable images are errors, unless ``skipped`` is there to note them. Then each is replaced
+    by the next readable one (after the last image the first), with its own label. So a sample is
+    the same wherever and whenever it is read.
     """
 
     def __init__(

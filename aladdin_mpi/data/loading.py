@@ -45,12 +45,9 @@ LEAST_SECONDS = 0.002
 class How(Enum):
     """How a batch is loaded."""
 
-    ALONE = "alone"
-    """While the training waits."""
-    TRIAL = "trial"
-    """The same, and it is noted whether samples draw random numbers."""
-    BESIDE = "beside"
-    """During training, in another thread."""
+    ALONE = "alone"  # while the training waits
+    TRIAL = "trial"  # the same, and it is noted whether samples draw random numbers
+    BESIDE = "beside"  # during training, in another thread
 
 
 class BatchSource:

@@ -8,7 +8,7 @@ import json
 import os
 import random
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -152,14 +152,9 @@ MOST_OPEN = 64
 
 
 class ShardImages(ImageFiles):
-    """The images of several shards, numbered through.
+    """The images of several shards, tar files with their ``entries``, numbered through.
 
-    Args:
-        shards: the tar files.
-        entries: of each shard, its samples.
-        recipe: what to do with a decoded image.
-        skipped: see :class:`ImageFiles`.
-        shuffle_buffer: places by which a sample may be moved out of its shard's order.
+    A sample is moved by less than ``shuffle_buffer`` places out of its shard's order.
     """
 
     def __init__(
@@ -242,9 +237,9 @@ class _ShardFile:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # bound for Python's end
         if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
+            close(self.descriptor)
 
 
 @lru_cache(maxsize=4)

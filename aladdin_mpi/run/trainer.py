@@ -14,10 +14,9 @@ from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.control.exchange import all_or_none
 from aladdin_mpi.data import loading
 from aladdin_mpi.data.datasets import DatasetPair, describe_set, load_dataset
-from aladdin_mpi.data.image_check import check_images
 from aladdin_mpi.data.imagefolder import Fault
 from aladdin_mpi.data.models import build_model
-from aladdin_mpi.data.staging import stage
+from aladdin_mpi.data.preparation import check_images, stage
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import find_algorithm
 from aladdin_mpi.options.run import RunOptions, SimulateOptions, check_cluster

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from aladdin_mpi.data.host_cache import index_dir
-from aladdin_mpi.data.staging import UNFINISHED, DiskCopy, place, stage
+from aladdin_mpi.data.preparation import UNFINISHED, DiskCopy, place, stage
 from aladdin_mpi.errors import RefusedError, UserError
 from aladdin_mpi.transport.virtual.engine import VirtualTransport
 from tests.commands import refusal, summary, train

@@ -7,7 +7,7 @@ import sys
 import time
 
 from aladdin_mpi import train
-from aladdin_mpi.data.staging import DiskCopy
+from aladdin_mpi.data.preparation import DiskCopy
 
 progress = DiskCopy._progress
 
