@@ -80,8 +80,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 def identity(device: torch.device) -> str:
     """What tells a device from the others of its host: two tasks may both call theirs cuda:0."""
-    properties = getattr(_module(device.type), "get_device_properties", None)
-    uuid = getattr(properties(device), "uuid", None) if properties is not None else None
+    uuid = getattr(_properties(device), "uuid", None)
     if uuid is not None:
         return str(uuid)
     seen = [os.environ[name] for name in _MASKS if name in os.environ]  # torch below 2.4
@@ -92,8 +91,7 @@ def bus_address(device: torch.device) -> str | None:
     """Where an accelerator is on the PCI bus, as the system writes it; None: torch does not say."""
     if not is_accelerator(device):
         return None
-    properties = getattr(_module(device.type), "get_device_properties", None)
-    found = properties(device) if properties is not None else None
+    found = _properties(device)
     bus = getattr(found, "pci_bus_id", None)
     if not isinstance(bus, int):
         return None
@@ -266,3 +264,9 @@ class CopyStream:
 def _module(name: str) -> Any:
     """Torch's module of a kind of devices."""
     return getattr(torch, name)
+
+
+def _properties(device: torch.device) -> Any:
+    """What torch knows of a device; None where it does not say."""
+    describe = getattr(_module(device.type), "get_device_properties", None)
+    return None if describe is None else describe(device)

@@ -13,7 +13,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-
     from aladdin_mpi.advice.options import read
 
     request = read(argv)

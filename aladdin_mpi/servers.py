@@ -8,24 +8,20 @@ from collections.abc import Sequence
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import find_algorithm
 
+ABOUT = "Say how many ranks of a run with these options of aladdin_mpi.train are servers."
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print how many servers a run with these options has; returns the exit status."""
     try:
-        print(_servers(argv))
+        from aladdin_mpi.options.run import TrainOptions, parse
+
+        options = parse(TrainOptions, argv, "aladdin_mpi.servers", ABOUT)
+        print(options.servers if find_algorithm(options.algorithm).has_servers else 0)
     except UserError as error:
         print(f"aladdin_mpi: error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _servers(argv: Sequence[str] | None) -> int:
-    from aladdin_mpi.options.run import TrainOptions, parse
-
-    about = "Say how many ranks of a run with these options of aladdin_mpi.train are servers."
-    options = parse(TrainOptions, argv, "aladdin_mpi.servers", about)
-
-    return options.servers if find_algorithm(options.algorithm).has_servers else 0
 
 
 if __name__ == "__main__":

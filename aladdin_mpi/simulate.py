@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from aladdin_mpi.options.run import RunRequest, SimulateOptions, read_request, warnings
 from aladdin_mpi.process import console, guard
 
+PROG = "aladdin_mpi.simulate"
 DESCRIPTION = (
     "Train, or only time, a model with data parallelism on a modelled cluster in virtual time. "
     "All figures of time are virtual; the same seed gives the same bytes. With a script of your "
@@ -23,11 +23,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
+    from aladdin_mpi.options.run import SimulateOptions, read_request, warnings
+
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0].endswith(".py"):
-        _simulate_script(*words)
+    is_script = bool(words) and words[0].endswith(".py")
+    cut = words.index("--") if is_script and "--" in words else len(words)
+    typed = words[int(is_script) : cut]
+    request = read_request(SimulateOptions, typed, PROG, DESCRIPTION, follows=not is_script)
+    if not request.setting("quiet"):
+        console.say("aladdin_mpi: starting, in virtual time")
+    if is_script:
+        from aladdin_mpi.run.script import simulate_script
+
+        simulate_script(Path(words[0]), words[cut + 1 :], request.given)
         return 0
-    request = _read(words)
     _ = request.options  # wrong ones are refused before the slow imports
 
     from aladdin_mpi.run.resumption import decide, follow
@@ -38,22 +47,6 @@ def _main(argv: Sequence[str] | None) -> int:
         guard.warn(warnings(decided, request.given))
         simulate(decided)
     return 0
-
-
-def _simulate_script(script: str, *words: str) -> None:
-    cut = words.index("--") if "--" in words else len(words)
-    typed = _read(words[:cut], follows=False)
-
-    from aladdin_mpi.run.script import simulate_script
-
-    simulate_script(Path(script), words[cut + 1 :], typed.given)
-
-
-def _read(words: Sequence[str], follows: bool = True) -> RunRequest[SimulateOptions]:
-    request = read_request(SimulateOptions, words, "aladdin_mpi.simulate", DESCRIPTION, follows)
-    if not request.setting("quiet"):
-        console.say("aladdin_mpi: starting, in virtual time")
-    return request
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,22 +14,11 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import find_algorithm
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import guard, startup
-from aladdin_mpi.run.script import SimulatedRank, simulated_rank
+from aladdin_mpi.run.script import simulated_rank
+from aladdin_mpi.transport.base import Transport
 
 
-class RankInfo(Protocol):
-    """What has to be known of the ranks: see :class:`.Transport`."""
-
-    rank: int
-    hosts: Sequence[int]
-    shares_process: bool
-
-    @property
-    def host(self) -> int:
-        """The number of this rank's host."""
-
-
-def choose_device(wanted: str, transport: RankInfo, servers: int) -> torch.device:
+def choose_device(wanted: str, transport: Transport | Job, servers: int) -> torch.device:
     """A GPU by the worker's place among the workers of its host; servers take none.
 
     A task that was given one GPU of its own sees no other, and takes that one. With more workers
@@ -48,24 +37,18 @@ def choose_device(wanted: str, transport: RankInfo, servers: int) -> torch.devic
     if transport.rank < servers or wanted == "cpu":
         return torch.device("cpu")
     kind, gpus = accelerator.kind(), accelerator.count()
-    if wanted not in ("auto", "gpu", kind):
-        found = "none here" if kind is None else f"one called {kind}"
-        raise _missing(wanted, found)
-    if kind is None:
-        if wanted == "gpu":
-            raise _missing(wanted, "none here")
+    if kind is None and wanted == "auto":
         return torch.device("cpu")
+    if kind is None or wanted not in ("auto", "gpu", kind):
+        raise UserError(
+            f"--device {wanted}: expected a GPU on every host with workers, found "
+            f"{'none here' if kind is None else f'one called {kind}'}; use --device cpu, or check "
+            "CUDA_VISIBLE_DEVICES and the driver"
+        )
     place = list(transport.hosts[servers : transport.rank]).count(transport.host)
     device = torch.device(kind, 0 if transport.shares_process else place % gpus)
     accelerator.enter(device)
     return device
-
-
-def _missing(wanted: str, found: str) -> UserError:
-    return UserError(
-        f"--device {wanted}: expected a GPU on every host with workers, found {found}; use "
-        "--device cpu, or check CUDA_VISIBLE_DEVICES and the driver"
-    )
 
 
 TIMEOUT: float = RunOptions.model_fields["timeout"].default
@@ -123,7 +106,8 @@ def find_job(settings: Mapping[str, Any]) -> Job:
         transport = simulated.transport
         if transport is None:  # the script is run for its options alone
             return Job(0, [0], 0, shares_process=True)
-        servers = _servers(settings, simulated)
+        typed = {path[0]: setting.value for path, setting in simulated.typed.items()}
+        servers = _servers({**settings, **typed})  # those typed go over the script's
         return Job(transport.rank, transport.hosts, servers, shares_process=True)
     start_mpi(float(settings.get("timeout", TIMEOUT)))
     from aladdin_mpi.transport.mpi import world
@@ -133,7 +117,7 @@ def find_job(settings: Mapping[str, Any]) -> Job:
     names = world.hosts()
     startup.end()
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    servers = 0 if size == 1 else _servers(settings, None)  # one process trains alone
+    servers = 0 if size == 1 else _servers(settings)  # one process trains alone
     return Job(rank, [numbers[name] for name in names], servers, shares_process=False)
 
 
@@ -157,10 +141,7 @@ def start_mpi(timeout: float) -> None:
     guard.note_suspend_signals()
 
 
-def _servers(settings: Mapping[str, Any], simulated: SimulatedRank | None) -> int:
-    """Number of servers; options typed for a simulation go over the script's."""
+def _servers(settings: Mapping[str, Any]) -> int:
     fields = RunOptions.model_fields
-    typed = {} if simulated is None else {k[0]: v.value for k, v in simulated.typed.items()}
-    asked = {**settings, **typed}
-    name, servers = (asked.get(each, fields[each].default) for each in ("algorithm", "servers"))
+    name, servers = (settings.get(each, fields[each].default) for each in ("algorithm", "servers"))
     return int(servers) if find_algorithm(str(name)).has_servers else 0

@@ -57,7 +57,10 @@ def bind_to_near(
         return
     allowed = as_cpulist(sorted(os.sched_getaffinity(0)))
     mine = transport.rank, transport.host, as_cpulist(near(bus_address(device), bus)), allowed
-    told = [_place(each) for each in gather(transport, mine)]
+    told = [
+        RankPlace(rank, host, cpulist(near_cores), cpulist(cores))
+        for rank, host, near_cores, cores in gather(transport, mine)
+    ]
     dealt = {
         str(rank): (as_cpulist(share.cores), share.place, share.parts)
         for rank, share in deal(told).items()
@@ -66,11 +69,6 @@ def bind_to_near(
     if share is not None:
         cores, place, parts = share
         bind(split(cpulist(cores), parts, cpus)[place])
-
-
-def _place(told: Sequence[Any]) -> RankPlace:
-    rank, host, near_cores, allowed = told
-    return RankPlace(rank, host, cpulist(near_cores), cpulist(allowed))
 
 
 def near(address: str | None, bus: Path = BUS) -> tuple[int, ...]:
@@ -102,7 +100,13 @@ def cpulist(text: str) -> tuple[int, ...]:
 
 def as_cpulist(cores: Sequence[int]) -> str:
     """The inverse of :func:`cpulist`, for numbers in order."""
-    return ",".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in _runs(cores))
+    runs: list[list[int]] = []
+    for core in cores:
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    return ",".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def deal(places: Sequence[RankPlace]) -> dict[int, CoreShare]:
@@ -155,16 +159,6 @@ def siblings(core: int, cpus: Path = CPUS) -> tuple[int, ...]:
         return (core,)
 
 
-def _runs(cores: Sequence[int]) -> list[list[int]]:
-    runs: list[list[int]] = []
-    for core in cores:
-        if runs and core == runs[-1][-1] + 1:
-            runs[-1].append(core)
-        else:
-            runs.append([core])
-    return runs
-
-
 def bind(cores: Sequence[int]) -> None:
     """Bind all threads of this process, those that there are already too.
 
@@ -204,9 +198,8 @@ def tell_placement(
         spares: number of spare ranks, the last ones.
     """
     if transport.shares_process:
-        if (
-            transport.rank == transport.size - 1
-        ):  # a worker, or a spare rank, and the others are where it is
+        # A worker, or a spare rank, and the others are where it is.
+        if transport.rank == transport.size - 1:
             guard.warn(idle_gpus([place(transport.rank, device, servers, was_chosen)]))
         return
     mine = place(transport.rank, device, servers, was_chosen)
@@ -237,8 +230,9 @@ def place(rank: int, device: torch.device, servers: int, was_chosen: bool = True
 
 def by_rank(facts: Sequence[dict[str, Any]]) -> list[str]:
     """A line for each rank."""
+    lie = {"near": "near its GPU", "far": "far from its GPU", "": ""}
     table = [
-        [f"rank {f['rank']}", f["host"], f["role"], f["device"], _cores(f["cores"]), _lie(f)]
+        [f"rank {f['rank']}", f["host"], f["role"], f["device"], _cores(f), lie[f["nearness"]]]
         for f in facts
     ]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -319,12 +313,7 @@ def far_cores(facts: Iterable[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _lie(fact: dict[str, Any]) -> str:
-    return {"near": "near its GPU", "far": "far from its GPU"}.get(fact["nearness"], "")
-
-
-def _cores(cores: Sequence[int]) -> str:
+def _cores(fact: dict[str, Any]) -> str:
     """``cores 0-7,16``."""
-    if not cores:
-        return ""
-    return f"{'cores' if len(cores) > 1 else 'core'} {as_cpulist(cores)}"
+    cores = fact["cores"]
+    return f"core{'s' * (len(cores) > 1)} {as_cpulist(cores)}" if cores else ""

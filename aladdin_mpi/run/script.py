@@ -22,8 +22,6 @@ from aladdin_mpi.process.guard import exit_called
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 
-SUFFIX = ".py"
-
 
 @dataclass(frozen=True)
 class SimulatedRank:
@@ -68,7 +66,15 @@ def simulate_script(script: Path, arguments: Sequence[str], typed: Settings) -> 
         UserError: it cannot be read, makes no DataParallel, or asks for what cannot be simulated.
     """
     main = _program(script, arguments)
-    options = _options(script, main, typed)
+    token = _rank.set(SimulatedRank(typed, None))
+    try:
+        main()
+    except OptionsFound as found:
+        options = found.options
+    else:
+        raise UserError(f"simulate: expected a script that makes a DataParallel, got {script}")
+    finally:
+        _rank.reset(token)
     if options.compute == "timed" or options.resume is not None:
         raise UserError(
             "simulate: expected a script whose run begins, with gradients that are calculated, got "
@@ -95,17 +101,6 @@ def simulate_script(script: Path, arguments: Sequence[str], typed: Settings) -> 
                 raise
 
     cluster.run(rank)
-
-
-def _options(script: Path, main: Callable[[], None], typed: Settings) -> SimulateOptions:
-    token = _rank.set(SimulatedRank(typed, None))
-    try:
-        main()
-    except OptionsFound as found:
-        return found.options
-    finally:
-        _rank.reset(token)
-    raise UserError(f"simulate: expected a script that makes a DataParallel, got {script}")
 
 
 def _program(script: Path, arguments: Sequence[str]) -> Callable[[], None]:
