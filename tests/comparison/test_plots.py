@@ -180,7 +180,9 @@ def test_ideal_is_sum_of_worker_speeds() -> None:
     # In virtual time the options say what a worker does, unless the user has said it.
     modelled = SimulateOptions(batch_size=8, compute_time=0.1, slowdown={1: 4.0})
     assert baseline.ideals([("a", modelled, 2)], ONE) == pytest.approx({"a": 100.0})
-    assert baseline.ideals([("a", modelled, 2)], baseline.given(20.0)) == pytest.approx({"a": 25.0})
+    assert baseline.ideals([("a", modelled, 2)], Baseline(20.0, baseline.GIVEN)) == pytest.approx(
+        {"a": 25.0}
+    )
 
 
 def test_throughput_bars_show_ideals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
