@@ -150,10 +150,8 @@ class CandidateSearch:
         self._tell = tell
         self._smaller = smaller(request, ground)
         seconds = request.seconds(ground.workers)
-        self._began = time.monotonic()
-        self._end = self._last = self._began + seconds
-        if self._smaller is not None:
-            self._end = self._began + FIRST_ROUNDS * seconds
+        self._last = time.monotonic() + seconds
+        self._end = self._last - (0 if self._smaller is None else (1 - FIRST_ROUNDS) * seconds)
         self._after = self._last + min(seconds / 2, AFTER)
         self._unit = request.options.batch_size / ground.step
         self._done = self._asked = 0
@@ -167,14 +165,12 @@ class CandidateSearch:
         return None if self._smaller is None else self._smaller.ground
 
     # -- runs ---------------------------------------------------------------------------
-    def options(self, candidate: Candidate, steps: int, seed: int = 0) -> SimulateOptions:
-        """Of a timed run of ``candidate``, ``steps`` of each worker long."""
-        return self._on(self._request, self._ground.workers, candidate, steps, seed)
-
-    def _on(
-        self, request: AdviceRequest, workers: int, candidate: Candidate, steps: int, seed: int
+    def options(
+        self, candidate: Candidate, steps: int, seed: int = 0, small: ReducedCluster | None = None
     ) -> SimulateOptions:
-        batch = request.options.batch_size
+        """Of a timed run of ``candidate``, ``steps`` of each worker long, on ``small`` or all."""
+        request, on = (small.request, small.ground) if small else (self._request, self._ground)
+        batch, workers = request.options.batch_size, on.workers
         jitter = {} if ("jitter",) in request.cluster else {"jitter": JITTER}
         return request.simulated(
             {
@@ -206,7 +202,7 @@ class CandidateSearch:
             steps = max(CHECK, steps // 2) if self._ground.workers > MANY else steps
             options = self.options(candidate, steps, seed)
             return pool.submit(timed_run.run, options.model_dump(mode="json"))
-        options = self._on(small.request, small.ground.workers, part, steps, seed)
+        options = self.options(part, steps, seed, small)
         future = pool.submit(timed_run.run, options.model_dump(mode="json"))
         self._scale[future] = partial(small.scaled, candidate)
         return future

@@ -13,9 +13,8 @@ from aladdin_mpi.advice.candidate_search import CandidateResult
 from aladdin_mpi.advice.candidates import REFERENCE, Candidate, ClusterTraits
 from aladdin_mpi.advice.learning import SampleEfficiency
 from aladdin_mpi.advice.options import AdviceRequest, AdviseOptions, Change
-from aladdin_mpi.comparison.plots import COLOURS, DPI, MARKERS
+from aladdin_mpi.comparison.plots import COLOURS, MARKERS, save
 from aladdin_mpi.process.console import number, percent, throughput
-from aladdin_mpi.process.files import written_whole
 
 UNKNOWN = "/path/to"
 STEPS = 100
@@ -117,8 +116,7 @@ def draw(advice: Advice, path: Path) -> None:
     axis.legend(fontsize="small")
     if advice.scaling:
         _draw_scaling(advice, figure.add_subplot(1, panels, 2))
-    with written_whole(path) as temporary:
-        figure.savefig(temporary, dpi=DPI)
+    save(figure, path)
 
 
 def _draw_scaling(advice: Advice, axis: Any) -> None:

@@ -79,7 +79,7 @@ def draw(
     drawn = {name: figure for name, figure in figures.items() if figure is not None}
     for name, figure in drawn.items():
         figure.axes[0].set_title(title, fontsize=10)
-        _save(figure, out / name)
+        save(figure, out / name)
     return list(drawn)
 
 
@@ -124,7 +124,8 @@ def _samples(evaluation: Evaluation) -> float:
     return float(evaluation.samples)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
+    """Write a figure to a PNG file, whole or not at all."""
     with written_whole(path) as temporary:
         figure.savefig(temporary, dpi=DPI)
 

@@ -187,7 +187,7 @@ def test_ideal_is_sum_of_worker_speeds() -> None:
 
 def test_throughput_bars_show_ideals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn: dict[str, Any] = {}
-    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.update({path.name: figure}))
+    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.update({path.name: figure}))
     runs = [run("fast", RISING, 300.0), run("slow", RISING, 40.0), run("none", RISING, 20.0)]
     draw(runs, tmp_path, fast=400.0, slow=260.0)
     (axis,) = drawn[plots.THROUGHPUT].axes
