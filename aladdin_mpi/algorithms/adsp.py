@@ -254,8 +254,8 @@ class Schedule(Stateful):
         "_end_loss",
         "_last_loss",
         "_points",
-        "loss",
-        "search",
+        loss="loss.newest",
+        search="search",
     )
 
     def facts(self) -> dict[str, Any]:
@@ -276,7 +276,6 @@ class AdspWorker(TrainingWorker):
     """
 
     SAVED = TrainingWorker.SAVED | saved(outbox="link", notes="local.inbox.notes")
-    RESIZED = ("worker", "link")
 
     def __init__(self, worker: Worker, optimizer: Optimizer, wire: GradientCodec) -> None:
         super().__init__(worker, optimizer)

@@ -12,6 +12,7 @@ the authors' code batch norm's parameters are synchronised as all others are.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,12 +31,12 @@ from aladdin_mpi.codec.base import DenseWire, GradientCodec
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.replica import DenseLayer, PhantomReplica, Replica
+from aladdin_mpi.flat.state import MergedState, saved
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.algorithms import MULTISTEP, MultistepOptions, own, whole_gradient_options
 from aladdin_mpi.options.general import GeneralOptions
 from aladdin_mpi.process import console
-from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -52,8 +53,11 @@ class MultistepWorker(TrainingWorker):
             uses them so that it can be done; they have buckets of their own.
         batch: the largest number of samples of a step.
         tell: where to say that it cannot be done.
-        places: see :func:`own_places`.
+        places: of the values that a worker updates, see :func:`own_places`; called with the
+            number of workers and the worker's.
     """
+
+    SAVED = TrainingWorker.SAVED | saved("exchanging")
 
     def __init__(
         self,
@@ -63,7 +67,7 @@ class MultistepWorker(TrainingWorker):
         exchanged: list[DenseLayer],
         batch: int,
         tell: Callable[[str], None],
-        places: Callable[[], torch.Tensor],
+        places: Callable[[int, int], torch.Tensor],
     ) -> None:
         x, transport = worker.parameters, worker.transport
         weights = DenseWire(x.dtype, x.device, moves_bytes=transport.needs_memory)
@@ -97,22 +101,14 @@ class MultistepWorker(TrainingWorker):
             self.hooks = LayerHooks(
                 module, self.pieces, self.finish, self.send_activations, deliver
             )
-        worker.step.before_forward = self.forward
 
     def run(self) -> None:
         """Train until the segment's samples are used up."""
-        if self.hooks is None:
-            self.train()
-            return
-        with self.hooks.installed():
-            self.train()
-
-    def train(self) -> None:
-        """Step by step."""
-        for _ in self.worker.batches():
-            self.compute()
-            self.update()
-        self.finish_all()
+        with nullcontext() if self.hooks is None else self.hooks.installed():
+            for _ in self.worker.batches():
+                self.compute()
+                self.update()
+            self.finish_all()
 
     # -- backward, from the top layer down: all-to-all -------------------------------
     def compute(self) -> None:
@@ -120,11 +116,8 @@ class MultistepWorker(TrainingWorker):
         lease, n = self.worker.lease, self.worker.count
         for piece in self.dense:
             piece.begin(-(-lease.whole // n), lease.size)
-        if self.hooks is None:
-            self.worker.gradient(self.g, self.send)
-        else:
-            with self.hooks.step(lease.size > 0):
-                self.worker.gradient(self.g, self.send)
+        with nullcontext() if self.hooks is None else self.hooks.step(lease.size > 0):
+            self.worker.gradient(self.g, self.send, before_forward=self.forward)
         if self.worker.current.norm is not None and any(piece.by_errors for piece in self.dense):
             # Possible in the first step after a resumption, or of a worker that had no samples.
             raise UserError(
@@ -215,21 +208,40 @@ class MultistepWorker(TrainingWorker):
         return FITS if fits else UNFIT
 
     # -- checkpoints --------------------------------------------------------------------
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on."""
-        return {**super().state_dict(), "exchanging": [piece.exchanging for piece in self.dense]}
+    @property
+    def exchanging(self) -> list[bool | None]:
+        """Of each dense layer, see :class:`DenseWeight`."""
+        return [piece.exchanging for piece in self.dense]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        super().load_state_dict(state)
-        for piece, exchanging in zip(self.dense, state["exchanging"], strict=True):
-            piece.exchanging = exchanging
+    @exchanging.setter
+    def exchanging(self, values: list[bool | None]) -> None:
+        for piece, value in zip(self.dense, values, strict=True):
+            piece.exchanging = value
+
+    def merge_worker(
+        self,
+        merged: dict[str, Any] | None,
+        new: dict[str, Any],
+        count: int,
+        worker: int,
+        workers: int,
+    ) -> dict[str, Any]:
+        """See :meth:`Role.merge_worker`; the merged momentum is that of the whole vector."""
+        velocity = new["optimizer"]["velocity"]
+        if velocity is not None:
+            known = None if merged is None else merged["optimizer"]["velocity"]
+            whole = velocity.new_zeros(self.layout.numel) if known is None else known
+            if not whole.is_meta:
+                whole[self.places(workers, worker)] = velocity
+            # Its mean with itself stays what it is.
+            new["optimizer"]["velocity"] = whole if known is None else whole.clone()
+        return super().merge_worker(merged, new, count, worker, workers)
 
     def resize(self, merged: MergedState) -> None:
         """This rank's part of the momentum; which layers exchange what is decided anew."""
         velocity = merged.worker["optimizer"]["velocity"]
         if velocity is not None:
-            places = self.places()
+            places = self.places(self.n, self.index)
             # Of memory that there is not only the length counts.
             velocity = velocity[: len(places)] if velocity.is_meta else velocity[places]
         merged.worker["optimizer"] = {"velocity": velocity}
@@ -320,7 +332,7 @@ def multistep_worker(
         exchanged,
         options.step_size,
         tell,
-        lambda: own_places(worker.replica, worker.count, worker.index, options),
+        lambda workers, number: own_places(worker.replica, workers, number, options),
     )
 
 
@@ -328,5 +340,5 @@ register(
     MULTISTEP,
     worker=multistep_worker,
     layout=multistep_layout,
-    own_places=own_places,
+    updates_parts=True,
 )

@@ -181,7 +181,7 @@ def _assemble_in(
         store = CheckpointStore(folder.path)
         segments = _segments(context, role, coordinator, local, store, plan, task.origin, described)
         if takeover is not None:
-            take_over(context, local, segments, takeover)
+            take_over(context, role, local, segments, takeover)
         elif options.resume is not None:
             go_on(Resumption(context, role, local, segments, store, task.origin, lr))
         heartbeats = Heartbeats(transport, options.worker_timeout)
@@ -341,6 +341,7 @@ def _coordinator(
         lr,
         context.workers,
         role.server if isinstance(role, ServerAlgorithm) else None,
+        role.measures,
         hooks,
         context.leaders if context.algorithm.lockstep else (),
         context.needs_all,

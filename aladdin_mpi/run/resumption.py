@@ -25,7 +25,7 @@ from aladdin_mpi.process import console, files
 from aladdin_mpi.run.checkpoint import CheckpointStore, LocalState
 from aladdin_mpi.run.context import Context, collect_model, make_layout
 from aladdin_mpi.run.plan import Origin
-from aladdin_mpi.run.resizing import StateAssembly, share, tell
+from aladdin_mpi.run.resizing import StateAssembly, share, taken, tell
 from aladdin_mpi.run.segments import Segments
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.role import Role
@@ -212,12 +212,12 @@ def resize(of: Resumption) -> None:
     state = all_or_none(transport, lambda: of.segments.load(resizes=True) if first else None)
     options, algorithm, replica = context.options, context.algorithm, context.replica
     layout = make_layout(options, algorithm, replica, origin.servers, origin.workers)
-    parts = StateAssembly(of.store.part, algorithm, options, origin, layout, replica)
-    merged = all_or_none(transport, lambda: parts.merged(context.workers) if first else None)
+    parts = StateAssembly(of.store.part, algorithm, origin, layout, of.role, replica.parameters)
+    merged = all_or_none(transport, lambda: parts.merged() if first else None)
     if merged is not None and state is not None:
         merged.granted = state["keeper"].get("granted", ())[origin.servers :]
     merged = share(transport, merged)
-    past = (*origin.past, Period(merged.taken))
+    past = (*origin.past, Period(taken(merged)))
     begun = context.servers, context.workers
     now = Origin(context.workers, context.servers, past, origin.schedule_step, begun)
     of.segments.resize(state, merged, now)

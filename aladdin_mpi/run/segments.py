@@ -17,6 +17,7 @@ from torch import Tensor
 from aladdin_mpi.control.exchange import all_or_none, barrier, broadcast, gather
 from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.flat.state import MergedState
 from aladdin_mpi.flat.vectors import is_finite
 from aladdin_mpi.process import stop_signal
 from aladdin_mpi.run.checkpoint import CheckpointStore, LocalState
@@ -24,7 +25,6 @@ from aladdin_mpi.run.coordinator import Coordinator, RunEnd, RunHook
 from aladdin_mpi.run.plan import Origin, Plan
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.group import RankLostError
-from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import Role, TrainingWorker
 
 SETTLE_SECONDS = 1.0
@@ -322,6 +322,11 @@ def _not_finite(state: Any, name: str = "") -> str:
         return "" if sound else f"the state of a rank is not finite:{name}"
     items = state.items() if isinstance(state, dict) else ()
     return next(filter(None, (_not_finite(value, f"{name} {key}") for key, value in items)), "")
+
+
+def traffic_in(part: Mapping[str, Any]) -> dict[str, Any]:
+    """What a rank's part of a checkpoint, or :meth:`Segments.part`, says of its messages."""
+    return {name: part.get(name, 0) for name in ("waiting", "bytes_sent")}
 
 
 class Suspension(RunHook):
