@@ -150,9 +150,10 @@ class EamsgdWorker(TrainingWorker):
     SAVED = TrainingWorker.SAVED | saved("v", merge=MEAN)
 
     def __init__(
-        self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: EasgdOptions
+        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: EasgdOptions
     ) -> None:
         super().__init__(worker, optimizer)
+        assert isinstance(optimizer, MomentumSGD)  # EAMSGD takes no other
         self.link = ElasticLink(worker, wire, options)
         self.delta = optimizer.momentum
         self.decay = MomentumSGD(self.x, 0.0, optimizer.weight_decay)
@@ -231,16 +232,10 @@ register(
 )
 
 
-def _momentum_sgd(optimizer: Optimizer) -> MomentumSGD:
-    """EAMSGD's optimizer, which takes no other."""
-    assert isinstance(optimizer, MomentumSGD)
-    return optimizer
-
-
 register(
     EAMSGD,
     worker=lambda worker, optimizer, wire, run: EamsgdWorker(
-        worker, _momentum_sgd(optimizer), wire, own(run, EasgdOptions)
+        worker, optimizer, wire, own(run, EasgdOptions)
     ),
     server=lambda server, optimizer, run: EasgdServer(server, own(run, EasgdOptions)),
 )

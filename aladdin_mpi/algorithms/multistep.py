@@ -49,12 +49,8 @@ class MultistepWorker(TrainingWorker):
 
     Args:
         optimizer: whose settings are taken; this rank's momentum is as long as its parts.
-        exchanged: the dense layers that exchange activations and errors, where the module
-            uses them so that it can be done; they have buckets of their own.
-        batch: the largest number of samples of a step.
-        tell: where to say that it cannot be done.
-        places: of the values that a worker updates, see :func:`own_places`; called with the
-            number of workers and the worker's.
+        options: the run's. The dense layers that exchange activations and errors have buckets of
+            their own.
     """
 
     SAVED = TrainingWorker.SAVED | saved("exchanging")
@@ -62,29 +58,28 @@ class MultistepWorker(TrainingWorker):
     def __init__(
         self,
         worker: Worker,
-        optimizer: MomentumSGD,
+        optimizer: Optimizer,
         wire: GradientCodec,
-        exchanged: list[DenseLayer],
-        batch: int,
-        tell: Callable[[str], None],
-        places: Callable[[int, int], torch.Tensor],
+        options: GeneralOptions,
     ) -> None:
+        self.options = options
         x, transport = worker.parameters, worker.transport
         weights = DenseWire(x.dtype, x.device, moves_bytes=transport.needs_memory)
         self.order = InOrder(transport)
         ground = LayerContext(transport, self.order, x, wire.plain, weights, worker)
-        self.pieces = _pieces(ground, worker.layout, exchanged, batch)
+        exchanged = _exchanged(worker.replica, worker.count, options)
+        self.pieces = _pieces(ground, worker.layout, exchanged, options.step_size)
         self.dense = [piece for piece in self.pieces if isinstance(piece, DenseWeight)]
         # Momentum: 1/n of it on each rank, one part of the vector for each piece.
         edges = [0]
         for piece in self.pieces:
             edges.append(edges[-1] + piece.numel)
         self.state = [slice(edges[i], edges[i + 1]) for i in range(len(self.pieces))]
+        assert isinstance(optimizer, MomentumSGD)
         super().__init__(worker, _like(optimizer, x.new_zeros(edges[-1])))
+        for layer in exchanged[::-1]:
+            self.tell(describe(layer, self.n, options.step_size, wire.plain.dtype.itemsize))
         self.g = worker.replica.new_vector()
-        self.batch = batch
-        self.tell = tell
-        self.places = places
         self.gathering = 0
         self.waiting_for_whole: list[Callable[[], None]] = []
         self.hooks: LayerHooks | None = None
@@ -101,6 +96,28 @@ class MultistepWorker(TrainingWorker):
             self.hooks = LayerHooks(
                 module, self.pieces, self.finish, self.send_activations, deliver
             )
+
+    def tell(self, text: str) -> None:
+        """Say, once for all ranks, which layers exchange activations and errors."""
+        if self.index == 0 and not self.options.quiet:
+            console.say(f"aladdin_mpi: multistep: {text}")
+
+    def places(self, workers: int, worker: int) -> torch.Tensor:
+        """Where the values that a worker updates lie in the flat vector, in order of its pieces."""
+        replica, options = self.worker.replica, self.options
+        exchanged = _exchanged(replica, workers, options)
+        weights = {layer.weight.start: layer for layer in exchanged}
+        biases = {layer.bias.start for layer in exchanged if layer.bias is not None}
+        found = []
+        for bucket in multistep_layout(replica, workers, options).buckets:
+            places = torch.arange(bucket.start, bucket.stop)
+            if bucket.start in weights:
+                inputs = weights[bucket.start].inputs
+                places = places.view(-1, inputs)[:, _share(inputs, workers, worker)].reshape(-1)
+            elif bucket.start not in biases:
+                places = places[_share(bucket.numel, workers, worker)]
+            found.append(places)
+        return torch.cat(found)
 
     def run(self) -> None:
         """Train until the segment's samples are used up."""
@@ -248,25 +265,6 @@ class MultistepWorker(TrainingWorker):
         super().resize(merged)
 
 
-def own_places(
-    replica: Replica | PhantomReplica, workers: int, worker: int, options: GeneralOptions
-) -> torch.Tensor:
-    """Where the values that a worker updates lie in the flat vector, in the order of its pieces."""
-    exchanged = _exchanged(replica, workers, options)
-    weights = {layer.weight.start: layer for layer in exchanged}
-    biases = {layer.bias.start for layer in exchanged if layer.bias is not None}
-    found = []
-    for bucket in multistep_layout(replica, workers, options).buckets:
-        places = torch.arange(bucket.start, bucket.stop)
-        if bucket.start in weights:
-            inputs = weights[bucket.start].inputs
-            places = places.view(-1, inputs)[:, _share(inputs, workers, worker)].reshape(-1)
-        elif bucket.start not in biases:
-            places = places[_share(bucket.numel, workers, worker)]
-        found.append(places)
-    return torch.cat(found)
-
-
 def _share(numel: int, workers: int, worker: int) -> slice:
     part = -(-numel // workers)
     return slice(min(part * worker, numel), min(part * (worker + 1), numel))
@@ -312,33 +310,9 @@ def _exchanged(
     return choose(replica.dense, exchange, workers, options.step_size)
 
 
-def multistep_worker(
-    worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: GeneralOptions
-) -> MultistepWorker:
-    """A worker; rank 0's says which layers exchange activations and errors."""
-    exchanged = _exchanged(worker.replica, worker.count, options)
-
-    def tell(text: str) -> None:
-        if worker.index == 0 and not options.quiet:
-            console.say(f"aladdin_mpi: multistep: {text}")
-
-    for layer in exchanged[::-1]:
-        tell(describe(layer, worker.count, options.step_size, wire.plain.dtype.itemsize))
-    assert isinstance(optimizer, MomentumSGD)
-    return MultistepWorker(
-        worker,
-        optimizer,
-        wire,
-        exchanged,
-        options.step_size,
-        tell,
-        lambda workers, number: own_places(worker.replica, workers, number, options),
-    )
-
-
 register(
     MULTISTEP,
-    worker=multistep_worker,
+    worker=MultistepWorker,
     layout=multistep_layout,
     updates_parts=True,
 )

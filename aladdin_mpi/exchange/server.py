@@ -164,7 +164,7 @@ class ParameterServer(Stateful):
         """Gradients taken as a whole from workers that had failed when a checkpoint was written."""
         self.taken = self._nothing_taken()
         """Gradients taken in this segment, for every worker and bucket."""
-        self.on_update: Callable[[Bucket], None] = _nobody
+        self.on_update: Callable[[Bucket], None] = lambda bucket: None
         """Called with every bucket that a gradient has come for, when that is used."""
         self._is_open = False
         self._seen = [0] * self.worker_count
@@ -409,7 +409,3 @@ class ParameterServer(Stateful):
         self.staleness, self.from_former = joined["staleness"], joined["from_failed"]
         self._seen = [self.received] * n
         self.given = [int(merged.carried(COMPUTED, worker, n)) for worker in range(n)]
-
-
-def _nobody(bucket: Bucket) -> None:
-    """Nobody keeps a mirror."""

@@ -80,13 +80,14 @@ class StalenessBound:
         if not clocks.held:
             return
         slowest = min((clocks.steps[worker] for worker in self._running), default=0)
-        ready = [w for w in clocks.held if self._may_go(w, clocks.steps[w] - slowest)]
+        ready = [
+            worker
+            for worker in clocks.held
+            if clocks.steps[worker] - slowest <= self._bound or worker not in self._running
+        ]
         clocks.held = [w for w in clocks.held if w not in ready]
         for worker in ready:
             self._answer(worker, bucket)
-
-    def _may_go(self, worker: int, ahead: int) -> bool:
-        return ahead <= self._bound or worker not in self._running
 
 
 class ServerAlgorithm(Role):

@@ -112,18 +112,6 @@ class RandomState:
         return compute_so
 
 
-def _unknown(lr: float) -> None:
-    """Rank 0 knows the learning rate by itself."""
-
-
-def _leave(x: Tensor) -> None:
-    """Leave the model as it is."""
-
-
-def _nothing(lease: SampleLease) -> None:
-    """Nothing follows a step."""
-
-
 class Worker(Stateful):
     """One worker's replica and its supply of batches and gradients.
 
@@ -180,15 +168,15 @@ class Worker(Stateful):
         clipping: Clipping,
         lockstep: bool = False,
         max_loss: float | None = None,
-        rate: Callable[[float], float | None] = _unknown,
-        after_step: Callable[[SampleLease], None] = _nothing,
-        on_empty: Callable[[SampleLease], None] = _nothing,
+        rate: Callable[[float], float | None] = lambda lr: None,
+        after_step: Callable[[SampleLease], None] = lambda lease: None,
+        on_empty: Callable[[SampleLease], None] = lambda lease: None,
         whole: Transport | None = None,
         node: NodeLeader | None = None,
         draws: SampleClient | None = None,
         marks_unused: bool = False,
         steps_unused: bool = False,
-        project: Callable[[Tensor], None] = _leave,
+        project: Callable[[Tensor], None] = lambda x: None,
         lr_scale: Callable[[int], float] = unscaled,
     ) -> None:
         self.transport = transport
