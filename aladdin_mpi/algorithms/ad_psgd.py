@@ -29,12 +29,12 @@ from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.exchange.gossip import ModelOutbox
 from aladdin_mpi.flat.layout import Bucket
+from aladdin_mpi.flat.state import MergedState
 from aladdin_mpi.flat.vectors import add, copy, host_vector
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import AD_PSGD, AdPsgdOptions, own
 from aladdin_mpi.transport.base import Request, await_event, wait_ended
 from aladdin_mpi.transport.checksums import is_void, void
-from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 

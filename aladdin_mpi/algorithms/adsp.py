@@ -167,7 +167,8 @@ class Schedule(Stateful):
             if all(n or w in self._excluded for w, n in enumerate(self.commits)):
                 self._start(time)
             return
-        if self.search.active and len(self._points) == 1 and self._is_late(time):
+        is_late = time >= self._ends - self.period / 2
+        if self.search.active and len(self._points) == 1 and is_late:
             self._points.append((time - self._searched, self.loss.value))
         if time >= self._ends:
             self._check(time)
@@ -202,17 +203,15 @@ class Schedule(Stateful):
         self._begin_search(time)
         self._next_period(time)
 
-    def _is_late(self, time: float) -> bool:
-        return time >= self._ends - self.period / 2
-
     def _check(self, time: float) -> None:
         """A check period is over."""
-        loss = self.loss.value
+        loss, last = self.loss.value, self._last_loss
+        has_risen = loss - last >= self.options.loss_rise * abs(last)
         if self.search.active:
             self._points.append((time - self._searched, loss))
             if len(self._points) == 3:
                 self._judge()
-        elif time - self._searched >= self.epoch or self._has_risen(loss):
+        elif time - self._searched >= self.epoch or has_risen:
             self._begin_search(time)
         self._last_loss = loss
         self._next_period(time)
@@ -220,10 +219,6 @@ class Schedule(Stateful):
     def _next_period(self, time: float) -> None:
         self.target += self.search.rate
         self._ends = time + self.period
-
-    def _has_risen(self, loss: float) -> bool:
-        last = self._last_loss
-        return loss - last >= self.options.loss_rise * abs(last)
 
     # -- the search ------------------------------------------------------------
     def _begin_search(self, time: float) -> None:
@@ -254,8 +249,8 @@ class Schedule(Stateful):
         "_end_loss",
         "_last_loss",
         "_points",
-        "loss",
-        "search",
+        loss="loss.newest",
+        search="search",
     )
 
     def facts(self) -> dict[str, Any]:
@@ -276,7 +271,6 @@ class AdspWorker(TrainingWorker):
     """
 
     SAVED = TrainingWorker.SAVED | saved(outbox="link", notes="local.inbox.notes")
-    RESIZED = ("worker", "link")
 
     def __init__(self, worker: Worker, optimizer: Optimizer, wire: GradientCodec) -> None:
         super().__init__(worker, optimizer)

@@ -7,7 +7,7 @@ bucket as for a shard of its own. Numbers in brackets are the paper's lines;
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from math import sqrt
 from typing import Any
 
@@ -21,14 +21,13 @@ from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_link import ServerLink
 from aladdin_mpi.exchange.server_mailbox import ReceivedBucket
 from aladdin_mpi.exchange.worker_mailbox import Model, ModelInbox
-from aladdin_mpi.flat.layout import Bucket
-from aladdin_mpi.flat.state import saved
+from aladdin_mpi.flat.layout import Bucket, Layout
+from aladdin_mpi.flat.state import MergedState, Stateful, saved
 from aladdin_mpi.flat.vectors import add, clear, copy
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.algorithms import ALADDIN, AladdinOptions, own
 from aladdin_mpi.options.general import GeneralOptions
-from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -37,7 +36,6 @@ class AladdinWorker(TrainingWorker):
     """Algorithm 1: compute, update oneself, send, and never wait."""
 
     SAVED = TrainingWorker.SAVED | saved(outbox="link")
-    RESIZED = ("worker", "link")
 
     def __init__(
         self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: AladdinOptions
@@ -45,6 +43,7 @@ class AladdinWorker(TrainingWorker):
         super().__init__(worker, optimizer)
         self.sends_steps = options.momentum == "worker"
         self.updates_itself = options.self_update
+        self.divides = options.normalize != "none"
         steps = options.lookahead
         inbox = AheadInbox(worker, wire, optimizer, steps) if steps else None
         self.link = ServerLink(worker, wire, inbox, options.ring)
@@ -118,12 +117,16 @@ class AheadInbox(ModelInbox):
         add(model.bucket.of(parameters), model.bucket.of(self._velocity), alpha=-moved)
 
 
-class _Shard:
+class _Shard(Stateful):
     """A bucket's ``g~`` (``sum``), ``c~`` (``counted``) and every worker's ``c_i`` (``c``).
 
     ``c~`` differs from the number of gradients in ``g~`` where one is dropped. The
     rest are totals for alpha and the accounts.
     """
+
+    SAVED = saved(sum="sum.saved", count="sum.count") | saved(
+        "counted", "c", "total", "total_at_send", "applied", "dropped"
+    )
 
     def __init__(self, bucket: Bucket, largest: int, workers: int, like: Tensor) -> None:
         self.bucket = bucket
@@ -135,26 +138,27 @@ class _Shard:
         self.applied = 0
         self.dropped = 0
 
-
-def _take_over(shard: _Shard, saved: dict[str, Any]) -> None:
-    """What a former shard has summed of this one's values."""
-    bucket = shard.bucket
-    start, stop = max(bucket.start, saved["start"]), min(bucket.stop, saved["stop"])
-    if start >= stop:
-        return
-    shard.dropped = max(shard.dropped, saved["dropped"])
-    shard.counted = max(shard.counted, saved["counted"])
-    if saved["sum"] is None:
-        return
-    if not shard.sum.count:
-        clear(shard.sum.values)
-    mine = shard.sum.values[start - bucket.start : stop - bucket.start]
-    copy(mine, saved["sum"][start - saved["start"] : stop - saved["start"]])
-    shard.sum.count = max(shard.sum.count, saved["count"])
+    def take_over(self, start: int, stop: int, state: Mapping[str, Any]) -> None:
+        """Take up what a shard of the values ``[start, stop)`` has summed of this one's."""
+        bucket = self.bucket
+        first, last = max(bucket.start, start), min(bucket.stop, stop)
+        if first >= last:
+            return
+        self.dropped = max(self.dropped, state["dropped"])
+        self.counted = max(self.counted, state["counted"])
+        if state["sum"] is None:
+            return
+        if not self.sum.count:
+            clear(self.sum.values)
+        mine = self.sum.values[first - bucket.start : last - bucket.start]
+        copy(mine, state["sum"][first - start : last - start])
+        self.sum.count = max(self.sum.count, state["count"])
 
 
 class AladdinServer(ServerAlgorithm):
     """Algorithm 2: accumulate, update lazily, send when a worker is due."""
+
+    SAVED = saved("server", "shards", "optimizer")
 
     def __init__(
         self, server: ParameterServer, optimizer: Optimizer, options: AladdinOptions
@@ -233,37 +237,22 @@ class AladdinServer(ServerAlgorithm):
         dropped = max((shard.dropped for shard in self.shards.values()), default=0)
         return self.server.books(totals, dropped)
 
-    def state_dict(self) -> dict[str, object]:
-        """Everything that the next segment depends on."""
-        shards = {
-            index: {
-                "sum": shard.sum.values if shard.sum.count else None,
-                "count": shard.sum.count,
-                "counted": shard.counted,
-                "c": shard.c,
-                "total": shard.total,
-                "total_at_send": shard.total_at_send,
-                "applied": shard.applied,
-                "dropped": shard.dropped,
-            }
-            for index, shard in self.shards.items()
-        }
-        optimizer = self.optimizer.state_dict() if self.optimizer else None
-        return {"server": self.server.state_dict(), "shards": shards, "optimizer": optimizer}
+    def totals_in(self, state: Mapping[str, Any]) -> dict[int, int]:
+        """See :meth:`ServerAlgorithm.totals_in`."""
+        return {index: shard["total"] for index, shard in state["shards"].items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        self.server.load_state_dict(state["server"])
-        if self.optimizer is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
-        for index, values in state["shards"].items():
-            shard = self.shards[index]
-            if values["sum"] is not None:
-                shard.sum.values.copy_(values["sum"])
-            shard.sum.count, shard.counted = values["count"], values["counted"]
-            shard.c, shard.total = values["c"], values["total"]
-            shard.total_at_send = values["total_at_send"]
-            shard.applied, shard.dropped = values["applied"], values["dropped"]
+    def merged(
+        self, states: Sequence[dict[str, Any] | None], layout: Layout
+    ) -> dict[str, Any] | None:
+        """See :meth:`ServerAlgorithm.merged`; with all shards, by the places of their values."""
+        merged = super().merged(states, layout)
+        if merged is not None:
+            shards = [item for s in states if s is not None for item in s["shards"].items()]
+            buckets = layout.buckets
+            merged["shards"] = [
+                (buckets[index].start, buckets[index].stop, shard) for index, shard in shards
+            ]
+        return merged
 
     def resize(self, merged: MergedState) -> None:
         """What is summed and not applied yet is kept; all workers have just got a model."""
@@ -271,8 +260,8 @@ class AladdinServer(ServerAlgorithm):
         for shard in self.shards.values():
             shard.total = merged.server["applied"]
             shard.total_at_send = [shard.total] * self.n
-            for former_shard in merged.server["pending"]:
-                _take_over(shard, former_shard)
+            for start, stop, state in merged.server.get("shards", ()) if merged.keeps_sums else ():
+                shard.take_over(start, stop, state)
             shard.applied = shard.total - shard.dropped - shard.sum.count
 
 

@@ -33,10 +33,9 @@ from aladdin_mpi.exchange.server_link import ServerLink
 from aladdin_mpi.exchange.server_mailbox import Notes, ReceivedBucket
 from aladdin_mpi.exchange.worker_mailbox import Model, ModelInbox
 from aladdin_mpi.flat.layout import Bucket
-from aladdin_mpi.flat.state import saved
+from aladdin_mpi.flat.state import MergedState, saved
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import ALADDIN_AHEAD, AladdinAheadOptions, own
-from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -48,7 +47,6 @@ class AheadWorker(TrainingWorker):
     """Compute, move on along the track, send the step, and never wait."""
 
     SAVED = TrainingWorker.SAVED | saved("track", "timing", "room", "coalesced", outbox="link")
-    RESIZED = ("worker", "link")
 
     def __init__(
         self,
@@ -169,7 +167,6 @@ class AheadServer(ServerAlgorithm):
         """Gradients that came before a worker's newest."""
         self.told: dict[int, Notes] = {}
         """The newest notes of each worker."""
-        server.measures = self.measures
 
     def run(self) -> None:
         """``x~ <- x~ - step / n``; send models if so much of the worker's gradient has come."""
@@ -200,7 +197,7 @@ class AheadServer(ServerAlgorithm):
         return (self.applied[bucket], own, self.before[bucket][worker], during)
 
     def measures(self) -> dict[str, float]:
-        """What the workers have told, in the mean."""
+        """See :meth:`Role.measures`: what the workers have told, in the mean."""
         if not self.told:
             return {}
         names = ("models_sent_at", "wire_bits", "pi", "age_rounds")

@@ -17,12 +17,11 @@ from aladdin_mpi.allreduce.surviving import SurvivingSums
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.codec.dgc import DeepGradientCompression
 from aladdin_mpi.flat.layout import Bucket
-from aladdin_mpi.flat.state import saved
+from aladdin_mpi.flat.state import HELD_BACK, saved
 from aladdin_mpi.flat.unused import joined, shifted, within
 from aladdin_mpi.flat.vectors import add, clip_norm, copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import AR_SGD, OUTLAST_DEATHS, ArSgdOptions, own
-from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -30,7 +29,7 @@ from aladdin_mpi.worker.worker import Worker
 class ArSgdWorker(TrainingWorker):
     """``x <- x - lr/n (g_1 + ... + g_n)``, the same on every worker."""
 
-    SAVED = TrainingWorker.SAVED | saved("codec")
+    SAVED = TrainingWorker.SAVED | saved("codec", merge=HELD_BACK)
 
     def __init__(
         self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: ArSgdOptions
@@ -77,11 +76,6 @@ class ArSgdWorker(TrainingWorker):
             self.sums.clear()
         if self.surviving is not None:
             self.surviving.settle()
-
-    def resize(self, merged: MergedState) -> None:
-        """See :meth:`TrainingWorker.resize`."""
-        super().resize(merged)
-        self.codec.load_state_dict(merged.worker["codec"])
 
     def _begin_sum(self, bucket: Bucket) -> None:
         g = bucket.of(self.g)

@@ -34,11 +34,10 @@ from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm, StalenessBoun
 from aladdin_mpi.exchange.server_link import LocalDifference
 from aladdin_mpi.exchange.server_mailbox import ReceivedBucket
 from aladdin_mpi.flat.layout import Bucket, Layout
-from aladdin_mpi.flat.state import saved
+from aladdin_mpi.flat.state import MergedState, Stateful, saved
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import ASHL, AshlOptions, own
 from aladdin_mpi.transport.base import Event
-from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -249,13 +248,13 @@ class _Profile:
 
     def __init__(self, iterations: int) -> None:
         self.iterations = iterations
-        self.steps: list[float] = []
-        self.pushes: list[float] = []
-        self.pulls: list[float] = []
+        self.measured: list[list[float]] = [[], [], []]
+        """Of steps, pushes and pulls."""
 
     @property
     def done(self) -> bool:
-        return len(self.steps) >= self.iterations
+        steps, _, _ = self.measured
+        return len(steps) >= self.iterations
 
     def exchanged(self, push: float, whole: float) -> None:
         """Note the time of a push and of the whole exchange.
@@ -263,28 +262,24 @@ class _Profile:
         Both ways carry as much. The transport may take over what is sent long before it has
         arrived, so a push takes half the time of both, if not longer.
         """
-        if len(self.pushes) < self.iterations:
+        _, pushes, pulls = self.measured
+        if len(pushes) < self.iterations:
             push = max(push, whole / 2)
-            self.pushes.append(push)
-            self.pulls.append(whole - push)
+            pushes.append(push)
+            pulls.append(whole - push)
 
     def times(self, compress: float) -> Times:
         """The medians: a first iteration is often much longer."""
-        step, push, pull = (median(t or [0.0]) for t in (self.steps, self.pushes, self.pulls))
+        step, push, pull = (median(times or [0.0]) for times in self.measured)
         return Times(step, push, pull, compress)
-
-    def state_dict(self) -> list[list[float]]:
-        return [self.steps, self.pushes, self.pulls]
-
-    def load_state_dict(self, state: list[list[float]]) -> None:
-        self.steps, self.pushes, self.pulls = state
 
 
 class AshlWorker(TrainingWorker):
     """Algorithm 3, worker: H_i local steps, push ``TopK(x - base, R_i)``, pull."""
 
-    SAVED = TrainingWorker.SAVED | saved("profile", outbox="link")
-    RESIZED = ("worker", "link")
+    SAVED = TrainingWorker.SAVED | saved(
+        profile="profile.measured", outbox="link", plan="planned", phase="phase"
+    )
 
     def __init__(
         self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: AshlOptions
@@ -295,8 +290,9 @@ class AshlWorker(TrainingWorker):
         self.link = self.local.link
         self.options = options
         self.profile = _Profile(options.profile)
-        self.plan: PlannedShare | None = None
-        self.phase = Phase.COARSE
+        self.planned: list[float] | None = None
+        """This worker's part of the plan, as the first server sends it."""
+        self.phase = int(Phase.COARSE)
 
     def run(self) -> None:
         """Step; every H_i steps, and at the end, push; then pull, and hear what to do next."""
@@ -310,10 +306,16 @@ class AshlWorker(TrainingWorker):
         self.local.close()
 
     @property
+    def plan(self) -> PlannedShare | None:
+        """This worker's part of the plan, once it has come."""
+        return _unpack(self.planned) if self.planned else None
+
+    @property
     def stage(self) -> Stage:
         """What this worker does at present; before the plan all have an equal share."""
-        if self.plan is not None:
-            return self.plan.fine if self.phase == Phase.FINE else self.plan.coarse
+        plan = self.plan
+        if plan is not None:
+            return plan.fine if self.phase == Phase.FINE else plan.coarse
         steps = self.options.coarse_steps if self.profile.done else 1
         return Stage(1 / self.worker.divisor, steps, 1.0)
 
@@ -340,7 +342,7 @@ class AshlWorker(TrainingWorker):
         """The times, with the last message of the profile."""
         if self.profile.done:
             return []
-        self.profile.steps.append(self.local.step_seconds)
+        self.profile.measured[0].append(self.local.step_seconds)
         return list(self.profile.times(self._choosing())) if self.profile.done else []
 
     def _choosing(self) -> float:
@@ -355,23 +357,8 @@ class AshlWorker(TrainingWorker):
 
     def _obey(self, notes: tuple[float, ...]) -> None:
         phase, *plan = notes
-        self.phase = Phase(int(phase))
-        if plan:
-            self.plan = _unpack(plan)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on."""
-        return {
-            **super().state_dict(),
-            "plan": _pack(self.plan) if self.plan else None,
-            "phase": int(self.phase),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        super().load_state_dict(state)
-        self.plan = _unpack(state["plan"]) if state["plan"] else None
-        self.phase = Phase(state["phase"])
+        self.phase = int(phase)
+        self.planned = plan or self.planned
 
 
 class AshlServer(ServerAlgorithm):
@@ -420,24 +407,37 @@ class AshlServer(ServerAlgorithm):
         """The plan, and when the fine stage began, for the summary."""
         return {} if self.head is None else {"ashl": self.head.facts()}
 
+    def merged(
+        self, states: Sequence[dict[str, Any] | None], layout: Layout
+    ) -> dict[str, Any] | None:
+        """See :meth:`ServerAlgorithm.merged`; with the first server's ``head``."""
+        merged = super().merged(states, layout)
+        if merged is not None:
+            merged["head"] = next(state["head"] for state in states if state is not None)
+        return merged
+
     def resize(self, merged: MergedState) -> None:
         """The stage stays, and the new workers are measured for a plan of their own."""
         super().resize(merged)
-        head = merged.server["head"]
+        head = merged.server.get("head")
         if self.head is not None and head is not None:  # else the server that knew is lost
-            self.head.phase, self.head.fine_from = Phase(head["phase"]), head["fine_from"]
+            self.head.phase, self.head.fine_from = head["phase"], head["fine_from"]
 
 
-class Head:
+class Head(Stateful):
     """The first server's other duty: the plan, and the stage of the training."""
+
+    SAVED = saved(loss="loss.newest", times="times", plan="planned") | saved("phase", "fine_from")
 
     def __init__(self, server: ParameterServer, options: AshlOptions) -> None:
         self.server = server
         self.options = options
         self.loss = GlobalLoss(server.worker_count)
-        self.times: dict[int, Times] = {}
-        self.plan: list[PlannedShare] = []
-        self.phase = Phase.COARSE
+        self.times: dict[int, list[float]] = {}
+        """Each worker's :class:`Times`."""
+        self.planned: list[list[float]] = []
+        """The plan as numbers."""
+        self.phase = int(Phase.COARSE)
         self.fine_from: int | None = None
         """Sample number of the run at which the fine stage began."""
 
@@ -445,26 +445,32 @@ class Head:
         """Hear a worker's loss and, once, its times."""
         self.loss.report(worker, loss, gradients)
         if times:
-            self.times[worker] = Times(*times)
-        if not self.plan and times:
+            self.times[worker] = times
+        if not self.planned and times:
             missing = [w for w in range(self.server.worker_count) if w not in self.times]
             if all(self.server.has_failed(w) for w in missing):
                 # Who has failed gets a part too, which nobody will ask for.
-                self.times |= dict.fromkeys(missing, Times(*times))
+                self.times |= dict.fromkeys(missing, times)
                 self._make_plan()
-        if self.plan and self.phase == Phase.COARSE and self._is_fine():
-            self.phase, self.fine_from = Phase.FINE, self.server.samples
+        if self.planned and self.phase == Phase.COARSE and self._is_fine():
+            self.phase, self.fine_from = int(Phase.FINE), self.server.samples
+
+    @property
+    def plan(self) -> list[PlannedShare]:
+        """Every worker's part; none before all have been measured."""
+        return [_unpack(numbers) for numbers in self.planned]
 
     def _make_plan(self) -> None:
         options = self.options
-        self.plan = make_plan(
-            [self.times[worker] for worker in sorted(self.times)],
+        plan = make_plan(
+            [Times(*self.times[worker]) for worker in sorted(self.times)],
             options.coarse_steps,
             options.fine_steps,
             options.coarse_rate,
             options.fine_rate,
         )
-        _log.info("ashl: plan %s", self.plan)
+        _log.info("ashl: plan %s", plan)
+        self.planned = [_pack(share) for share in plan]
 
     def _is_fine(self) -> bool:
         if self.options.stage != "auto":
@@ -473,12 +479,13 @@ class Head:
 
     def word(self, worker: int) -> tuple[float, ...]:
         """The stage and, once there is a plan, the worker's part of it."""
-        return (float(self.phase), *(_pack(self._part(worker)) if self.plan else ()))
+        return (float(self.phase), *(_pack(self._part(worker)) if self.planned else ()))
 
     def _part(self, worker: int) -> PlannedShare:
         """The worker's part; the shares of workers that have failed go to all others alike."""
-        left = [part for w, part in enumerate(self.plan) if not self.server.has_failed(w)]
-        part, rate = self.plan[worker], self.server.surviving_workers / self.server.divisor
+        plan = self.plan
+        left = [part for w, part in enumerate(plan) if not self.server.has_failed(w)]
+        part, rate = plan[worker], self.server.surviving_workers / self.server.divisor
         coarse, fine = sum(s.coarse.share for s in left), sum(s.fine.share for s in left)
         return PlannedShare(
             part.coarse._replace(share=part.coarse.share / coarse * rate),
@@ -491,24 +498,6 @@ class Head:
             {"coarse": share.coarse._asdict(), "fine": share.fine._asdict()} for share in self.plan
         ]
         return {"plan": rows, "fine_from": self.fine_from}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything as numbers."""
-        return {
-            "loss": self.loss.state_dict(),
-            "times": {worker: list(times) for worker, times in self.times.items()},
-            "plan": [_pack(share) for share in self.plan],
-            "phase": int(self.phase),
-            "fine_from": self.fine_from,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        self.loss.load_state_dict(state["loss"])
-        self.times = {worker: Times(*times) for worker, times in state["times"].items()}
-        self.plan = [_unpack(numbers) for numbers in state["plan"]]
-        self.phase = Phase(state["phase"])
-        self.fine_from = state["fine_from"]
 
 
 def _pack(share: PlannedShare) -> list[float]:

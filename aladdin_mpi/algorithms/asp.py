@@ -24,13 +24,13 @@ class AspWorker(TrainingWorker):
     """``x_i <- x~`` after every gradient."""
 
     SAVED = TrainingWorker.SAVED | saved(outbox="link")
-    RESIZED = ("worker", "link")
 
     def __init__(
         self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: AspOptions
     ) -> None:
         super().__init__(worker, optimizer)
         self.link = GradientLink(worker, optimizer, wire, momentum=options.momentum == "worker")
+        self.divides = options.normalize == "workers"
 
     def run(self) -> None:
         """Push ``g_i``, wait for ``x~``, take it."""

@@ -97,7 +97,6 @@ class BspWorker(TrainingWorker):
     """``x_i <- x~`` after every gradient; the servers answer when they have all workers'."""
 
     SAVED = TrainingWorker.SAVED | saved(outbox="link")
-    RESIZED = ("worker", "link")
 
     def __init__(
         self,

@@ -18,13 +18,12 @@ from aladdin_mpi.exchange.server_link import ServerLink
 from aladdin_mpi.exchange.server_mailbox import ReceivedBucket
 from aladdin_mpi.exchange.worker_mailbox import ModelInbox
 from aladdin_mpi.flat.layout import Bucket
-from aladdin_mpi.flat.state import saved
-from aladdin_mpi.flat.vectors import add, copy, lerp, scale
+from aladdin_mpi.flat.state import MEAN, saved
+from aladdin_mpi.flat.vectors import add, lerp, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.algorithms import EAMSGD, EASGD, EasgdOptions, own
 from aladdin_mpi.transport.base import Event
-from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -148,12 +147,13 @@ class EasgdWorker(TrainingWorker):
 class EamsgdWorker(TrainingWorker):
     """EASGD with Nesterov's momentum: the gradient is taken where the velocity leads."""
 
-    SAVED = TrainingWorker.SAVED | saved("v")
+    SAVED = TrainingWorker.SAVED | saved("v", merge=MEAN)
 
     def __init__(
-        self, worker: Worker, optimizer: MomentumSGD, wire: GradientCodec, options: EasgdOptions
+        self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: EasgdOptions
     ) -> None:
         super().__init__(worker, optimizer)
+        assert isinstance(optimizer, MomentumSGD)  # EAMSGD takes no other
         self.link = ElasticLink(worker, wire, options)
         self.delta = optimizer.momentum
         self.decay = MomentumSGD(self.x, 0.0, optimizer.weight_decay)
@@ -181,11 +181,6 @@ class EamsgdWorker(TrainingWorker):
             add(self.x, self.v)
         add(self.x, self.g, alpha=-lr)
         add(self.v, self.g, alpha=-lr)
-
-    def resize(self, merged: MergedState) -> None:
-        """See :meth:`TrainingWorker.resize`."""
-        super().resize(merged)
-        copy(self.v, merged.worker["v"])
 
 
 class EasgdServer(ServerAlgorithm):
@@ -237,16 +232,10 @@ register(
 )
 
 
-def _momentum_sgd(optimizer: Optimizer) -> MomentumSGD:
-    """EAMSGD's optimizer, which takes no other."""
-    assert isinstance(optimizer, MomentumSGD)
-    return optimizer
-
-
 register(
     EAMSGD,
     worker=lambda worker, optimizer, wire, run: EamsgdWorker(
-        worker, _momentum_sgd(optimizer), wire, own(run, EasgdOptions)
+        worker, optimizer, wire, own(run, EasgdOptions)
     ),
     server=lambda server, optimizer, run: EasgdServer(server, own(run, EasgdOptions)),
 )

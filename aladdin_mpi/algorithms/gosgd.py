@@ -8,6 +8,8 @@ own, because the buckets of a message need not arrive between the same two steps
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -81,6 +83,11 @@ class GoSgdWorker(TrainingWorker):
     def weight(self, bucket: Bucket) -> float:
         """This worker's alpha."""
         return self.alpha[bucket.index]
+
+    def weights_in(self, state: Mapping[str, Any], buckets: int) -> list[float]:
+        """Alpha; the new workers begin with equal ones."""
+        weights: list[float] = state["alpha"]
+        return weights
 
 
 register(

@@ -12,6 +12,7 @@ the authors' code batch norm's parameters are synchronised as all others are.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,12 +31,12 @@ from aladdin_mpi.codec.base import DenseWire, GradientCodec
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.replica import DenseLayer, PhantomReplica, Replica
+from aladdin_mpi.flat.state import MergedState, saved
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.algorithms import MULTISTEP, MultistepOptions, own, whole_gradient_options
 from aladdin_mpi.options.general import GeneralOptions
 from aladdin_mpi.process import console
-from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -48,39 +49,37 @@ class MultistepWorker(TrainingWorker):
 
     Args:
         optimizer: whose settings are taken; this rank's momentum is as long as its parts.
-        exchanged: the dense layers that exchange activations and errors, where the module
-            uses them so that it can be done; they have buckets of their own.
-        batch: the largest number of samples of a step.
-        tell: where to say that it cannot be done.
-        places: see :func:`own_places`.
+        options: the run's. The dense layers that exchange activations and errors have buckets of
+            their own.
     """
+
+    SAVED = TrainingWorker.SAVED | saved("exchanging")
 
     def __init__(
         self,
         worker: Worker,
-        optimizer: MomentumSGD,
+        optimizer: Optimizer,
         wire: GradientCodec,
-        exchanged: list[DenseLayer],
-        batch: int,
-        tell: Callable[[str], None],
-        places: Callable[[], torch.Tensor],
+        options: GeneralOptions,
     ) -> None:
+        self.options = options
         x, transport = worker.parameters, worker.transport
         weights = DenseWire(x.dtype, x.device, moves_bytes=transport.needs_memory)
         self.order = InOrder(transport)
         ground = LayerContext(transport, self.order, x, wire.plain, weights, worker)
-        self.pieces = _pieces(ground, worker.layout, exchanged, batch)
+        exchanged = _exchanged(worker.replica, worker.count, options)
+        self.pieces = _pieces(ground, worker.layout, exchanged, options.step_size)
         self.dense = [piece for piece in self.pieces if isinstance(piece, DenseWeight)]
         # Momentum: 1/n of it on each rank, one part of the vector for each piece.
         edges = [0]
         for piece in self.pieces:
             edges.append(edges[-1] + piece.numel)
         self.state = [slice(edges[i], edges[i + 1]) for i in range(len(self.pieces))]
+        assert isinstance(optimizer, MomentumSGD)
         super().__init__(worker, _like(optimizer, x.new_zeros(edges[-1])))
+        for layer in exchanged[::-1]:
+            self.tell(describe(layer, self.n, options.step_size, wire.plain.dtype.itemsize))
         self.g = worker.replica.new_vector()
-        self.batch = batch
-        self.tell = tell
-        self.places = places
         self.gathering = 0
         self.waiting_for_whole: list[Callable[[], None]] = []
         self.hooks: LayerHooks | None = None
@@ -97,22 +96,36 @@ class MultistepWorker(TrainingWorker):
             self.hooks = LayerHooks(
                 module, self.pieces, self.finish, self.send_activations, deliver
             )
-        worker.step.before_forward = self.forward
+
+    def tell(self, text: str) -> None:
+        """Say, once for all ranks, which layers exchange activations and errors."""
+        if self.index == 0 and not self.options.quiet:
+            console.say(f"aladdin_mpi: multistep: {text}")
+
+    def places(self, workers: int, worker: int) -> torch.Tensor:
+        """Where the values that a worker updates lie in the flat vector, in order of its pieces."""
+        replica, options = self.worker.replica, self.options
+        exchanged = _exchanged(replica, workers, options)
+        weights = {layer.weight.start: layer for layer in exchanged}
+        biases = {layer.bias.start for layer in exchanged if layer.bias is not None}
+        found = []
+        for bucket in multistep_layout(replica, workers, options).buckets:
+            places = torch.arange(bucket.start, bucket.stop)
+            if bucket.start in weights:
+                inputs = weights[bucket.start].inputs
+                places = places.view(-1, inputs)[:, _share(inputs, workers, worker)].reshape(-1)
+            elif bucket.start not in biases:
+                places = places[_share(bucket.numel, workers, worker)]
+            found.append(places)
+        return torch.cat(found)
 
     def run(self) -> None:
         """Train until the segment's samples are used up."""
-        if self.hooks is None:
-            self.train()
-            return
-        with self.hooks.installed():
-            self.train()
-
-    def train(self) -> None:
-        """Step by step."""
-        for _ in self.worker.batches():
-            self.compute()
-            self.update()
-        self.finish_all()
+        with nullcontext() if self.hooks is None else self.hooks.installed():
+            for _ in self.worker.batches():
+                self.compute()
+                self.update()
+            self.finish_all()
 
     # -- backward, from the top layer down: all-to-all -------------------------------
     def compute(self) -> None:
@@ -120,11 +133,8 @@ class MultistepWorker(TrainingWorker):
         lease, n = self.worker.lease, self.worker.count
         for piece in self.dense:
             piece.begin(-(-lease.whole // n), lease.size)
-        if self.hooks is None:
-            self.worker.gradient(self.g, self.send)
-        else:
-            with self.hooks.step(lease.size > 0):
-                self.worker.gradient(self.g, self.send)
+        with nullcontext() if self.hooks is None else self.hooks.step(lease.size > 0):
+            self.worker.gradient(self.g, self.send, before_forward=self.forward)
         if self.worker.current.norm is not None and any(piece.by_errors for piece in self.dense):
             # Possible in the first step after a resumption, or of a worker that had no samples.
             raise UserError(
@@ -215,44 +225,44 @@ class MultistepWorker(TrainingWorker):
         return FITS if fits else UNFIT
 
     # -- checkpoints --------------------------------------------------------------------
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next segment depends on."""
-        return {**super().state_dict(), "exchanging": [piece.exchanging for piece in self.dense]}
+    @property
+    def exchanging(self) -> list[bool | None]:
+        """Of each dense layer, see :class:`DenseWeight`."""
+        return [piece.exchanging for piece in self.dense]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        super().load_state_dict(state)
-        for piece, exchanging in zip(self.dense, state["exchanging"], strict=True):
-            piece.exchanging = exchanging
+    @exchanging.setter
+    def exchanging(self, values: list[bool | None]) -> None:
+        for piece, value in zip(self.dense, values, strict=True):
+            piece.exchanging = value
+
+    def merge_worker(
+        self,
+        merged: dict[str, Any] | None,
+        new: dict[str, Any],
+        count: int,
+        worker: int,
+        workers: int,
+    ) -> dict[str, Any]:
+        """See :meth:`Role.merge_worker`; the merged momentum is that of the whole vector."""
+        velocity = new["optimizer"]["velocity"]
+        if velocity is not None:
+            known = None if merged is None else merged["optimizer"]["velocity"]
+            whole = velocity.new_zeros(self.layout.numel) if known is None else known
+            if not whole.is_meta:
+                whole[self.places(workers, worker)] = velocity
+            # Its mean with itself stays what it is.
+            new["optimizer"]["velocity"] = whole if known is None else whole.clone()
+        return super().merge_worker(merged, new, count, worker, workers)
 
     def resize(self, merged: MergedState) -> None:
         """This rank's part of the momentum; which layers exchange what is decided anew."""
         velocity = merged.worker["optimizer"]["velocity"]
         if velocity is not None:
-            places = self.places()
+            places = self.places(self.n, self.index)
             # Of memory that there is not only the length counts.
             velocity = velocity[: len(places)] if velocity.is_meta else velocity[places]
         merged.worker["optimizer"] = {"velocity": velocity}
         super().resize(merged)
-
-
-def own_places(
-    replica: Replica | PhantomReplica, workers: int, worker: int, options: GeneralOptions
-) -> torch.Tensor:
-    """Where the values that a worker updates lie in the flat vector, in the order of its pieces."""
-    exchanged = _exchanged(replica, workers, options)
-    weights = {layer.weight.start: layer for layer in exchanged}
-    biases = {layer.bias.start for layer in exchanged if layer.bias is not None}
-    found = []
-    for bucket in multistep_layout(replica, workers, options).buckets:
-        places = torch.arange(bucket.start, bucket.stop)
-        if bucket.start in weights:
-            inputs = weights[bucket.start].inputs
-            places = places.view(-1, inputs)[:, _share(inputs, workers, worker)].reshape(-1)
-        elif bucket.start not in biases:
-            places = places[_share(bucket.numel, workers, worker)]
-        found.append(places)
-    return torch.cat(found)
 
 
 def _share(numel: int, workers: int, worker: int) -> slice:
@@ -300,33 +310,9 @@ def _exchanged(
     return choose(replica.dense, exchange, workers, options.step_size)
 
 
-def multistep_worker(
-    worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: GeneralOptions
-) -> MultistepWorker:
-    """A worker; rank 0's says which layers exchange activations and errors."""
-    exchanged = _exchanged(worker.replica, worker.count, options)
-
-    def tell(text: str) -> None:
-        if worker.index == 0 and not options.quiet:
-            console.say(f"aladdin_mpi: multistep: {text}")
-
-    for layer in exchanged[::-1]:
-        tell(describe(layer, worker.count, options.step_size, wire.plain.dtype.itemsize))
-    assert isinstance(optimizer, MomentumSGD)
-    return MultistepWorker(
-        worker,
-        optimizer,
-        wire,
-        exchanged,
-        options.step_size,
-        tell,
-        lambda: own_places(worker.replica, worker.count, worker.index, options),
-    )
-
-
 register(
     MULTISTEP,
-    worker=multistep_worker,
+    worker=MultistepWorker,
     layout=multistep_layout,
-    own_places=own_places,
+    updates_parts=True,
 )

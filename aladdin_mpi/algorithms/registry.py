@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.exchange.server import ParameterServer
@@ -23,8 +21,6 @@ from aladdin_mpi.worker.worker import Worker
 
 MakeWorker = Callable[[Worker, Optimizer, GradientCodec, GeneralOptions], TrainingWorker]
 MakeServer = Callable[[ParameterServer, Optimizer, GeneralOptions], ServerAlgorithm]
-OwnPlaces = Callable[[Replica | PhantomReplica, int, int, GeneralOptions], Tensor]
-"""Of the replica, the number of workers, and one of them."""
 MakeLayout = Callable[[Replica | PhantomReplica, int, GeneralOptions], Layout]
 """Called with the number of workers too."""
 CheckOptimizer = Callable[[Optimizer, GeneralOptions], None]
@@ -38,7 +34,7 @@ class Implementation:
         worker: makes the role of a worker.
         server: makes the role of a server; None if there are none.
         layout: cuts the flat vector where the usual cut will not do.
-        own_places: where the values lie that a worker's optimizer is of, where not of all.
+        updates_parts: each worker updates a part of each layer alone.
         check_optimizer: raises :class:`UserError` for an optimizer other than the built-in SGD that
             does not suit the options.
     """
@@ -46,7 +42,7 @@ class Implementation:
     worker: MakeWorker
     server: MakeServer | None = None
     layout: MakeLayout | None = None
-    own_places: OwnPlaces | None = None
+    updates_parts: bool = False
     check_optimizer: CheckOptimizer = lambda optimizer, run: None
 
 
@@ -59,7 +55,7 @@ def register(
     worker: MakeWorker,
     server: MakeServer | None = None,
     layout: MakeLayout | None = None,
-    own_places: OwnPlaces | None = None,
+    updates_parts: bool = False,
     check_optimizer: CheckOptimizer = lambda optimizer, run: None,
 ) -> None:
     """Record the code of ``algorithm``, and declare it if that has not been done.
@@ -72,7 +68,7 @@ def register(
     if algorithm.has_servers != (server is not None):
         raise ValueError(f"algorithm {algorithm.name}: has_servers requires server, and vice versa")
     _IMPLEMENTATIONS[algorithm.name] = Implementation(
-        worker, server, layout, own_places, check_optimizer
+        worker, server, layout, updates_parts, check_optimizer
     )
 
 

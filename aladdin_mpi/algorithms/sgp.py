@@ -22,6 +22,7 @@ only afterwards, so that the order costs no time.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,14 +34,13 @@ from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import PeerFailedError
 from aladdin_mpi.exchange.gossip import ModelOutbox
 from aladdin_mpi.flat.layout import Bucket
-from aladdin_mpi.flat.state import saved
+from aladdin_mpi.flat.state import FIRST, saved
 from aladdin_mpi.flat.vectors import copy, lerp, scale
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import OSGP, SGP, OsgpOptions, SgpOptions, own
 from aladdin_mpi.options.general import GeneralOptions
 from aladdin_mpi.transport.base import Event, Request, await_event
 from aladdin_mpi.transport.checksums import intact, is_void
-from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -80,7 +80,7 @@ class SgpWorker(TrainingWorker):
         by_numerator: the optimizer sees x = w z in place of z.
     """
 
-    SAVED = TrainingWorker.SAVED | saved("w", "steps")
+    SAVED = TrainingWorker.SAVED | saved("w") | saved("steps", merge=FIRST)
 
     def __init__(
         self,
@@ -210,10 +210,9 @@ class SgpWorker(TrainingWorker):
         """The push-sum weight w."""
         return self.w
 
-    def resize(self, merged: MergedState) -> None:
-        """From the weighted mean of all, each with the weight 1; the graph goes on."""
-        super().resize(merged)
-        self.steps = merged.worker["steps"]
+    def weights_in(self, state: Mapping[str, Any], buckets: int) -> list[float]:
+        """The push-sum weight; the new workers begin with the weight 1."""
+        return [state["w"]] * buckets
 
     def common(self) -> dict[str, Any]:
         """The number of steps, on which the graph depends."""

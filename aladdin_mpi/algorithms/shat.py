@@ -16,11 +16,10 @@ from aladdin_mpi.exchange.server import ParameterServer
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_link import GradientLink
 from aladdin_mpi.exchange.server_mailbox import ReceivedBucket
-from aladdin_mpi.flat.state import saved
+from aladdin_mpi.flat.state import MergedState, saved
 from aladdin_mpi.flat.vectors import add
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.options.algorithms import SHAT, ShatOptions, own
-from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 
@@ -43,7 +42,6 @@ class ShatWorker(TrainingWorker):
     """``x_i <- x_i - lr g_i``, then ``x_i <- (1 - alpha_i) x_i + alpha_i x~``."""
 
     SAVED = TrainingWorker.SAVED | saved(outbox="link")
-    RESIZED = ("worker", "link")
 
     def __init__(
         self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: ShatOptions
@@ -51,6 +49,7 @@ class ShatWorker(TrainingWorker):
         super().__init__(worker, optimizer)
         self.link = GradientLink(worker, optimizer, wire, momentum=options.momentum == "worker")
         self.updates_itself = options.self_update
+        self.divides = options.normalize == "workers"
 
     def run(self) -> None:
         """Push ``g_i``, update oneself, wait for ``x~`` and blend it in by its alpha_i."""

@@ -28,7 +28,6 @@ class SspWorker(TrainingWorker):
     """``x_i <- x~`` after every step, or every bound + 1 steps, and steps alone between."""
 
     SAVED = TrainingWorker.SAVED | saved(outbox="link")
-    RESIZED = ("worker", "link")
 
     def __init__(
         self, worker: Worker, optimizer: Optimizer, wire: GradientCodec, options: SspOptions
@@ -37,7 +36,8 @@ class SspWorker(TrainingWorker):
         self.link = GradientLink(worker, optimizer, wire, momentum=options.momentum == "worker")
         self.every = 1 if options.pull == "always" else options.bound + 1
         self.coalesces = options.coalesce
-        self.divides = options.self_update == "workers"
+        self.divides_own = options.self_update == "workers"
+        self.divides = options.normalize == "workers"
 
     def run(self) -> None:
         """Push ``g_i``; wait for ``x~`` and take it, or go on by oneself."""
@@ -50,7 +50,7 @@ class SspWorker(TrainingWorker):
             if is_due:
                 self.link.pull()
             else:
-                divisor = self.worker.divisor if self.divides else 1
+                divisor = self.worker.divisor if self.divides_own else 1
                 add(self.x, g, alpha=-self.worker.lr / divisor)
         self.link.close()
 

@@ -164,6 +164,10 @@ class GradientCodec(ABC):
         """Take up a state from :meth:`state_dict`."""
         assert not state
 
+    def scale_held_back(self, factor: float) -> None:
+        """Scale what has not been sent yet."""
+        return
+
 
 class DenseWire(GradientCodec):
     """Moves flat vectors between their device and the buffers that are sent.

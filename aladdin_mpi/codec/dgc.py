@@ -255,6 +255,11 @@ class DeepGradientCompression(GradientCodec):
             saved = saved.to(self._velocity.device)
         self.left = None if saved is None else saved.clone()
 
+    def scale_held_back(self, factor: float) -> None:
+        """See :meth:`GradientCodec.scale_held_back`."""
+        if self.left is not None:
+            self.left.mul_(factor)
+
 
 def _share(numel: int, ratio: float) -> int:
     return max(1, ceil(ratio * numel))

@@ -121,6 +121,11 @@ class QuantisedCodec(GradientCodec):
         saved = state["left"]
         self.left = None if saved is None else saved.to(self._wire.device, copy=True)
 
+    def scale_held_back(self, factor: float) -> None:
+        """See :meth:`GradientCodec.scale_held_back`."""
+        if self.left is not None:
+            self.left.mul_(factor)
+
 
 class QuantisedEncoder(ModelEncoder):
     """Sends what a model has moved away from a shadow of what each receiver has.

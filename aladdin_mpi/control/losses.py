@@ -12,27 +12,19 @@ class GlobalLoss:
     """
 
     def __init__(self, workers: int) -> None:
-        self._newest: list[tuple[float, int]] = [(nan, 1)] * workers
+        self.newest: list[tuple[float, int]] = [(nan, 1)] * workers
 
     def report(self, worker: int, loss: float, gradients: int) -> None:
         """Take in a worker's mean loss over its gradients; NaN if all of them were refused."""
         if isfinite(loss):
-            self._newest[worker] = (loss, gradients)
+            self.newest[worker] = (loss, gradients)
 
     def exclude(self, worker: int) -> None:
         """Discard the last report of a worker that has failed."""
-        self._newest[worker] = (0.0, 0)
+        self.newest[worker] = (0.0, 0)
 
     @property
     def value(self) -> float:
         """The mean over all gradients."""
-        total = sum(loss * gradients for loss, gradients in self._newest)
-        return total / max(1, sum(gradients for _, gradients in self._newest))
-
-    def state_dict(self) -> list[tuple[float, int]]:
-        """Return the newest reports."""
-        return self._newest
-
-    def load_state_dict(self, state: list[tuple[float, int]]) -> None:
-        """Load a state from :meth:`state_dict`."""
-        self._newest = state
+        total = sum(loss * gradients for loss, gradients in self.newest)
+        return total / max(1, sum(gradients for _, gradients in self.newest))

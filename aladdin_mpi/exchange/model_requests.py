@@ -8,8 +8,9 @@ falls when models come too late, and creeps up while they come in time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aladdin_mpi.flat.layout import BYTES_PER_MB, BYTES_PER_VALUE, Layout, cut
 from aladdin_mpi.flat.replica import PhantomReplica, Replica
@@ -110,13 +111,15 @@ EARLIER = 0.2
 """Taken from f after a step for which none did."""
 
 
-class ModelRequestScheduler:
+class ModelRequestScheduler(Stateful):
     """One worker's wishes, for each server apart: they may be near or far.
 
     Args:
         buckets: of each server.
         share: f where it is fixed; None: it adapts.
     """
+
+    SAVED = saved("shares", rises="_rises") | saved("steps", "late")
 
     def __init__(self, buckets: list[int], share: float | None = None) -> None:
         self._buckets = buckets
@@ -166,21 +169,9 @@ class ModelRequestScheduler:
         weighted = zip(self.shares, self._buckets, strict=True)
         return sum(share * buckets for share, buckets in weighted) / sum(self._buckets)
 
-    def state_dict(self) -> dict[str, object]:
-        """Everything that the next segment depends on."""
-        return {
-            "shares": self.shares,
-            "rises": self._rises,
-            "steps": self.steps,
-            "late": self.late,
-        }
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        shares, rises = state["shares"], state.get("rises", [LATER] * len(self.shares))
-        assert isinstance(shares, list) and isinstance(rises, list)
-        self.shares, self._rises = list(shares), list(rises)
-        self.steps, self.late = int(str(state["steps"])), float(str(state["late"]))
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state from :meth:`state_dict`; those of earlier versions have no rises."""
+        super().load_state_dict({"rises": [LATER] * len(self.shares), **state})
 
 
 def fine_layout(replica: Replica | PhantomReplica, workers: int, options: GeneralOptions) -> Layout:

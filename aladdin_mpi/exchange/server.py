@@ -8,6 +8,7 @@ nobody.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,11 +29,12 @@ from aladdin_mpi.exchange.server_mailbox import (
 )
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.replica import Projections
+from aladdin_mpi.flat.state import FIRST, LARGEST, SMALLEST, MergedState, Stateful, merge, saved
 from aladdin_mpi.flat.unused import Unused, UnusedMarks
 from aladdin_mpi.flat.vectors import add_if_finite, copy, cut, full, is_finite
 from aladdin_mpi.optimizers.sgd import divisor, unscaled
 from aladdin_mpi.transport.base import Transport, charge_memory, survivors_from
-from aladdin_mpi.worker.merged_state import MergedState
+from aladdin_mpi.worker.role import COMPUTED
 
 
 class GradientSum:
@@ -52,6 +54,16 @@ class GradientSum:
     def values(self) -> Tensor:
         """The sum; meaningless while ``count`` is 0."""
         return cut(self._storage, 0, self._numel)
+
+    @property
+    def saved(self) -> Tensor | None:
+        """The sum for a checkpoint; None if there is none."""
+        return self.values if self.count else None
+
+    @saved.setter
+    def saved(self, values: Tensor | None) -> None:
+        if values is not None:
+            self.values.copy_(values)
 
     def add(self, arrival: ReceivedBucket) -> bool:
         """Add an arrived bucket; False: it is refused, as the sum would not be finite.
@@ -99,7 +111,7 @@ class GradientSum:
         self.count = 0
 
 
-class ParameterServer:
+class ParameterServer(Stateful):
     """One server: its buckets of the global model, and its talk with the workers.
 
     Args:
@@ -110,6 +122,15 @@ class ParameterServer:
         projections: applied to what gradients have changed, before it leaves.
         lr_scale: what the learning rate is multiplied by for a number of workers.
     """
+
+    SAVED = (
+        saved("values")
+        | saved("samples", "received", merge=LARGEST)
+        | saved("staleness", merge=FIRST)
+        | saved(seen="_seen", partial="partial")
+        | saved("from_failed", merge=SMALLEST)
+        | saved(given="given_by_survivors")
+    )
 
     def __init__(
         self,
@@ -135,8 +156,6 @@ class ParameterServer:
         self.samples = 0
         self.received = 0
         self.staleness = 0.0
-        self.measures: Callable[[], dict[str, float]] = dict
-        """What an algorithm has to say of itself in each line of the metrics."""
         self.partial = {b.index: 0 for b in self.buckets}
         """Gradients of a bucket whose worker failed before all buckets had come."""
         self.given = [0] * self.worker_count
@@ -145,7 +164,7 @@ class ParameterServer:
         """Gradients taken as a whole from workers that had failed when a checkpoint was written."""
         self.taken = self._nothing_taken()
         """Gradients taken in this segment, for every worker and bucket."""
-        self.on_update: Callable[[Bucket], None] = _nobody
+        self.on_update: Callable[[Bucket], None] = lambda bucket: None
         """Called with every bucket that a gradient has come for, when that is used."""
         self._is_open = False
         self._seen = [0] * self.worker_count
@@ -289,6 +308,19 @@ class ParameterServer:
             given for worker, given in enumerate(self.given) if self.has_failed(worker)
         )
 
+    @from_failed.setter
+    def from_failed(self, gradients: int) -> None:
+        self.from_former = gradients
+
+    @property
+    def given_by_survivors(self) -> list[int]:
+        """``given``, with 0 for workers that have failed."""
+        return [0 if self.has_failed(worker) else n for worker, n in enumerate(self.given)]
+
+    @given_by_survivors.setter
+    def given_by_survivors(self, given: list[int]) -> None:
+        self.given = given
+
     def books(self, totals: dict[int, int], dropped: int = 0) -> dict[str, int]:
         """The accounts of a server whose buckets have seen ``totals`` gradients each.
 
@@ -353,49 +385,27 @@ class ParameterServer:
         values = self.values[bucket.index]
         self._sender.send(self.layout.servers + worker, bucket, values, alpha, notes, exact)
 
-    def state_dict(self) -> dict[str, object]:
-        """The server's part of the model and its counters."""
-        return {
-            "values": self.values,
-            "samples": self.samples,
-            "received": self.received,
-            "staleness": self.staleness,
-            "seen": self._seen,
-            "partial": self.partial,
-            "from_failed": self.from_failed,
-            "given": [0 if self.has_failed(w) else n for w, n in enumerate(self.given)],
-        }
+    @classmethod
+    def merged(cls, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The counters of several servers as one server's."""
+        merged: dict[str, Any] | None = None
+        for count, state in enumerate(states, start=1):
+            merged = merge(cls.SAVED, merged, state, count)
+        assert merged is not None
+        return {name: merged[name] for name in ("samples", "received", "staleness", "from_failed")}
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        """Take up a state from :meth:`state_dict`."""
-        values = state["values"]
-        assert isinstance(values, dict)
-        for index, tensor in values.items():
-            self.values[index].copy_(tensor)
-        self.samples = int(str(state["samples"]))
-        self.received = int(str(state["received"]))
-        self.staleness = float(str(state["staleness"]))
-        seen = state["seen"]
-        assert isinstance(seen, list)
-        self._seen = seen
-        partial = state["partial"]
-        assert isinstance(partial, dict)
-        self.partial = partial
-        self.from_former = int(str(state["from_failed"]))
-        given = state["given"]
-        assert isinstance(given, list)
-        self.given = given
+    @staticmethod
+    def from_survivors(state: dict[str, Any], totals: dict[int, int]) -> int:
+        """The gradients of ``totals`` that a server has taken as a whole from surviving workers."""
+        whole = min(total - state["partial"][index] for index, total in totals.items())
+        return int(whole - state["from_failed"])
 
     def resize(self, merged: MergedState) -> None:
-        """Take this server's part of the global model, and the books as far as they go on."""
+        """Take this server's part of the global model, and the counters of another group."""
         for bucket in self.buckets:
             copy(self.values[bucket.index], merged.model[bucket.part])
         joined, n = merged.server, self.worker_count
         self.samples, self.received = joined["samples"], joined["received"]
         self.staleness, self.from_former = joined["staleness"], joined["from_failed"]
         self._seen = [self.received] * n
-        self.given = [int(merged.carried("computed", worker, n)) for worker in range(n)]
-
-
-def _nobody(bucket: Bucket) -> None:
-    """Nobody keeps a mirror."""
+        self.given = [int(merged.carried(COMPUTED, worker, n)) for worker in range(n)]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from aladdin_mpi.exchange.server import ParameterServer
 from aladdin_mpi.exchange.server_mailbox import ReceivedBucket
-from aladdin_mpi.flat.layout import Bucket
-from aladdin_mpi.flat.state import saved
+from aladdin_mpi.flat.layout import Bucket, Layout
+from aladdin_mpi.flat.state import MergedState, saved
 from aladdin_mpi.flat.vectors import add
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.worker.merged_state import MergedState
-from aladdin_mpi.worker.role import Role
+from aladdin_mpi.worker.role import COMPUTED, SAMPLES, Role
 
 
 class _Clocks:
@@ -80,13 +80,14 @@ class StalenessBound:
         if not clocks.held:
             return
         slowest = min((clocks.steps[worker] for worker in self._running), default=0)
-        ready = [w for w in clocks.held if self._may_go(w, clocks.steps[w] - slowest)]
+        ready = [
+            worker
+            for worker in clocks.held
+            if clocks.steps[worker] - slowest <= self._bound or worker not in self._running
+        ]
         clocks.held = [w for w in clocks.held if w not in ready]
         for worker in ready:
             self._answer(worker, bucket)
-
-    def _may_go(self, worker: int, ahead: int) -> bool:
-        return ahead <= self._bound or worker not in self._running
 
 
 class ServerAlgorithm(Role):
@@ -164,6 +165,54 @@ class ServerAlgorithm(Role):
     def counts(self) -> dict[str, int]:
         """Gradients applied so far, which must be alike on all buckets."""
         return self.server.books(self.applied)
+
+    # -- another number of ranks ---------------------------------------------------------
+    def merged(
+        self, states: Sequence[dict[str, Any] | None], layout: Layout
+    ) -> dict[str, Any] | None:
+        """Merge the states of the servers of a checkpoint; None if every one is lost.
+
+        Args:
+            states: in their order, less the model; None: it is lost.
+            layout: of these servers.
+        """
+        known = [state for state in states if state is not None]
+        if not known:
+            return None
+        counters = self.server.merged([state["server"] for state in known])
+        survivors = [self.server.from_survivors(s["server"], self.totals_in(s)) for s in known]
+        optimizer = None
+        if self.optimizer is not None:
+            parts = [[b.part for b in layout.owned_by(server)] for server in range(len(states))]
+            own = [None if state is None else state["optimizer"] for state in states]
+            optimizer = self.optimizer.joined(own, parts)
+        applied = min(survivors) + counters["from_failed"]
+        return {**counters, "applied": applied, "optimizer": optimizer}
+
+    def totals_in(self, state: Mapping[str, Any]) -> dict[int, int]:
+        """The gradients in each bucket, in the state of a server."""
+        totals: dict[int, int] = state["applied"]
+        return totals
+
+    def without_states(self, merged: MergedState) -> dict[str, Any]:
+        """What stands for :meth:`merged` if every server is lost."""
+        computed = int(merged.total(COMPUTED))
+        return {
+            "samples": int(merged.total(SAMPLES)),
+            "received": computed,
+            "staleness": 0.0,
+            "from_failed": 0,
+            "applied": computed,
+            "optimizer": None,
+        }
+
+    def put_replica(
+        self, merged: dict[str, Any], optimizer: dict[str, Any] | None, bucket: Bucket, like: Tensor
+    ) -> None:
+        """Put the replica of a lost server's ``optimizer`` for a bucket into the merged states."""
+        if optimizer is not None and self.optimizer is not None:
+            whole = merged["optimizer"]
+            merged["optimizer"] = self.optimizer.put_part(whole, optimizer, bucket.part, like)
 
     def resize(self, merged: MergedState) -> None:
         """See :meth:`Role.resize`."""

@@ -12,9 +12,9 @@ from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.control.budget import SampleLease
 from aladdin_mpi.exchange.worker_mailbox import Model, ModelInbox, Outbox
 from aladdin_mpi.flat.layout import Bucket
+from aladdin_mpi.flat.state import MergedPart
 from aladdin_mpi.flat.vectors import add, copy, scale
 from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.worker import Worker
 
 
@@ -76,9 +76,9 @@ class ServerLink:
         """Take up a state from :meth:`state_dict`."""
         self.outbox.load_state_dict(state)
 
-    def resize(self, merged: MergedState) -> None:
-        """Go on with what other numbers of workers have held back, in the mean."""
-        self.outbox.resize(merged, self.worker)
+    def take_merged(self, part: MergedPart) -> None:
+        """Take up the state of another number of workers."""
+        self.outbox.take_merged(part)
 
 
 class GradientLink(ServerLink):

@@ -58,26 +58,16 @@ class ServerReplica:
         if self._keeper in self._transport.failed:
             return
         values: Tensor = self._role.server.values[bucket.index]
+        optimizer = self._role.optimizer
         if values.is_meta:
             return
         told = {
             "bucket": bucket.index,
             "values": values.clone(),
-            "optimizer": None if self._role.optimizer is None else self._of_optimizer(bucket),
+            "optimizer": None if optimizer is None else optimizer.state_of(bucket.part),
         }
         sends = send_object(self._transport, told, self._keeper, Tag.MIRROR)
         self._sends[bucket.index] = sends
-
-    def _of_optimizer(self, bucket: Bucket) -> dict[str, Any]:
-        """Its state, less what belongs to other buckets."""
-        assert self._role.optimizer is not None
-        state = self._role.optimizer.state_dict()
-        if "velocity" in state:
-            velocity = state["velocity"]
-            return {"velocity": None if velocity is None else velocity[bucket.part].clone()}
-        place = bucket.start, bucket.stop
-        parts = [each for each in state["parts"] if (each["start"], each["stop"]) == place]
-        return {**state, "parts": parts, "inherited": []}
 
 
 class StoredReplicas:

@@ -14,11 +14,9 @@ from aladdin_mpi.codec.base import GradientCodec
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.exchange.server_mailbox import Header, Kind, Notes, is_damaged, new_header
 from aladdin_mpi.flat.layout import Bucket, Layout
-from aladdin_mpi.flat.state import Stateful, saved
+from aladdin_mpi.flat.state import HELD_BACK, TOTAL, Stateful, saved
 from aladdin_mpi.flat.vectors import add, cut, lerp
 from aladdin_mpi.transport.base import EVENT_POLL, Event, Request, Transport
-from aladdin_mpi.worker.merged_state import MergedState
-from aladdin_mpi.worker.worker import Worker
 
 NotesFor = Notes | Callable[[int], Notes]
 """For all servers, or for each as it is told."""
@@ -50,7 +48,7 @@ class Outbox(Stateful):
     ``coalesced`` counts the gradients that were added to another one.
     """
 
-    SAVED = saved("coalesced", codec="_codec")
+    SAVED = saved("coalesced", merge=TOTAL) | saved(codec="_codec", merge=HELD_BACK)
 
     def __init__(
         self,
@@ -195,11 +193,6 @@ class Outbox(Stateful):
         slot.requests.append(
             self._transport.isend(message, bucket.server, Tag.GRADIENT, after=event)
         )
-
-    def resize(self, merged: MergedState, worker: Worker) -> None:
-        """Go on with what other numbers of workers have held back, in the mean."""
-        self.coalesced = int(merged.carried("coalesced", worker.index, worker.count))
-        self._codec.load_state_dict(merged.worker["outbox"]["codec"])
 
 
 class Model(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.flat.state import MergedPart, Rule, by_leaf, largest, mean_of_leaves
 from aladdin_mpi.flat.unused import Unused
 
 
@@ -112,10 +113,53 @@ class Optimizer(ABC):
         """
         self.load_state_dict(state)
 
+    # -- servers, each of which has the state of its own parts -------------------------------
+    @abstractmethod
+    def joined(
+        self, states: Sequence[dict[str, Any] | None], parts: Sequence[Sequence[slice]]
+    ) -> dict[str, Any] | None:
+        """The states of several servers as one of the whole vector; None if there are none.
+
+        Args:
+            states: of each server; None: it is lost.
+            parts: of each server.
+        """
+
+    @abstractmethod
+    def state_of(self, part: slice) -> dict[str, Any]:
+        """A copy of the state of one part."""
+
+    @abstractmethod
+    def put_part(
+        self, whole: dict[str, Any] | None, state: dict[str, Any], part: slice, like: Tensor
+    ) -> dict[str, Any] | None:
+        """Put the state of one part into that of the whole vector.
+
+        Args:
+            whole: see :meth:`joined`.
+            state: see :meth:`state_of`.
+            part: of the vector.
+            like: the vector.
+        """
+
     def close(self) -> None:
         """The run has ended."""
         return
 
+
+def _merge_leaves(merged: Any, new: Any, count: int, name: str = "") -> Any:
+    """The mean, but for the number of steps of a torch optimizer, which has to be whole."""
+    if name == "step" and (isinstance(merged, Tensor) or isinstance(new, Tensor)):
+        return largest(merged, new, count)
+    return mean_of_leaves(merged, new, count, name)
+
+
+def _inherit(owner: object, attribute: str, part: MergedPart) -> None:
+    getattr(owner, attribute).inherit(part.value)
+
+
+INHERITED = Rule(by_leaf(_merge_leaves), _inherit)
+"""Of a worker's optimizer."""
 
 State = dict[str, Any]
 

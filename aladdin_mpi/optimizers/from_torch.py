@@ -347,6 +347,29 @@ class TorchOptimizer(Optimizer):
         if parts:
             self._inherited.keep(parts)
 
+    def joined(
+        self, states: Sequence[dict[str, Any] | None], parts: Sequence[Sequence[slice]]
+    ) -> dict[str, Any] | None:
+        """See :meth:`Optimizer.joined`."""
+        known = [state for state in states if state is not None]
+        if not known:
+            return None
+        names = ("parts", "inherited")
+        return {**known[0], **{n: [each for s in known for each in s.get(n, ())] for n in names}}
+
+    def state_of(self, part: slice) -> dict[str, Any]:
+        """See :meth:`Optimizer.state_of`."""
+        state, place = self.state_dict(), (part.start, part.stop)
+        parts = [each for each in state["parts"] if (each["start"], each["stop"]) == place]
+        return {**state, "parts": parts, "inherited": []}
+
+    def put_part(
+        self, whole: dict[str, Any] | None, state: dict[str, Any], part: slice, like: Tensor
+    ) -> dict[str, Any] | None:
+        """See :meth:`Optimizer.put_part`."""
+        parts = [] if whole is None else whole["parts"]
+        return {**(whole or state), "parts": [*parts, *state["parts"]]}
+
     def _parameter_states(self) -> States | None:
         """Return copies of the parameters' states; None if other ranks have some of them."""
         if self.takes_parts:

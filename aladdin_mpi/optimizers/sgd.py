@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import cos, pi, sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,6 +154,34 @@ class MomentumSGD(Optimizer):
         """Take a velocity from a checkpoint."""
         if self.velocity is not None and state["velocity"] is not None:
             self.velocity.copy_(state["velocity"])
+
+    def joined(
+        self, states: Sequence[dict[str, Any] | None], parts: Sequence[Sequence[slice]]
+    ) -> dict[str, Any] | None:
+        """See :meth:`Optimizer.joined`; the velocity of a lost server begins at zero."""
+        known = [state for state in states if state is not None]
+        if not known or known[0]["velocity"] is None:
+            return known[0] if known else None
+        whole = known[0]["velocity"]
+        for state, own in zip(states, parts, strict=True):
+            for part in own:
+                whole[part] = 0.0 if state is None else state["velocity"][part]
+        return {"velocity": whole}
+
+    def state_of(self, part: slice) -> dict[str, Any]:
+        """See :meth:`Optimizer.state_of`."""
+        return {"velocity": None if self.velocity is None else self.velocity[part].clone()}
+
+    def put_part(
+        self, whole: dict[str, Any] | None, state: dict[str, Any], part: slice, like: Tensor
+    ) -> dict[str, Any] | None:
+        """See :meth:`Optimizer.put_part`."""
+        if state["velocity"] is None:
+            return whole
+        if whole is None or whole["velocity"] is None:
+            whole = {"velocity": torch.zeros_like(like)}
+        whole["velocity"][part] = state["velocity"]
+        return whole
 
 
 # -- learning rates ------------------------------------------------------------------------------

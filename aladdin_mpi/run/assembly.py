@@ -262,6 +262,7 @@ def _coordinator(
         lr,
         context.workers,
         role.server if isinstance(role, ServerAlgorithm) else None,
+        role.measures,
         hooks,
         context.leaders if context.algorithm.lockstep else (),
         context.needs_all,

@@ -15,7 +15,7 @@ from aladdin_mpi.run.checkpoint import CheckpointStore
 from aladdin_mpi.run.context import Context, collect_model, make_layout
 from aladdin_mpi.run.coordinator import Coordinator, RunHook, SegmentEnd
 from aladdin_mpi.run.plan import Origin, Plan
-from aladdin_mpi.run.resizing import StateAssembly, share, tell
+from aladdin_mpi.run.resizing import StateAssembly, share, taken, tell
 from aladdin_mpi.run.session import Session
 
 
@@ -120,12 +120,14 @@ class Checkpoints(RunHook):
         state = all_or_none(transport, lambda: self._load(resizes=True) if first else None)
         options, algorithm, replica = context.options, context.algorithm, context.replica
         layout = make_layout(options, algorithm, replica, origin.servers, origin.workers)
-        parts = StateAssembly(self._store.part, algorithm, options, origin, layout, replica)
-        merged = all_or_none(transport, lambda: parts.merged(context.workers) if first else None)
+        parts = StateAssembly(
+            self._store.part, algorithm, origin, layout, session.role, replica.parameters
+        )
+        merged = all_or_none(transport, lambda: parts.merged() if first else None)
         if merged is not None and state is not None:
             merged.granted = state["keeper"].get("granted", ())[origin.servers :]
         merged = share(transport, merged)
-        past = (*origin.past, Period(merged.taken))
+        past = (*origin.past, Period(taken(merged)))
         begun = context.servers, context.workers
         now = Origin(context.workers, context.servers, past, origin.schedule_step, begun)
         session.resize(state, merged, now)

@@ -193,7 +193,7 @@ def make_context(
 def _check_projections(context: Context) -> None:
     if not context.projections:
         return
-    if implementation(context.algorithm).own_places is not None:
+    if implementation(context.algorithm).updates_parts:
         raise UserError(
             f"run.project() requires whole parameters on each rank, and {context.algorithm.name} "
             "updates a part of each layer on each. Use ar-sgd."

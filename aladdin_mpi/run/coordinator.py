@@ -11,14 +11,15 @@ from typing import Any
 from aladdin_mpi.control.budget import Budget, WorkerReport
 from aladdin_mpi.control.refusals import Ledger
 from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.flat.state import MergedState
 from aladdin_mpi.run.failures import Failures
 from aladdin_mpi.run.plan import Origin, Plan
 from aladdin_mpi.run.progress import State
 from aladdin_mpi.transport.base import Transport, surviving_ranks
-from aladdin_mpi.worker.merged_state import MergedState
+from aladdin_mpi.worker.role import COMPUTED
 
 SHOWN = ("wire_bits", "pi")
-"""Of a server's own figures, those in the progress."""
+"""Of the algorithm's figures, those in the progress."""
 
 
 class RunEnd(Enum):
@@ -121,6 +122,7 @@ class Coordinator:
         lr: learning rate as a function of samples.
         workers: their number.
         server: rank 0's server, whose gradients and staleness are shown, if it has one.
+        measures: returns the algorithm's figures for a line of the metrics.
         hooks: called in this order.
         lockstep: see :class:`Budget`.
         needed: see :class:`MpiFailures`; ``silence`` likewise.
@@ -133,6 +135,7 @@ class Coordinator:
         lr: Callable[[int], float],
         workers: int,
         server: ParameterServer | None,
+        measures: Callable[[], dict[str, float]],
         hooks: Sequence[RunHook] = (),
         lockstep: Sequence[int] = (),
         needed: str | None = None,
@@ -144,6 +147,7 @@ class Coordinator:
         self._workers = workers
         self._first_worker = transport.size - workers
         self.server = server
+        self.measures = measures
         self.budget = Budget(transport, plan.total, self._report, lockstep)
         self.ledger = Ledger(transport, self._first_worker, self.budget)
         self.failures = Failures(
@@ -267,13 +271,8 @@ class Coordinator:
             lr=self.lr,
             waiting=self.wait_fraction if self._waiting else None,
             staleness=None if server is None else server.staleness,
-            others={} if server is None else self._server_figures(server),
+            others={name: value for name, value in self.measures().items() if name in SHOWN},
         )
-
-    @staticmethod
-    def _server_figures(server: ParameterServer) -> dict[str, float]:
-        found = server.measures()
-        return {name: found[name] for name in SHOWN if name in found}
 
     def moment(self) -> dict[str, Any]:
         """Where the run is: samples drawn, epochs, seconds."""
@@ -353,5 +352,5 @@ class Coordinator:
         for worker, rank in ranks:
             self._waiting[rank] = merged.carried("waiting", worker, n)
             self._sent[rank] = int(merged.carried("bytes_sent", worker, n))
-            self._steps[rank] = int(merged.carried("computed", worker, n))
+            self._steps[rank] = int(merged.carried(COMPUTED, worker, n))
         self._other_workers += self._seconds * (merged.workers - n)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from aladdin_mpi.control.exchange import all_or_none, barrier, broadcast
 from aladdin_mpi.control.tags import COORDINATOR
+from aladdin_mpi.flat.state import MergedState
 from aladdin_mpi.flat.vectors import is_finite
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.run.coordinator import Coordinator, RunEnd, RunHook, SegmentEnd
@@ -22,7 +23,6 @@ from aladdin_mpi.run.failures import record_losses
 from aladdin_mpi.run.local_state import LocalState
 from aladdin_mpi.run.plan import Origin, Plan
 from aladdin_mpi.transport.group import RankLostError
-from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import Role, TrainingWorker
 
 SETTLE_SECONDS = 1.0
@@ -275,3 +275,8 @@ def _not_finite(state: Any, name: str = "") -> str:
         return "" if sound else f"the state of a rank is not finite:{name}"
     items = state.items() if isinstance(state, dict) else ()
     return next(filter(None, (_not_finite(value, f"{name} {key}") for key, value in items)), "")
+
+
+def traffic_in(part: Mapping[str, Any]) -> dict[str, Any]:
+    """What a rank's part of a checkpoint, or :meth:`Session.part`, says of its messages."""
+    return {name: part.get(name, 0) for name in ("waiting", "bytes_sent")}

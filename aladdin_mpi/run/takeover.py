@@ -27,18 +27,18 @@ from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import LostError
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_replica import keeper_of
+from aladdin_mpi.flat.state import MergedState
 from aladdin_mpi.process import console
 from aladdin_mpi.run import run_folder
 from aladdin_mpi.run.context import Context, make_layout
 from aladdin_mpi.run.elasticity import Membership, TakeoverPlan
 from aladdin_mpi.run.plan import Origin
 from aladdin_mpi.run.rank import Rank
-from aladdin_mpi.run.resizing import StateAssembly, share
+from aladdin_mpi.run.resizing import StateAssembly, share, taken
 from aladdin_mpi.run.run_folder import OpenFolder
 from aladdin_mpi.run.session import Session
 from aladdin_mpi.transport.base import Transport
-from aladdin_mpi.worker.merged_state import MergedState
-from aladdin_mpi.worker.role import TrainingWorker
+from aladdin_mpi.worker.role import COMPUTED, TrainingWorker
 
 
 @dataclass
@@ -197,14 +197,14 @@ def take_over(session: Session, takeover: Takeover) -> None:
     options, algorithm, replica = context.options, context.algorithm, context.replica
     layout = make_layout(options, algorithm, replica, origin.servers, origin.workers)
     parts = _StateParts(transport, takeover)
-    assembly = StateAssembly(parts.of, algorithm, options, origin, layout, replica)
-    merged = all_or_none(transport, lambda: assembly.merged(context.workers) if first else None)
+    assembly = StateAssembly(parts.of, algorithm, origin, layout, session.role, replica.parameters)
+    merged = all_or_none(transport, lambda: assembly.merged() if first else None)
     parts.end()
     if merged is not None:
         merged.granted = takeover.plan.accounting["granted"][origin.servers :]
     merged = share(transport, merged)
     lost = _reconcile(merged, takeover)
-    past = (*origin.past, Period(merged.taken))
+    past = (*origin.past, Period(taken(merged)))
     _keep_own_counts(merged, takeover)
     now = replace(origin, workers=context.workers, servers=context.servers, past=past)
     if first:
@@ -237,7 +237,7 @@ def _reconcile(merged: MergedState, takeover: Takeover) -> int:
     books = merged.server
     if not books:
         return 0
-    computed = sum(int(each["computed"]) for each in merged.counts if each is not None)
+    computed = int(merged.total(COMPUTED))
     if not takeover.plan.has_server:
         # No server is left to say: the workers' models stand for what was applied.
         known = takeover.plan.accounting["failures"]
@@ -246,7 +246,7 @@ def _reconcile(merged: MergedState, takeover: Takeover) -> int:
         return 0
     lost = takeover.plan.gradients_lost(computed, books["from_failed"], books["applied"])
     books["from_failed"] = books["applied"] - computed
-    books["pending"] = []
+    merged.keeps_sums = False
     return lost
 
 

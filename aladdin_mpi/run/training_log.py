@@ -104,7 +104,7 @@ class TrainingLog(RunHook):
         if server is not None:
             values["staleness"] = server.staleness
             values["gradients"] = server.received
-            values |= server.measures()
+        values |= run.measures()
         self._last, self._losses = (drawn, seconds), Losses()
         self.metrics.append("train", values)
 

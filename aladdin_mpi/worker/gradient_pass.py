@@ -35,8 +35,6 @@ class RealStep:
         wait_free: buckets are reported during backward; otherwise when it is over.
     """
 
-    before_forward: OnBucket | None = None
-
     def __init__(
         self,
         transport: Transport,
@@ -60,6 +58,7 @@ class RealStep:
         batch: SampleLease,
         on_bucket: OnBucket,
         idle_until: IdleUntil | None = None,
+        before_forward: OnBucket | None = None,
     ) -> float | Tensor | None:
         """Compute the batch's gradient into the flat ``vector``; return the loss."""
         assert self.watch is not None
@@ -257,6 +256,7 @@ class GradientPass:
         vector: the flat gradient; its contents are overwritten.
         on_bucket: called with every bucket, in order, when it is final; None: nothing is.
         idle_until: see :meth:`Transport.sleep_between`.
+        before_forward: see :meth:`ModelledStep.compute_into`.
 
     Attributes:
         loss_scale: what the script has multiplied the loss by.
@@ -273,8 +273,10 @@ class GradientPass:
         vector: Tensor,
         on_bucket: OnBucket | None = None,
         idle_until: IdleUntil | None = None,
+        before_forward: OnBucket | None = None,
     ) -> None:
         clipping = stages.clipping
+        self._before_forward = before_forward
         self._stages = stages
         self._is_real = not vector.is_meta
         self._sum: NodeSum | None = None
@@ -315,7 +317,11 @@ class GradientPass:
         if stages.node is not None:
             self._sum = stages.node.begin(vector)
         self.loss = stages.step.compute_into(
-            vector, self.part, self._complete, self._idleness() if vector.is_meta else None
+            vector,
+            self.part,
+            self._complete,
+            self._idleness() if vector.is_meta else None,
+            self._before_forward,
         )
         if self._held_back:  # so all of it can still be cleared
             if stages.is_too_large(self.loss):

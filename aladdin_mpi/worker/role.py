@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.flat.layout import Bucket
-from aladdin_mpi.flat.state import Saved, load_state, saved, state_of
+from aladdin_mpi.flat.state import (
+    MergedPart,
+    MergedState,
+    Saved,
+    load_state,
+    merge,
+    saved,
+    state_of,
+    take_merged,
+)
 from aladdin_mpi.flat.vectors import add, copy, full, scale
-from aladdin_mpi.optimizers.base import Optimizer
-from aladdin_mpi.worker.merged_state import MergedState
+from aladdin_mpi.optimizers.base import INHERITED, Optimizer
 from aladdin_mpi.worker.node import LeaderLink
 from aladdin_mpi.worker.worker import Worker
+
+SAMPLES, COMPUTED = "worker.samples", "worker.computed"
+"""Paths of a worker's numbers in :attr:`MergedState.counts`."""
 
 
 class Role(ABC):
@@ -26,7 +37,7 @@ class Role(ABC):
     """
 
     SAVED: ClassVar[Saved]
-    """The attributes that are its state."""
+    """The attributes that are its state, and how each is merged."""
 
     @abstractmethod
     def run(self) -> None:
@@ -42,6 +53,10 @@ class Role(ABC):
 
     def facts(self) -> dict[str, Any]:
         """What it has decided by itself, for the summary; rank 0 is asked."""
+        return {}
+
+    def measures(self) -> dict[str, float]:
+        """Figures of rank 0 for each line of the metrics."""
         return {}
 
     @abstractmethod
@@ -75,12 +90,39 @@ class Role(ABC):
         """Take up a state from :meth:`state_dict`."""
         load_state(self, self.SAVED, state)
 
-    @abstractmethod
-    def resize(self, merged: MergedState) -> None:
-        """Go on where other numbers of workers and servers have come to.
+    # -- another number of ranks: rank 0's role merges the states of all workers ------------
+    def merge_worker(
+        self,
+        merged: dict[str, Any] | None,
+        new: dict[str, Any],
+        count: int,
+        worker: int,
+        workers: int,
+    ) -> dict[str, Any]:
+        """Merge the state of one more worker into those of ``count - 1`` others.
+
+        Args:
+            merged: theirs; None: it is the first one.
+            new: less the model; it may be changed.
+            count: of the states, this one included.
+            worker: its number.
+            workers: that wrote the checkpoint.
 
         Raises:
-            UserError: a state cannot be dealt to other ranks.
+            UserError: the states have no common value.
+        """
+        return merge(TrainingWorker.SAVED, merged, new, count)
+
+    def weights_in(self, state: Mapping[str, Any], buckets: int) -> Sequence[float]:
+        """The weights of each bucket of a worker's model in the global one, by its state."""
+        return [1.0] * buckets
+
+    @abstractmethod
+    def resize(self, merged: MergedState) -> None:
+        """Continue from the state of other numbers of workers and servers.
+
+        Raises:
+            UserError: a state cannot be divided among other ranks.
         """
 
     def common(self) -> dict[str, Any]:
@@ -98,9 +140,9 @@ class TrainingWorker(Role):
     ``x`` is the model, one flat vector; ``index`` counts the ``n`` workers from 0.
     """
 
-    SAVED = saved("worker", "optimizer", parameters="x")
-    RESIZED: ClassVar[tuple[str, ...]] = ("worker",)
-    """The parts that go on, each by its ``resize(former)``, with other numbers of workers."""
+    SAVED = saved("worker") | saved("optimizer", merge=INHERITED) | saved(parameters="x")
+    divides = True
+    """Whether gradients are divided by the number of workers."""
 
     def __init__(self, worker: Worker, optimizer: Optimizer) -> None:
         self.worker = worker
@@ -148,12 +190,23 @@ class TrainingWorker(Role):
         """This worker's own model."""
         return bucket.of(self.x)
 
+    def merge_worker(
+        self,
+        merged: dict[str, Any] | None,
+        new: dict[str, Any],
+        count: int,
+        worker: int,
+        workers: int,
+    ) -> dict[str, Any]:
+        """See :meth:`Role.merge_worker`."""
+        return merge(self.SAVED, merged, new, count)
+
     def resize(self, merged: MergedState) -> None:
-        """Begin from the global model, with the mean of what the workers had of their own."""
+        """Begin from the global model, with what ``SAVED`` says of the workers' own states."""
         copy(self.x, merged.model)
-        self.optimizer.inherit(merged.worker["optimizer"])
-        for name in self.RESIZED:
-            getattr(self, name).resize(merged)
+        workers = self.worker.whole.size - self.worker.servers
+        held_back = 1.0 if self.divides else merged.survivors / workers
+        take_merged(self, self.SAVED, MergedPart(merged, self.index, self.n, held_back))
 
 
 class LedWorker(TrainingWorker):

@@ -85,10 +85,6 @@ there is none. A tensor: a device is computing it."""
 class ModelledStep:
     """A step whose duration is modelled: buckets are completed as ``pace`` says.
 
-    ``before_forward`` is called for every bucket, last first, when the forward pass comes to it;
-    it may wait. Real gradients are then computed between the forward pass, which is modelled
-    first, and the backward pass.
-
     Args:
         seconds: of a step on a plain worker.
         pace: how far this worker's differ.
@@ -111,7 +107,6 @@ class ModelledStep:
         self._compute = compute
         self._seconds = seconds
         self._pace = pace
-        self.before_forward: OnBucket | None = None
         self._ends = [pace.completed(bucket.stop / layout.numel) for bucket in layout.buckets]
         """When each bucket is complete, as a share of the step."""
 
@@ -121,6 +116,7 @@ class ModelledStep:
         batch: SampleLease,
         on_bucket: OnBucket,
         idle_until: IdleUntil | None = None,
+        before_forward: OnBucket | None = None,
     ) -> float | Tensor | None:
         """Compute the batch's gradient into the flat ``vector``; return the loss.
 
@@ -129,11 +125,16 @@ class ModelledStep:
             batch: the samples.
             on_bucket: called for every bucket, in order.
             idle_until: how long that would have no effect: see :meth:`Transport.sleep_between`.
+            before_forward: called for every bucket, last first, when the forward pass comes to
+                it; it may wait. Real gradients are then computed between the forward pass, which
+                is modelled first, and the backward pass.
         """
         self._replica.bind_gradients(vector)
         self._replica.keep_buffers()
         duration = self._pace.duration(self._seconds)
-        start = self._pass_forward(self._transport.now(), duration)
+        start = self._transport.now()
+        if before_forward is not None:
+            start = self._pass_forward(duration, before_forward)
         loss = self._compute(batch)
         is_skipped = isinstance(loss, Skip)
         if isinstance(self._replica, Replica):
@@ -143,12 +144,10 @@ class ModelledStep:
         sleep_between(self._transport, moments, lambda index: on_bucket(buckets[index]), idle_until)
         return None if isinstance(loss, Skip) else loss
 
-    def _pass_forward(self, start: float, duration: float) -> float:
-        """Let the forward pass's time pass, if somebody asks for it; when it began, less waits."""
-        if self.before_forward is None:
-            return start
+    def _pass_forward(self, duration: float, before_forward: OnBucket) -> float:
+        """Let the forward pass's time pass; return when it began, less waits."""
         for bucket in reversed(self._layout.buckets):
-            self.before_forward(bucket)
+            before_forward(bucket)
             share = bucket.numel / self._layout.numel
             self._transport.sleep(duration * self._pace.forward * share)
         return self._transport.now() - duration * self._pace.forward

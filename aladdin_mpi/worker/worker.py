@@ -15,7 +15,7 @@ from aladdin_mpi.control.refusals import Reason, Refusal, report
 from aladdin_mpi.flat.gradients import OnBucket
 from aladdin_mpi.flat.layout import Bucket, Layout
 from aladdin_mpi.flat.replica import PhantomReplica, Replica
-from aladdin_mpi.flat.state import Stateful, saved
+from aladdin_mpi.flat.state import TOTAL, Stateful, saved
 from aladdin_mpi.flat.unused import Unused, UnusedMarks, within
 from aladdin_mpi.optimizers.sgd import divisor, unscaled
 from aladdin_mpi.transport.base import IdleUntil, Transport, survivors_from
@@ -27,7 +27,6 @@ from aladdin_mpi.worker.gradient_pass import (
     Outcomes,
     RealStep,
 )
-from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.node import NodeLeader
 from aladdin_mpi.worker.step import Compute, Loss, ModelledStep, StepTimeModel
 
@@ -113,18 +112,6 @@ class RandomState:
         return compute_so
 
 
-def _unknown(lr: float) -> None:
-    """Rank 0 knows the learning rate by itself."""
-
-
-def _leave(x: Tensor) -> None:
-    """Leave the model as it is."""
-
-
-def _nothing(lease: SampleLease) -> None:
-    """Nothing follows a step."""
-
-
 class Worker(Stateful):
     """One worker's replica and its supply of batches and gradients.
 
@@ -163,7 +150,11 @@ class Worker(Stateful):
         lr_scale: what the learning rate is multiplied by for a number of workers.
     """
 
-    SAVED = saved("samples", "computed", "refused", "in_a_row", pace="_pace.random")
+    SAVED = (
+        saved("samples")
+        | saved("computed", "refused", merge=TOTAL)
+        | saved("in_a_row", pace="_pace.random")
+    )
 
     def __init__(
         self,
@@ -177,15 +168,15 @@ class Worker(Stateful):
         clipping: Clipping,
         lockstep: bool = False,
         max_loss: float | None = None,
-        rate: Callable[[float], float | None] = _unknown,
-        after_step: Callable[[SampleLease], None] = _nothing,
-        on_empty: Callable[[SampleLease], None] = _nothing,
+        rate: Callable[[float], float | None] = lambda lr: None,
+        after_step: Callable[[SampleLease], None] = lambda lease: None,
+        on_empty: Callable[[SampleLease], None] = lambda lease: None,
         whole: Transport | None = None,
         node: NodeLeader | None = None,
         draws: SampleClient | None = None,
         marks_unused: bool = False,
         steps_unused: bool = False,
-        project: Callable[[Tensor], None] = _leave,
+        project: Callable[[Tensor], None] = lambda x: None,
         lr_scale: Callable[[int], float] = unscaled,
     ) -> None:
         self.transport = transport
@@ -355,18 +346,21 @@ class Worker(Stateful):
         vector: Tensor,
         on_bucket: OnBucket | None = None,
         idle_until: IdleUntil | None = None,
+        before_forward: OnBucket | None = None,
     ) -> None:
         """Compute the current batch's gradient into the flat ``vector``, whatever it holds.
 
         ``on_bucket`` is called for every bucket, in order, as soon as it is complete: during
         backward, or spread over the modelled one. It need not be called while it would do nothing
-        by ``idle_until`` (see :meth:`Transport.sleep_between`), where nothing is calculated.
+        by ``idle_until`` (see :meth:`Transport.sleep_between`), where nothing is calculated. In a
+        modelled step ``before_forward`` is called when the forward pass comes to a bucket.
         Without samples in the round the gradient is zero and takes no time. If a gradient is
         refused, at least the bucket that is not finite, and those after it, are zero.
         """
         part = self.part
-        step = GradientPass(self._stages, self.lease, part, vector, on_bucket, idle_until)
-        self.current = step
+        step = self.current = GradientPass(
+            self._stages, self.lease, part, vector, on_bucket, idle_until, before_forward
+        )
         if part.size:
             step.compute()
             self.computed += 1
@@ -431,8 +425,3 @@ class Worker(Stateful):
     def close(self) -> None:
         """The run is over: take the hooks off the model."""
         self.step.close()
-
-    def resize(self, merged: MergedState) -> None:
-        """Begin a period with another number of workers."""
-        self.computed = int(merged.carried("computed", self.index, self.count))
-        self.refused = int(merged.carried("refused", self.index, self.count))

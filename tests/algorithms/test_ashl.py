@@ -176,7 +176,7 @@ def test_ashl_measured_times_match_network() -> None:
     slow = network(hosts=2, bandwidth_gbit=8e-3, latency_us=2e4)
     job = Job("ashl", workers=1, numel=numel, bucket=numel, samples=80, cluster=slow, seconds=0.3)
     job.settings = ashl(stage="coarse")
-    times = head_of(run(job)).times[0]
+    times = Times(*head_of(run(job)).times[0])
     assert times.step == pytest.approx(0.3)
     assert times.push == pytest.approx(0.07, rel=0.1)
     assert times.pull == pytest.approx(0.07, rel=0.1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from inspect import isfunction
+from inspect import isclass, isfunction
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,9 @@ def names(make: Callable[..., Any]) -> set[str]:
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda each: each.name)
 def test_option_group_matches_options_read_by_algorithm(algorithm: Algorithm) -> None:
     code = implementation(algorithm)
-    makers = [make for make in (code.worker, code.server) if make]
+    makers = [
+        make.__init__ if isclass(make) else make for make in (code.worker, code.server) if make
+    ]
     read = {make.__globals__.get(name) for make in makers for name in names(make)}
     assert {each for each in read if each in OWN} == {algorithm.options}
 

@@ -15,11 +15,11 @@ from aladdin_mpi.control.exchange import send_object
 from aladdin_mpi.exchange import server_replica
 from aladdin_mpi.exchange.server_replica import keeper_of
 from aladdin_mpi.flat.layout import Bucket
+from aladdin_mpi.flat.state import MergedState
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.run import summary, takeover
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
-from aladdin_mpi.worker.merged_state import MergedState
 
 DEATH = 20.5
 LR = 0.05

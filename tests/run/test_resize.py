@@ -14,7 +14,6 @@ from aladdin_mpi.data.sampler import ShardedStream
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
 from aladdin_mpi.run.session import Session
-from aladdin_mpi.worker.merged_state import mean_state
 from tests.commands import checkpoint, checkpoint_part, summary
 from tests.launch import needs
 from tests.messages import check_names, naming
@@ -218,14 +217,6 @@ def test_incompatible_resize_is_refused(
     start(*plan, "--steps", 3, "--workers", 2, "--run-dir", tmp_path / "run")
     with pytest.raises(UserError, match=naming(*names)):
         start("--resume", tmp_path / "run", "--steps", 4, *words)
-
-
-def test_optimizer_states_without_a_mean_are_refused_by_resize() -> None:
-    """As those of an optimizer that keeps whole numbers for the values."""
-    one, other = ({"codes": torch.tensor([code, 0])} for code in (1, 2))
-    assert mean_state({"codes": torch.tensor([1])}, {"codes": torch.tensor([1])}, 2)
-    with pytest.raises(UserError, match=naming("'codes'", "torch.int64")):
-        mean_state(one, other, 2)
 
 
 @pytest.mark.parametrize("algorithm", ["bsp", "aladdin"])

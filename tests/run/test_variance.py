@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from aladdin_mpi.flat.layout import Bucket, Layout, cut
+from aladdin_mpi.flat.state import MergedState
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.run.variance import Done, ModelVariance, Places, draw_places
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
-from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import Role
 from tests.commands import checkpoint_part, metrics, train
 from tests.launch import needs
