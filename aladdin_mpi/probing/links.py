@@ -143,7 +143,7 @@ def _stream(transport: Transport, flows: Sequence[Flow], length: Length) -> list
     }
     while waiting := [end for end in ends.values() if end.under_way]:
         waiting[transport.wait_any([end.under_way[0] for end in waiting])].advance()
-    own = [(n, *end.result()) for n, end in ends.items() if flows[n][1] == transport.rank]
+    own = [[n, *end.result()] for n, end in ends.items() if flows[n][1] == transport.rank]
     told = sorted(result for results in gather(transport, own) for result in results)
     return [FlowResult(rate, seconds) for _, rate, seconds in told]
 
