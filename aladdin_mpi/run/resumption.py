@@ -16,10 +16,10 @@ from aladdin_mpi.options.resume import (
     SUMMARY,
     resumed_options,
 )
-from aladdin_mpi.options.run import LENGTHS, OWN_DATA, RunOptions, agreed, differences
+from aladdin_mpi.options.run import LENGTHS, OWN_DATA, RunOptions, differences
 from aladdin_mpi.options.settings import Settings, build
 from aladdin_mpi.process import console, files
-from aladdin_mpi.run.checkpoint import CheckpointStore
+from aladdin_mpi.run.checkpoint import CheckpointStore, identity
 from aladdin_mpi.transport.base import Transport
 
 Options = TypeVar("Options", bound=RunOptions)
@@ -32,11 +32,7 @@ def agree_on_resume(
 ) -> Options | None:
     """Return the options to run with, as rank 0 decides; None if nothing is left to do.
 
-    Args:
-        transport: over all ranks, each of which calls this.
-        model: of the options.
-        given: the user's settings.
-        asked: the options that follow from them.
+    Every rank calls it. ``asked`` are the options that follow from the user's settings ``given``.
 
     Raises:
         UserError, RefusedError: the folder holds another run, or cannot be read.
@@ -59,7 +55,9 @@ def decide(model: type[Options], given: Settings, asked: Options) -> Decision:
     if not (folder / CONFIG_NAME).is_file():
         return "start"
     resumed = _resumed(model, given, asked, folder)
-    _check_same(folder, resumed, _as_loaded(asked, given, resumed))
+    if asked.dataset == OWN_DATA and ("batch_size",) not in given:  # a DataLoader will say it
+        asked = asked.model_copy(update={"batch_size": resumed.batch_size})
+    _check_same(folder, resumed, asked)
     if (folder / SUMMARY).is_file():
         stored = build(model, resumed_options(model, {}, folder))
         return "complete" if _is_complete(folder, stored, resumed) else "resume"
@@ -77,15 +75,8 @@ def _resumed(model: type[Options], given: Settings, asked: Options, folder: Path
     return resumed.model_copy(update=update)
 
 
-def _as_loaded(asked: Options, given: Settings, there: Options) -> Options:
-    """``asked``, with the batch size that a DataLoader will say if the program has said none."""
-    if asked.dataset != OWN_DATA or ("batch_size",) in given:
-        return asked
-    return asked.model_copy(update={"batch_size": there.batch_size})
-
-
 def _check_same(folder: Path, there: RunOptions, asked: RunOptions) -> None:
-    found = differences(_identity(there), _identity(asked))
+    found = differences(identity(there), identity(asked))
     if found:
         may = {line.partition(":")[0].partition(".")[0].replace("-", "_") for line in found}
         resize = "add --allow-resize, " if may <= RESIZE_FIELDS else ""
@@ -94,10 +85,6 @@ def _check_same(folder: Path, there: RunOptions, asked: RunOptions) -> None:
             f"holds another run (its value first): {'; '.join(found[:5])}; {resize}give another "
             f"folder, or go on with that run by --resume {folder}"
         )
-
-
-def _identity(options: RunOptions) -> dict[str, Any]:
-    return {name: value for name, value in agreed(options).items() if name not in RESUME_FIELDS}
 
 
 def _is_complete(folder: Path, stored: RunOptions, wanted: RunOptions) -> bool:
@@ -130,11 +117,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def follow(
-    decision: Decision,
-    model: type[Options],
-    given: Settings,
-    asked: Options,
-    quiet: bool = False,
+    decision: Decision, model: type[Options], given: Settings, asked: Options, quiet: bool = False
 ) -> Options | None:
     """Return the options that carry out a decision; None if nothing is left to do.
 
