@@ -1,6 +1,6 @@
 """SIGUSR1 and SIGUSR2: batch systems send them before a time limit, to have a run saved.
 
-A handler does no more than to remember the signal. ``run/suspension.py`` looks.
+A handler does no more than to remember the signal. ``run/session.py`` looks.
 """
 
 from __future__ import annotations

@@ -44,10 +44,9 @@ from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.recorder import Metrics
 from aladdin_mpi.run.report import not_written
 from aladdin_mpi.run.run_folder import OpenFolder
-from aladdin_mpi.run.session import LocalState, Session
+from aladdin_mpi.run.session import LocalState, Session, Suspension
 from aladdin_mpi.run.skip_reports import SkipReports
 from aladdin_mpi.run.standby import Standby
-from aladdin_mpi.run.suspension import Suspension
 from aladdin_mpi.run.takeover import Takeover, take_over, tell
 from aladdin_mpi.run.training_log import TrainingLog
 from aladdin_mpi.run.user_metrics import UserMetrics

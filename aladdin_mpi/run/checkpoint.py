@@ -141,10 +141,8 @@ class CheckpointStore:
     ) -> dict[str, Any] | None:
         """A rank's part of the last checkpoint of this run; None if the rank had failed by then.
 
-        Args:
-            rank: whose part.
-            about: what must be as in the manifest, such as the number of ranks.
-            resizes: but not that number, and what goes with it.
+        ``about`` has to be as in the manifest; with ``resizes``, except for the number of ranks
+        and what goes with it.
 
         Raises:
             UserError: there is none, it is damaged, or it belongs to another run.
@@ -214,7 +212,6 @@ class CheckpointStore:
 
 
 def _without_ranks(about: dict[str, Any]) -> dict[str, Any]:
-    """A manifest less the numbers of ranks and what goes with them."""
     option = {k: v for k, v in about["option"].items() if k not in RESIZE_FIELDS}
     return {**{k: v for k, v in about.items() if k != "ranks"}, "option": option}
 
@@ -311,9 +308,7 @@ def identity(options: RunOptions) -> dict[str, Any]:
 class Checkpoints(RunHook):
     """Saves the run after each segment. Every rank writes its part.
 
-    Args:
-        optimizer: describes the optimizer; a run that resumes the checkpoint must share it.
-        folder: of the run.
+    ``optimizer`` describes the optimizer; a run that resumes the checkpoint must share it.
     """
 
     def __init__(self, context: Context, plan: Plan, optimizer: str, folder: Path) -> None:
@@ -365,11 +360,7 @@ class Checkpoints(RunHook):
 
     # -- resuming ---------------------------------------------------------------------------
     def resume(self, session: Session, lr: LearningRate) -> None:
-        """Restore the last checkpoint. Every rank calls it.
-
-        Args:
-            session: as it was made; its origin has written the checkpoint.
-            lr: of the run that is resumed.
+        """Restore the last checkpoint, which the session's origin has written. On every rank.
 
         Raises:
             UserError: the checkpoint does not fit this run, or is damaged; raised at rank 0.

@@ -58,7 +58,7 @@ class Context:
 
     @property
     def number(self) -> int:
-        """This worker's, with which it began the run."""
+        """This worker's number, with which it began the run."""
         index = self.transport.rank - self.servers
         return self.numbers[index] if self.numbers else index
 
@@ -82,7 +82,7 @@ class Context:
 
     @property
     def servers(self) -> int:
-        """Their number: they are the first ranks."""
+        """The number of servers, which are the first ranks."""
         return self.layout.servers
 
     @property
@@ -92,7 +92,7 @@ class Context:
 
     @property
     def needs_all(self) -> str | None:
-        """What cannot go on without every worker; None: the run can."""
+        """What requires every worker; None: the run can continue without some."""
         if self.options.node_sums:
             return "--node-sums"
         return self.options.algorithm if self.algorithm.needs_all(self.options) else None

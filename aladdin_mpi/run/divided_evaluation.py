@@ -65,9 +65,7 @@ class _Arriving:
 class DividedEvaluation:
     """This rank's side of the evaluations of a run.
 
-    Args:
-        measurement: what is measured.
-        after: called when this rank has measured its part, by the thread that has.
+    ``after`` is called when this rank has measured its part, by the thread that has.
     """
 
     def __init__(
@@ -144,7 +142,7 @@ class DividedEvaluation:
             self._done(self._measurement.figures(added(self._sums[rank] for rank in ranks)))
 
     def _lose(self, rank: int) -> None:
-        """Those behind it may never get the model, even where it has measured its part."""
+        """Give up: those after it may never get the model, even if it has measured its part."""
         if rank in self._ranks:
             self._ranks = []
             self._give_up()
@@ -233,7 +231,7 @@ class DividedEvaluation:
         return self._measurement.figures(added(parts)) if is_whole and parts else None
 
     def close(self) -> None:
-        """Nobody is told any more of what is still measured."""
+        """Send no more of what is still measured."""
         with self._transport.atomic():
             self._is_closed = True
 

@@ -271,7 +271,6 @@ class Evaluations(RunHook):
         self._complete(moment["samples"], figures)
 
     def _take_variance(self, samples: int, value: float | None) -> None:
-        """The variance among the workers' models is known; see :class:`ModelVariance`."""
         self._complete(samples, {"model_variance": value})
 
     def _complete(self, samples: int, figures: dict[str, Any]) -> None:

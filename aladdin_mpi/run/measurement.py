@@ -75,7 +75,7 @@ def batch_norms(module: nn.Module) -> list[_BatchNorm]:
 def reestimate_batch_norm(
     module: nn.Module, calls: Iterable[Call], trained: Sequence[bool] | None = None
 ) -> None:
-    """Estimate the running statistics of batch norms anew, from their inputs in ``calls``.
+    """Estimate the running statistics of batch norms again, from their inputs in ``calls``.
 
     No gradient method transmits these statistics, and an average of models has none
     that would fit it. All other parts are as in evaluation. A model without batch norm costs
@@ -222,7 +222,7 @@ class BatchNormRecalibrator:
             reestimate_batch_norm(module, calls, self._trained)
 
     def complete(self) -> None:
-        """At the end, all ranks: what was seen has come to rank 0, or is not waited for."""
+        """At the end, on all ranks: wait until the calls that were seen have reached rank 0."""
         self.close()
         counts = broadcast(self._transport, gather(self._transport, self._kept))
         if self._transport.rank or not self._left:

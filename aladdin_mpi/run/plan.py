@@ -46,7 +46,7 @@ class Origin:
 
 
 def samples_of(options: RunOptions, epoch: int | None, workers: int) -> int | None:
-    """The length of a run in samples; None: nobody knows, as its epochs have no length.
+    """The length of a run in samples; None: it is unknown, as its epochs have no length.
 
     A step keeps the size that it has with the ``workers`` that the run begins with, also when
     their number changes: the run then has as many samples as before. An epoch has ``epoch``.
@@ -67,7 +67,7 @@ def samples_of(options: RunOptions, epoch: int | None, workers: int) -> int | No
 
 
 CHECKPOINT_SECONDS = 600.0
-"""Between checkpoints, if nobody says otherwise."""
+"""Between checkpoints, by default."""
 
 
 @dataclass(frozen=True)

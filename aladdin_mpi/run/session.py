@@ -1,4 +1,4 @@
-"""One rank's training: a row of segments, between which nothing is in flight, and its state.
+"""One rank's training: a row of segments, between which nothing is in flight.
 
 The algorithm's code knows nothing of checkpoints: it trains until no more samples
 are granted and leaves nothing in flight. What follows a checkpoint therefore
@@ -17,13 +17,15 @@ from torch import Tensor
 
 from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.control.exchange import all_or_none, barrier, broadcast
-from aladdin_mpi.control.tags import COORDINATOR
+from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.vectors import is_finite
+from aladdin_mpi.process import stop_signal
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.run.coordinator import Coordinator, RunEnd, RunHook, SegmentEnd
 from aladdin_mpi.run.failures import record_losses
 from aladdin_mpi.run.plan import Origin, Plan
+from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.group import RankLostError
 from aladdin_mpi.worker.merged_state import MergedState
 from aladdin_mpi.worker.role import Role, TrainingWorker
@@ -95,7 +97,6 @@ class Session:
 
     Attributes:
         coordinator: at rank 0.
-        local: this rank's random state and buffers.
         hooks: called in this order.
         origin: who has trained so far.
         began_at: samples that all had drawn when the present segment began.
@@ -261,12 +262,9 @@ class Session:
         return granted
 
     def resize(self, state: dict[str, Any] | None, merged: MergedState, origin: Origin) -> None:
-        """Continue from a checkpoint of other numbers of ranks.
+        """Continue from a checkpoint of other numbers of ranks, which ``merged`` has as one.
 
-        Args:
-            state: of its rank 0, at rank 0.
-            merged: its ranks, put together.
-            origin: of the run from here on.
+        ``state`` is its rank 0's, at rank 0; ``origin`` that of the run from here on.
         """
         self.origin = origin
         self._continue_from(state)
@@ -317,6 +315,54 @@ def _not_finite(state: Any, name: str = "") -> str:
         return "" if sound else f"the state of a rank is not finite:{name}"
     items = state.items() if isinstance(state, dict) else ()
     return next(filter(None, (_not_finite(value, f"{name} {key}") for key, value in items)), "")
+
+
+class Suspension(RunHook):
+    """Reports a signal that this rank has received to the coordinator.
+
+    The transport looks for it, whether the rank computes, serves or waits.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._run: Coordinator | None = None
+        self._number = 0
+        self._polls = transport.poll_hooks
+        if self._polls is None:
+            return
+        stop_signal.install()
+        if transport.rank == COORDINATOR:
+            transport.on_message(Tag.SUSPEND, 8, self._take)
+        self._polls.watch(self._look)
+
+    def on_begin(self, run: Coordinator) -> None:
+        """Pass on from now on what has been received, at rank 0."""
+        self._run = run
+        if self._number:
+            run.suspend(self._number)
+
+    def on_end(self, ending: RunEnd) -> None:
+        """Ignore signals from now on."""
+        if self._polls is not None:
+            self._polls.unwatch(self._look)
+
+    def _look(self) -> None:
+        number = stop_signal.received()
+        if number is None or self._number:
+            return
+        if self._transport.rank == COORDINATOR:
+            self._suspend(number)
+        else:
+            self._number = number
+            self._transport.isend(torch.tensor([int(number)]), COORDINATOR, Tag.SUSPEND)
+
+    def _take(self, source: int, message: Tensor) -> None:
+        self._suspend(int(message.view(torch.int64)))
+
+    def _suspend(self, number: int) -> None:
+        self._number = self._number or number
+        if self._run is not None:
+            self._run.suspend(number)
 
 
 def _check_plain(value: object, place: str) -> None:
