@@ -147,7 +147,7 @@ def test_only_reports_query_engine_name() -> None:
         for place, path in files()
         if not place.startswith("transport/") and "transport.engine" in path.read_text()
     }
-    assert asking == {"run/checkpointing.py", "run/summary.py"}
+    assert asking == {"run/checkpoint.py", "run/summary.py"}
 
 
 def test_layers_below_data_do_not_import_the_options_of_commands() -> None:

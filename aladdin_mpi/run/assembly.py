@@ -1,4 +1,4 @@
-"""How a rank is put together, from its options and what the user brings."""
+"""Builds a rank from its options and the user's inputs."""
 
 from __future__ import annotations
 
@@ -33,20 +33,18 @@ from aladdin_mpi.run.building import (
     make_wire,
     make_worker,
 )
-from aladdin_mpi.run.checkpoint import CheckpointStore
-from aladdin_mpi.run.checkpointing import Checkpoints
+from aladdin_mpi.run.checkpoint import Checkpoints, CheckpointStore
 from aladdin_mpi.run.context import Context, make_context, share_model
 from aladdin_mpi.run.coordinator import Coordinator, RunHook
 from aladdin_mpi.run.evaluation import Evaluations
 from aladdin_mpi.run.handshake import check_agreement
-from aladdin_mpi.run.local_state import LocalState
 from aladdin_mpi.run.measurement import Evaluate
 from aladdin_mpi.run.plan import Origin, Plan, make_plan
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.recorder import Metrics
 from aladdin_mpi.run.report import not_written
 from aladdin_mpi.run.run_folder import OpenFolder
-from aladdin_mpi.run.session import Session
+from aladdin_mpi.run.session import LocalState, Session
 from aladdin_mpi.run.skip_reports import SkipReports
 from aladdin_mpi.run.standby import Standby
 from aladdin_mpi.run.suspension import Suspension
@@ -61,7 +59,7 @@ from aladdin_mpi.worker.step import Loss
 
 @dataclass(frozen=True)
 class UserTask:
-    """What the user's side brings to a rank.
+    """The user's inputs of a rank.
 
     Attributes:
         epoch: samples of one epoch.
@@ -103,22 +101,23 @@ def assemble(
     takeover: Takeover | None = None,
     others: Sequence[RunHook] = (),
 ) -> Rank:
-    """Put a rank together, from its checkpoint if the run is resumed. Every rank calls it.
+    """Build a rank, from its checkpoint if the run is resumed. Every rank calls it.
 
-    The order is that of what the ranks agree on, one after another. ``module`` is on its device.
-    With ``takeover`` the run continues from what a former group of ranks has left. ``others``
-    are hooks of whoever calls.
+    The order is that in which the ranks have to agree. ``module`` is on its device. With
+    ``takeover`` the run continues from the state of a former group of ranks. ``others`` are hooks
+    of the caller.
 
     Raises:
         UserError, RefusedError: ranks disagree, or a folder cannot be used.
     """
     numbers = () if takeover is None else takeover.numbers
     context = make_context(transport, options, algorithm, module, numbers, task.project)
-    optimizer = _described(task)
     if takeover is None:
-        parameters, servers = context.replica.describe(), context.servers
-        state = _initial_state(task.optimizer, options, algorithm)
-        check_agreement(transport, options, parameters, task.data, servers, optimizer, state)
+        state = ""
+        if task.optimizer is not None and options.resume is None and algorithm.holder == "first":
+            state = task.optimizer.describe_state()  # all ranks make the same steps
+        model, servers = context.replica.describe(), context.servers
+        check_agreement(transport, options, model, task.data, servers, _described(task), state)
     plan = make_plan(options, task.epoch, task.origin, not transport.models_time, task.whole)
     base = options.lr if task.optimizer is None else 1.0
     lr = LearningRate(options, context.workers, task.epoch, plan.total, base, task.schedule)
@@ -131,6 +130,11 @@ def assemble(
         return _assemble_in(folder, context, task, plan, lr, takeover, others)
 
 
+def _described(task: UserTask) -> str:
+    described = "sgd" if task.optimizer is None else task.optimizer.describe()
+    return f"{described}, projected" if task.project else described
+
+
 def _assemble_in(
     folder: OpenFolder,
     context: Context,
@@ -140,9 +144,9 @@ def _assemble_in(
     takeover: Takeover | None,
     others: Sequence[RunHook],
 ) -> Rank:
-    """Put a rank together in the run's folder."""
+    """Build a rank in the run's folder."""
     transport, options = context.transport, context.options
-    local = LocalState(context.replica, transport.shares_process, task.state)
+    local = LocalState(context, task.state)
     steps = plan.total // plan.schedule_step if takeover is None else None
     optimizer = all_or_none(transport, lambda: make_optimizer(context, task.optimizer, steps))
     skips = SkipReports(transport, task.skipped)
@@ -161,7 +165,7 @@ def _assemble_in(
         hooks: list[RunHook] = [skips, user_metrics]
         hooks += [log] if log is not None else []
         hooks += [evaluations, standby, checkpoints, Suspension(transport), *others]
-        coordinator = _coordinator(context, role, plan, lr, hooks) if first else None
+        coordinator = Coordinator(context, role, plan, lr, hooks) if first else None
         session = Session(context, plan, role, local, coordinator, hooks, task.origin)
         if takeover is not None:
             take_over(session, takeover)
@@ -172,37 +176,14 @@ def _assemble_in(
         heartbeats = Heartbeats(transport, options.worker_timeout)
         if coordinator is not None:
             _begin(context, role, coordinator, folder.path, takeover)
-        return Rank(
-            session,
-            folder,
-            optimizer,
-            heartbeats,
-            evaluations,
-            user_metrics,
-            skips,
-            standby,
-            log,
-            _replicas(context, role),
-        )
-
-
-def _described(task: UserTask) -> str:
-    described = "sgd" if task.optimizer is None else task.optimizer.describe()
-    return f"{described}; projections: {len(task.project)}" if task.project else described
-
-
-def _initial_state(
-    optimizer: UserOptimizer | None, options: RunOptions, algorithm: Algorithm
-) -> str:
-    """Describe the state that the optimizers of all ranks need, if they make the same steps."""
-    if optimizer is None or options.resume is not None or algorithm.holder != "first":
-        return ""
-    return optimizer.describe_state()
+        replicas = _replicas(context, role)
+        parts = evaluations, user_metrics, skips, standby, log, replicas
+        return Rank(session, folder, optimizer, heartbeats, *parts)
 
 
 @contextmanager
 def _on_error(undo: Callable[[], None]) -> Iterator[None]:
-    """If a rank cannot be put together, others may use its module and its folder."""
+    """If a rank cannot be built, others may use its module and its folder."""
     try:
         yield
     except BaseException:
@@ -211,7 +192,7 @@ def _on_error(undo: Callable[[], None]) -> Iterator[None]:
 
 
 def _replicas(context: Context, role: Role) -> StoredReplicas | None:
-    """Have servers' states kept a second time, if the run can outlive one of them."""
+    """Replicate the servers' states, if the run can survive the failure of a server."""
     transport, every = context.transport, context.options.mirror_every
     if not every or not context.servers or not transport.is_revoked(without=0):
         return None
@@ -251,23 +232,6 @@ def _role(
     computing = Computing(compute, make_pace(context), task.may_clip, advance, task.on_empty)
     role = make_worker(context, optimizer, wire, lr, computing)
     return role
-
-
-def _coordinator(
-    context: Context, role: Role, plan: Plan, lr: LearningRate, hooks: Sequence[RunHook]
-) -> Coordinator:
-    return Coordinator(
-        context.transport,
-        plan,
-        lr,
-        context.workers,
-        role.server if isinstance(role, ServerAlgorithm) else None,
-        role.measures,
-        hooks,
-        context.leaders if context.algorithm.lockstep else (),
-        context.needs_all,
-        context.options.worker_timeout,
-    )
 
 
 def _begin(

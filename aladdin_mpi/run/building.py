@@ -1,4 +1,4 @@
-"""Pure builders of a rank's part in an algorithm: its optimizer, its codec, its role."""
+"""Builders of a rank's part in an algorithm: its optimizer, its codec, its role."""
 
 from __future__ import annotations
 
@@ -42,12 +42,10 @@ def momentum_sgd(options: RunOptions, x: Tensor) -> MomentumSGD:
 def make_optimizer(
     context: Context, own: UserOptimizer | None, steps: int | None = None
 ) -> Optimizer:
-    """The user's ``own``, or momentum SGD.
-
-    With ``steps`` the run begins, and makes so many of them.
+    """The user's ``own``, or momentum SGD. With ``steps`` the run begins, and has that many.
 
     Raises:
-        UserError: the algorithm cannot do with it.
+        UserError: the algorithm cannot use it.
     """
     options, x = context.options, context.replica.parameters
     if own is None:
@@ -94,11 +92,10 @@ def make_wire(context: Context, optimizer: Optimizer, epoch: int) -> GradientCod
 
 def make_pace(context: Context) -> StepTimeModel:
     """How fast this rank computes."""
-    options = context.options
-    index = context.number
-    modelled = options.compute == "timed" or context.transport.models_time
+    options, index = context.options, context.number
+    is_modelled = options.compute == "timed" or context.transport.models_time
     return StepTimeModel(
-        options.compute_time if modelled else None,
+        options.compute_time if is_modelled else None,
         options.slowdown.get(index, 1.0),
         options.jitter,
         seed=options.seed * 1_000_003 + index,
@@ -114,24 +111,19 @@ def make_server(
     lr: Callable[[int], float],
     kind: type[ParameterServer] = ParameterServer,
 ) -> ServerAlgorithm:
-    """The algorithm's part on a server, which stands on a ``kind`` of :class:`ParameterServer`.
-
-    ``lr`` is the learning rate as a function of samples.
-    """
+    """The algorithm's part on a server; ``lr`` is the learning rate as a function of samples."""
     make = implementation(context.algorithm).server
     if make is None:
         raise ValueError(f"{context.algorithm.name} has no servers")
-    notes = len(optimizer.settings())
-    replica = context.replica
-    layout, sizes, options = context.layout, replica.sizes, context.options
+    options, replica = context.options, context.replica
     server = kind(
         context.among,
-        layout,
+        context.layout,
         replica.parameters,
         wire,
         lr,
-        notes,
-        sizes,
+        len(optimizer.settings()),
+        replica.sizes,
         context.projections,
         partial(scale_of, options.lr_scaling),
     )
@@ -178,7 +170,8 @@ def make_worker(
         ),
         algorithm.lockstep,
         options.max_loss,
-        (lambda lr: lr * optimizer.rate) if isinstance(optimizer, TorchOptimizer) else _by_rank_0,
+        # Without one of torch's the rate is the schedule's, which rank 0 knows.
+        lambda lr: lr * optimizer.rate if isinstance(optimizer, TorchOptimizer) else None,
         computing.after_step,
         computing.on_empty,
         transport,
@@ -192,7 +185,3 @@ def make_worker(
     if is_led:
         return LedWorker(worker, optimizer, context.node[0])
     return implementation(algorithm).worker(worker, optimizer, wire, options)
-
-
-def _by_rank_0(lr: float) -> None:
-    """The learning rate is the schedule's, which rank 0 knows."""

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all.
+"""Checkpoints: written between a run's segments, read when it is resumed; complete or absent.
 
 Every rank writes its own part into a folder with a temporary name; rank 0 then adds
 a manifest with all sizes and digests and gives the folder its name. A folder that
@@ -11,17 +11,27 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from aladdin_mpi.control.exchange import all_or_none, broadcast, gather
+from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import UserError, system_error
-from aladdin_mpi.options.run import RESIZE_FIELDS, differences
+from aladdin_mpi.optimizers.sgd import LearningRate
+from aladdin_mpi.options.algorithms import Algorithm
+from aladdin_mpi.options.run import RESIZE_FIELDS, RESUME_FIELDS, RunOptions, agreed, differences
 from aladdin_mpi.process import files
-from aladdin_mpi.process.files import check_own_folder, remove_tree
+from aladdin_mpi.process.files import check_own_folder, remove_tree, write_whole
+from aladdin_mpi.run.context import Context, collect_model, make_layout
+from aladdin_mpi.run.coordinator import Coordinator, RunHook, SegmentEnd
+from aladdin_mpi.run.plan import Origin, Plan
+from aladdin_mpi.run.resizing import StateAssembly, share, taken, tell
+from aladdin_mpi.run.session import Session
+from aladdin_mpi.transport.base import Transport
 
 FORMAT = "aladdin_mpi checkpoint 1"
 MANIFEST = "manifest.json"
@@ -33,14 +43,18 @@ UNFINISHED = re.compile(f"writing-(over-samples-)?{NUMBER}")
 """The names of those that are being written, or removed."""
 RESIZED = ("ranks: ", "option.servers: ", "option.workers: ")
 """How differences begin that come from other numbers of ranks."""
+KINDS: dict[str, type | tuple[type, ...]] = {
+    "samples": int,
+    "parts": list,
+    "ranks": int,
+    "option": dict,
+    "moment": (int, float),
+}
+"""What every manifest holds."""
 
 
 class CheckpointStore:
-    """The checkpoints of a run, of which the last is kept.
-
-    Args:
-        run_dir: the run's folder, seen by all ranks.
-    """
+    """The checkpoints in a run's folder, of which the last is kept."""
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / FOLDER
@@ -48,11 +62,9 @@ class CheckpointStore:
     def _temporary(self, samples: int) -> Path:
         return self.folder / f"writing-{samples:012d}"
 
-    def _final(self, samples: int) -> Path:
-        return self.folder / f"samples-{samples:012d}"
-
+    # -- writing ------------------------------------------------------------------------------
     def begin(self, samples: int) -> None:
-        """At rank 0, before any rank writes: make room, remove what an earlier death left.
+        """At rank 0, before any rank writes: make room, remove what an earlier failure left.
 
         Raises:
             UserError: it cannot be written, as in :meth:`write` and :meth:`commit`.
@@ -81,13 +93,10 @@ class CheckpointStore:
 
         ``entries`` are by rank, None of a rank that has failed.
         """
-        temporary, final = self._temporary(samples), self._final(samples)
+        temporary, final = self._temporary(samples), self.folder / f"samples-{samples:012d}"
         manifest = {"format": FORMAT, "samples": samples, "parts": entries, **about}
         with self._writing():
-            with (temporary / MANIFEST).open("x") as file:
-                file.write(files.written(manifest, indent=1))
-                file.flush()
-                os.fsync(file.fileno())
+            write_whole(temporary / MANIFEST, files.written(manifest, indent=1))
             if os.path.lexists(final):
                 self._remove(final)
             temporary.rename(final)
@@ -101,7 +110,7 @@ class CheckpointStore:
         shutil.rmtree(self._temporary(samples), ignore_errors=True)
 
     def _remove(self, checkpoint: Path) -> None:
-        """Remove a checkpoint, which loses its name first: a death leaves no half of one."""
+        """Remove a checkpoint, which loses its name first: a failure leaves no half of one."""
         doomed = self.folder / f"writing-over-{checkpoint.name}"
         checkpoint.rename(doomed)
         remove_tree(doomed)
@@ -121,23 +130,24 @@ class CheckpointStore:
                 f"room for two of them, then go on with --resume {self.folder.parent}"
             ) from error
 
+    # -- reading ------------------------------------------------------------------------------
     def manifest(self) -> dict[str, Any]:
-        """What the last checkpoint says of itself. Raises UserError as :meth:`load`."""
+        """Return the last checkpoint's manifest. Raises UserError as :meth:`load`."""
         return _read_manifest(self._last())
 
-    def check(self, about: dict[str, Any], resizes: bool = False) -> None:
-        """Check that the last checkpoint is of this run.
+    def load(
+        self, rank: int, about: dict[str, Any], resizes: bool = False
+    ) -> dict[str, Any] | None:
+        """A rank's part of the last checkpoint of this run; None if the rank had failed by then.
 
-        Args:
-            about: what must be as in the manifest, such as the number of ranks.
-            resizes: but not that number, and what goes with it.
+        ``about`` has to be as in the manifest; with ``resizes``, except for the number of ranks
+        and what goes with it.
 
         Raises:
-            UserError: there is none, it cannot be read, or it belongs to another run.
+            UserError: there is none, it is damaged, or it belongs to another run.
         """
         folder = self._last()
-        manifest = _read_manifest(folder)
-        here = files.read(files.written(about))
+        manifest, here = _read_manifest(folder), files.read(files.written(about))
         if resizes:
             manifest, here = _without_ranks(manifest), _without_ranks(here)
         # What a later version has added was at its default then.
@@ -151,21 +161,6 @@ class CheckpointStore:
                 f"checkpoint's value first): {'; '.join(found[:5])}; resume it as it was "
                 f"started{resize}"
             )
-
-    def load(
-        self, rank: int, about: dict[str, Any], resizes: bool = False
-    ) -> dict[str, Any] | None:
-        """This rank's part of the last checkpoint; None if the rank had failed by then.
-
-        Args:
-            rank: whose part.
-            about: see :meth:`check`.
-            resizes: see there.
-
-        Raises:
-            UserError: as :meth:`check`, or it is damaged.
-        """
-        self.check(about, resizes)
         return self.part(rank)
 
     def part(self, rank: int) -> dict[str, Any] | None:
@@ -180,20 +175,15 @@ class CheckpointStore:
             return None
         path = folder / entry["file"]
         if not path.is_file():
-            raise UserError(f"--resume: {path} is missing; take another copy of the run folder")
-        size = path.stat().st_size
-        if size != entry["bytes"]:
-            raise UserError(
-                f"--resume: {path} is truncated or has been changed: expected {entry['bytes']} "
-                f"bytes, got {size}; take another copy of the run folder"
-            )
-        if _digest(path) != entry["sha256"]:
-            raise UserError(
-                f"--resume: {path} is damaged: its SHA-256 is not that of the manifest; take "
-                "another copy of the run folder"
-            )
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        return state
+            fault = "is missing"
+        elif (size := path.stat().st_size) != entry["bytes"]:
+            fault = f"is truncated or has been changed: expected {entry['bytes']} bytes, got {size}"
+        elif _digest(path) != entry["sha256"]:
+            fault = "is damaged: its SHA-256 is not that of the manifest"
+        else:
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+            return state
+        raise UserError(f"--resume: {path} {fault}; take another copy of the run folder")
 
     def all(self) -> list[Path]:
         """The complete checkpoints, the oldest first: folders of that name with a manifest."""
@@ -201,7 +191,6 @@ class CheckpointStore:
         return sorted(found, key=lambda folder: int(folder.name.rpartition("-")[2]))
 
     def _named(self, names: re.Pattern[str]) -> list[Path]:
-        """What of the program's own is there under such names."""
         if not self.folder.is_dir():
             return []
         return [path for path in self.folder.iterdir() if names.fullmatch(path.name)]
@@ -222,7 +211,6 @@ class CheckpointStore:
 
 
 def _without_ranks(about: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint says of itself, less the numbers of ranks and what goes with them."""
     option = {k: v for k, v in about["option"].items() if k not in RESIZE_FIELDS}
     return {**{k: v for k, v in about.items() if k != "ranks"}, "option": option}
 
@@ -234,12 +222,6 @@ def _as_in(written: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
         for name, value in here.items()
         if name in written
     }
-
-
-def resumed_moment(run_dir: Path) -> float:
-    """The virtual time of a run's last checkpoint. Raises UserError as ``load`` does."""
-    store = CheckpointStore(run_dir)
-    return float(_read_manifest(store._last())["moment"])
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -266,14 +248,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 def _fault(manifest: dict[str, Any]) -> str:
     """What is missing in a manifest; empty if nothing is."""
-    kinds: dict[str, Any] = {
-        "samples": int,
-        "parts": list,
-        "ranks": int,
-        "option": dict,
-        "moment": (int, float),
-    }
-    for name, kind in kinds.items():
+    for name, kind in KINDS.items():
         if not isinstance(manifest.get(name), kind):
             return f"it has no {name}"
     parts = manifest["parts"]
@@ -287,8 +262,8 @@ def _fault(manifest: dict[str, Any]) -> str:
 
 
 def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        digest = hashlib.sha256()
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
@@ -300,3 +275,163 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def find_origin(transport: Transport, options: RunOptions, algorithm: Algorithm) -> Origin:
+    """Where the run comes from; every rank calls it, and rank 0 reads the checkpoint.
+
+    Raises:
+        UserError, RefusedError: there is no checkpoint to resume, or it cannot be read.
+    """
+    servers = options.servers if algorithm.has_servers else 0
+    if options.resume is None:
+        workers = transport.size - options.spares - servers
+        return Origin(workers, servers, begun=(servers, workers))
+    store = CheckpointStore(Path(options.resume))
+    found = all_or_none(transport, lambda: store.manifest() if transport.rank == 0 else {})
+    names = ("ranks", "option", "past", "schedule_step", "begun")
+    manifest = broadcast(transport, {name: found.get(name) for name in names})
+    if algorithm.has_servers:
+        servers = int(manifest["option"]["servers"])
+    workers = manifest["ranks"] - servers
+    past = tuple(Period(tuple(taken)) for taken in manifest["past"] or ())  # earlier: not written
+    begun: Sequence[int] = manifest["begun"] or (servers, workers)
+    return Origin(workers, servers, past, manifest["schedule_step"], (begun[0], begun[1]))
+
+
+def identity(options: RunOptions) -> dict[str, Any]:
+    """The options that stay as they are when a run is resumed."""
+    return {name: value for name, value in agreed(options).items() if name not in RESUME_FIELDS}
+
+
+class Checkpoints(RunHook):
+    """Saves the run after each segment. Every rank writes its part.
+
+    ``optimizer`` describes the optimizer; a run that resumes the checkpoint must share it.
+    """
+
+    def __init__(self, context: Context, plan: Plan, optimizer: str, folder: Path) -> None:
+        self._transport = transport = context.transport
+        self._store = CheckpointStore(folder)
+        self._about = {
+            "ranks": transport.size,
+            "engine": transport.engine,
+            "option": identity(context.options),
+            "optimizer": optimizer,
+        }
+        self._plan = plan
+        self._saved: int | None = None
+
+    def on_settled(self, end: SegmentEnd, run: Coordinator | None) -> None:
+        """Save the run, unless it has not moved since. Closed, it may hold a part of a step.
+
+        Raises:
+            UserError: a rank cannot write its part; raised at rank 0.
+            RefusedError: the same, on the other ranks.
+        """
+        if end.drawn != self._saved and end.closed_by is None:
+            self._save(end, run)
+            self._saved = end.drawn
+
+    def _save(self, end: SegmentEnd, run: Coordinator | None) -> None:
+        """Write a checkpoint, unless this state should not be saved: then the last one stays."""
+        transport, store, drawn, state = self._transport, self._store, end.drawn, end.state()
+        doubts = gather(transport, end.doubt(state))
+        doubt = broadcast(transport, next(filter(None, doubts), ""))
+        if doubt:
+            if run is not None:
+                run.ledger.checkpoint_skipped(drawn, doubt)
+            return
+        origin = end.origin.as_json(self._plan.schedule_step)
+        about = {**self._about, "moment": end.moment, **origin}
+
+        def first(step: Callable[[], None]) -> None:
+            all_or_none(transport, lambda: step() if transport.rank == 0 else None)
+
+        try:
+            first(lambda: store.begin(drawn))
+            entry = all_or_none(transport, lambda: store.write(drawn, transport.rank, state))
+            entries = gather(transport, entry)
+            first(lambda: store.commit(drawn, entries, about))
+        except UserError:  # at rank 0, when every rank has tried
+            store.discard(drawn)
+            raise
+
+    # -- resuming ---------------------------------------------------------------------------
+    def resume(self, session: Session, lr: LearningRate) -> None:
+        """Restore the last checkpoint, which the session's origin has written. On every rank.
+
+        Raises:
+            UserError: the checkpoint does not fit this run, or is damaged; raised at rank 0.
+            RefusedError: the same, on the other ranks.
+        """
+        context, origin = session.context, session.origin
+        may_differ = context.options.allow_resize
+        same = (origin.workers, origin.servers) == (context.workers, context.servers)
+        if not same and (may_differ or origin.fits(context.servers, context.workers)):
+            with session.uncounted():
+                self._resize(session, lr)
+        else:
+            state = all_or_none(self._transport, lambda: self._load(may_differ))
+            session.restore(state)
+            with session.uncounted():
+                _revive(session, state is None)
+        self._saved = session.began_at
+
+    def _load(self, resizes: bool) -> dict[str, Any] | None:
+        state = self._store.load(self._transport.rank, self._about, resizes)
+        if state is not None and state["drawn"] > self._plan.total:
+            raise UserError(
+                f"--resume: expected a run at least as long as it was, {state['drawn']} samples, "
+                f"got a length of {self._plan.total}; give more --epochs, --samples or --steps, or "
+                "leave them out"
+            )
+        return state
+
+    def _resize(self, session: Session, lr: LearningRate) -> None:
+        """Restore a checkpoint of other numbers of workers and servers."""
+        context, origin, transport = session.context, session.origin, self._transport
+        first = transport.rank == 0
+        state = all_or_none(transport, lambda: self._load(resizes=True) if first else None)
+        options, algorithm, replica = context.options, context.algorithm, context.replica
+        layout = make_layout(options, algorithm, replica, origin.servers, origin.workers)
+        parts = StateAssembly(
+            self._store.part, algorithm, origin, layout, session.role, replica.parameters
+        )
+        merged = all_or_none(transport, lambda: parts.merged() if first else None)
+        if merged is not None and state is not None:
+            merged.granted = state["keeper"].get("granted", ())[origin.servers :]
+        merged = share(transport, merged)
+        past = (*origin.past, Period(taken(merged)))
+        begun = context.servers, context.workers
+        now = Origin(context.workers, context.servers, past, origin.schedule_step, begun)
+        session.resize(state, merged, now)
+        all_or_none(transport, lambda: self._restore_local(session, origin))
+        if first and not options.quiet:
+            tell(algorithm, origin, now, lr)
+
+    def _restore_local(self, session: Session, origin: Origin) -> None:
+        """Restore what the former worker of this number had; a new one has buffers alone."""
+        if session.context.is_server:
+            return
+        worker = self._transport.rank - session.context.servers
+        is_new = worker >= origin.workers
+        part = self._store.part(origin.servers + (0 if is_new else worker))
+        if part is not None:
+            restore = session.local.share_buffers if is_new else session.local.load_state_dict
+            restore(part["local"])
+
+
+def _revive(session: Session, is_new: bool) -> None:
+    """Give the global model to workers that had failed when the checkpoint was written."""
+    context, role, replica = session.context, session.role, session.context.replica
+    new = broadcast(context.transport, gather(context.transport, is_new))
+    common: dict[str, Any] = broadcast(context.transport, role.common())
+    if is_new:
+        role.join(common)
+    if not any(new) or not context.is_real:
+        return
+    mine = replica.parameters.clone()
+    collect_model(context, role, without=[rank for rank, was_lost in enumerate(new) if was_lost])
+    if not is_new:
+        replica.parameters.copy_(mine)

@@ -30,43 +30,12 @@ from aladdin_mpi.worker.node import host_groups
 from aladdin_mpi.worker.role import Role
 
 
-def make_nodes(
-    options: RunOptions, algorithm: Algorithm, transport: Transport, servers: int
-) -> list[list[int]]:
-    """The ranks of each node's workers; the first leads. None without the option.
-
-    Raises:
-        UserError: nodes have different numbers of workers, or are too few for the algorithm.
-    """
-    if not options.node_sums:
-        return []
-    nodes = host_groups(transport, servers, options.node_size)
-    sizes = sorted({len(node) for node in nodes})
-    if len(sizes) > 1:
-        counts = " and ".join(map(str, sizes))
-        raise UserError(
-            f"--node-sums: expected as many workers on every node, got {counts}; start as many on "
-            "each host (servers are the first ranks, and are none of them), or add --node-size "
-            "with a number that divides all"
-        )
-    least = max(algorithm.least_workers, servers)
-    if len(nodes) < least:
-        raise UserError(
-            f"--node-sums: expected at least {least} nodes for --algorithm {algorithm.name}"
-            + (f" with {servers} servers" if servers > 1 else "")
-            + f", got {len(nodes)}; use more hosts, or leave the option out"
-        )
-    return nodes
-
-
 @dataclass(frozen=True)
 class Context:
     """One rank's.
 
     Attributes:
         module: on its device.
-        replica: of the module.
-        layout: how the flat model is cut.
         nodes: ranks of the workers of each node, where a node is one worker of the algorithm.
         numbers: of each worker, the one that it began the run with; none: as they are now.
         project: what the script applies to parameters after each step.
@@ -84,12 +53,12 @@ class Context:
 
     @cached_property
     def projections(self) -> Projections:
-        """The script's; none with timed computing."""
+        """Those of ``project``; none with timed computing."""
         return Projections(self.project if self.is_real else (), self.module)
 
     @property
     def number(self) -> int:
-        """This worker's, with which it began the run."""
+        """This worker's number, with which it began the run."""
         index = self.transport.rank - self.servers
         return self.numbers[index] if self.numbers else index
 
@@ -113,17 +82,17 @@ class Context:
 
     @property
     def servers(self) -> int:
-        """Their number: they are the first ranks."""
+        """The number of servers, which are the first ranks."""
         return self.layout.servers
 
     @property
     def workers(self) -> int:
-        """How many ranks compute."""
-        return self.transport.size - self.layout.servers
+        """The number of ranks that compute."""
+        return self.transport.size - self.servers
 
     @property
     def needs_all(self) -> str | None:
-        """What cannot go on without every worker; None: the run can."""
+        """What requires every worker; None: the run can continue without some."""
         if self.options.node_sums:
             return "--node-sums"
         return self.options.algorithm if self.algorithm.needs_all(self.options) else None
@@ -136,7 +105,7 @@ class Context:
     @property
     def is_server(self) -> bool:
         """Whether this rank is one."""
-        return self.transport.rank < self.layout.servers
+        return self.transport.rank < self.servers
 
     @property
     def is_real(self) -> bool:
@@ -146,11 +115,6 @@ class Context:
     def holders(self, bucket: Bucket) -> range:
         """The ranks whose values of a bucket make up the global model's."""
         return self.algorithm.holders(bucket.server, self.transport.size)
-
-
-def server_count(options: RunOptions, algorithm: Algorithm) -> int:
-    """How many of the ranks are servers."""
-    return options.servers if algorithm.has_servers else 0
 
 
 def make_context(
@@ -164,40 +128,36 @@ def make_context(
     """Every rank calls it. ``numbers`` and ``project`` as in :class:`Context`.
 
     Raises:
-        UserError: more servers than the model has parts, or too few workers; projections that the
-            algorithm cannot apply.
+        UserError: more servers than the model has parts, or too few workers or nodes; projections
+            that the algorithm cannot apply.
     """
     replica = all_or_none(transport, lambda: _make_replica(transport, options, module))
-    servers = server_count(options, algorithm)
+    servers = options.servers if algorithm.has_servers else 0
     workers = transport.size - servers
-    if isinstance(replica, Replica):
-        layout = make_layout(options, algorithm, replica, servers, workers)
-        if project:
-            layout = between_parameters(layout, replica.sizes)
-    else:  # all ranks of a simulation have the same
-        key = "layout", id(module), servers, workers
-        layout = once(
-            transport, key, lambda: make_layout(options, algorithm, replica, servers, workers)
-        )
-    all_or_none(transport, lambda: _check(options, replica, layout))
-    if not numbers:  # else the run began with more
-        all_or_none(transport, lambda: check_workers(options, workers))
-    nodes = all_or_none(transport, lambda: make_nodes(options, algorithm, transport, servers))
-    context = Context(
-        transport, options, algorithm, module, replica, layout, nodes, numbers, project
-    )
-    all_or_none(transport, lambda: _check_projections(context))
-    return context
 
+    def cut_model() -> Layout:
+        return make_layout(options, algorithm, replica, servers, workers)
 
-def _check_projections(context: Context) -> None:
-    if not context.projections:
-        return
-    if implementation(context.algorithm).updates_parts:
-        raise UserError(
-            f"run.project() requires whole parameters on each rank, and {context.algorithm.name} "
-            "updates a part of each layer on each. Use ar-sgd."
+    def make() -> Context:
+        if isinstance(replica, Replica):
+            layout = between_parameters(cut_model(), replica.sizes) if project else cut_model()
+        else:  # all ranks of a simulation have the same
+            layout = once(transport, ("layout", id(module), servers, workers), cut_model)
+        _check_servers(options, replica, layout)
+        if not numbers:  # else the run began with more
+            check_workers(options, workers)
+        nodes = _nodes(transport, options, algorithm, servers)
+        context = Context(
+            transport, options, algorithm, module, replica, layout, nodes, numbers, project
         )
+        if context.projections and implementation(algorithm).updates_parts:
+            raise UserError(
+                f"run.project() requires whole parameters on each rank, and {algorithm.name} "
+                "updates a part of each layer on each. Use ar-sgd."
+            )
+        return context
+
+    return all_or_none(transport, make)
 
 
 def _make_replica(
@@ -207,6 +167,41 @@ def _make_replica(
         return Replica(module)
     _, sizes = once(transport, ("outline", id(module)), lambda: (module, outline(module)))
     return PhantomReplica(sum(sizes.layers), sizes)
+
+
+def _check_servers(options: RunOptions, replica: Replica | PhantomReplica, layout: Layout) -> None:
+    owners = {bucket.server for bucket in layout.buckets}
+    if layout.servers and len(owners) < layout.servers:
+        layers = ", of which no layer is split" if options.sharding == "layer" else ""
+        raise UserError(
+            f"--servers: expected at most {len(owners)} for a model of "
+            f"{replica.numel} parameters{layers}, got {layout.servers}; use fewer"
+        )
+
+
+def _nodes(
+    transport: Transport, options: RunOptions, algorithm: Algorithm, servers: int
+) -> list[list[int]]:
+    """The ranks of each node's workers; the first leads. None without the option."""
+    if not options.node_sums:
+        return []
+    nodes = host_groups(transport, servers, options.node_size)
+    sizes = sorted({len(node) for node in nodes})
+    if len(sizes) > 1:
+        counts = " and ".join(map(str, sizes))
+        raise UserError(
+            f"--node-sums: expected as many workers on every node, got {counts}; start as many on "
+            "each host (servers are the first ranks, and are none of them), or add --node-size "
+            "with a number that divides all"
+        )
+    least = max(algorithm.least_workers, servers)
+    if len(nodes) < least:
+        raise UserError(
+            f"--node-sums: expected at least {least} nodes for --algorithm {algorithm.name}"
+            + (f" with {servers} servers" if servers > 1 else "")
+            + f", got {len(nodes)}; use more hosts, or leave the option out"
+        )
+    return nodes
 
 
 def make_layout(
@@ -221,25 +216,8 @@ def make_layout(
     if own_layout is not None:
         options = options.model_copy(update={"servers": max(1, servers)})
         return own_layout(replica, workers, options)
-    return cut(
-        replica.numel,
-        servers,
-        options.bucket_mb,
-        options.shard_mb,
-        options.sharding,
-        replica.layers,
-    )
-
-
-def _check(options: RunOptions, replica: Replica | PhantomReplica, layout: Layout) -> None:
-    servers = layout.servers
-    owners = {bucket.server for bucket in layout.buckets}
-    if servers and len(owners) < servers:
-        layers = ", of which no layer is split" if options.sharding == "layer" else ""
-        raise UserError(
-            f"--servers: expected at most {len(owners)} for a model of "
-            f"{replica.numel} parameters{layers}, got {servers}; use fewer"
-        )
+    sizes = options.bucket_mb, options.shard_mb
+    return cut(replica.numel, servers, *sizes, options.sharding, replica.layers)
 
 
 MOST_APART = 1e-3
@@ -247,7 +225,7 @@ MOST_APART = 1e-3
 
 
 def share_model(context: Context) -> None:
-    """Everyone begins with rank 0's parameters and buffers; a resumed run has its checkpoint's."""
+    """Begin with rank 0's parameters and buffers; a resumed run has its checkpoint's."""
     if not context.is_real or context.options.resume is not None:
         return
     for tensor in [context.replica.parameters, *context.replica.buffers()]:
@@ -255,7 +233,7 @@ def share_model(context: Context) -> None:
 
 
 def share_buffers(context: Context, source: int) -> None:
-    """Everybody's module gets those of a rank, or of the next one that lives."""
+    """Give every rank's module the buffers of a rank, or of the next one that has not failed."""
     living = [rank for rank in surviving_ranks(context.transport) if rank >= source]
     for buffer in context.module.buffers():
         _broadcast(context.transport, buffer, living[0])
@@ -286,8 +264,12 @@ def collect_model(context: Context, role: Role, without: Sequence[int] = ()) -> 
             weight = role.weight(bucket)
         if len(holders) == 1:
             _broadcast(transport, mine, holders[0])
-        else:
-            _average(transport, mine, weight)
+        else:  # the weighted mean
+            total = torch.tensor([weight], dtype=torch.float64)
+            mine.mul_(total.item())
+            allreduce_tensor(transport, total)
+            allreduce_tensor(transport, mine)
+            mine.div_(total.item())
     context.projections.apply(vector)  # a mean of projected models need not be one
     replica.set(vector)
     return vector
@@ -296,10 +278,7 @@ def collect_model(context: Context, role: Role, without: Sequence[int] = ()) -> 
 def warn_of_differences(context: Context, own: Tensor, model: Tensor) -> None:
     """Warn if workers that should have the same model do not: the loop has changed some of them.
 
-    Args:
-        context: of this rank.
-        own: this rank's, at the end of the run.
-        model: the one that is kept, of the first worker.
+    ``own`` is this rank's at the end of the run, ``model`` the first worker's, which is kept.
     """
     is_leader = context.transport.rank in context.leaders
     apart = float((own.to(model) - model).norm() / model.norm().clamp_min(1e-12))
@@ -313,12 +292,3 @@ def warn_of_differences(context: Context, own: Tensor, model: Tensor) -> None:
                 "must be the same on every worker. Register it with run.project()"
             ]
         )
-
-
-def _average(transport: Transport, values: Tensor, weight: float) -> None:
-    """The weighted mean over all ranks that live."""
-    weights = torch.tensor([weight], dtype=torch.float64)
-    values.mul_(weights.item())
-    allreduce_tensor(transport, weights)
-    allreduce_tensor(transport, values)
-    values.div_(weights.item())

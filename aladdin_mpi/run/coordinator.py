@@ -1,4 +1,4 @@
-"""Rank 0's other duty: it grants samples, counts time, and keeps the books of the run."""
+"""Rank 0's other duty: it grants samples, counts time, and keeps the run's metrics."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 
 from aladdin_mpi.control.budget import Budget, WorkerReport
 from aladdin_mpi.control.refusals import Ledger
-from aladdin_mpi.exchange.server import ParameterServer
+from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.flat.state import MergedState
+from aladdin_mpi.run.context import Context
 from aladdin_mpi.run.failures import Failures
 from aladdin_mpi.run.plan import Origin, Plan
 from aladdin_mpi.run.progress import State
-from aladdin_mpi.transport.base import Transport, surviving_ranks
-from aladdin_mpi.worker.role import COMPUTED
+from aladdin_mpi.transport.base import surviving_ranks
+from aladdin_mpi.worker.role import COMPUTED, Role
 
 SHOWN = ("wire_bits", "pi")
 """Of the algorithm's figures, those in the progress."""
@@ -115,44 +116,34 @@ class RunHook:
 class Coordinator:
     """Grants samples, counts time, and adds up what workers report.
 
-    It acts only when a message of a worker arrives, so that it works beside whatever
+    It acts only when a message of a worker arrives, so that it works next to whatever
     rank 0 does for the algorithm. What shows or writes its figures is a hook.
 
     Args:
         lr: learning rate as a function of samples.
-        workers: their number.
-        server: rank 0's server, whose gradients and staleness are shown, if it has one.
-        measures: returns the algorithm's figures for a line of the metrics.
+        role: rank 0's; if it is a server, its gradients and staleness are shown.
         hooks: called in this order.
-        lockstep: see :class:`Budget`.
-        needed: see :class:`MpiFailures`; ``silence`` likewise.
     """
 
     def __init__(
         self,
-        transport: Transport,
+        context: Context,
+        role: Role,
         plan: Plan,
         lr: Callable[[int], float],
-        workers: int,
-        server: ParameterServer | None,
-        measures: Callable[[], dict[str, float]],
-        hooks: Sequence[RunHook] = (),
-        lockstep: Sequence[int] = (),
-        needed: str | None = None,
-        silence: float = 0.0,
+        hooks: Sequence[RunHook],
     ) -> None:
-        self._transport = transport
+        self._transport = transport = context.transport
         self.plan = plan
         self._lr = lr
-        self._workers = workers
-        self._first_worker = transport.size - workers
-        self.server = server
-        self.measures = measures
+        self._workers = context.workers
+        self._first_worker = context.servers
+        self.server = role.server if isinstance(role, ServerAlgorithm) else None
+        self.measures = role.measures
+        lockstep = context.leaders if context.algorithm.lockstep else ()
         self.budget = Budget(transport, plan.total, self._report, lockstep)
         self.ledger = Ledger(transport, self._first_worker, self.budget)
-        self.failures = Failures(
-            transport, self.budget, self._first_worker, needed, self.moment, silence
-        )
+        self.failures = Failures(context, self.budget, self.moment)
         self._hooks = hooks
         self._has_begun = False
         transport.on_failure(self._lose)
@@ -234,14 +225,11 @@ class Coordinator:
         self._steps[rank] = report.steps
         if report.samples and isfinite(report.loss):
             self._rate = report.rate
-        self._stop_in_time()
-        for hook in self._hooks:
-            hook.on_report(self, report)
-
-    def _stop_in_time(self) -> None:
         limit, opened = self.plan.checkpoint_seconds, self._opened
         if limit and opened is not None and self._transport.now() - opened >= limit:
             self.budget.stop()
+        for hook in self._hooks:
+            hook.on_report(self, report)
 
     @property
     def gradients(self) -> int:
@@ -280,7 +268,7 @@ class Coordinator:
         return {"samples": drawn, "epoch": drawn / self.plan.epoch, "seconds": self.seconds}
 
     def knowledge(self) -> dict[str, Any]:
-        """All that goes on when another rank keeps the books, at any moment."""
+        """Return what another rank needs to continue as coordinator, at any moment."""
         with self._transport.atomic():
             return {
                 **self.state_dict(),
@@ -317,8 +305,7 @@ class Coordinator:
         if "loss_scale" in state:
             self.budget.loss_scale.load_state_dict(state["loss_scale"])
         self._seconds = state["seconds"]
-        self._waiting, self._sent = state["waiting"], state["sent"]
-        self._steps = state["steps"]
+        self._waiting, self._sent, self._steps = state["waiting"], state["sent"], state["steps"]
         self.ledger.load_state_dict(state["ledger"])
         self.failures.records[:0] = state["failures"]
         self._rate = state.get("rate")
@@ -327,17 +314,11 @@ class Coordinator:
             hook.load_state_dict(state)
 
     def catch_up(self, seconds: float) -> None:
-        """The run has trained for so long already, as lines of metrics tell."""
+        """Note that the run has trained for so long already, as lines of metrics show."""
         self._seconds = max(self._seconds, seconds)
 
     def take_over(self, known: dict[str, Any], drawn: int, merged: MergedState) -> None:
-        """Go on with the books of a former group.
-
-        Args:
-            known: see :meth:`knowledge`.
-            drawn: samples that its ranks have drawn and not given back.
-            merged: its ranks, put together.
-        """
+        """Continue from the :meth:`knowledge` of a former group; see :meth:`.Session.take_over`."""
         self.load_state_dict({**known, "drawn": drawn})
         self.suspended = known["suspended"]
         if known["budget"]["total"] < self.plan.total:  # the loop has been left
@@ -345,11 +326,10 @@ class Coordinator:
         self.resize(merged)
 
     def resize(self, merged: MergedState) -> None:
-        """Go on with the books of another number of workers; after :meth:`load_state_dict`."""
+        """Continue with another number of workers; after :meth:`load_state_dict`."""
         n = self._workers
-        ranks = enumerate(range(self._first_worker, self._transport.size))
         self._waiting, self._sent, self._steps = {}, {}, {}
-        for worker, rank in ranks:
+        for worker, rank in enumerate(range(self._first_worker, self._transport.size)):
             self._waiting[rank] = merged.carried("waiting", worker, n)
             self._sent[rank] = int(merged.carried("bytes_sent", worker, n))
             self._steps[rank] = int(merged.carried(COMPUTED, worker, n))

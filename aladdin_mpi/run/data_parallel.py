@@ -35,6 +35,7 @@ from aladdin_mpi.run.api_options import (
 )
 from aladdin_mpi.run.assembly import UserTask, assemble
 from aladdin_mpi.run.batches import NO_BATCH, Batches, Delivery, Epoch, HeldBack
+from aladdin_mpi.run.checkpoint import find_origin
 from aladdin_mpi.run.coordinator import RunHook
 from aladdin_mpi.run.elastic_runner import ElasticRunner
 from aladdin_mpi.run.ending import Ending, end_other_run
@@ -43,7 +44,6 @@ from aladdin_mpi.run.job import TIMEOUT, choose_device, start_mpi
 from aladdin_mpi.run.loop import Loop, LoopWatch
 from aladdin_mpi.run.measurement import Evaluate
 from aladdin_mpi.run.placement import bind_to_near, tell_placement
-from aladdin_mpi.run.plan import find_origin
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.script import OptionsFound, simulated_rank
 from aladdin_mpi.run.takeover import LoopProgress, Takeover

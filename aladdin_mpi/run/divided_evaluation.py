@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.flat.vectors import full
 from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.run.context import Context, share_buffers
-from aladdin_mpi.run.measurement import Measurement, Sums, added
+from aladdin_mpi.run.measurement import Figures, Measurement, Sums, added, copy_buffers
 from aladdin_mpi.transport.base import surviving_ranks
 
 HEAD_BYTES = 16
@@ -33,19 +33,18 @@ PIECE = 1 << 20
 RANKS = -1
 """In place of where a piece begins: these are the ranks that take part, in order."""
 SUMS_BYTES = 1 << 12
-Figures = Mapping[str, float]
 POLL = 1e-3
 """Seconds between two looks at whether an evaluation has ended."""
 
 
-def is_divided(context: Context, evaluate: object) -> bool:
+def is_divided(context: Context) -> bool:
     """Whether the workers share the evaluations of this run. Every rank calls it.
 
     Where they compute on CPUs it would slow training down more than at rank 0, whose cores may
     have nothing to do.
     """
     transport, choice = context.transport, context.options.evaluate_on
-    if transport.models_time or not isinstance(evaluate, Measurement) or choice == "rank-0":
+    if transport.models_time or choice == "rank-0":
         return False
     if choice == "workers":
         return True
@@ -66,9 +65,7 @@ class _Arriving:
 class DividedEvaluation:
     """This rank's side of the evaluations of a run.
 
-    Args:
-        measurement: what is measured.
-        after: called when this rank has measured its part, by the thread that has.
+    ``after`` is called when this rank has measured its part, by the thread that has.
     """
 
     def __init__(
@@ -76,9 +73,14 @@ class DividedEvaluation:
     ) -> None:
         self._context = context
         self._dtype = full(context.replica.parameters.dtype)
-        self._figures = measurement.figures
+        self._measurement = measurement
+        self._after = after
         self._transport = transport = context.transport
-        self._part = None if context.is_server else _Part(context.module, measurement, after)
+        self._copy: tuple[nn.Module, Replica] | None = None
+        """Of a worker's module, on the same device."""
+        if not context.is_server:
+            module = copy.deepcopy(context.module)
+            self._copy = module, Replica(module)
         self._arriving: _Arriving | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -86,8 +88,8 @@ class DividedEvaluation:
         self._number = 0
         self._ranks: list[int] = []
         self._sums: dict[int, Sums] = {}
-        self._done: Callable[[Figures], None] = _nobody
-        self._give_up: Callable[[], None] = _nothing
+        self._done: Callable[[Figures], None] = lambda figures: None
+        self._give_up: Callable[[], None] = lambda: None
         transport.exclude_from_traffic(Tag.EVALUATE, Tag.EVALUATED)
         length = max(self._dtype.itemsize * min(PIECE, context.replica.numel), 8 * transport.size)
         transport.on_message(Tag.EVALUATE, HEAD_BYTES + length, self._collect)
@@ -104,27 +106,21 @@ class DividedEvaluation:
     def begin(
         self, vector: Tensor, done: Callable[[Figures], None], give_up: Callable[[], None]
     ) -> None:
-        """Have a model measured.
+        """Have the model ``vector`` measured: flat, on the CPU, and not changed until the end.
 
-        Args:
-            vector: the model, flat, on the CPU; it is left alone until the end.
-            done: called with what it measures over all parts, as a handler.
-            give_up: called instead where a worker has failed.
+        ``done`` is called with the figures, as a handler, or ``give_up`` if a worker has failed.
         """
         with self._transport.atomic():
             self._number += 1
             self._done, self._give_up, self._sums = done, give_up, {}
-            self._ranks = self._living()
-            if self._ranks:
-                self._send(vector)
-            else:
+            self._ranks = self._surviving()
+            if not self._ranks:
                 give_up()
-
-    def _send(self, vector: Tensor) -> None:
-        self._pass_on(_frame(self._number, RANKS, torch.tensor(self._ranks)), self._ranks[0])
-        for start in range(0, vector.numel(), PIECE):
-            piece = _frame(self._number, start, vector[start : start + PIECE])
-            self._pass_on(piece, self._ranks[0])
+                return
+            self._pass_on(_frame(self._number, RANKS, torch.tensor(self._ranks)), self._ranks[0])
+            for start in range(0, vector.numel(), PIECE):
+                piece = _frame(self._number, start, vector[start : start + PIECE])
+                self._pass_on(piece, self._ranks[0])
 
     def _pass_on(self, frame: Tensor, rank: int) -> None:
         if rank == self._transport.rank:
@@ -132,7 +128,7 @@ class DividedEvaluation:
         elif rank not in self._transport.failed:
             self._transport.isend(frame, rank, Tag.EVALUATE)
 
-    def _living(self) -> list[int]:
+    def _surviving(self) -> list[int]:
         servers = self._context.servers
         return [rank for rank in surviving_ranks(self._transport) if rank >= servers]
 
@@ -143,15 +139,15 @@ class DividedEvaluation:
         self._sums[source] = sums
         if len(self._sums) == len(self._ranks):
             ranks, self._ranks = self._ranks, []
-            self._done(self._figures(added(self._sums[rank] for rank in ranks)))
+            self._done(self._measurement.figures(added(self._sums[rank] for rank in ranks)))
 
     def _lose(self, rank: int) -> None:
-        """Those behind it may never get the model, even where it has measured its part."""
+        """Give up: those after it may never get the model, even if it has measured its part."""
         if rank in self._ranks:
             self._ranks = []
             self._give_up()
 
-    def wait(self, seconds: float) -> None:
+    def _wait(self, seconds: float) -> None:
         """Wait for the end of the evaluation under way; give it up after so many seconds."""
         until = self._transport.now() + seconds
         while self._ranks and self._transport.now() < until:
@@ -201,8 +197,16 @@ class DividedEvaluation:
                 self._transport.isend(message, 0, Tag.EVALUATED)
 
     def _measured(self, vector: Tensor, ranks: Sequence[int]) -> Sums:
-        assert self._part is not None
-        return self._part.measure(vector, ranks.index(self._transport.rank), len(ranks))
+        """Sums over this rank's part of as many equal parts as there are ranks."""
+        assert self._copy is not None
+        module, replica = self._copy
+        enter(replica.parameters.device)
+        replica.set(vector)
+        with no_exit():
+            self._measurement.prepare(module)
+            sums = self._measurement.sums(module, ranks.index(self._transport.rank), len(ranks))
+        self._after()
+        return sums
 
     def at_end(self, vector: Tensor, seconds: float) -> Figures | None:
         """The trained model's figures, at rank 0; None elsewhere, and where a worker has failed.
@@ -212,61 +216,26 @@ class DividedEvaluation:
         """
         transport = self._transport
         if transport.rank == 0:
-            self.wait(seconds)
-        ranks: list[int] = broadcast(transport, self._living())
+            self._wait(seconds)
+        ranks: list[int] = broadcast(transport, self._surviving())
         if self._thread is not None:
             self._thread.join()
         mine = self._measured(vector, ranks) if transport.rank in ranks else None
-        if self._part is not None:
-            self._part.give_buffers(self._context.module)
+        if self._copy is not None:
+            copy_buffers(self._copy[0], self._context.module)
         told = gather(transport, mine)
         parts = [told[rank] for rank in ranks] if told else []
         is_whole = bool(broadcast(transport, bool(parts) and None not in parts))
         if is_whole:
             share_buffers(self._context, ranks[0])
-        return self._figures(added(parts)) if is_whole and transport.rank == 0 else None
+        return self._measurement.figures(added(parts)) if is_whole and parts else None
 
     def close(self) -> None:
-        """Nobody is told any more of what is still measured."""
+        """Send no more of what is still measured."""
         with self._transport.atomic():
             self._is_closed = True
-
-
-class _Part:
-    """What a worker measures with: a copy of its module, on the same device."""
-
-    def __init__(
-        self, module: nn.Module, measurement: Measurement, after: Callable[[], None]
-    ) -> None:
-        self._module = copy.deepcopy(module)
-        self._replica = Replica(self._module)
-        self._measurement = measurement
-        self._after = after
-
-    def measure(self, vector: Tensor, place: int, parts: int) -> Sums:
-        """Sums over one of so many equal parts."""
-        enter(self._replica.parameters.device)
-        self._replica.set(vector)
-        with no_exit():
-            self._measurement.prepare(self._module)
-            sums = self._measurement.sums(self._module, place, parts)
-        self._after()
-        return sums
-
-    def give_buffers(self, module: nn.Module) -> None:
-        """Put those of the model that was measured last into ``module``."""
-        for buffer, mine in zip(module.buffers(), self._module.buffers(), strict=True):
-            buffer.copy_(mine)
 
 
 def _frame(number: int, start: int, values: Tensor) -> Tensor:
     head = torch.tensor([number, start])
     return torch.cat([head.view(torch.uint8), values.contiguous().view(torch.uint8)])
-
-
-def _nobody(figures: Figures) -> None:
-    """No evaluation has been asked for."""
-
-
-def _nothing() -> None:
-    """No evaluation can be given up."""

@@ -1,4 +1,4 @@
-"""Rank 0's evaluations of the run: when they are due, and their lines of metrics."""
+"""The evaluations of a run: when they are due, and their lines of metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.run.context import Context, share_buffers
 from aladdin_mpi.run.coordinator import Coordinator, RunEnd, RunHook
 from aladdin_mpi.run.divided_evaluation import DividedEvaluation, is_divided
-from aladdin_mpi.run.measurement import BatchNormRecalibrator, Evaluate, Measurement
+from aladdin_mpi.run.measurement import (
+    BatchNormRecalibrator,
+    Evaluate,
+    Figures,
+    Measurement,
+    copy_buffers,
+)
 from aladdin_mpi.run.plan import Plan
 from aladdin_mpi.run.recorder import Metrics
 from aladdin_mpi.run.variance import model_variance
@@ -33,25 +39,21 @@ FRAME_BYTES = 16
 
 
 class Snapshots:
-    """Copies of the global model, collected at rank 0 while training goes on.
+    """Copies of the global model, collected at rank 0 while training continues.
 
-    Whoever holds a part of it answers a request as soon as it arrives, from the handler
-    of its message: its own work is not interrupted. In virtual time that takes no room
-    on the network.
-
-    Args:
-        role: this rank's.
+    A rank that holds a part of it answers a request as soon as it arrives, from the handler
+    of its message: its own work is not interrupted. In virtual time that takes no bandwidth.
     """
 
     def __init__(self, context: Context, role: Role) -> None:
-        transport, layout = context.transport, context.layout
+        self._transport = transport = context.transport
+        self._layout = layout = context.layout
+        self._role = role
         self._dtype = dtype = full(context.replica.parameters.dtype)
         self._projections = context.projections  # a copy may be a mean of several models
-        self._transport = transport
-        self._layout = layout
-        self._role = role
         self._holders = {bucket: context.holders(bucket) for bucket in layout.buckets}
-        self._done: Callable[[Tensor], None] = _nobody
+        self._mine = [b for b, ranks in self._holders.items() if transport.rank in ranks]
+        self._done: Callable[[Tensor], None] = lambda vector: None
         self._vector = torch.empty(0)
         self._weights: list[float] = []
         self._missing: set[tuple[int, int]] = set()
@@ -86,7 +88,7 @@ class Snapshots:
         self._role.when_whole(self._add_mine)
 
     def _add_mine(self) -> None:
-        for bucket in self._mine():
+        for bucket in self._mine:
             self._add(0, bucket, self._role.weight(bucket), self._role.part(bucket))
 
     def _lose(self, rank: int) -> None:
@@ -96,14 +98,9 @@ class Snapshots:
             self._missing -= lost
             self._finish()
 
-    def _mine(self) -> list[Bucket]:
-        rank = self._transport.rank
-        return [bucket for bucket, ranks in self._holders.items() if rank in ranks]
-
     def _answer(self, source: int, message: Tensor) -> None:
-        for bucket in self._mine():
-            weight = self._role.weight(bucket)
-            head = torch.tensor([bucket.index, weight], dtype=torch.float64)
+        for bucket in self._mine:
+            head = torch.tensor([bucket.index, self._role.weight(bucket)], dtype=torch.float64)
             values = self._role.part(bucket).detach().to("cpu", self._dtype)
             frame = torch.cat([head.view(torch.uint8), values.view(torch.uint8)])
             self._transport.isend(frame, source, Tag.SHARD)
@@ -130,85 +127,11 @@ class Snapshots:
             self._done(self._vector)
 
 
-def _nobody(vector: Tensor) -> None:
-    """No copy has been asked for."""
-
-
-Record = Callable[[dict[str, Any], Mapping[str, float]], None]
-"""Takes what is known of the moment of a copy, and what was measured."""
-
-
-class Evaluator:
-    """Measures copies of the global model, in a thread of its own over MPI.
-
-    In virtual time an evaluation takes no time, and is made on the spot. Over MPI one
-    that is due while another still runs is left out.
-
-    Args:
-        module: as at the start; it is copied.
-        evaluate: the measurement.
-        threaded: whether to measure in a thread.
-        divided: has the workers measure; this rank does where they cannot.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        evaluate: Evaluate,
-        threaded: bool,
-        divided: DividedEvaluation | None = None,
-    ) -> None:
-        self.module = copy.deepcopy(module).cpu()
-        self._replica = Replica(self.module)
-        self._evaluate = evaluate
-        self._threaded = threaded
-        self._divided = divided
-        self._thread: threading.Thread | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether an evaluation is under way."""
-        divided = self._divided is not None and self._divided.busy
-        return divided or (self._thread is not None and self._thread.is_alive())
-
-    def submit(self, vector: Tensor, moment: dict[str, Any], record: Record) -> None:
-        """Evaluate a copy of the model taken at ``moment``; ``record`` is called with both."""
-        if self._divided is None:
-            self._measure_alone(vector, moment, record)
-            return
-        self._divided.begin(
-            vector,
-            lambda figures: record(moment, figures),
-            lambda: self._measure_alone(vector, moment, record),
-        )
-
-    def _measure_alone(self, vector: Tensor, moment: dict[str, Any], record: Record) -> None:
-        if not self._threaded:
-            self._run(vector, moment, record)
-            return
-        self._thread = threading.Thread(
-            target=self._run, args=(vector, moment, record), name="evaluation", daemon=True
-        )
-        self._thread.start()
-
-    def _run(self, vector: Tensor, moment: dict[str, Any], record: Record) -> None:
-        record(moment, self.measure(vector))
-
-    def measure(self, vector: Tensor) -> Mapping[str, float]:
-        """Measure the model with the parameters ``vector`` now."""
-        self._replica.set(vector)
-        # Beside a thread that trains, putting them back would repeat what that has drawn.
-        with no_exit(), nullcontext() if self._threaded else global_generators_kept():
-            return self._evaluate(self.module)
-
-    def wait(self) -> None:
-        """Wait for the evaluation under way."""
-        if self._thread is not None:
-            self._thread.join()
-
-
 class Evaluations(RunHook):
     """Measures copies of the model when an evaluation is due, and the trained model. On every rank.
+
+    Over MPI rank 0 measures in a thread of its own, and an evaluation that is due while another
+    one runs is skipped. In virtual time an evaluation takes no time and is made at once.
 
     Args:
         role: this rank's.
@@ -228,31 +151,30 @@ class Evaluations(RunHook):
         after: Callable[[], None],
     ) -> None:
         self._context = context
-        self._transport = transport = context.transport
+        self._transport = context.transport
         self._after = after
-        self._recalibrator: BatchNormRecalibrator | None = None
-        if context.is_real and not isinstance(evaluate, Measurement):
-            batches = context.options.bn_batches
-            self._recalibrator = BatchNormRecalibrator(
-                transport, context.module, context.servers, batches
-            )
         self._evaluate = evaluate if context.is_real else None
+        self._recalibrator: BatchNormRecalibrator | None = None
         self._divided: DividedEvaluation | None = None
-        if isinstance(self._evaluate, Measurement) and is_divided(context, self._evaluate):
+        if not isinstance(self._evaluate, Measurement):
+            self._recalibrator = BatchNormRecalibrator(context) if context.is_real else None
+        elif is_divided(context):
             self._divided = DividedEvaluation(context, self._evaluate, after)
         self._variance = model_variance(context, role)
         self._snapshots = Snapshots(context, role)
         self._metrics = metrics
-        self._evaluator: Evaluator | None = None
+        self._copy: tuple[nn.Module, Replica] | None = None
+        """Of the module, on the CPU of rank 0: what is measured there."""
+        self._thread: threading.Thread | None = None
         self._lines: dict[int, dict[str, Any]] = {}
         self._lines_lock = threading.Lock()
         self._every = self._next = plan.eval_every
         self._measuring: int | None = None
         """Samples of the evaluation under way."""
-        self._measured: Mapping[str, float] = {}
-        """Figures of the last evaluation; not in checkpoints."""
+        self._measured: Figures = {}
+        """Of the last evaluation; not in checkpoints."""
         self._final_variance: float | None = None
-        self._final_figures: Mapping[str, float] | None = None
+        self._final_figures: Figures | None = None
         """What the workers have measured of the trained model; None: they have not."""
 
     @property
@@ -262,10 +184,9 @@ class Evaluations(RunHook):
 
     @property
     def busy(self) -> bool:
-        """Whether an evaluation goes on in a thread of its own."""
-        if self._divided is not None and self._divided.busy:
-            return True
-        return self._evaluator is not None and self._evaluator.busy
+        """Whether an evaluation is under way."""
+        divided = self._divided is not None and self._divided.busy
+        return divided or (self._thread is not None and self._thread.is_alive())
 
     def on_start(self) -> None:
         """Begin to keep inputs for batch norm's statistics."""
@@ -285,20 +206,8 @@ class Evaluations(RunHook):
             self._next = max(self._next, self._due_after(drawn))
         self._measuring = None
         if self._evaluate is not None:  # only now: it copies the model
-            evaluate = partial(self._measure_here, self._evaluate)
-            threaded = not self._transport.models_time
-            self._evaluator = Evaluator(self._context.module, evaluate, threaded, self._divided)
-
-    def _measure_here(self, evaluate: Evaluate, module: nn.Module) -> Mapping[str, float]:
-        if self._recalibrator is None:
-            figures = evaluate(module)
-        else:
-            self._recalibrator.reestimate(module)
-            module.eval()
-            with torch.no_grad():
-                figures = evaluate(module)
-        self._after()
-        return figures
+            module = copy.deepcopy(self._context.module).cpu()
+            self._copy = module, Replica(module)
 
     def _due_after(self, drawn: int) -> int:
         return (drawn // self._every + 1) * self._every
@@ -309,31 +218,59 @@ class Evaluations(RunHook):
         drawn = run.budget.drawn
         if self._every and self._next <= drawn < run.plan.total:
             self._next = self._due_after(drawn)
-            if self._evaluator is not None:
-                self._begin(run, self._evaluator)
+            if self._evaluate is not None and not (self.busy or self._snapshots.busy):
+                self._begin(run)
 
-    def _begin(self, run: Coordinator, evaluator: Evaluator) -> None:
-        if evaluator.busy or self._snapshots.busy:
-            return
+    def _begin(self, run: Coordinator) -> None:
         moment, before = run.moment(), run.gradients
         self._measuring = samples = moment["samples"]
 
-        def record(moment: dict[str, Any], measured: Mapping[str, float]) -> None:
-            self._take_figures(moment, measured, run.gradients - before)
+        def record(figures: Figures) -> None:
+            self._take_figures(moment, figures, run.gradients - before)
+
+        def measure(vector: Tensor) -> None:
+            alone = partial(self._measure_alone, vector, record)
+            if self._divided is None:
+                alone()
+            else:
+                self._divided.begin(vector, record, give_up=alone)
 
         self._variance.take(samples, self._take_variance)
-        self._snapshots.take(lambda vector: evaluator.submit(vector, moment, record))
+        self._snapshots.take(measure)
 
-    def _take_figures(
-        self, moment: dict[str, Any], measured: Mapping[str, float], gradients: int
-    ) -> None:
+    def _measure_alone(self, vector: Tensor, record: Callable[[Figures], None]) -> None:
+        def run() -> None:
+            record(self._measure(vector))
+
+        if self._transport.models_time:
+            run()
+        else:
+            self._thread = threading.Thread(target=run, name="evaluation", daemon=True)
+            self._thread.start()
+
+    def _measure(self, vector: Tensor) -> Figures:
+        """Measure the model with the parameters ``vector`` here and now."""
+        assert self._copy is not None and self._evaluate is not None
+        module, replica = self._copy
+        replica.set(vector)
+        # Next to a thread that trains, restoring them would repeat what that has drawn.
+        kept = global_generators_kept() if self._transport.models_time else nullcontext()
+        with no_exit(), kept:
+            if self._recalibrator is not None:
+                self._recalibrator.reestimate(module)
+                module.eval()
+            with torch.no_grad():
+                figures = self._evaluate(module)
+            self._after()
+        return figures
+
+    def _take_figures(self, moment: dict[str, Any], measured: Figures, gradients: int) -> None:
         """An evaluation of the model at ``moment`` has ended, so many gradients later."""
         self._measured = measured
         figures = {**moment, **measured, "gradients_meanwhile": gradients}
         self._complete(moment["samples"], figures)
 
     def _take_variance(self, samples: int, value: float | None) -> None:
-        """The variance among the workers' models is there; see :class:`ModelVariance`."""
         self._complete(samples, {"model_variance": value})
 
     def _complete(self, samples: int, figures: dict[str, Any]) -> None:
@@ -351,17 +288,21 @@ class Evaluations(RunHook):
                 self._measuring = None
 
     def on_end(self, ending: RunEnd) -> None:
-        """Stop what would outlive the run; one that is completed is measured yet."""
+        """Stop what would outlive the run; one that is completed has yet to be measured."""
         if ending is RunEnd.COMPLETED:
             return
         self.close()
         if self._recalibrator is not None and ending is not RunEnd.SUSPENDED:
             self._recalibrator.close()
-        if ending is RunEnd.CLOSED and self._evaluator is not None:
-            self._evaluator.wait()  # the process goes on without the run
+        if ending is RunEnd.CLOSED:
+            self._wait()  # the process continues without the run
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
 
     def close(self) -> None:
-        """Tell nobody any more of what is still measured."""
+        """Send no more of what is still measured."""
         if self._divided is not None:
             self._divided.close()
 
@@ -374,7 +315,7 @@ class Evaluations(RunHook):
         return {"next_eval": self._next, "measuring": self._measuring}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the state; earlier versions kept ``next`` for it and the training log."""
+        """Restore the state; earlier versions kept ``next`` for it and the training log."""
         self._next = state["next_eval"] if "next_eval" in state else state["next"][1]
         self._measuring = state["measuring"]
 
@@ -393,37 +334,27 @@ class Evaluations(RunHook):
     def measure_divided(self, model: Tensor | None) -> None:
         """Have the workers measure the trained model, if they share evaluations."""
         if self._divided is not None and model is not None:
-            timeout = self._context.options.timeout
-            self._final_figures = self._divided.at_end(model, timeout)
+            self._final_figures = self._divided.at_end(model, self._context.options.timeout)
 
-    def measure(self, run: Coordinator, model: Tensor | None) -> dict[str, float]:
+    def measure(self, run: Coordinator, model: Tensor | None) -> Figures:
         """Return the trained model's figures, at rank 0; its module gets the right buffers."""
-        figures = None if model is None else self._at_end(run, model)
-        if self._final_figures is None:
-            if figures is not None and self._evaluator is not None:
-                theirs = self._evaluator.module.buffers()
-                for buffer, other in zip(self._context.module.buffers(), theirs, strict=True):
-                    buffer.copy_(other)
-            elif self._recalibrator is not None:
-                self._recalibrator.reestimate(self._context.module)
-        return figures or {}
-
-    def _at_end(self, run: Coordinator, model: Tensor) -> dict[str, float] | None:
-        """Wait for the evaluation under way, but no longer for any worker's answer."""
-        if self._evaluator is None:
-            return None
-        assert self._metrics is not None
-        self._evaluator.wait()
+        module, figures = self._context.module, self._final_figures
+        if self._copy is None or model is None:
+            if self._recalibrator is not None:
+                self._recalibrator.reestimate(module)
+            return {}
+        self._wait()
         with self._transport.atomic():
-            self._variance.give_up()
-        figures = self._final_figures
+            self._variance.give_up()  # no longer wait for any worker's answer
         if figures is None:
-            figures = self._evaluator.measure(model)
+            figures = self._measure(model)
+            copy_buffers(self._copy[0], module)
         drawn = run.budget.drawn
+        assert self._metrics is not None
         if not self._metrics.has("eval", drawn):
             self._take_variance(drawn, self._final_variance)
             self._take_figures(run.moment(), figures, 0)
-        return dict(figures)
+        return figures
 
     def share_statistics(self) -> None:
         """Give every rank the buffers of rank 0's module."""

@@ -1,4 +1,4 @@
-"""Ranks that fail while the others train on: what was lost with them, and who is told."""
+"""Ranks that fail while the others continue: what was lost with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from aladdin_mpi.control.exchange import gather
 from aladdin_mpi.errors import LostError
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.process import console
-from aladdin_mpi.transport.base import Transport, surviving_ranks
+from aladdin_mpi.run.context import Context
+from aladdin_mpi.transport.base import surviving_ranks
 from aladdin_mpi.worker.role import Role
 
 
@@ -18,27 +19,18 @@ class Failures:
     """Rank 0's record of the ranks that have failed.
 
     Args:
-        first_worker: the first worker's rank.
-        needed: what cannot go on without a worker, such as "ar-sgd"; None: training can.
-        moment: where the run is, such as its samples drawn.
-        silence: seconds after which a silent rank is excluded.
+        moment: returns where the run is, such as its samples drawn.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        budget: Budget,
-        first_worker: int,
-        needed: str | None,
-        moment: Callable[[], dict[str, Any]],
-        silence: float,
+        self, context: Context, budget: Budget, moment: Callable[[], dict[str, Any]]
     ) -> None:
-        self._transport = transport
+        self._transport = transport = context.transport
         self._budget = budget
-        self._first_worker = first_worker
-        self._needed = needed
+        self._first_worker = context.servers
+        self._needed = context.needs_all
         self._moment = moment
-        self._silence = silence
+        self._silence = context.options.worker_timeout
         self._open: list[tuple[int, dict[str, Any]]] = []
         self._lost: set[int] = set()
         self._is_complete = False
@@ -48,27 +40,26 @@ class Failures:
         transport.on_failure(self._lose)
 
     def note_earlier(self) -> None:
-        """Take up who had failed before there was this record."""
+        """Record the ranks that failed before this record existed."""
         for rank in sorted(self._transport.failed):
             self._lose(rank)
 
     def take_over(self, losses: Sequence[Mapping[str, Any]]) -> None:
-        """Write down the ranks whose loss has brought this group about.
+        """Record the ranks whose loss has ended the former group.
 
-        Args:
-            losses: of each its ``rank`` in the job, its ``host``, "died" or "left out", and what is
-                lost with it.
+        Each of ``losses`` has its ``rank`` in the job, its ``host``, ``what`` ("died" or "left
+        out"), and what is lost with it.
         """
         for loss in losses:
             known = [each for each in self.records if each["rank"] == loss["rank"]]
             record = next((each for each in known if "samples_lost" not in each), None)
             if known and record is None:
-                continue  # its books are closed: it was lost in an earlier segment
-            record = record or self._first_told(loss)
+                continue  # it was lost in an earlier segment
+            record = record or self._record_coordinator(loss)
             record |= {name: loss[name] for name in ("samples_lost", "gradients_lost")}
 
-    def _first_told(self, loss: Mapping[str, Any]) -> dict[str, Any]:
-        """Of a rank 0, whose loss none but its successor can tell of."""
+    def _record_coordinator(self, loss: Mapping[str, Any]) -> dict[str, Any]:
+        """Record the loss of a rank 0, which only its successor can do."""
         transport, moment = self._transport, self._moment()
         fate = "hangs, and is excluded" if loss["what"] == "left out" else "has failed"
         console.say(
@@ -81,7 +72,7 @@ class Failures:
         return record
 
     def complete(self) -> None:
-        """The model is complete at rank 0: whoever fails from now on is not needed any more."""
+        """The model is complete at rank 0: no other rank is needed any more."""
         self._is_complete = True
 
     def _lose(self, rank: int) -> None:
@@ -91,25 +82,25 @@ class Failures:
         moment = self._moment()
         host = self._transport.host_names[rank]
         number = self._transport.original_ranks[rank]
-        what = f"rank {number} (host {host}) {self._fate(rank)} at sample {moment['samples']}"
-        self._check_goes_on(rank, what)
         excluded = rank in self._transport.excluded
-        prospect = self._prospect()
+        event = f"has sent no heartbeat for {self._silence:g} s" if excluded else "has failed"
+        what = f"rank {number} (host {host}) {event} at sample {moment['samples']}"
+        workers = sum(each >= self._first_worker for each in surviving_ranks(self._transport))
+        self._check_goes_on(rank, what, workers)
         if self._transport.is_revoked(without=rank):
             prospect = "the others go on from what they have"
+        elif self._budget.used_up:
+            prospect = "every sample had been drawn, and the run ends without it"
+        else:
+            prospect = f"training goes on with {workers} worker{'s' * (workers > 1)}"
         console.say(f"aladdin_mpi: {what}; {'it is excluded, and ' * excluded}{prospect}")
         fate = "left out" if excluded else "died"
         record = {"rank": number, "host": host, "what": fate, **moment}
         self._open.append((rank, record))
         self.records.append(record)
 
-    @property
-    def _workers(self) -> int:
-        """How many are left."""
-        return sum(rank >= self._first_worker for rank in surviving_ranks(self._transport))
-
-    def _check_goes_on(self, rank: int, what: str) -> None:
-        """Raise LostError if the run cannot go on without the rank."""
+    def _check_goes_on(self, rank: int, what: str, workers: int) -> None:
+        """Raise LostError if the run cannot continue without the rank."""
         if self._transport.is_revoked(without=rank):
             return
         if rank < self._first_worker and not self._is_complete:
@@ -118,24 +109,13 @@ class Failures:
             raise LostError(f"{what}; {self._needed} needs every worker")
         if not self._transport.survives:
             raise LostError(f"{what}; without ULFM (mpirun --with-ft ulfm) the others cannot go on")
-        if not (self._workers or self._is_complete):
+        if not (workers or self._is_complete):
             raise LostError(f"{what}; no worker is left")
 
-    def _prospect(self) -> str:
-        if self._budget.used_up:
-            return "every sample had been drawn, and the run ends without it"
-        return f"training goes on with {self._workers} worker{'s' * (self._workers > 1)}"
-
-    def _fate(self, rank: int) -> str:
-        if rank in self._transport.excluded:
-            return f"has sent no heartbeat for {self._silence:g} s"
-        return "has failed"
-
     def close(self, taken: list[dict[str, int] | None]) -> None:
-        """A segment is over: count what was lost in it.
+        """Count what was lost in the segment that is over.
 
-        Args:
-            taken: of every rank what :func:`taken_from_failed` says there.
+        ``taken`` is of each rank, if a server, the gradients that it has taken from failed ranks.
         """
         for rank, record in self._open:
             whole = [facts[str(rank)] for facts in taken if facts and str(rank) in facts]
@@ -150,24 +130,19 @@ class Failures:
 
     @property
     def gradients(self) -> int:
-        """Gradients of workers that live which were lost when groups came apart."""
+        """Gradients of surviving workers which were lost when groups were revoked."""
         return sum(record.get("gradients_lost", 0) for record in self.records)
 
 
-def taken_from_failed(transport: Transport, role: Role, first_worker: int) -> dict[str, int]:
-    """Of a server: the gradients that it has taken, in this segment, from ranks that failed."""
-    if not isinstance(role, ServerAlgorithm):
-        return {}
-    workers = [rank for rank in transport.failed if rank >= first_worker]
-    return {str(rank): role.taken_from(rank - first_worker) for rank in workers}
-
-
-def record_losses(
-    transport: Transport, role: Role, first_worker: int, failures: Failures | None
-) -> None:
-    """At the end of a segment, on every rank: what died with ranks in it."""
+def record_losses(context: Context, role: Role, failures: Failures | None) -> None:
+    """At the end of a segment, on every rank: record what was lost with failed ranks in it."""
+    transport, first = context.transport, context.servers
     if not transport.survives:
         return
-    taken = gather(transport, taken_from_failed(transport, role, first_worker))
+    taken = {}
+    if isinstance(role, ServerAlgorithm):
+        workers = [rank for rank in transport.failed if rank >= first]
+        taken = {str(rank): role.taken_from(rank - first) for rank in workers}
+    everywhere = gather(transport, taken)
     if failures is not None:
-        failures.close(taken)
+        failures.close(everywhere)

@@ -5,24 +5,25 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from threading import Event
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.flat.gradients import Hooks
 from aladdin_mpi.process import guard
-from aladdin_mpi.transport.base import Transport
+from aladdin_mpi.run.context import Context
 
-Evaluate = Callable[[nn.Module], Mapping[str, float]]
-"""Measures a model; what it returns goes into the metrics, such as ``test_accuracy``."""
-
-
+Figures = Mapping[str, float]
+"""What goes into the metrics, such as ``test_accuracy``."""
+Evaluate = Callable[[nn.Module], Figures]
+"""Measures a model."""
 Sums = Mapping[str, float]
 """What is added up over parts of the test data."""
 
@@ -39,9 +40,9 @@ class Measurement:
 
     prepare: Callable[[nn.Module], None]
     sums: Callable[[nn.Module, int, int], Sums]
-    figures: Callable[[Sums], Mapping[str, float]]
+    figures: Callable[[Sums], Figures]
 
-    def __call__(self, module: nn.Module) -> Mapping[str, float]:
+    def __call__(self, module: nn.Module) -> Figures:
         """Measure ``module`` as a whole."""
         self.prepare(module)
         return self.figures(self.sums(module, 0, 1))
@@ -60,6 +61,12 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a module's forward pass."""
 
 
+def copy_buffers(source: nn.Module, dest: nn.Module) -> None:
+    """Copy the buffers of a module into those of another one of the same kind."""
+    for mine, theirs in zip(dest.buffers(), source.buffers(), strict=True):
+        mine.copy_(theirs)
+
+
 def batch_norms(module: nn.Module) -> list[_BatchNorm]:
     """The parts of ``module`` that have running statistics."""
     return [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
@@ -68,7 +75,7 @@ def batch_norms(module: nn.Module) -> list[_BatchNorm]:
 def reestimate_batch_norm(
     module: nn.Module, calls: Iterable[Call], trained: Sequence[bool] | None = None
 ) -> None:
-    """Estimate the running statistics of batch norms anew, from their inputs in ``calls``.
+    """Estimate the running statistics of batch norms again, from their inputs in ``calls``.
 
     No gradient method transmits these statistics, and an average of models has none
     that would fit it. All other parts are as in evaluation. A model without batch norm costs
@@ -76,13 +83,13 @@ def reestimate_batch_norm(
 
     Args:
         module: whose statistics change.
-        calls: its arguments.
+        calls: the arguments of its calls.
         trained: for each of :func:`batch_norms`, whether training changes its statistics; one in
             eval mode keeps those that it has. None: all do.
     """
     norms = batch_norms(module)
     if trained is not None:
-        norms = [norm for norm, is_trained in zip(norms, trained, strict=True) if is_trained]
+        norms = list(compress(norms, trained))
     if not norms:
         return
     momenta = [norm.momentum for norm in norms]
@@ -118,20 +125,14 @@ class BatchNormRecalibrator:
     Nothing is kept or sent for a module without batch norm. Batch norms in eval mode, as when
     pretrained statistics are kept, are left alone: if all of them are, that is sent to rank 0
     instead of a call.
-
-    Args:
-        module: whose calls are watched.
-        source: the first worker's rank.
-        count: calls to keep, at most.
     """
 
-    def __init__(self, transport: Transport, module: nn.Module, source: int, count: int) -> None:
-        self._transport = transport
-        self._module = module
-        self._source = source
-        self._left = count if batch_norms(module) else 0
-        self._bytes = 0
-        self._kept = 0
+    def __init__(self, context: Context) -> None:
+        self._transport = transport = context.transport
+        self._module = context.module
+        self._source = context.servers
+        self._left = context.options.bn_batches if batch_norms(context.module) else 0
+        self._bytes = self._kept = 0
         self._calls: list[Call] = []
         self._trained: tuple[bool, ...] = ()
         """For each batch norm, whether it was in training mode in the first call that is kept."""
@@ -141,20 +142,18 @@ class BatchNormRecalibrator:
         self._coming = bytearray()
         self._hooks = Hooks()
         self._is_open = False
-        if not self._left:
-            return
-        transport.exclude_from_traffic(Tag.INPUTS)
-        if transport.rank == 0 != source:
-            transport.on_message(Tag.INPUTS, HEAD + CHUNK, self._collect)
+        if self._left:
+            transport.exclude_from_traffic(Tag.INPUTS)
+            if transport.rank == 0 != self._source:
+                transport.on_message(Tag.INPUTS, HEAD + CHUNK, self._collect)
 
     # -- at the first worker ---------------------------------------------------------------
     def open(self) -> None:
         """Begin to watch the module, unless that has begun."""
-        if not self._left or self._transport.rank != self._source or self._is_open:
-            return
-        self._is_open = True
-        register = self._module.register_forward_pre_hook
-        self._hooks.add(self._module, register, self._see, with_kwargs=True)
+        if self._left and self._transport.rank == self._source and not self._is_open:
+            self._is_open = True
+            register = self._module.register_forward_pre_hook
+            self._hooks.add(self._module, register, self._see, with_kwargs=True)
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
@@ -165,12 +164,14 @@ class BatchNormRecalibrator:
                 self._are_frozen = True
                 self._hand_over(((), {}), trained)
             return
-        size = sum(t.nbytes for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor))
+        # A copy, as the loop may use a batch's memory again.
+        call = tree_map_only(Tensor, lambda x: x.detach().cpu().clone(), (args, kwargs))
+        tensors = [each for each in tree_flatten(call)[0] if isinstance(each, Tensor)]
+        size = sum(tensor.nbytes for tensor in tensors)
         if self._kept and self._bytes + size > MOST_BYTES:
             self.close()
             return
-        call = tree_map(_copy, (args, kwargs))
-        if not _is_finite(call):
+        if not all(tensor.isfinite().all() for tensor in tensors):
             return  # its gradient is refused, and statistics with it would be NaN
         self._kept += 1
         self._hand_over(call, trained)
@@ -216,12 +217,12 @@ class BatchNormRecalibrator:
         if self._left and not self._first.wait(FIRST_ARRIVAL):
             self._first.set()  # once is enough
         device = next(iter(module.parameters())).device
-        calls = [tree_map(lambda x: _on(x, device), call) for call in self._calls.copy()]
+        calls = [tree_map_only(Tensor, lambda x: x.to(device), call) for call in self._calls.copy()]
         if calls:
             reestimate_batch_norm(module, calls, self._trained)
 
     def complete(self) -> None:
-        """At the end, all ranks: what was seen has come to rank 0, or is not waited for."""
+        """At the end, on all ranks: wait until the calls that were seen have reached rank 0."""
         self.close()
         counts = broadcast(self._transport, gather(self._transport, self._kept))
         if self._transport.rank or not self._left:
@@ -236,17 +237,3 @@ class BatchNormRecalibrator:
                     "those of one worker's steps; call the model itself, not its parts"
                 ]
             )
-
-
-def _copy(item: Any) -> Any:
-    """The loop may use a batch's memory again."""
-    return item.detach().cpu().clone() if isinstance(item, Tensor) else item
-
-
-def _is_finite(call: Call) -> bool:
-    tensors = [each for each in tree_flatten(call)[0] if isinstance(each, Tensor)]
-    return all(bool(each.isfinite().all()) for each in tensors)
-
-
-def _on(item: Any, device: torch.device) -> Any:
-    return item.to(device) if isinstance(item, Tensor) else item

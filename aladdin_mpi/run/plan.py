@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from aladdin_mpi.control.exchange import all_or_none, broadcast
 from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.reader import LARGEST_WHOLE
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.run.checkpoint import CheckpointStore
-from aladdin_mpi.transport.base import Transport
 
 
 @dataclass(frozen=True)
@@ -51,51 +45,11 @@ class Origin:
         return (servers, workers) in ((self.servers, self.workers), self.begun)
 
 
-def find_origin(transport: Transport, options: RunOptions, algorithm: Algorithm) -> Origin:
-    """Where the run comes from; every rank calls it, and rank 0 looks.
-
-    Raises:
-        UserError, RefusedError: there is no checkpoint to go on from, or it cannot be read.
-    """
-    servers = options.servers if algorithm.has_servers else 0
-    if options.resume is None:
-        workers = transport.size - options.spares - servers
-        return Origin(workers, servers, begun=(servers, workers))
-    folder = Path(options.resume)
-    manifest = all_or_none(
-        transport, lambda: CheckpointStore(folder).manifest() if transport.rank == 0 else {}
-    )
-    names = ("ranks", "option", "past", "schedule_step", "begun")
-    return _origin(
-        broadcast(transport, {name: manifest.get(name) for name in names}),
-        bool(algorithm.has_servers),
-    )
-
-
-def _origin(manifest: Mapping[str, Any], has_servers: bool) -> Origin:
-    servers = int(manifest["option"]["servers"]) if has_servers else 0
-    past: Sequence[Sequence[int | None]] = manifest["past"] or ()  # none before it was written
-    periods = tuple(Period(tuple(taken)) for taken in past)
-    begun: Sequence[int] = manifest["begun"] or (servers, manifest["ranks"] - servers)
-    return Origin(
-        manifest["ranks"] - servers,
-        servers,
-        periods,
-        manifest["schedule_step"],
-        (begun[0], begun[1]),
-    )
-
-
 def samples_of(options: RunOptions, epoch: int | None, workers: int) -> int | None:
-    """The length of a run in samples; None: nobody knows, as its epochs have no length.
+    """The length of a run in samples; None: it is unknown, as its epochs have no length.
 
-    A step keeps the size that it has where the run begins, also when the number of workers
-    changes: the run then has as many samples as before.
-
-    Args:
-        options: of the run.
-        epoch: samples of an epoch.
-        workers: that the run begins with.
+    A step keeps the size that it has with the ``workers`` that the run begins with, also when
+    their number changes: the run then has as many samples as before. An epoch has ``epoch``.
     """
     if options.samples is not None:
         return options.samples
@@ -113,7 +67,7 @@ def samples_of(options: RunOptions, epoch: int | None, workers: int) -> int | No
 
 
 CHECKPOINT_SECONDS = 600.0
-"""Between checkpoints, if nobody says otherwise."""
+"""Between checkpoints, by default."""
 
 
 @dataclass(frozen=True)
@@ -138,17 +92,15 @@ class Plan:
 def make_plan(
     options: RunOptions, epoch: int, origin: Origin, over_mpi: bool, whole: int = 1
 ) -> Plan:
-    """The plan of a run whose epoch has ``epoch`` samples; without MPI none goes by time.
+    """Return the plan; without MPI no checkpoint is due by time.
 
-    Checkpoints are written after multiples of ``whole`` samples.
+    An epoch has ``epoch`` samples. Checkpoints are written after multiples of ``whole`` samples.
     """
     total = samples_of(options, epoch, origin.first_workers)
     assert total is not None  # as the epoch's length is known
     step = options.step_size * origin.first_workers
-    every = options.checkpoint_every
-    by_samples = by_seconds = 0.0
-    if every is None and over_mpi:
-        by_seconds = CHECKPOINT_SECONDS
+    every, by_samples = options.checkpoint_every, 0.0
+    by_seconds = CHECKPOINT_SECONDS if over_mpi else 0.0
     if every is not None:
         by_samples = every.samples or (every.epochs or 0) * epoch
         by_seconds = every.seconds or 0.0

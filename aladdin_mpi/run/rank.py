@@ -56,11 +56,7 @@ class Rank:
 
     @property
     def worker(self) -> Worker:
-        """A worker's.
-
-        Raises:
-            AttributeError: this rank is a server.
-        """
+        """A worker's. Raises AttributeError on a server."""
         if not isinstance(self.session.role, TrainingWorker):
             raise AttributeError("a server has no worker")
         return self.session.role.worker
@@ -70,35 +66,32 @@ class Rank:
         return self.worker.lr * self.optimizer.rate
 
     def suspend(self) -> None:
-        """A signal has ended the run, which is saved: end everything and leave."""
+        """End everything and leave: a signal has ended the run, which is saved."""
         session = self.session
         session.end(RunEnd.SUSPENDED)
-        if session.coordinator is not None:
-            name = signal.Signals(session.suspended).name
-            console.say(
-                f"aladdin_mpi: stopped by {name} at {self._place()}; resume with: "
-                f"--resume {self.folder.path}"
-            )
+        name = signal.Signals(session.suspended).name
+        self._say(f"stopped by {name}", f"resume with: --resume {self.folder.path}")
         self._leave()
         self.context.transport.close(SUSPENDED_STATUS)
 
     def give_up(self) -> None:
-        """The group is revoked: this rank's part in it ends where it is."""
+        """End this rank's part in its group, which is revoked."""
         self.session.end(RunEnd.REVOKED)
         self.heartbeats.give_up()
         self.session.role.close()
 
     def abandon(self) -> None:
-        """The run is closed before its end, on every rank: give everything back."""
+        """Close the run before its end, on every rank."""
         self.session.end(RunEnd.CLOSED)
-        if self.session.coordinator is not None and not self.context.options.quiet:
-            console.say(f"aladdin_mpi: closed at {self._place()}; {guard.remedy()}")
+        if not self.context.options.quiet:
+            self._say("closed", guard.remedy())
         self._leave()
 
-    def _place(self) -> str:
-        assert self.session.coordinator is not None
-        drawn = self.session.coordinator.budget.drawn
-        return f"sample {drawn} of {self.session.plan.total}"
+    def _say(self, event: str, remedy: str) -> None:
+        """At rank 0: say where the run has ended."""
+        if self.session.coordinator is not None:
+            drawn, total = self.session.coordinator.budget.drawn, self.session.plan.total
+            console.say(f"aladdin_mpi: {event} at sample {drawn} of {total}; {remedy}")
 
     def complete(self) -> dict[str, Any]:
         """Complete the model everywhere, measure it, write all results; the summary at rank 0."""

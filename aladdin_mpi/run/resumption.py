@@ -17,12 +17,11 @@ from aladdin_mpi.options.run import (
     SUMMARY,
     RunOptions,
     RunRequest,
-    agreed,
     differences,
     resumed_settings,
 )
 from aladdin_mpi.process import console, files
-from aladdin_mpi.run.checkpoint import CheckpointStore
+from aladdin_mpi.run.checkpoint import CheckpointStore, identity
 from aladdin_mpi.transport.base import Transport
 
 Options = TypeVar("Options", bound=RunOptions)
@@ -81,7 +80,7 @@ def _resumed(request: RunRequest[Options], folder: Path) -> Options:
 
 
 def _check_same(folder: Path, there: RunOptions, asked: RunOptions) -> None:
-    found = differences(_identity(there), _identity(asked))
+    found = differences(identity(there), identity(asked))
     if found:
         may = {line.partition(":")[0].partition(".")[0].replace("-", "_") for line in found}
         resize = "add --allow-resize, " if may <= RESIZE_FIELDS else ""
@@ -90,10 +89,6 @@ def _check_same(folder: Path, there: RunOptions, asked: RunOptions) -> None:
             f"holds another run (its value first): {'; '.join(found[:5])}; {resize}give another "
             f"folder, or go on with that run by --resume {folder}"
         )
-
-
-def _identity(options: RunOptions) -> dict[str, Any]:
-    return {name: value for name, value in agreed(options).items() if name not in RESUME_FIELDS}
 
 
 def _is_complete(folder: Path, stored: RunOptions, wanted: RunOptions) -> bool:

@@ -78,8 +78,9 @@ def take(folder: Path) -> RunLock:
         file.close()
         if not owner:
             return RunLock(None)
-        if _is_earlier_start(owner):
-            (folder / NAME).unlink(missing_ok=True)
+        mine = _myself()
+        if mine["job"] and mine["job"] == owner.get("job") and mine["start"] > owner["start"]:
+            path.unlink(missing_ok=True)
             return take(folder)
         raise UserError(
             f"--run-dir: expected a folder that no other run is using, got {str(folder)!r}, where "
@@ -120,28 +121,17 @@ def _owner(file: IO[str]) -> dict[str, Any]:
     while True:
         file.seek(0)
         try:
-            found: dict[str, Any] = files.read(file.read())
-            return found
+            owner: dict[str, Any] = files.read(file.read())
+            return owner
         except ValueError:
             if time.monotonic() > deadline:
                 return {}
             time.sleep(0.05)
 
 
-def _is_earlier_start(owner: dict[str, Any]) -> bool:
-    mine = _myself()
-    return bool(mine["job"]) and mine["job"] == owner.get("job") and mine["start"] > owner["start"]
-
-
 MODEL = "model.pt"
 WRITTEN = (CONFIG_NAME, METRICS, SUMMARY, MODEL, CURVES, CHECKPOINT)
 """What a run writes, and what its folder must therefore not hold."""
-
-
-def default_name(options: RunOptions) -> str:
-    """``ALGORITHM-MODEL-DATASET-TIME``, fit for a file system."""
-    parts = (options.algorithm, options.model, options.dataset, time.strftime("%Y%m%d-%H%M%S"))
-    return "-".join(parts).replace("/", "_").replace(":", "_")
 
 
 @dataclass(frozen=True)
@@ -167,30 +157,45 @@ def open_for(transport: Transport, options: RunOptions) -> OpenFolder:
     Raises:
         UserError, RefusedError: it cannot be used, or not every rank sees it.
     """
-    given = options.resume or options.run_dir
+    first, given = transport.rank == 0, options.resume or options.run_dir
     if given is None:
-        given = all_or_none(transport, lambda: make_new(options) if transport.rank == 0 else None)
+        given = all_or_none(transport, lambda: make_new(options) if first else None)
     folder = Path(broadcast(transport, str(given)))  # a script may name it by each rank's clock
-    lock = all_or_none(transport, lambda: _take(folder, options) if transport.rank == 0 else None)
-    all_or_none(transport, lambda: check_seen(folder))
+
+    def lock_folder() -> RunLock | None:
+        if not first:
+            return None
+        return prepare(folder, options) if options.resume is None else take(folder)
+
+    lock = all_or_none(transport, lock_folder)
+    all_or_none(transport, lambda: _check_visible(folder))
     return OpenFolder(folder, lock)
 
 
+def _check_visible(folder: Path) -> None:
+    if not (folder / CONFIG_NAME).is_file():
+        raise UserError(
+            f"--run-dir: {str(folder)!r} was made by rank 0 and is not seen here; give a folder "
+            "on a file system that all hosts share"
+        )
+
+
 def make_new(options: RunOptions) -> Path:
-    """Make a folder with the default name, numbered if another run has just taken that.
+    """Make ``ALGORITHM-MODEL-DATASET-TIME``, numbered if another run has just taken that.
 
     Raises:
         UserError: it cannot be made.
     """
-    folder = first = Path("runs") / default_name(options)
-    number = 1
+    parts = options.algorithm, options.model, options.dataset, time.strftime("%Y%m%d-%H%M%S")
+    name = "-".join(parts).replace("/", "_").replace(":", "_")
+    folder, number = Path("runs") / name, 1
     while True:
         try:
             folder.mkdir(parents=True)  # which only one of several runs can do
             return folder
         except FileExistsError:
             number += 1
-            folder = first.with_name(f"{first.name}-{number}")
+            folder = folder.with_name(f"{name}-{number}")
         except OSError as error:
             raise _not_written(folder, error) from error
 
@@ -199,14 +204,10 @@ def take_over(transport: Transport, folder: Path) -> OpenFolder:
     """The folder of a run whose former rank 0 is lost."""
     lock = None
     if transport.rank == 0:
-        # Who is excluded, and hangs, may hold the lock still: it writes no more.
+        # A rank that is excluded, and hangs, may still hold the lock: it writes no more.
         with suppress(UserError):
             lock = take(folder)
     return OpenFolder(folder, lock)
-
-
-def _take(folder: Path, options: RunOptions) -> RunLock:
-    return prepare(folder, options) if options.resume is None else take(folder)
 
 
 def prepare(folder: Path, options: RunOptions) -> RunLock:
@@ -249,20 +250,15 @@ def _command() -> str:
 
 
 def _not_written(folder: Path, error: OSError) -> UserError:
+    path = Path(str(error.filename or folder))
+    at = f" ({path.name})" if path.parent == folder else ""
     return UserError(
-        f"--run-dir: cannot write into {str(folder)!r}: {error.strerror}"
-        f"{_at(error, folder)}; give another folder"
+        f"--run-dir: cannot write into {str(folder)!r}: {error.strerror}{at}; give another folder"
     )
 
 
-def _at(error: OSError, folder: Path) -> str:
-    """Which of its files it is."""
-    named = Path(str(error.filename or folder))
-    return f" ({named.name})" if named.parent == folder else ""
-
-
 def reopen(folder: Path, options: RunOptions) -> None:
-    """A run goes on: it has no summary any more, and the length and ranks asked for now."""
+    """Remove the summary of a resumed run, and store the length and ranks requested now."""
     (folder / SUMMARY).unlink(missing_ok=True)
     config = folder / CONFIG_NAME
     stored = build(type(options), read_toml(type(options), config, "--resume"))
@@ -271,17 +267,3 @@ def reopen(folder: Path, options: RunOptions) -> None:
     if any(getattr(stored, name) != value for name, value in now.items()):
         command = config.read_text().partition("\n")[0]
         write_whole(config, f"{command}\n{to_toml(stored.model_copy(update=now))}")
-
-
-def check_seen(folder: Path) -> None:
-    """Raise UserError if this rank's host does not see the folder that rank 0 made."""
-    if not (folder / CONFIG_NAME).is_file():
-        raise UserError(
-            f"--run-dir: {str(folder)!r} was made by rank 0 and is not seen here; give a folder "
-            "on a file system that all hosts share"
-        )
-
-
-def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    """Write ``summary.json``."""
-    write_whole(folder / SUMMARY, files.written(summary, indent=2) + "\n")

@@ -2,28 +2,33 @@
 
 The algorithm's code knows nothing of checkpoints: it trains until no more samples
 are granted and leaves nothing in flight. What follows a checkpoint therefore
-depends on the saved state alone, and a resumed run goes on as the uninterrupted one.
+depends on the saved state alone, and a resumed run continues as the uninterrupted one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.control.exchange import all_or_none, barrier, broadcast
 from aladdin_mpi.control.tags import COORDINATOR
+from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.state import MergedState
 from aladdin_mpi.flat.vectors import is_finite
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.run.coordinator import Coordinator, RunEnd, RunHook, SegmentEnd
 from aladdin_mpi.run.failures import record_losses
-from aladdin_mpi.run.local_state import LocalState
 from aladdin_mpi.run.plan import Origin, Plan
 from aladdin_mpi.transport.group import RankLostError
 from aladdin_mpi.worker.role import Role, TrainingWorker
+from aladdin_mpi.worker.step import Compute
+from aladdin_mpi.worker.worker import RandomState
 
 SETTLE_SECONDS = 1.0
 """Virtual time for the messages around a checkpoint, and for a resumed run's set-up."""
@@ -31,12 +36,65 @@ STAGGER_SECONDS = 1e-6
 """Virtual time between two ranks' starts: their order must not be left to chance."""
 
 
+class LocalState:
+    """One rank's random state and buffers, and the ``user``'s own state, for checkpoints.
+
+    If several ranks share this process, as in virtual time, each computes with a random state of
+    its own.
+    """
+
+    def __init__(self, context: Context, user: dict[str, Any]) -> None:
+        self._user = user
+        self._replica = context.replica
+        self._shared = context.transport.shares_process
+        self._device = context.replica.parameters.device
+        self._random = RandomState(self._device)
+
+    def share_buffers(self, state: dict[str, Any]) -> None:
+        """Take the buffers alone of a state from :meth:`state_dict`."""
+        for buffer, saved in zip(self._replica.buffers(), state["buffers"], strict=True):
+            buffer.copy_(saved)
+
+    def seed(self, number: int) -> None:
+        """Begin with this seed."""
+        if is_accelerator(self._device):
+            torch.manual_seed(number)
+        else:  # which would look for accelerators, and keep the stack for each
+            torch.default_generator.manual_seed(number)
+        self._random.keep()
+
+    def computing(self, compute: Compute) -> Compute:
+        """``compute``, with this rank's random state."""
+        return self._random.during(compute) if self._shared else compute
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state between two segments."""
+        if not self._shared:
+            self._random.keep()
+        _check_plain(self._user, "run.state")
+        return {
+            "random": self._random.host,
+            "device_random": self._random.device,
+            "buffers": self._replica.buffers(),
+            "user": self._user,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state from :meth:`state_dict`."""
+        self._user.clear()
+        self._user.update(state.get("user", {}))
+        self._random.set(state["random"], state.get("device_random"))
+        if not self._shared:
+            self._random.restore()
+        self.share_buffers(state)
+
+
+@dataclass(eq=False)
 class Session:
     """Runs a rank's role segment by segment. What else belongs to a run is a hook.
 
     Attributes:
         coordinator: at rank 0.
-        local: this rank's random state and buffers.
         hooks: called in this order.
         origin: who has trained so far.
         began_at: samples that all had drawn when the present segment began.
@@ -46,28 +104,20 @@ class Session:
         closed_by: the rank that has closed the run, on every rank; None: none has.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        plan: Plan,
-        role: Role,
-        local: LocalState,
-        coordinator: Coordinator | None,
-        hooks: Sequence[RunHook],
-        origin: Origin,
-    ) -> None:
-        self.context = context
-        self.plan = plan
-        self.role = role
-        self.local = local
-        self.coordinator = coordinator
-        self.hooks = hooks
-        self.origin = origin
+    context: Context
+    plan: Plan
+    role: Role
+    local: LocalState
+    coordinator: Coordinator | None
+    hooks: Sequence[RunHook]
+    origin: Origin
+
+    def __post_init__(self) -> None:
         self.began_at = self.computed_before = 0
         self.over = False
         self.suspended = 0
         self.closed_by: int | None = None
-        self._transport = context.transport
+        self._transport = self.context.transport
         # That of the set-up is not waiting in training.
         self._transport.traffic.waiting, self._transport.traffic.bytes_sent = 0.0, 0
         self._counted = (0.0, 0)
@@ -96,7 +146,7 @@ class Session:
                 raise RankLostError(end.lost)
 
     def end(self, ending: RunEnd) -> None:
-        """Training is over on this rank."""
+        """End training on this rank."""
         for hook in self.hooks:
             hook.on_end(ending)
 
@@ -105,7 +155,7 @@ class Session:
         transport, coordinator = self._transport, self.coordinator
         barrier(transport)
         failures = None if coordinator is None else coordinator.failures
-        record_losses(transport, self.role, self.context.servers, failures)
+        record_losses(self.context, self.role, failures)
         fact: Any = None
         if coordinator is not None:
             budget = coordinator.budget
@@ -115,23 +165,14 @@ class Session:
             can_regroup = transport.is_revoked(without=COORDINATOR)
             lost = min(transport.failed, default=None) if can_regroup else None
             fact = (budget.drawn, budget.used_up, suspended, budget.closed_by, moment, lost)
-        self._drawn, self.over, self.suspended, self.closed_by, self._moment, lost = broadcast(
-            transport, fact
-        )
+        told: tuple[int, bool, int, int | None, float, int | None] = broadcast(transport, fact)
+        end = SegmentEnd(*told, self.origin, self._state, self._doubt)
+        self._drawn, self.over, self.suspended = end.drawn, end.is_last, end.suspended
+        self.closed_by, self._moment = end.closed_by, end.moment
         if transport.models_time:
             # A worker's last report may come after the barrier: it belongs to the checkpoint.
             transport.sleep(until=self._moment)
-        return SegmentEnd(
-            self._drawn,
-            self.over,
-            self.suspended,
-            self.closed_by,
-            self._moment,
-            lost,
-            self.origin,
-            self._state,
-            self._doubt,
-        )
+        return end
 
     def _start_together(self) -> None:
         """Start when all are ready; in virtual time, when a resumed run starts as well."""
@@ -151,7 +192,7 @@ class Session:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """For what is done between segments: its waiting and sending is not that of training."""
+        """Exclude the block's waiting and sending, which is done between segments."""
         traffic = self._transport.traffic
         self._counted = traffic.waiting, traffic.bytes_sent
         yield
@@ -174,10 +215,9 @@ class Session:
         return self.role.doubt() or _not_finite(state["role"])
 
     def part(self) -> dict[str, Any]:
-        """Return what others need to know of this rank where the segment cannot be ended."""
-        traffic = self._transport.traffic
-        counted = {"waiting": traffic.waiting, "bytes_sent": traffic.bytes_sent}
-        return {"role": self.role.state_dict(), **counted}
+        """Return what others need of this rank's state if the segment cannot be ended."""
+        waiting, sent = self._transport.traffic.waiting, self._transport.traffic.bytes_sent
+        return {"role": self.role.state_dict(), "waiting": waiting, "bytes_sent": sent}
 
     @property
     def ended_at(self) -> int | None:
@@ -185,12 +225,12 @@ class Session:
         return self._drawn if self.over else None
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Take up the state that a checkpoint holds for this rank.
+        """Restore the state that a checkpoint holds for this rank.
 
         A rank that had failed when it was written starts with new state; rank 0 never has. In
         the data it continues after the samples that had been granted to it.
         """
-        granted = self._go_on_from(state)
+        granted = self._continue_from(state)
         if self.coordinator is not None and granted is not None:
             self.coordinator.budget.granted_before = granted
         if state is None:
@@ -204,8 +244,8 @@ class Session:
         self._transport.traffic.bytes_sent = state["bytes_sent"]
         self.local.load_state_dict(state["local"])
 
-    def _go_on_from(self, state: dict[str, Any] | None) -> list[int] | None:
-        """Go on from the moment that rank 0's part of a checkpoint names.
+    def _continue_from(self, state: dict[str, Any] | None) -> list[int] | None:
+        """Continue from the moment that rank 0's part of a checkpoint names.
 
         Returns the samples granted to each rank; None: an earlier version wrote the checkpoint.
         """
@@ -219,19 +259,16 @@ class Session:
         return granted
 
     def resize(self, state: dict[str, Any] | None, merged: MergedState, origin: Origin) -> None:
-        """Go on from a checkpoint of other numbers of ranks.
+        """Continue from a checkpoint of other numbers of ranks, which ``merged`` has as one.
 
-        Args:
-            state: of its rank 0, at rank 0.
-            merged: its ranks, put together.
-            origin: of the run from here on.
+        ``state`` is its rank 0's, at rank 0; ``origin`` that of the run from here on.
         """
         self.origin = origin
-        self._go_on_from(state)
+        self._continue_from(state)
         if self.coordinator is not None and state is not None:
             self.coordinator.load_state_dict(state["keeper"])
             self.coordinator.resize(merged)
-        self._count_on(merged)
+        self._distribute(merged)
 
     def take_over(
         self,
@@ -241,13 +278,13 @@ class Session:
         known: dict[str, Any] | None = None,
         losses: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Go on where a former group has come apart.
+        """Continue where a former group was revoked.
 
         Args:
             drawn: the samples that its ranks have drawn and not given back.
             merged: its ranks, put together.
             origin: of the run from here on.
-            known: what its coordinator knew, at rank 0.
+            known: its coordinator's knowledge, at rank 0.
             losses: likewise, see :meth:`.Failures.take_over`.
         """
         transport = self._transport
@@ -258,9 +295,9 @@ class Session:
         if self.coordinator is not None and known is not None:
             self.coordinator.take_over(known, drawn, merged)
             self.coordinator.failures.take_over(losses)
-        self._count_on(merged)
+        self._distribute(merged)
 
-    def _count_on(self, merged: MergedState) -> None:
+    def _distribute(self, merged: MergedState) -> None:
         all_or_none(self._transport, lambda: self.role.resize(merged))
         if isinstance(self.role, TrainingWorker):
             traffic, worker = self._transport.traffic, self.role.worker
@@ -280,3 +317,18 @@ def _not_finite(state: Any, name: str = "") -> str:
 def traffic_in(part: Mapping[str, Any]) -> dict[str, Any]:
     """What a rank's part of a checkpoint, or :meth:`Session.part`, says of its messages."""
     return {name: part.get(name, 0) for name in ("waiting", "bytes_sent")}
+
+
+def _check_plain(value: object, place: str) -> None:
+    """Raise UserError if a checkpoint, which holds no code, cannot hold ``value``."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            _check_plain(each, f"{place}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for number, each in enumerate(value):
+            _check_plain(each, f"{place}[{number}]")
+    elif not (value is None or isinstance(value, (Tensor, bool, int, float, str))):
+        raise UserError(
+            f"{place}: expected tensors, numbers, strings, and lists and dicts of these, got "
+            f"{type(value).__name__}; put what it is made of there, such as a state_dict()"
+        )

@@ -24,7 +24,7 @@ MOST_BYTES = 1 << 16
 class Standby(RunHook):
     """This rank's side of the copies; there are none if the failure of a rank ends the job.
 
-    Any rank may become the standby, when the one before it fails: so all listen.
+    All ranks listen, as any of them may become the standby.
     """
 
     def __init__(self, transport: Transport) -> None:

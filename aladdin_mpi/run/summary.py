@@ -12,14 +12,15 @@ from torch import Tensor
 import aladdin_mpi
 from aladdin_mpi.control.exchange import gather
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
-from aladdin_mpi.process import console
-from aladdin_mpi.process.files import written_whole
+from aladdin_mpi.options.run import SUMMARY
+from aladdin_mpi.process import console, files
+from aladdin_mpi.process.files import write_whole, written_whole
 from aladdin_mpi.run.context import Context
 from aladdin_mpi.run.coordinator import Coordinator
 from aladdin_mpi.run.evaluation import Evaluations
 from aladdin_mpi.run.recorder import rounded
 from aladdin_mpi.run.report import CURVES, draw_curves, table
-from aladdin_mpi.run.run_folder import MODEL, write_summary
+from aladdin_mpi.run.run_folder import MODEL
 from aladdin_mpi.run.skip_reports import SkipReports
 from aladdin_mpi.run.training_log import TrainingLog
 from aladdin_mpi.run.user_metrics import UserMetrics
@@ -89,7 +90,7 @@ def summarise(
         coordinator.failures.close([])
         summary |= _failures(coordinator)
     summary = rounded(summary)
-    write_summary(folder, summary)
+    write_whole(folder / SUMMARY, files.written(summary, indent=2) + "\n")
     title = "{algorithm}, {model} on {dataset}, {workers} workers".format(**summary)
     draw_curves(log.metrics.lines, folder / CURVES, title, summary["failures"])
     if not context.options.quiet:

@@ -21,7 +21,7 @@ from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import find_algorithm
 from aladdin_mpi.options.run import RunOptions, SimulateOptions, check_cluster
 from aladdin_mpi.process.guard import no_exit
-from aladdin_mpi.run.checkpoint import resumed_moment
+from aladdin_mpi.run.checkpoint import CheckpointStore
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.run.measurement import Measurement, Sums, reestimate_batch_norm
 from aladdin_mpi.run.plan import samples_of
@@ -212,7 +212,9 @@ def simulate(options: SimulateOptions) -> dict[str, Any]:
     servers = options.servers if algorithm.has_servers else 0
     size = options.workers + servers + options.spares
     check_cluster(options, size)
-    start = 0.0 if options.resume is None else resumed_moment(Path(options.resume))
+    start = 0.0
+    if options.resume is not None:
+        start = float(CheckpointStore(Path(options.resume)).manifest()["moment"])
     silence = options.worker_timeout or None
     cluster = VirtualCluster(size, options.cluster.placed(servers), options.seed, start, silence)
     summaries = cluster.run(lambda transport: train(options, transport))

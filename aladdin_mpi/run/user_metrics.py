@@ -1,4 +1,4 @@
-"""Figures that a training loop wants to see among the metrics."""
+"""Figures that a training loop adds to the metrics."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TAKEN = frozenset(
 )
 """Names that lines of the metrics have already."""
 MOST_BYTES = 1 << 14
-"""Of the figures told at once."""
+"""Of the figures sent at once."""
 
 
 class Means:
-    """Means of figures by name, over all that were told since they were taken last."""
+    """Means of figures by name, over all that were added since they were taken last."""
 
     def __init__(self) -> None:
         self._told: dict[str, list[float]] = defaultdict(list)
@@ -38,29 +38,32 @@ class Means:
             self._told[name].append(value)
 
     def so_far(self) -> dict[str, float]:
-        """The means if they were taken now, and where nothing was told since, those before."""
-        told = self._told.copy()  # another thread may add to it
-        return self.last | {name: sum(values) / len(values) for name, values in told.items()}
+        """The means if they were taken now; of a name without new figures, the one before."""
+        return self.last | _means(self._told.copy())  # another thread may add to it
+
+    def take(self) -> dict[str, float]:
+        """The means; nothing for a name without figures."""
+        told, self._told = self._told, defaultdict(list)
+        means = _means(told)
+        self.last |= means
+        return means
 
     def state_dict(self) -> dict[str, Any]:
         """The state, for a checkpoint."""
         return {"told": dict(self._told), "last": self.last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state from :meth:`state_dict`."""
+        """Restore a state from :meth:`state_dict`."""
         self._told = defaultdict(list, state["told"])
         self.last = dict(state["last"])
 
-    def take(self) -> dict[str, float]:
-        """The means; nothing for a name that was not told."""
-        told, self._told = self._told, defaultdict(list)
-        means = {name: sum(values) / len(values) for name, values in told.items()}
-        self.last |= means
-        return means
+
+def _means(told: Mapping[str, list[float]]) -> dict[str, float]:
+    return {name: sum(values) / len(values) for name, values in told.items()}
 
 
 class UserMetrics(RunHook):
-    """Sends them to rank 0, which logs their means."""
+    """Sends the user's figures to rank 0, which logs their means."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -70,15 +73,14 @@ class UserMetrics(RunHook):
         """Logged after training, as at the end of the last epoch; to be gathered."""
         transport.exclude_from_traffic(Tag.FIGURES)
         if self.means is not None:
-            add = self.means.add
-            transport.on_message(
-                Tag.FIGURES,
-                MOST_BYTES,
-                lambda _, message: add(json.loads(message.numpy().tobytes())),
-            )
+            transport.on_message(Tag.FIGURES, MOST_BYTES, self._add)
+
+    def _add(self, source: int, message: Tensor) -> None:
+        assert self.means is not None
+        self.means.add(json.loads(message.numpy().tobytes()))
 
     def figures(self) -> Mapping[str, float]:
-        """Return the means so far, and those before where there are no new figures."""
+        """Return the means so far."""
         return {} if self.means is None else self.means.so_far()
 
     def take_figures(self) -> Mapping[str, float]:
@@ -90,7 +92,7 @@ class UserMetrics(RunHook):
         return {} if self.means is None else {"own": self.means.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the figures that were not logged yet."""
+        """Restore the figures that were not logged yet."""
         if self.means is not None and "own" in state:  # not in those of older runs
             self.means.load_state_dict(state["own"])
 
