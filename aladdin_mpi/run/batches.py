@@ -1,8 +1,9 @@
-"""The batches of a run: put on the model's device, and handed out one by one or by epochs."""
+"""The batches of a run, on the model's device, one by one or by epochs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,12 +14,7 @@ from aladdin_mpi.accelerator import CopyStream, is_accelerator
 
 
 class Delivery:
-    """Puts batches of any structure on a device: by pinned memory, on a stream of its own.
-
-    Args:
-        device: of the model.
-        channels_last: images are laid out so.
-    """
+    """Puts batches of any structure on a device: by pinned memory, on a stream of its own."""
 
     def __init__(self, device: torch.device, channels_last: bool) -> None:
         self._device = device
@@ -26,12 +22,12 @@ class Delivery:
         self._copies = CopyStream(device) if is_accelerator(device) else None
 
     def __call__(self, batch: Any) -> Any:
-        """The same batch there."""
+        """Return the batch on the device."""
         return tree_map(self._put, batch)
 
     def _put(self, item: Any) -> Any:
         if not isinstance(item, Tensor):
-            # Such as the batches of a tokenizer, which are no containers that torch knows.
+            # Such as the batches of a tokenizer, which torch does not know as containers.
             return item.to(self._device) if callable(getattr(item, "to", None)) else item
         if self._channels_last and item.dim() == 4:
             item = item.contiguous(memory_format=torch.channels_last)
@@ -42,14 +38,14 @@ class Delivery:
 
 _END = object()
 NO_BATCH = object()
-"""In place of a batch where a worker has none, but may come to the end of an epoch."""
+"""Stands for a batch where a worker has none, but may have reached the end of an epoch."""
 
 
 class Batches(Iterator[Any]):
     """The batches of a run, for one loop.
 
-    When nobody holds it any more before it has come to its end, the loop has been left: by
-    ``break``, or by an error. Which of the two cannot be told at that moment.
+    If it is garbage-collected before its end, the loop was left by ``break`` or by an error. Which
+    of the two cannot be known at that moment.
 
     Args:
         batches: of the run.
@@ -63,26 +59,26 @@ class Batches(Iterator[Any]):
         self._batches = batches
         self._left = left
         self._check = check
+        self.fetched: list[Any] = []
 
     def __next__(self) -> Any:
-        """The next batch."""
         self._check()
-        return next(self._batches)
+        return self.fetched.pop() if self.fetched else next(self._batches)
+
+    def fetch(self) -> None:
+        """Fetch the first batch, if there is one, without returning it."""
+        self._check()
+        self.fetched = [each for each in islice(self._batches, 1) if each is not NO_BATCH]
 
     def __del__(self) -> None:
-        """Nobody holds it any more."""
         self._left()
 
 
 class Epoch(Iterator[Any]):
-    """The batches that a worker computes while the workers together go through the data once.
+    """A worker's batches while the workers together pass once through the data.
 
-    A worker that is slow has fewer of them, or none. ``break`` ends the epoch for all.
-
-    Args:
-        number: from 0.
-        batches: of the run.
-        is_past: whether the next batch belongs to a later epoch, or there is none.
+    A slow worker has fewer of them, or none. ``break`` ends the epoch for all. ``is_past`` returns
+    whether the next batch belongs to a later epoch, or there is none.
     """
 
     def __init__(self, number: int, batches: Iterator[Any], is_past: Callable[[], bool]) -> None:
@@ -92,21 +88,17 @@ class Epoch(Iterator[Any]):
         self._is_past = is_past
 
     def __int__(self) -> int:
-        """Its number, from 0."""
         return self.number
 
     __index__ = __int__
 
-    def __str__(self) -> str:
-        """Its number, from 0."""
-        return str(self.number)
-
     def __format__(self, spec: str) -> str:
-        """Its number, as ``spec`` says."""
         return format(self.number, spec)
 
+    def __str__(self) -> str:
+        return str(self.number)
+
     def __next__(self) -> Any:
-        """The next batch."""
         while not self._is_past():
             batch = next(self._batches, _END)
             if batch is _END:
@@ -115,21 +107,3 @@ class Epoch(Iterator[Any]):
                 return batch
         self.is_done = True
         raise StopIteration
-
-
-class HeldBack(Iterator[Any]):
-    """Batches of which the first has been asked for already, to see whether there is any."""
-
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
-        first = next(batches, _END)
-        self._first = [] if first is _END or first is NO_BATCH else [first]
-
-    @property
-    def has_first(self) -> bool:
-        """Whether it has not been taken yet."""
-        return bool(self._first)
-
-    def __next__(self) -> Any:
-        """The next batch."""
-        return self._first.pop() if self._first else next(self._batches)

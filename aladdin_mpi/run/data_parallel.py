@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from aladdin_mpi.run.api_options import (
     simulated_options,
 )
 from aladdin_mpi.run.assembly import UserTask, assemble
-from aladdin_mpi.run.batches import NO_BATCH, Batches, Delivery, Epoch, HeldBack
+from aladdin_mpi.run.batches import NO_BATCH, Batches, Delivery, Epoch
 from aladdin_mpi.run.checkpoint import find_origin
 from aladdin_mpi.run.coordinator import RunHook
 from aladdin_mpi.run.elastic_runner import ElasticRunner
@@ -64,40 +64,39 @@ class DataParallel:
             loss.backward()
             run.step(loss)
 
-    What a worker has put into ``state``, a dict of tensors, numbers, strings, lists and dicts,
-    before :meth:`step` is saved with the checkpoints, and is there again when the loop of a run
-    that goes on has begun.
-
-    A signal SIGUSR1 or SIGUSR2 at any rank, as batch systems send before a time limit, ends
-    the loop: the run is saved, and the loop raises
-    :class:`aladdin_mpi.errors.SuspendedError`, a ``SystemExit`` of status 75, on every rank.
-    With ``run_dir=DIR, resume="auto"`` the program goes on when it is started again, and ends
-    with status 0 if the run is complete; with ``allow_resize=True`` also on other numbers of ranks:
-    all workers then begin from the global model, and a new one with an empty ``state``.
+    Only workers iterate; a server serves inside :meth:`batches`, which gives it no batch. After
+    the loop every rank's ``model`` is the trained global model, and ``summary`` has the run's
+    figures at rank 0. The optimizer is part of the algorithm: :meth:`step` makes its step, or
+    sends what the step is made of.
 
     The length is one of ``epochs``, ``samples`` and ``steps``; a step is ``batch_size`` times
     ``accumulate`` samples of every worker.
 
-    Only workers iterate; a server serves inside :meth:`batches`, which gives it
-    no batch. After the loop every rank's ``model`` is the trained global model and
-    ``summary`` has the run's figures at rank 0. The optimizer is part of the algorithm:
-    :meth:`step` makes its step, or sends what it is made of.
+    A worker's ``state``, a dict of tensors, numbers, strings, lists and dicts, is saved with the
+    checkpoints as it is at :meth:`step`, and restored when the loop of a resumed run begins.
+
+    A signal SIGUSR1 or SIGUSR2 at any rank, as batch systems send before a time limit, ends
+    the loop: the run is saved, and the loop raises
+    :class:`aladdin_mpi.errors.SuspendedError`, a ``SystemExit`` of status 75, on every rank.
+    With ``run_dir=DIR, resume="auto"`` the program continues when it is started again, and ends
+    with status 0 if the run is complete; with ``allow_resize=True`` also on other numbers of ranks:
+    all workers then begin from the global model, and a new one with an empty ``state``.
 
     Args:
         module: moved to this rank's ``device``. Parameters of several dtypes are
             stepped in the widest of them, and rounded from it before each step.
-        options: as the commands have them; or give them by name as ``settings``.
+        options: as the commands have them; or pass them by name as ``settings``.
         optimizer: of torch, made for ``module.parameters()``, with its groups and rates; several
             of a kind, as for the parts of a GAN; or a function that makes one of a list of
             parameters; or a name, such as "adamw". None: momentum SGD, by ``lr``, ``momentum`` and
             ``weight_decay``.
-        scheduler: of that optimizer; it goes on by one with each step of any worker, so that it
-            ends where it would in one process, and is not to be stepped in the loop. With
-            ``steps`` by one with each of these.
+        scheduler: of that optimizer. It advances by one with each step of any worker, so that it
+            ends where it would in one process, and must not be stepped in the loop. With
+            ``steps`` it advances by one with each of these.
         schedule: factor of the learning rates as a function of the samples that all workers
             have drawn, in place of ``lr_schedule`` and ``warmup_epochs``.
         transport: MPI over all ranks by default.
-        evaluate: measures a module at rank 0, beside training; returns figures such
+        evaluate: measures a module at rank 0, while training continues; returns figures such
             as ``test_accuracy``.
         settings: fields of :class:`aladdin_mpi.options.run.RunOptions`.
 
@@ -143,52 +142,45 @@ class DataParallel:
         optimizer: Asked | None,
         scheduler: LRScheduler | None,
     ) -> None:
+        def requested() -> dict[str, Any]:
+            return {**settings_for(optimizer, self._schedule, settings), **settings}
+
         simulated = simulated_rank() if transport is None else None
         if simulated is not None:
-            transport = simulated.transport
             self._ending.simulate(simulated)
-            if transport is None:
-                brought = settings_for(optimizer, self._schedule, settings)
-                raise OptionsFound(simulated_options(simulated, {**brought, **settings}, module))
-        if transport is None:
+            if simulated.transport is None:
+                raise OptionsFound(simulated_options(simulated, requested(), module))
+            transport = simulated.transport
+        elif transport is None:
             end_other_run()
-            transport = _over_mpi(float(settings.get("timeout", TIMEOUT)))
+            timeout = float(settings.get("timeout", TIMEOUT))
+            start_mpi(timeout)
+            from aladdin_mpi.transport.mpi.engine import MpiTransport
+
+            transport = MpiTransport(timeout=timeout)
             self._ending.own(transport)
         self.transport = transport
         all_or_none(transport, lambda: check_given(module, evaluate, settings))
-        brought = all_or_none(transport, lambda: settings_for(optimizer, self._schedule, settings))
-        asked = {**brought, **settings}
-        if self._is_own_loop and transport.size == 1 and simulated is None:
-            asked = all_or_none(transport, lambda: for_one_process(asked))
+        asked = all_or_none(transport, requested)
         if simulated is not None:
             self.options = simulated_options(simulated, asked, module)
         else:
+            if self._is_own_loop and transport.size == 1:
+                asked = all_or_none(transport, lambda: for_one_process(asked))
             self.options = agreed_options(transport, options, asked, module)
-        self.algorithm = all_or_none(transport, lambda: _checked(self.options, transport))
-        servers = self.options.servers if self.algorithm.has_servers else 0
-        self.is_server = transport.rank < servers
-        self.device = all_or_none(
-            transport, lambda: choose_device(self.options.device, transport, servers)
-        )
-        self.options = with_bucket_size(transport, self.options, self.device)
-        if self.device.type == "cpu":
-            heap.keep_freed()
-        configure(self.device, self.options.tf32, self.options.cudnn_benchmark)
-        may_bind = self.options.bind_cores == "auto"
-        bind_to_near(transport, self.device if may_bind else torch.device("cpu"))
-        was_chosen = self.options.device != "auto" or self.options.compute == "timed"
-        tell_placement(
-            transport, self.device, servers, self.options.quiet, was_chosen, self.options.spares
-        )
+        self._place()
         # Timed computing needs no more than the parameters' sizes: they may be on "meta".
         is_real = self.options.compute == "real"
         all_or_none(transport, lambda: self._check(module, needs_values=is_real))
-        self.module = self._placed(module) if is_real else module
+        if is_real:
+            module = module.to(self.device)
+            if self.options.channels_last:
+                module = module.to(memory_format=torch.channels_last)
+        self.module = module
         self._optimizer = all_or_none(
-            transport, lambda: resolve(self.module, self.options, optimizer, scheduler)
+            transport, lambda: resolve(module, self.options, optimizer, scheduler)
         )
         self._evaluate = evaluate
-        self._servers = servers
         self._runner: ElasticRunner | None = None
         self._loop = Loop(Delivery(self.device, self.options.channels_last))
         self._by_epochs = False
@@ -197,23 +189,35 @@ class DataParallel:
         self.run_dir: Path | None = None
         self.state: dict[str, Any] = {}
 
+    def _place(self) -> None:
+        """Determine this rank's role and device, and prepare its process for the device."""
+        transport, options = self.transport, self.options
+        self.algorithm = all_or_none(transport, lambda: _checked(options, transport))
+        servers = self._servers = options.servers if self.algorithm.has_servers else 0
+        self.is_server = transport.rank < servers
+        self.device = all_or_none(
+            transport, lambda: choose_device(options.device, transport, servers)
+        )
+        self.options = options = with_bucket_size(transport, options, self.device)
+        if self.device.type == "cpu":
+            heap.keep_freed()
+        configure(self.device, options.tf32, options.cudnn_benchmark)
+        may_bind = options.bind_cores == "auto"
+        bind_to_near(transport, self.device if may_bind else torch.device("cpu"))
+        was_chosen = options.device != "auto" or options.compute == "timed"
+        tell_placement(transport, self.device, servers, options.quiet, was_chosen, options.spares)
+
     def _check(self, module: nn.Module, needs_values: bool) -> None:
-        """Of a module that is only measured all ranks of a simulation may have the same."""
         if needs_values:
             check_module(module, needs_values)
-        else:
+            return
 
-            def check() -> nn.Module:
-                check_module(module, needs_values)
-                return module  # it lives as long as its number is known
+        def check() -> nn.Module:
+            check_module(module, needs_values)
+            return module  # it lives as long as its number is known
 
-            once(self.transport, ("checked", id(module)), check)
-
-    def _placed(self, module: nn.Module) -> nn.Module:
-        module = module.to(self.device)
-        return (
-            module.to(memory_format=torch.channels_last) if self.options.channels_last else module
-        )
+        # All ranks of a simulation may share a module of which only the sizes are needed.
+        once(self.transport, ("checked", id(module)), check)
 
     @property
     def _rank(self) -> Rank | None:
@@ -221,32 +225,32 @@ class DataParallel:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the current step; for display."""
+        """The learning rate of the current step, for display."""
         return self._ready().rate()
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first worker: for what is printed or written once."""
+        """Whether this is the first worker, which may print or write what is needed once."""
         return self.transport.rank == self._servers
 
     @property
     def workers(self) -> int:
-        """How many workers the run began with."""
+        """The number of workers with which the run began."""
         return self.transport.size - self._servers
 
     @property
     def groups(self) -> int:
-        """How many groups of ranks the run has had: one, and one for each loss that ended one."""
+        """The number of groups of ranks so far: one, and one for each that was revoked."""
         return 1 if self._runner is None else self._runner.members.number
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended: every rank has the trained model, and trains no more."""
+        """Whether the run has ended, so that every rank has the trained model."""
         return self._ending.has_ended
 
     @property
     def completes_step(self) -> bool:
-        """Whether this batch is the last of those that make a step; see ``accumulate``."""
+        """Whether this batch is the last one of its step; see ``accumulate``."""
         return self._loop.is_last
 
     def print(self, *values: object) -> None:
@@ -261,63 +265,65 @@ class DataParallel:
         self._ending.check_open()
         return self._ending.summary
 
-    def batches(self, data: Any, sharded: bool = False) -> Iterator[Any]:
-        """This worker's batches until the budget is used up, on ``device``.
+    def batches(self, data: Any, sharded: bool = False) -> Batches:
+        """Return this worker's batches until the budget is used up, on ``device``.
 
-        Each epoch's samples are dealt to the workers, and no two get the same. ``break`` ends the
-        run for all workers; ``continue`` before ``backward()`` passes over a batch, whose gradient
-        is then zero.
+        Each sample of an epoch goes to one worker. ``break`` ends the run for all workers;
+        ``continue`` before ``backward()`` skips a batch, whose gradient is then zero.
 
         Args:
             data: a data set of numbered samples, whose batches are made by torch's
                 ``default_collate`` in an order drawn by ``seed``; a DataLoader, whose arguments
                 are followed; an IterableDataset, an iterable of batches, which is read again in
                 every epoch, or an iterator over them, which has to last for the run. With timed
-                computing only the length is used, and an int will do; batches are then None.
-            sharded: an iterable gives each worker its own batches already, not every n-th.
+                computing only the length is used, and an int suffices; batches are then None.
+            sharded: an iterable already gives each worker its own batches, not every n-th.
 
         Raises:
-            UserError: a second call, or data that cannot be dealt; or, in the loop, :meth:`step`
-                was left out.
+            UserError: a second call, or data that cannot be dealt to workers; or, in the loop,
+                :meth:`step` was left out.
         """
         if self._ending.batches is not None:
             raise UserError(
                 "training loop: expected one call of batches(), got a second; for another run "
                 "make another DataParallel"
             )
-        # Kept here, so that a loop that is left early can be brought to its end.
+        # Kept there, so that a loop that is left early can be brought to its end.
         ending = self._ending
-        ending.batches = self._in_words(data, sharded)
+        ending.batches = self._run(data, sharded)
         return Batches(ending.batches, ending.note_left, ending.check_open)
 
     def epochs(self, data: Any, sharded: bool = False) -> Iterator[Epoch]:
-        """The same, epoch by epoch: ``for epoch in run.epochs(data): for batch in epoch: ...``.
+        """Return the same by epochs: ``for epoch in run.epochs(data): for batch in epoch: ...``.
 
         An epoch is over when all workers together have drawn as many samples as the data have.
-        Every worker comes by every epoch's end; servers see none. ``break`` in an epoch ends it
+        Every worker reaches every epoch's end; servers see none. ``break`` in an epoch ends it
         for all workers. ``int(epoch)`` is its number, from 0.
 
         Args:
             data: see :meth:`batches`.
-            sharded: see :meth:`batches`.
+            sharded: likewise.
         """
         self._by_epochs = True
-        batches = HeldBack(self.batches(data, sharded))
+        batches = self.batches(data, sharded)
+        batches.fetch()
         if self._rank is None or self.is_server:
             return
-        plan, loop = self._ready().session.plan, self._loop
+        session, loop = self._ready().session, self._loop
+        plan = session.plan
         first = self._progress.first_epoch
-        if first is None:  # of all workers the same, wherever their first batches are
-            first = self._ready().session.began_at // plan.epoch
+        if first is None:  # the same for all workers, wherever their first batches are
+            first = session.began_at // plan.epoch
+
+        def is_past(end: int) -> bool:
+            position = plan.total if loop.lease is None else loop.lease.start
+            return (not batches.fetched and loop.is_over) or position >= end
+
         for number in range(first, -(-plan.total // plan.epoch)):
             self._progress.epoch = number
             end = (number + 1) * plan.epoch
-
-            def is_past(end: int = end) -> bool:
-                return (not batches.has_first and loop.is_over) or self._drawn() >= end
-
             self._ending.check_open()
-            epoch = Epoch(number, batches, is_past)
+            epoch = Epoch(number, batches, partial(is_past, end))
             yield epoch
             if not epoch.is_done:
                 self._ready().worker.pass_over(end)
@@ -325,23 +331,18 @@ class DataParallel:
         for _ in batches:
             pass
 
-    def _drawn(self) -> int:
-        """Where in the run the present batch is; its end where there is none."""
-        lease = self._loop.lease
-        return self._ready().session.plan.total if lease is None else lease.start
-
-    def _in_words(self, data: Any, sharded: bool) -> Generator[Any, None, None]:
+    def _run(self, data: Any, sharded: bool) -> Generator[Any, None, None]:
         with self._words():
-            yield from self._run(data, sharded)
+            yield from self._train(data, sharded)
 
-    def _run(self, data: Any, sharded: bool) -> Iterator[Any]:
+    def _train(self, data: Any, sharded: bool) -> Iterator[Any]:
         origin = find_origin(self.transport, self.options, self.algorithm)
         dealt = all_or_none(
             self.transport,
             lambda: deal(data, sharded, self.options, self._given, self._is_own_loop, origin),
         )
         facts = all_or_none(self.transport, lambda: dealt.facts(self.is_server))
-        self.options = dealt.options
+        self.options, feed = dealt.options, dealt.feed
         task = UserTask(
             dealt.length,
             facts,
@@ -353,7 +354,7 @@ class DataParallel:
             may_clip=self._is_own_loop,
             may_draw=self._is_own_loop or self.options.compute == "real",
             state=self.state,
-            skipped=dealt.feed.skipped if dealt.feed is not None else None,
+            skipped=None if feed is None else feed.skipped,
             origin=origin,
             project=tuple(self._projections),
             whole=dealt.whole,
@@ -362,7 +363,7 @@ class DataParallel:
             self.transport,
             self.options,
             self.algorithm,
-            _sealed if self.options.checksum else _plain,
+            _sealed if self.options.checksum else lambda transport: transport,
             partial(self._assemble, task),
             partial(self._follow, dealt),
             lambda: self._ending.is_concluding or not self._loop.is_in_user_code,
@@ -372,8 +373,9 @@ class DataParallel:
         if not runner.begin():
             self._ending.release()
             return
-        if self.options.resume is not None and dealt.caveat and self.transport.rank == 0:
-            guard.warn([dealt.caveat])
+        caveat = "" if feed is None else feed.caveat
+        if self.options.resume is not None and caveat and self.transport.rank == 0:
+            guard.warn([caveat])
         if self.is_server:
             runner.run()
         else:
@@ -395,13 +397,12 @@ class DataParallel:
         return assemble(transport, options, self.algorithm, self.module, task, takeover, hooks)
 
     def _follow(self, dealt: TrainingData, rank: Rank) -> None:
-        """This rank has a place in a group."""
+        """Train with ``rank``, this rank's place in a new group."""
         self.run_dir = rank.folder.path
         self._servers = rank.context.servers
         self.is_server = rank.context.is_server
         if not self.is_server:
-            source = dealt.source(rank.worker, rank.session.origin.past)
-            self._loop.follow(rank, source)
+            self._loop.follow(rank, dealt.source(rank.worker, rank.session.origin.past))
 
     def _worker_batches(self, runner: ElasticRunner) -> Iterator[Any]:
         watch = None
@@ -409,19 +410,16 @@ class DataParallel:
             takes_writes = self.algorithm.takes_writes or self.transport.size == 1
             loses_writes = "" if takes_writes else self.algorithm.name
             watch = LoopWatch(self.module, self._optimizer, loses_writes)
-        try:
+        with closing(watch) if watch is not None else nullcontext():
             yield from self._loop.batches(runner.run, watch)
             if self._by_epochs and not self.is_server:
                 yield NO_BATCH  # before the run is completed, for which others may wait
                 if watch is not None:
                     watch.resume()
-        finally:
-            if watch is not None:
-                watch.close()
 
     # -- the end ----------------------------------------------------------------------------
     def close(self) -> None:
-        """Give the run up if its loop has not ended; do nothing otherwise.
+        """Abandon the run if its loop has not ended; do nothing otherwise.
 
         Nothing more is trained, measured or written. The hooks are removed from the model, which
         keeps this worker's parameters as they are; another ``DataParallel`` may follow. A
@@ -442,20 +440,18 @@ class DataParallel:
             self._ending.close()
 
     def __enter__(self) -> DataParallel:
-        """See :meth:`close`."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        """See :meth:`close`."""
         if error is None:
             self._ending.finish()
         else:
             self._ending.close_after(error)
 
     def step(self, loss: Tensor | float | None = None) -> None:
-        """The gradients of a batch are there: hand them to the algorithm.
+        """Hand the gradients of a batch to the algorithm.
 
         The parameters change here, and gradients are cleared.
 
@@ -470,22 +466,19 @@ class DataParallel:
         try:
             if self._ending.was_closed:
                 self._ending.check_open()
-            if loss is None and self.options.max_loss is not None:
-                self._check_no_loss()
+            options = self.options
+            if loss is None and options.max_loss is not None and options.compute == "real":
+                raise UserError(
+                    "--max-loss: expected the loss of every batch, got a step() without one; call "
+                    "run.step(loss), or leave --max-loss out"
+                )
             self._loop.step(loss)
         except UserError:
             with self._words():
                 raise
 
-    def _check_no_loss(self) -> None:
-        if self.options.compute == "real":
-            raise UserError(
-                "--max-loss: expected the loss of every batch, got a step() without one; call "
-                "run.step(loss), or leave --max-loss out"
-            )
-
     def project(self, function: Projection) -> None:
-        """Have parameters changed after each step, wherever the model is that is stepped.
+        """Register a change of the parameters after each step, on the ranks that make the step.
 
         For what a script would do after ``optimizer.step()``: clamping weights, renormalising
         them, masking pruned ones. ``function(name, values)`` is called with the name of each
@@ -508,14 +501,14 @@ class DataParallel:
         self._projections.append(function)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call ``backward()`` of where forward is in float16, in place of a GradScaler.
+        """Return the loss to call ``backward()`` of with float16, in place of a GradScaler.
 
         In float16 small gradients would be zero. The loss is multiplied by a factor that all
-        workers share, which is taken off the gradients again before anybody sees them; one that
-        overflows is left out, and the factor halved for all.
+        workers share, and the gradients are divided by it before they are used. A gradient that
+        overflows is skipped, and the factor halved for all.
 
         Args:
-            loss: of the batch, as :meth:`step` is given it too.
+            loss: of the batch, as it is passed to :meth:`step`.
         """
         with self._words():
             return self._ready().worker.current.scale_loss(loss)
@@ -523,9 +516,9 @@ class DataParallel:
     def clip_grad_norm_(self, max_norm: float) -> None:
         """Clip the gradient of this step, between ``backward()`` and :meth:`step`.
 
-        To the norm over all parameters: of the mean of all workers with ``ar-sgd``, of each
-        worker's own otherwise. To be called in every step, the first one included; the
-        gradient is then sent when backward is over. As the argument ``clip``.
+        The norm is over all parameters: of the mean of all workers with ``ar-sgd``, of each
+        worker's own gradient otherwise. Call it in every step, including the first; the gradient
+        is then sent when backward is over. The argument ``clip`` does the same.
 
         Raises:
             UserError: parts of the gradient may have been sent.
@@ -538,27 +531,27 @@ class DataParallel:
         """Add figures to the metrics: their means over all workers, line by line.
 
         Raises:
-            UserError: one is no number.
+            UserError: a figure is not a number.
         """
         with self._words():
             rank = self._ready()
             rank.user_metrics.tell(figures, is_late=rank.session.over)
 
     def reduce(self, value: float | Tensor, how: Literal["mean", "sum"] = "mean") -> Tensor:
-        """The mean or the sum of a number, or a tensor, over all workers that live.
+        """Return the mean or the sum of a number, or a tensor, over all surviving workers.
 
         Every worker has to call it equally often, as at the ends of :meth:`epochs`, and waits
         there for the others.
 
         Raises:
-            UserError: the run has ended, and with it what the ranks talk by.
+            UserError: the run has ended, and with it the communication among ranks.
         """
         if self.is_over:
             raise UserError(
                 "training loop: expected run.reduce() before the run ends, got it behind; call it "
                 "at the ends of run.epochs(), or measure on one rank: all have the same model now"
             )
-        if self.is_server:  # where a worker has become one its value is its own
+        if self.is_server:  # a worker may have become one
             return torch.as_tensor(value, dtype=torch.float64)
         self._progress.reductions += 1
         with self._words():
@@ -567,7 +560,7 @@ class DataParallel:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Backward passes in here add to the gradient, and nothing is sent yet."""
+        """Let the backward passes inside add to the gradient, and send nothing yet."""
         watch = self._ready().worker.step.watch
         if watch is None:
             yield
@@ -581,7 +574,7 @@ class DataParallel:
     def stop(self) -> None:
         """End the run early: no more samples are granted to any worker.
 
-        The loops go on with what has been granted, and then end by themselves.
+        The loops continue with what has been granted, and then end by themselves.
         """
         self._ready().worker.stop()
 
@@ -593,11 +586,7 @@ class DataParallel:
 
 
 def _checked(options: RunOptions, transport: Transport) -> Algorithm:
-    """The algorithm of the run.
-
-    Raises:
-        UserError: the options and the ranks do not suit each other.
-    """
+    """Return the run's algorithm, if the options and the ranks fit each other."""
     if options.spares and not transport.survives:
         raise UserError(
             f"--spares: expected an MPI that survives deaths, got one that does not, with "
@@ -607,22 +596,10 @@ def _checked(options: RunOptions, transport: Transport) -> Algorithm:
     return checked_algorithm(options, transport.size - options.spares)
 
 
-def _plain(transport: Transport) -> Transport:
-    """Without checksums."""
-    return transport
-
-
 def _sealed(transport: Transport) -> Transport:
-    """With checksums; rank 0 hears of messages that are damaged."""
+    """Return the transport with checksums; damaged messages are reported to rank 0."""
 
     def damaged(source: int, tag: int) -> None:
         report(transport, Refusal(Reason.CHECKSUM, source, value=tag))
 
     return ChecksumTransport(transport, SEALED, damaged)
-
-
-def _over_mpi(timeout: float) -> Transport:
-    start_mpi(timeout)
-    from aladdin_mpi.transport.mpi.engine import MpiTransport
-
-    return MpiTransport(timeout=timeout)

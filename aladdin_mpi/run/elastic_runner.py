@@ -6,7 +6,7 @@ The rules are in :mod:`.elasticity`. Here are the transport and this rank's part
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +24,6 @@ from aladdin_mpi.run.elasticity import (
     AnnounceMembers,
     AwaitJoin,
     Decision,
-    Decisions,
     ElasticityMachine,
     EndRun,
     Event,
@@ -36,13 +35,7 @@ from aladdin_mpi.run.elasticity import (
     JoinTimedOut,
     MembersArrived,
     Membership,
-    RankComing,
     RanksLost,
-    RecoveryRules,
-    RunOver,
-    SetupCompleted,
-    SetupFailed,
-    TrainingStarted,
     WaitForPlace,
     begin,
 )
@@ -53,7 +46,7 @@ from aladdin_mpi.transport.group import Group, RankLostError
 
 T = TypeVar("T")
 Assemble = Callable[[Transport, RunOptions, "Takeover | None", Sequence[RunHook]], Rank]
-"""Puts this rank together in a group, with these hooks besides its own."""
+"""Builds this rank in a group, with these hooks besides its own."""
 
 
 class ElasticityDriver:
@@ -71,7 +64,7 @@ class ElasticityDriver:
 
     def lost(self) -> RanksLost:
         """Return the ranks that the transport knows to have failed."""
-        return RanksLost(self._base.failed, self._base.excluded)
+        return RanksLost(self._base.failed)
 
     def decide(self, event: Event) -> Decision | None:
         """Handle an event and what follows from it; return what this rank has to do outside.
@@ -82,29 +75,26 @@ class ElasticityDriver:
             LostError: no group can be formed.
             RefusedError: the same, and another rank reports it.
         """
-        decisions = self._handle(event)
-        while decisions:
+        while True:
+            self._machine.note_lost(self._base.failed)
+            decisions = self._machine.handle(event)
+            if not decisions:
+                return None
             for decision in decisions[:-1]:
                 self._act(decision)
             following = self._wait(decisions[-1])
             if following is None:
                 return decisions[-1]
-            decisions = self._handle(following)
-        return None
-
-    def _handle(self, event: Event) -> Decisions:
-        if not isinstance(event, RanksLost):  # which are noted by that event itself
-            self._machine.note_lost(self._base.failed, self._base.excluded)
-        return self._machine.handle(event)
+            event = following
 
     def _act(self, decision: Decision) -> None:
         match decision:
             case ExcludeRank(rank):
                 self._base.exclude(rank)
             case AnnounceMembers(dests, members, facts):
-                told = {"members": asdict(members), "facts": dict(facts)}
+                announcement = {"members": asdict(members), "facts": dict(facts)}
                 for dest in dests:
-                    send_object(self._base, told, dest, Tag.MEMBERS)
+                    send_object(self._base, announcement, dest, Tag.MEMBERS)
 
     def _wait(self, decision: Decision) -> Event | None:
         """Wait for what a decision waits for; None: for nothing in a rendezvous."""
@@ -115,8 +105,8 @@ class ElasticityDriver:
                 case JoinRendezvous(leader, before, facts):
                     join = [asdict(before), dict(facts)]
                     wait_ended(self._base, send_object(self._base, join, leader, Tag.JOIN))
-                    told = receive_object(self._base, leader, Tag.MEMBERS)
-                    return MembersArrived(_membership(told["members"]), told["facts"])
+                    announced = receive_object(self._base, leader, Tag.MEMBERS)
+                    return MembersArrived(_membership(announced["members"]), announced["facts"])
                 case AwaitJoin(rank):
                     return self._await_join(rank)
                 case EndRun(reason, reporter):
@@ -126,17 +116,14 @@ class ElasticityDriver:
                     raise LostError(reason)
         except PeerFailedError as error:
             # An operation may find a failure before the transport lists it.
-            return RanksLost(self._base.failed | {error.rank}, self._base.excluded)
+            return RanksLost(self._base.failed | {error.rank})
         return None
 
     def _hear_coming(self) -> None:
         """Listen from now on: a receive that is always posted would cost in every poll."""
         if not self._hears_coming:
             self._hears_coming = True
-            self._base.on_message(Tag.COMING, 1, lambda source, _: self._note_coming(source))
-
-    def _note_coming(self, rank: int) -> None:
-        self._machine.handle(RankComing(rank))
+            self._base.on_message(Tag.COMING, 1, lambda rank, _: self._machine.coming.add(rank))
 
     def _await_join(self, rank: int) -> Event:
         is_coming = partial(self._machine.coming.__contains__, rank)
@@ -148,34 +135,23 @@ class ElasticityDriver:
 
 
 def _membership(plain: dict[str, Any]) -> Membership:
-    frozen: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()
-    }
-    return Membership(**frozen)
+    tuples = {name: tuple(value) for name, value in plain.items() if isinstance(value, list)}
+    return Membership(**{**plain, **tuples})
 
 
-def can_follow(options: RunOptions, algorithm: Algorithm) -> bool:
-    """Whether those who are left when a rank is lost can form a new group."""
-    sums = getattr(getattr(options, algorithm.group, None), "allreduce", "auto")
-    # Libraries need every rank that they were started with; shards are dealt once.
-    return sums in OUTLAST_DEATHS and not options.node_sums and options.dataset != "shards"
-
-
-LOOK_SECONDS = 60.0
-"""Of a spare rank between two looks at whether it waits still: no wait lasts longer."""
+SPARE_WAIT_SECONDS = 60.0
+"""The longest single wait of a spare rank, which waits again."""
 
 
 class ElasticRunner(RunHook):
-    """Forms groups, and trains in one after another; a hook of this rank in each of them.
+    """Trains in one group of ranks after another; a hook of this rank in each of them.
 
     Args:
         base: the transport among all ranks of the job.
-        options: of the run.
-        algorithm: of the run.
-        seal: puts checksums on a group's messages, where they are asked for.
+        seal: adds checksums to a group's messages, if they are requested.
         assemble: see :data:`Assemble`.
         on_change: called with this rank's part in every new group.
-        may_raise: whether this rank is where an error brings it here; see :class:`.Group`.
+        may_raise: whether an error would reach this runner now; see :class:`.Group`.
         progress: of the user's loop at this rank.
     """
 
@@ -198,12 +174,16 @@ class ElasticRunner(RunHook):
         self._may_raise = may_raise
         self._progress = progress
         servers = options.servers if algorithm.has_servers else 0
-        members = begin(base.size, servers, options.spares)
-        can_regroup = can_follow(options, algorithm)
-        needs_all = can_regroup and bool(algorithm.needs_all(options))
-        rules = RecoveryRules(can_regroup, needs_all)
+        # Libraries need every rank that they were started with; shards are dealt once.
+        sums = getattr(getattr(options, algorithm.group, None), "allreduce", "auto")
+        is_fixed = sums not in OUTLAST_DEATHS or options.node_sums or options.dataset == "shards"
         self._machine = ElasticityMachine(
-            base.rank, base.size, members, base.host_names.__getitem__, rules
+            base.rank,
+            base.size,
+            begin(base.size, servers, options.spares),
+            base.host_names.__getitem__,
+            can_regroup=not is_fixed,
+            needs_all=bool(algorithm.needs_all(options)),
         )
         patience = 0.0 if base.models_time else options.worker_timeout
         self._driver = ElasticityDriver(base, self._machine, patience)
@@ -218,16 +198,11 @@ class ElasticRunner(RunHook):
         """The present group."""
         return self._machine.members
 
-    @property
-    def is_spare(self) -> bool:
-        """Whether this rank has no place yet."""
-        return self._machine.is_spare
-
     def _new_transport(self) -> Transport:
         """Return the transport among the members; that of all ranks if a failure ends the job."""
-        if not self._base.survives and not self.members.spares:
-            return self._seal(self._base)
         members = self.members
+        if not self._base.survives and not members.spares:
+            return self._seal(self._base)
         self._group = Group(
             self._base,
             members.ranks,
@@ -243,19 +218,27 @@ class ElasticRunner(RunHook):
         """Take a place in the run; False: it has ended before a spare rank got one.
 
         Raises:
-            PeerFailedError: a rank has died of which there is nothing yet to go on from.
+            PeerFailedError: a rank has failed before there was a state to continue from.
         """
-        if self.is_spare:
-            return self._take_place(None, None)
-        transport = self._new_transport()
+        if self._machine.is_spare:
+            return self._take_place(self._driver.lost(), None)
         try:
-            self.rank = self._assemble(transport, self._options, None, [self])
+            self._set_up(None)
         except RankLostError as error:
-            number = transport.original_ranks[error.rank]
-            raise PeerFailedError(number, transport.host_names[error.rank]) from None
-        self._machine.handle(SetupCompleted())
-        self._on_change(self.rank)
+            group = self._group
+            assert group is not None
+            number = group.original_ranks[error.rank]
+            raise PeerFailedError(number, group.host_names[error.rank]) from None
         return True
+
+    def _set_up(self, takeover: Takeover | None) -> None:
+        """Take this rank's place in the present group; None: the first one."""
+        options = self._options
+        if takeover is not None:
+            options = options.model_copy(update={"servers": max(1, self.members.servers)})
+        self.rank = self._assemble(self._new_transport(), options, takeover, [self])
+        self._machine.complete_setup()
+        self._on_change(self.rank)
 
     def _say_coming(self) -> None:
         """Report to the next leader that this rank is alive, although its step may take long."""
@@ -263,12 +246,10 @@ class ElasticRunner(RunHook):
         if leader != self._base.rank:
             self._base.isend(torch.zeros(1, dtype=torch.uint8), leader, Tag.COMING)
 
-    def _call_spares(self) -> None:
-        """Those who wait may not know of ranks that are excluded, and may live."""
-        excluded = torch.tensor(sorted(self._base.excluded), dtype=torch.int64)
+    def _send_to_spares(self, message: Tensor, tag: Tag) -> None:
         for rank in self.members.spares:
             if rank not in self._base.failed:
-                self._base.isend(excluded, rank, Tag.SPARES_CALLED)
+                self._base.isend(message, rank, tag)
 
     def end(self) -> None:
         """The run is over, or refused: rank 0 lets the spare ranks go."""
@@ -276,26 +257,24 @@ class ElasticRunner(RunHook):
         if group is None or group.rank or self._has_ended:
             return
         self._has_ended = True
-        for rank in self.members.spares:
-            if rank not in self._base.failed:
-                self._base.isend(torch.zeros(1, dtype=torch.uint8), rank, Tag.SPARES_GO)
+        self._send_to_spares(torch.zeros(1, dtype=torch.uint8), Tag.SPARES_GO)
 
     # -- training ---------------------------------------------------------------------
     def run(self) -> None:
         """Train until the run is over, or suspended."""
-        self._go_on(lambda rank: rank.session.run())
+        self._in_groups(lambda rank: rank.session.run())
 
     def complete(self) -> dict[str, Any]:
         """Complete the run; the summary at its rank 0, when that has written everything."""
 
         def complete(rank: Rank) -> dict[str, Any]:
-            rank.session.run()  # to its end, where a loss has brought the run back
+            rank.session.run()  # a failure may have brought the run back
             return rank.complete()
 
-        return self._go_on(complete)
+        return self._in_groups(complete)
 
-    def _go_on(self, act: Callable[[Rank], T]) -> T:
-        """Do so with this rank's part in the present group, or in one that follows."""
+    def _in_groups(self, act: Callable[[Rank], T]) -> T:
+        """Call ``act`` with this rank's part in the present group, and in each that follows."""
         while True:
             assert self.rank is not None
             try:
@@ -305,53 +284,42 @@ class ElasticRunner(RunHook):
                     raise
             except RankLostError:
                 pass
-            left = snapshot(self.rank, self.members, self._progress)
-            self._follow(replace(left, previous=self._left))
+            assert self._group is not None
+            left = snapshot(self.rank, self.members, self._progress, self._left)
+            self.rank.give_up()
+            self._group.leave()
+            # Spare ranks may not know of ranks that are excluded, and may be alive.
+            excluded = torch.tensor(sorted(self._base.excluded), dtype=torch.int64)
+            self._send_to_spares(excluded, Tag.SPARES_CALLED)
+            self._take_place(GroupRevoked(left.facts), left)
 
-    def _follow(self, left: RankSnapshot) -> None:
-        """Take a place in the next group."""
-        assert self.rank is not None and self._group is not None
-        self.rank.give_up()
-        self._group.leave()
-        self._call_spares()
-        self._take_place(GroupRevoked(left.facts), left)
-
-    def _take_place(self, event: Event | None, left: RankSnapshot | None) -> bool:
+    def _take_place(self, event: Event, left: RankSnapshot | None) -> bool:
         """Take a place in a group, however often it is revoked; False: the run is over first."""
         waiter = None if left is not None else _SpareWaiter(self._base)
-        event = event or self._driver.lost()
         while True:
             match self._driver.decide(event):
                 case WaitForPlace():
                     assert waiter is not None
                     waiter.wait()
-                    event = RunOver() if waiter.is_over else self._driver.lost()
+                    if waiter.is_over:
+                        return False
+                    event = self._driver.lost()
                 case FormGroup(plan):
                     self._left = left = None if left is None else left.of(plan.number)
-                    if self._set_up(Takeover(self._base, plan, left)):
+                    try:
+                        self._set_up(Takeover(self._base, plan, left))
                         return True
-                    event = SetupFailed()
+                    except (RankLostError, PeerFailedError):
+                        assert self._group is not None
+                        self._group.leave()
+                        event = GroupRevoked(None)
                 case _:
                     return False
-
-    def _set_up(self, takeover: Takeover) -> bool:
-        """Take this rank's place in the next group; return whether that succeeded."""
-        options = self._options.model_copy(update={"servers": max(1, self.members.servers)})
-        transport = self._new_transport()
-        assert self._group is not None
-        try:
-            self.rank = self._assemble(transport, options, takeover, [self])
-        except (RankLostError, PeerFailedError):
-            self._group.leave()
-            return False
-        self._machine.handle(SetupCompleted())
-        self._on_change(self.rank)
-        return True
 
     def on_start(self) -> None:
         """Keep nothing of the former group any more: training starts."""
         if self.members.number > 1:
-            self._machine.handle(TrainingStarted())
+            self._machine.start_training()
             self._left = None
 
 
@@ -367,7 +335,7 @@ class _SpareWaiter:
         base.on_failure(lambda rank: self._base.abandon(self._ring))
 
     def _new(self) -> Request:
-        # A message that never comes: who waits for it is woken when it is abandoned.
+        # No such message is sent: abandoning the receive wakes the rank that waits for it.
         nothing = torch.empty(0, dtype=torch.uint8)
         return self._base.irecv(nothing, self._base.rank, Tag.SPARES_GO)
 
@@ -381,8 +349,8 @@ class _SpareWaiter:
                 self._base.exclude(rank)
 
     def wait(self) -> None:
-        """Until it rings; not at all if that has been."""
-        seconds = None if self._base.models_time else LOOK_SECONDS
+        """Wait for the next of these events, unless it has already happened."""
+        seconds = None if self._base.models_time else SPARE_WAIT_SECONDS
         while not self._ring.done:
             self._base.wait_any([self._ring], seconds)
         self._ring = self._new()

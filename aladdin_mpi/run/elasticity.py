@@ -22,7 +22,7 @@ surviving member has its state.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -55,11 +55,6 @@ class Membership:
     spares: tuple[int, ...]
     full: tuple[int, int]
 
-    @property
-    def workers(self) -> int:
-        """The number of workers."""
-        return len(self.ranks) - self.servers
-
     def place(self, rank: int) -> int | None:
         """Return a rank's number in the group; None: it is not a member."""
         return self.ranks.index(rank) if rank in self.ranks else None
@@ -86,11 +81,10 @@ def next_membership(
     servers = [rank for rank in before.ranks[: before.servers] if rank in living]
     workers = [rank for rank in before.ranks[before.servers :] if rank in living]
     waiting = [rank for rank in before.spares if rank in living]
-    spares = [] if is_over else list(waiting)
     full_servers, full_workers = before.full
-    if full_servers and not servers and len(workers) == 1:
-        spares = list(waiting)
-    if full_servers and not servers and (spares or len(workers) > 1):
+    needs_server = bool(full_servers) and not servers
+    spares = [] if is_over and not (needs_server and len(workers) == 1) else [*waiting]
+    if needs_server and (spares or len(workers) > 1):
         servers = [(spares or workers).pop(0)]
     for places, full in ((workers, full_workers), (servers, full_servers)):
         while spares and len(places) < full:
@@ -113,46 +107,22 @@ def standby_coordinator(living: Sequence[int], hosts: Sequence[int]) -> int | No
     It is the first rank on another host than rank 0's, or else the next rank.
     """
     others = [rank for rank in living if rank]
-    away = [rank for rank in others if hosts[rank] != hosts[0]]
-    return next(iter(away or others), None)
+    return min(others, key=lambda rank: (hosts[rank] == hosts[0], rank), default=None)
 
 
 # -- events -----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class RanksLost:
-    """All ranks that this rank knows to have failed, those ``excluded`` among them."""
+    """All ranks that this rank knows to have failed, or to be excluded."""
 
     failed: frozenset[int]
-    excluded: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class GroupRevoked:
-    """This rank has left its group, with these facts."""
+    """This rank has left its group, with these facts; None: during the group's set-up."""
 
-    facts: RankFacts
-
-
-@dataclass(frozen=True)
-class SetupCompleted:
-    """This rank has taken its place in the group."""
-
-
-@dataclass(frozen=True)
-class TrainingStarted:
-    """Every rank has taken its place in the group."""
-
-
-@dataclass(frozen=True)
-class SetupFailed:
-    """This rank has left the group while it was being set up."""
-
-
-@dataclass(frozen=True)
-class RankComing:
-    """A rank has reported that it is alive; it may be in the middle of a long step."""
-
-    rank: int
+    facts: RankFacts | None
 
 
 @dataclass(frozen=True)
@@ -183,40 +153,10 @@ class MembersArrived:
     facts: Mapping[int, RankFacts]
 
 
-@dataclass(frozen=True)
-class RunOver:
-    """The run has ended without this spare rank."""
-
-
-Event: TypeAlias = (
-    RanksLost
-    | GroupRevoked
-    | SetupCompleted
-    | TrainingStarted
-    | SetupFailed
-    | RankComing
-    | JoinArrived
-    | JoinTimedOut
-    | MembersArrived
-    | RunOver
-)
+Event: TypeAlias = RanksLost | GroupRevoked | JoinArrived | JoinTimedOut | MembersArrived
 
 
 # -- decisions --------------------------------------------------------------------------
-@dataclass(frozen=True)
-class ContinueInPlace:
-    """The group continues without these ranks."""
-
-    lost: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class RevokeGroup:
-    """The group cannot continue without this rank: leave it."""
-
-    lost: int
-
-
 @dataclass(frozen=True)
 class JoinRendezvous:
     """Send the leader a JOIN, and wait for its announcement."""
@@ -275,52 +215,13 @@ class EndRun:
     reporter: int | None = None
 
 
-@dataclass(frozen=True)
-class LeaveRun:
-    """Leave, as a spare rank, a run that is over."""
-
-
 Decision: TypeAlias = (
-    ContinueInPlace
-    | RevokeGroup
-    | JoinRendezvous
-    | AwaitJoin
-    | ExcludeRank
-    | AnnounceMembers
-    | WaitForPlace
-    | FormGroup
-    | EndRun
-    | LeaveRun
+    JoinRendezvous | AwaitJoin | ExcludeRank | AnnounceMembers | WaitForPlace | FormGroup | EndRun
 )
 Decisions: TypeAlias = tuple[Decision, ...]
 
 
 # -- takeover ---------------------------------------------------------------------------
-@dataclass(frozen=True)
-class ServerSource:
-    """Where the state of a server of the former group comes from.
-
-    Attributes:
-        server: its number in the former group.
-        kind: "itself"; "replica", at another rank; or "workers", the mean of their models.
-        rank: the rank that has it, by its number in the job; None: the workers.
-
-    With a replica the workers' models stand for buckets of which the rank has none.
-    """
-
-    server: int
-    kind: str
-    rank: int | None
-
-
-@dataclass(frozen=True)
-class RankLoss:
-    """A rank that is lost, and the samples that are lost with it."""
-
-    rank: int
-    samples: int
-
-
 @dataclass(frozen=True)
 class TakeoverPlan:
     """How a new group continues from what is left of the former one.
@@ -388,28 +289,15 @@ class TakeoverPlan:
     def accounting(self) -> dict[str, Any]:
         """The accounting of the former rank 0: its own, or else the newest copy."""
         known = [each for each in self.known.values() if each["keeper"] is not None]
-        first = [each for each in known if each["is_first"]]
-        newest = max(known, key=lambda each: float(each["keeper"]["seconds"]))
-        accounting: dict[str, Any] = (first[0] if first else newest)["keeper"]
+        newest = max(known, key=lambda each: (each["is_first"], each["keeper"]["seconds"]))
+        accounting: dict[str, Any] = newest["keeper"]
         return accounting
 
     # -- samples ------------------------------------------------------------------------
     @property
-    def _ended_at(self) -> int | None:
-        """The samples at which training had ended; None: it had not."""
-        ended = (each["ended_at"] for each in self.present.values() if each["ended_at"])
-        return next(ended, None)
-
-    @property
     def segment(self) -> int:
         """The samples drawn when the newest segment began."""
         return int(max(each["drawn"] for each in self.present.values()))
-
-    @property
-    def computed(self) -> int:
-        """Samples that the surviving workers have computed in the segment."""
-        present = self.present.values()
-        return int(sum(each["computed"] for each in present if each["drawn"] == self.segment))
 
     @property
     def is_segment_accounted(self) -> bool:
@@ -419,20 +307,16 @@ class TakeoverPlan:
     @property
     def drawn(self) -> int:
         """Samples drawn and not granted again: those computed, and those granted to lost ranks."""
-        if self._ended_at is not None:
-            return self._ended_at
-        drawn, budget = self.segment + self.computed, self.accounting["budget"]
+        present = self.present.values()
+        if ended_at := next(filter(None, (each["ended_at"] for each in present)), None):
+            return int(ended_at)
+        computed = sum(each["computed"] for each in present if each["drawn"] == self.segment)
+        drawn = int(self.segment + computed)
         if not self.is_segment_accounted:
             return drawn
+        budget = self.accounting["budget"]
         granted = sum(budget["granted"][self.former.index(rank)] for rank in self.lost)
         return int(drawn + granted + budget["passed_over"])
-
-    @property
-    def granted_again(self) -> int:
-        """Samples granted to surviving workers, as far as is known, that none has computed."""
-        budget = self.accounting["budget"]
-        granted = budget["opened"] + sum(budget["granted"]) + budget["passed_over"]
-        return max(0, int(granted) - self.drawn)
 
     def gradients_taken(self, rank: int, name: str = "taken") -> int | None:
         """Return a worker's gradients that all servers have; None: there are no servers."""
@@ -440,13 +324,9 @@ class TakeoverPlan:
         taken = [each[name] for each in self.present.values() if each[name] is not None]
         return min((each[worker] for each in taken if worker >= 0), default=None)
 
-    def losses(self, step: int) -> list[RankLoss]:
-        """Return the ranks that are lost, and the samples lost with each.
-
-        Args:
-            step: samples of a worker's step.
-        """
-        return [RankLoss(rank, self._samples_lost(rank, step)) for rank in self.lost]
+    def losses(self, step: int) -> dict[int, int]:
+        """Return the samples lost with each lost rank; a worker's step has ``step`` samples."""
+        return {rank: self._samples_lost(rank, step) for rank in self.lost}
 
     def _samples_lost(self, rank: int, step: int) -> int:
         budget, place = self.accounting["budget"], self.former.index(rank)
@@ -480,21 +360,15 @@ class TakeoverPlan:
         rank = self.former[place]
         return self.members.place(rank) if rank in self.present else None
 
-    def server_sources(self, holder: Callable[[int, int], int]) -> list[ServerSource]:
-        """Return where each former server's state comes from.
+    def replica_rank(self, server: int, holder: Callable[[int, int], int]) -> int | None:
+        """Return the rank whose replica replaces a lost server's state; None: there is none.
 
-        Args:
-            holder: the place of the rank that holds the replica of a server, of so many servers.
+        The mean of the workers' models replaces buckets without a replica. ``holder`` returns the
+        place of the rank that holds the replica of a server, given the number of servers.
         """
-        return [self._server_source(server, holder) for server in range(self.servers)]
-
-    def _server_source(self, server: int, holder: Callable[[int, int], int]) -> ServerSource:
-        if self.former[server] in self.present:
-            return ServerSource(server, "itself", self.former[server])
         keeper = self.former[holder(server, self.servers)]
-        if keeper in self.present:
-            return ServerSource(server, "replica", keeper)
-        return ServerSource(server, "workers", None)
+        is_lost = self.former[server] not in self.present
+        return keeper if is_lost and keeper in self.present else None
 
 
 def reports(facts: RankFacts) -> Iterator[RankFacts]:
@@ -536,34 +410,6 @@ class MachineState(Enum):
     ENDED = auto()
 
 
-@dataclass(frozen=True)
-class RecoveryRules:
-    """What the algorithm allows.
-
-    Attributes:
-        can_regroup: surviving ranks can form a new group.
-        needs_all: a group cannot continue without any of its workers.
-    """
-
-    can_regroup: bool = True
-    needs_all: bool = False
-
-
-@dataclass
-class Rendezvous:
-    """A rendezvous as its leader sees it.
-
-    Attributes:
-        newest: the newest membership of the ranks that have joined.
-        facts: theirs.
-        awaited: ranks that have not joined yet.
-    """
-
-    newest: Membership
-    facts: dict[int, RankFacts]
-    awaited: list[int] = field(default_factory=list)
-
-
 class ElasticityMachine:
     """The elasticity of one rank: events in, decisions out.
 
@@ -575,6 +421,8 @@ class ElasticityMachine:
         size: the number of ranks in the job.
         members: the first group.
         host_name: returns the name of a rank's host.
+        can_regroup: whether the surviving ranks can form a new group.
+        needs_all: whether the algorithm needs each of its workers.
     """
 
     def __init__(
@@ -583,32 +431,30 @@ class ElasticityMachine:
         size: int,
         members: Membership,
         host_name: Callable[[int], str] = str,
-        policy: RecoveryRules | None = None,
+        can_regroup: bool = True,
+        needs_all: bool = False,
     ) -> None:
         self.rank = rank
         self.members = members
-        self.policy = policy or RecoveryRules()
         self.failed: frozenset[int] = frozenset()
-        self.excluded: frozenset[int] = frozenset()
         self.phase = MachineState.SPARE if self.is_spare else MachineState.SETUP
         self.coming: set[int] = set()
         """Ranks that have reported that they are alive, since the last rendezvous."""
         self._all = range(size)
         self._host_name = host_name
+        self._can_regroup, self._needs_all = can_regroup, needs_all
         self._facts: RankFacts = {}
         """This rank's, about the groups from which the next one may have to continue."""
         self._leader = rank
-        self._rendezvous: Rendezvous | None = None
+        self._newest = members
+        """The newest membership of the ranks that have joined, at the leader of a rendezvous."""
+        self._joined: dict[int, RankFacts] = {}
+        """Their facts."""
 
     @property
     def living(self) -> list[int]:
         """The ranks of the job that are not known to have failed."""
         return [rank for rank in self._all if rank not in self.failed]
-
-    @property
-    def leader(self) -> int:
-        """The leader of a rendezvous."""
-        return self.living[0]
 
     @property
     def is_spare(self) -> bool:
@@ -620,63 +466,49 @@ class ElasticityMachine:
 
         Without spares an algorithm may continue in place without some workers.
         """
-        if not self.policy.can_regroup:
+        if not self._can_regroup:
             return False
         is_new = self.phase is MachineState.SETUP and self.members.number > 1
-        needs_all = self.policy.needs_all or bool(self.members.spares) or is_new
+        needs_all = self._needs_all or bool(self.members.spares) or is_new
         return needs_all or place < max(1, self.members.servers)
 
-    def note_lost(self, failed: Collection[int], excluded: Collection[int]) -> None:
+    def note_lost(self, failed: Collection[int]) -> None:
         """Update the ranks that are known to have failed, for the next event."""
-        self.excluded |= frozenset(excluded)
-        self.failed |= frozenset(failed) | self.excluded
+        self.failed |= frozenset(failed)
+
+    def complete_setup(self) -> None:
+        """Note that this rank has taken its place in the group."""
+        self.phase = MachineState.TRAINING
+
+    def start_training(self) -> None:
+        """Note that every rank has taken its place: nothing continues from former groups."""
+        self._facts = {}
 
     def handle(self, event: Event) -> Decisions:
         """Return what to do about an event."""
         if self.phase is MachineState.ENDED:
             return ()
         match event:
-            case RanksLost(failed, excluded):
-                return self._lose(failed, excluded)
+            case RanksLost(failed):
+                return self._lose(failed)
             case GroupRevoked(facts):
-                self._facts = {**facts, "previous": self._facts}
+                if facts is not None:
+                    self._facts = {**facts, "previous": self._facts}
                 return self._meet()
-            case SetupFailed():
-                return self._meet()
-            case SetupCompleted():
-                self.phase = MachineState.TRAINING
-            case TrainingStarted():
-                self._facts = {}
-            case RankComing(rank):
-                self.coming.add(rank)
             case JoinArrived(rank, before, facts):
                 return self._let_join(rank, before, facts)
             case JoinTimedOut(rank):
                 return self._exclude_late(rank)
             case MembersArrived(members, facts_of_all):
                 return self._take_members(members, facts_of_all)
-            case RunOver():
-                self.phase = MachineState.ENDED
-                return (LeaveRun(),)
-        return ()
 
-    # -- failures -----------------------------------------------------------------------
-    def _lose(self, failed: frozenset[int], excluded: frozenset[int]) -> Decisions:
-        known = self.failed
-        self.note_lost(failed, excluded)
+    def _lose(self, failed: frozenset[int]) -> Decisions:
+        self.note_lost(failed)
         if self.phase is MachineState.SPARE:
             return self._wait_for_place()
-        if self.phase is MachineState.JOINING:
-            return self._meet() if self._leader in self.failed else ()
-        if self.phase is MachineState.LEADING:
-            return self._await_next()
-        places = [self.members.place(rank) for rank in sorted(self.failed - known)]
-        lost = [place for place in places if place is not None]
-        needed = [place for place in lost if self.needs(place)]
-        if needed:
-            return (RevokeGroup(self.members.ranks[needed[0]]),)
-        ranks = tuple(self.members.ranks[place] for place in lost)
-        return (ContinueInPlace(ranks),) if ranks else ()
+        if self.phase is MachineState.JOINING and self._leader in self.failed:
+            return self._meet()
+        return self._await_next() if self.phase is MachineState.LEADING else ()
 
     # -- rendezvous ---------------------------------------------------------------------
     def _meet(self) -> Decisions:
@@ -685,47 +517,40 @@ class ElasticityMachine:
             next_membership(self.members, self.living)
         except LostError as error:
             return self._end(str(error))
-        self._leader = self.leader
+        self._leader = self.living[0]
         if self._leader != self.rank:
             self.phase = MachineState.JOINING
             return (JoinRendezvous(self._leader, self.members, self._facts),)
         self.phase = MachineState.LEADING
-        others = [rank for rank in self.living if rank != self.rank]
-        self._rendezvous = Rendezvous(self.members, {self.rank: self._facts}, others)
+        self._newest, self._joined = self.members, {self.rank: self._facts}
         return self._await_next()
 
     def _let_join(self, rank: int, before: Membership, facts: RankFacts) -> Decisions:
-        if self._rendezvous is None or self.phase is not MachineState.LEADING:
+        if self.phase is not MachineState.LEADING:
             return ()
-        rendezvous = self._rendezvous
-        rendezvous.facts[rank] = facts
-        rendezvous.newest = max(rendezvous.newest, before, key=lambda each: each.number)
-        if rank in rendezvous.awaited:
-            rendezvous.awaited.remove(rank)
+        self._joined[rank] = facts
+        self._newest = max(self._newest, before, key=lambda each: each.number)
         return self._await_next()
 
     def _exclude_late(self, rank: int) -> Decisions:
-        if self._rendezvous is None or rank not in self._rendezvous.awaited:
+        if self.phase is not MachineState.LEADING or rank in self.failed or rank in self._joined:
             return ()
         if rank in self.coming:
             return (AwaitJoin(rank),)
-        self.note_lost((), (rank,))
+        self.note_lost((rank,))
         return (ExcludeRank(rank), *self._await_next())
 
     def _await_next(self) -> Decisions:
-        assert self._rendezvous is not None
-        awaited = [rank for rank in self._rendezvous.awaited if rank not in self.failed]
-        self._rendezvous.awaited = awaited
+        awaited = [rank for rank in self.living if rank not in self._joined]
         return (AwaitJoin(awaited[0]),) if awaited else self._decide()
 
     def _decide(self) -> Decisions:
-        """Every surviving rank has joined: decide on the next group."""
-        assert self._rendezvous is not None
-        facts, newest = self._rendezvous.facts, self._rendezvous.newest
+        """Decide on the next group: every surviving rank has joined."""
+        facts = self._joined
         living = [rank for rank in facts if rank not in self.failed]
         is_over = any(each.get("ended_at") is not None for each in facts.values())
         try:
-            members = next_membership(newest, living, is_over)
+            members = next_membership(self._newest, living, is_over)
         except LostError as error:
             return self._end(str(error))
         dests = tuple(rank for rank in living if rank != self.rank)
@@ -735,12 +560,12 @@ class ElasticityMachine:
         if self.phase is not MachineState.JOINING:
             return ()
         late = [rank for rank in self.living if rank not in facts]
-        self.note_lost((), late)
+        self.note_lost(late)
         return (*map(ExcludeRank, late), *self._enter(members, facts))
 
     def _enter(self, members: Membership, facts: Mapping[int, RankFacts]) -> Decisions:
         """Take a place in the next group, or wait for one."""
-        self.members, self._rendezvous = members, None
+        self.members, self._joined = members, {}
         self.coming.clear()
         if self.is_spare:
             self.phase = MachineState.SPARE

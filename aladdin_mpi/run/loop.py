@@ -1,8 +1,8 @@
-"""The user's loop and the algorithm's, which take turns as greenlets; checks of the former."""
+"""The user's loop and the algorithm's, which take turns as greenlets, and checks of the former."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import wraps
 from operator import is_
@@ -31,22 +31,19 @@ from aladdin_mpi.worker.worker import Worker
 
 
 def allreduce(worker: Worker, value: float | Tensor) -> tuple[Tensor, int]:
-    """The sum of ``value`` over all workers that live, in fp64, and how many they are.
+    """Return the sum of ``value`` over all surviving workers, in fp64, and their number.
 
-    Each sends its own to all others, and adds them up in the order of the workers: all have the
-    same sum, to the bit. A collective of MPI would need the servers too.
+    Each worker sends its own to all others and adds them up in the order of the workers: all have
+    the same sum, bit for bit. A collective of MPI would need the servers too.
 
     Raises:
-        LostError: the group of ranks comes apart. Those who wait here cannot go on in the next one,
+        LostError: the group is revoked. The workers that wait here cannot continue in the next one,
             whose other workers may have to make steps with them before they come here.
     """
     transport = worker.whole
     mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(-1).contiguous()
-    others = [
-        rank
-        for rank in surviving_ranks(transport)
-        if rank >= worker.servers and rank != transport.rank
-    ]
+    workers = [rank for rank in surviving_ranks(transport) if rank >= worker.servers]
+    others = [rank for rank in workers if rank != transport.rank]
     received = {rank: torch.empty_like(mine) for rank in others}
     receives = {
         rank: transport.irecv(buffer, rank, Tag.AMONG_WORKERS) for rank, buffer in received.items()
@@ -54,11 +51,9 @@ def allreduce(worker: Worker, value: float | Tensor) -> tuple[Tensor, int]:
     sends = [transport.isend(mine, rank, Tag.AMONG_WORKERS) for rank in others]
     values = {transport.rank: mine}
     for rank, request in receives.items():
-        try:
+        with suppress(PeerFailedError):
             transport.wait(request)
-        except PeerFailedError:
-            continue
-        values[rank] = received[rank]
+            values[rank] = received[rank]
     if transport.is_revoked():
         raise LostError("a rank was lost while workers waited for each other in run.reduce()")
     wait_ended(transport, sends)
@@ -71,17 +66,20 @@ class Loop:
     """A worker's batches for the user's loop, and the gradients for the algorithm's.
 
     Args:
-        deliver: puts a batch where the loop wants it.
+        deliver: puts a batch on the device.
+
+    Attributes:
+        skipping: the loop has been left: leases are no longer computed.
+        has_finished: the algorithm has ended without an error.
+        is_last: the present batch completes its lease.
     """
 
     def __init__(self, deliver: Callable[[Any], Any]) -> None:
-        self.skipping = False
-        """The loop has been left: what is granted still is not computed any more."""
-        self.has_finished = False
-        """Whether the algorithm has come to its end without an error."""
+        self.skipping = self.has_finished = False
+        self.is_last = True
         self.lease: SampleLease | None = None
         self._batch_size = 0
-        """Samples of a batch; a step has several batches where gradients are accumulated."""
+        """Samples of a batch; an accumulated step has several batches."""
         self._deliver = deliver
         self._rank: Rank | None = None
         self._source: Source | None = None
@@ -89,10 +87,7 @@ class Loop:
         self._user_side: greenlet | None = None
         self._algorithm_side: greenlet | None = None
         self._losses: list[float | Tensor | None] = []
-        self._stepped = True
-        self.is_last = True
-        """Whether the present batch completes its lease."""
-        self._handed_over = True
+        self._stepped = self._handed_over = True
 
     # -- the algorithm's side -------------------------------------------------------------
     def compute(self, lease: SampleLease) -> Loss:
@@ -102,17 +97,16 @@ class Loop:
         return loss
 
     def note_empty(self, lease: SampleLease) -> None:
-        """Let the user's loop end the epochs that are over by this lease, which has no samples.
+        """Let the user's loop end the epochs before this lease, which has no samples.
 
-        The other workers may have come to a later one, and wait at its beginning for this one.
+        The other workers may be in a later epoch, and wait at its beginning for this one.
         """
-        assert self._user_side is not None
-        self._user_side.switch(lease)
+        self.compute(lease)
 
     # -- the user's side ------------------------------------------------------------------
     @property
     def is_over(self) -> bool:
-        """Whether the algorithm has come to its end."""
+        """Whether the algorithm has ended."""
         return self._algorithm_side is not None and self._algorithm_side.dead
 
     @property
@@ -122,24 +116,24 @@ class Loop:
 
     @property
     def is_in_user_code(self) -> bool:
-        """Whether the loop has begun, and it is not the algorithm's side that asks."""
+        """Whether the loop has begun, and the caller is not on the algorithm's side."""
         return self._algorithm_side is not None and getcurrent() is not self._algorithm_side
 
     def follow(self, rank: Rank, source: Source | None) -> None:
-        """Go on with this part in the run, and these data; None: there are none."""
+        """Continue with this part in the run, and these data; None: there are none."""
         self._rank, self._source = rank, source
         self._batch_size = rank.context.options.batch_size
         if self._watch is not None:
             self._watch.renew()
 
     def batches(self, train: Callable[[], None], watch: LoopWatch | None) -> Iterator[Any]:
-        """The batches, until the budget is used up; None for each where there is no data.
+        """Yield the batches until the budget is used up; None for each if there are no data.
 
         `NO_BATCH` stands for a lease without samples: see :meth:`note_empty`.
 
         Args:
             train: the algorithm's side.
-            watch: see :class:`LoopWatch`; None: nobody watches.
+            watch: checks the user's side.
         """
         self._watch = watch
         self._user_side = getcurrent()
@@ -151,10 +145,9 @@ class Loop:
         self._algorithm_side = greenlet(train_to_end)
         self.lease = self._algorithm_side.switch()
         while not self._algorithm_side.dead:
-            yield from self._step_of()
+            yield from self._batches_of_lease()
 
-    def _step_of(self) -> Iterator[Any]:
-        """The batches of one lease."""
+    def _batches_of_lease(self) -> Iterator[Any]:
         assert self.lease is not None
         left = self.lease.size
         self._handed_over = False
@@ -165,8 +158,12 @@ class Loop:
             size = min(left, self._batch_size)
             left -= size
             self._begin(is_last=not left)
-            source = self._source
-            yield None if source is None else self._deliver(_next(source, size))
+            batch = None
+            if self._source is not None:
+                with no_exit():  # the user's data set, transforms and collate_fn
+                    batch = self._source.next_batch(size)
+                batch = self._deliver(batch)
+            yield batch
             self.note_resumed()
             if not self._stepped and not self.skipping:
                 self._check_skipped()
@@ -175,7 +172,7 @@ class Loop:
         self._stepped = True
 
     def note_resumed(self) -> None:
-        """Check what the user's loop did after its step: it has returned, or has been left.
+        """Check what the user's loop did after its step, when it has returned or has been left.
 
         Raises:
             UserError: it has changed the model, and the algorithm would lose that.
@@ -193,11 +190,7 @@ class Loop:
             self._watch.begin()
 
     def _check_skipped(self) -> None:
-        """A batch that the loop has passed over has no gradient.
-
-        Raises:
-            UserError: it has one.
-        """
+        """Check that a batch without a step() has no gradient."""
         assert self._rank is not None
         replica = self._rank.context.replica
         if not self._losses and isinstance(replica, Replica) and replica.gradients.has_any():
@@ -207,7 +200,7 @@ class Loop:
             )
 
     def step(self, loss: Tensor | float | None) -> None:
-        """A batch's gradient is there; the last of a lease lets the algorithm go on."""
+        """Take a batch's gradient; with the last one of a lease the algorithm continues."""
         if self._algorithm_side is None or self._stepped:
             raise UserError(
                 "training loop: expected step() once for each batch of run.batches(); got a call "
@@ -221,18 +214,21 @@ class Loop:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Until the algorithm wants the next gradient."""
+        """Return when the algorithm needs the next gradient."""
         assert self._algorithm_side is not None
         self._handed_over = True
-        value: Loss = SKIPPED if not self._losses else _total(self._losses)
-        self._losses = []
+        loss: Loss = SKIPPED
+        if self._losses:
+            known = [each for each in self._losses if each is not None]
+            loss = sum(known) if known else None
+            self._losses = []
         self._user_side = getcurrent()
         self._algorithm_side.parent = self._user_side
-        self.lease = self._algorithm_side.switch(value)
+        self.lease = self._algorithm_side.switch(loss)
 
     # -- loops that do not end by themselves ------------------------------------------------
     def drain(self) -> None:
-        """Let the algorithm come to its end; what it is still granted has no gradient."""
+        """Let the algorithm come to its end; further leases have no gradient."""
         self._leave()
         while self.is_active:
             self._hand_over()
@@ -247,23 +243,13 @@ class Loop:
                 self._algorithm_side.throw(GreenletExit)
 
     def _leave(self) -> None:
-        """Nothing more is computed."""
         self.skipping = self._stepped = True
         if self._source is not None:
             self._source.close()
 
 
-def _next(source: Source, size: int) -> Any:
-    with no_exit():  # the user's data set, transforms and collate_fn
-        return source.next_batch(size)
-
-
 def _value(loss: Tensor | float | None) -> Tensor | float | None:
-    """A loss that a device is still computing stays there.
-
-    Raises:
-        UserError: it is no number.
-    """
+    """Return the loss as a number, or as a tensor if a device is still computing it."""
     if not isinstance(loss, Tensor):
         return loss
     if loss.numel() != 1:
@@ -271,15 +257,8 @@ def _value(loss: Tensor | float | None) -> Tensor | float | None:
             "training loop: expected one number as the loss in run.step(loss), got a tensor of "
             f"shape {list(loss.shape)}; call run.step(loss.mean())"
         )
-    if loss.is_cpu or not is_accelerator(loss.device):
-        return loss.item()
-    return loss.detach()
-
-
-def _total(losses: list[float | Tensor | None]) -> float | Tensor | None:
-    """Of the parts of a step's loss, as far as they were told."""
-    told = [loss for loss in losses if loss is not None]
-    return sum(told) if told else None
+    is_there = loss.is_cpu or not is_accelerator(loss.device)
+    return loss.item() if is_there else loss.detach()
 
 
 # -- what the user's loop must not do --------------------------------------------------------------
@@ -287,44 +266,20 @@ COUNTS = "counts_for_aladdin_mpi"
 """An attribute of ``GradScaler.scale`` that counts."""
 
 
-class ScalerWatch:
-    """Counts how often a loss is scaled by an enabled ``GradScaler``, in this process."""
-
-    _scaled: ClassVar[int] = 0
-
-    def __init__(self) -> None:
-        if not hasattr(GradScaler.scale, COUNTS):
-            GradScaler.scale = _counting(GradScaler.scale)  # type: ignore[method-assign]
-        self._before = 0
-
-    def begin(self) -> None:
-        """A batch is handed out."""
-        self._before = ScalerWatch._scaled
-
-    def end(self) -> None:
-        """run.step() has been called.
-
-        Raises:
-            UserError: a loss was scaled in between.
-        """
-        if ScalerWatch._scaled != self._before:
-            raise UserError(
-                "training loop: a GradScaler has scaled the loss, and so the gradients; use "
-                "run.scale(loss).backward() in its place, or autocast with bfloat16, which needs "
-                "no scale"
-            )
-
-
-def _counting(scale: Any) -> Any:
-    """Return ``scale`` with a count of its calls; it stays in place when the run has ended."""
+def _count_scaled_losses() -> None:
+    """Have ``GradScaler.scale`` count its calls; that stays in place when the run has ended."""
+    scale = GradScaler.scale
+    if hasattr(scale, COUNTS):
+        return
 
     @wraps(scale)
     def counted(scaler: GradScaler, outputs: Any) -> Any:
-        ScalerWatch._scaled += scaler.is_enabled()
+        LoopWatch.scaled += scaler.is_enabled()
         return scale(scaler, outputs)
 
     setattr(counted, COUNTS, True)
-    return counted
+    replacement: Any = counted
+    GradScaler.scale = replacement  # type: ignore[method-assign]
 
 
 KEPT = (
@@ -344,23 +299,34 @@ class _ModuleParts:
         self._held = [list(held.values()) for held in self._dicts]
 
     def are_same(self) -> bool:
-        """Whether no dict holds anything new, or anything no more."""
-        return all(map(_are_same, self._dicts, self._held))
+        """Whether each dict still holds the same objects."""
+        return all(
+            len(now) == len(before) and all(map(is_, now.values(), before))
+            for now, before in zip(self._dicts, self._held, strict=True)
+        )
 
 
-def _are_same(now: dict[str, Any], before: list[Any]) -> bool:
-    return len(now) == len(before) and all(map(is_, now.values(), before))
+def _differing(
+    parameters: Iterable[nn.Parameter], before: Sequence[int], now: Sequence[int]
+) -> list[nn.Parameter]:
+    """Return the parameters of which two numbers differ; this is fast if none does."""
+    if before == now:
+        return []
+    return [p for p, was, value in zip(parameters, before, now, strict=True) if was != value]
 
 
 class LoopWatch:
-    """Looks at a module's parameters when a batch is handed out, and at its step().
+    """Checks a module's parameters when a batch is handed out, and at its step().
 
     Args:
-        module: whose parameters the run trains; their memory is the run's already.
+        module: whose parameters the run trains, in the run's memory.
         own: the script's optimizer; None: the built-in one.
-        loses_writes: the algorithm that would lose what the loop writes into trained parameters
-            between two steps; empty if that takes part.
+        loses_writes: the algorithm, if it would lose what the loop writes into trained parameters
+            between two steps; else empty.
     """
+
+    scaled: ClassVar[int] = 0
+    """How often enabled ``GradScaler`` objects have scaled a loss, in this process."""
 
     def __init__(
         self, module: nn.Module, own: UserOptimizer | None = None, loses_writes: str = ""
@@ -375,100 +341,95 @@ class LoopWatch:
         self._parts = _ModuleParts(module)
         self._versions = [p._version for p in self._names]
         self._writes = VisibleWrites(self._names)
-        self._scaler = ScalerWatch()
+        _count_scaled_losses()
+        self._scaled_before = 0
         self._hook = register_optimizer_step_pre_hook(self._refuse_optimizer)
 
     def renew(self) -> None:
-        """The run itself has given the parameters other memory."""
+        """Accept that the run itself has given the parameters other memory."""
         self._places = [p.data_ptr() for p in self._flat]
 
     def resume(self) -> None:
-        """The loop has done what follows a step.
+        """Refuse what the algorithm would lose: parameters written after the step.
 
         Raises:
-            UserError: it has written into parameters, which the algorithm would lose.
+            UserError: names the first of them.
         """
         if not self._loses_writes:
             return
-        for name, parameter in self._written():
+        for parameter in self._written():
             if parameter.requires_grad:
                 raise UserError(
-                    f"training loop: parameter {name} was written to after run.step(). "
-                    f"{self._loses_writes} would lose that: the model that it steps is kept "
-                    "elsewhere. Register changes that follow each step, such as clamping "
+                    f"training loop: parameter {self._names[parameter]} was written to after "
+                    f"run.step(). {self._loses_writes} would lose that: the model that it steps is "
+                    "kept elsewhere. Register changes that follow each step, such as clamping "
                     "weights, with run.project(); load weights before run.batches()"
                 )
 
-    def _written(self) -> list[tuple[str, nn.Parameter]]:
+    def _written(self) -> list[nn.Parameter]:
         """Return the parameters whose values have changed since the batch was handed out."""
-        # One look at all of them first: this is done in every step.
-        if [p._version for p in self._names] == self._versions:
-            return []
-        pairs = zip(self._names.items(), self._versions, strict=True)
-        return [(name, p) for (p, name), version in pairs if p._version != version]
+        return _differing(self._names, self._versions, [p._version for p in self._names])
 
     def begin(self) -> None:
-        """A batch is handed out."""
+        """Note the parameters as a batch is handed out."""
         self._versions = [p._version for p in self._names]
         if self._access is not None:
             self._access.begin_batch()
-        self._scaler.begin()
+        self._scaled_before = LoopWatch.scaled
 
     def end(self) -> None:
-        """step() has been called.
+        """Check the parameters at step().
 
         Raises:
-            UserError: parameters were changed, replaced, frozen or unfrozen meanwhile, gradients
-                scaled, or hyperparameters changed too late.
+            UserError: parameters were changed, replaced, frozen or unfrozen since the batch was
+                handed out, gradients scaled, or hyperparameters changed too late.
         """
         if self._access is not None:
             self._access.end_batch()
-        self._scaler.end()
-        for name, _ in self._written():
-            raise _changed(name)
-        if [p.requires_grad for p in self._names] != self._trained:
-            self._refuse_frozen()
-        if [p.data_ptr() for p in self._flat] != self._places:
-            self._refuse_moved()
+        if self._scaled_before != LoopWatch.scaled:
+            raise UserError(
+                "training loop: a GradScaler has scaled the loss, and so the gradients; use "
+                "run.scale(loss).backward() in its place, or autocast with bfloat16, which needs "
+                "no scale"
+            )
+        names = self._names
+        for parameter in self._written():
+            raise UserError(
+                f"training loop: parameter {names[parameter]} was changed between its batch and "
+                "step(); the optimizer is part of the algorithm: leave out optimizer.step(); "
+                "register other changes that follow each step, such as clamping weights, with "
+                "run.project()"
+            )
+        for parameter in _differing(names, self._trained, [p.requires_grad for p in names]):
+            raise UserError(
+                f"training loop: parameter {names[parameter]} was "
+                f"{'unfrozen' if parameter.requires_grad else 'frozen'} during the run; set "
+                "requires_grad before DataParallel is made"
+            )
+        for parameter in _differing(self._flat, self._places, [p.data_ptr() for p in self._flat]):
+            raise UserError(
+                f"training loop: the memory of parameter {names[parameter]} was replaced during "
+                f"the run, as by .data = or by moving the model; {KEPT}"
+            )
         if not self._parts.are_same():
             self._refuse_others()
             self._parts = _ModuleParts(self._module)
-
-    def _refuse_frozen(self) -> None:
-        for (parameter, name), trained in zip(self._names.items(), self._trained, strict=True):
-            if parameter.requires_grad != trained:
-                now = "frozen" if trained else "unfrozen"
-                raise UserError(
-                    f"training loop: parameter {name} was {now} during the run; set requires_grad "
-                    "before DataParallel is made"
-                )
-
-    def _refuse_moved(self) -> None:
-        for parameter, place in zip(self._flat, self._places, strict=True):
-            if parameter.data_ptr() != place:
-                raise UserError(
-                    f"training loop: the memory of parameter {self._names[parameter]} was replaced "
-                    f"during the run, as by .data = or by moving the model; {KEPT}"
-                )
 
     def _refuse_others(self) -> None:
         """Refuse other trained parameters; modules and frozen parameters may be exchanged."""
         known = {p: self._names[p] for p in self._flat}
         now = {p: name for name, p in self._module.named_parameters() if p.requires_grad}
-        for parameter, name in now.items():
-            if parameter not in known:
-                what = "replaced" if name in known.values() else "added"
-                raise UserError(
-                    f"training loop: parameter {name} was {what} during the run; {KEPT}"
-                )
-        for parameter, name in known.items():
-            if parameter not in now:
-                raise UserError(
-                    f"training loop: parameter {name} was removed during the run; {KEPT}"
-                )
+        changes = [
+            (name, "replaced" if name in known.values() else "added")
+            for parameter, name in now.items()
+            if parameter not in known
+        ]
+        changes += [(name, "removed") for parameter, name in known.items() if parameter not in now]
+        for name, what in changes:
+            raise UserError(f"training loop: parameter {name} was {what} during the run; {KEPT}")
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._hook.remove()
         self._writes.close()
 
@@ -481,12 +442,3 @@ class LoopWatch:
                         f"parameter {self._names[parameter]}; the optimizer is part of the "
                         "algorithm: leave the call out, and give the optimizer to DataParallel"
                     )
-
-
-def _changed(name: str) -> UserError:
-    return UserError(
-        f"training loop: parameter {name} was changed between its batch and step(); "
-        "the optimizer is part of the algorithm: leave out optimizer.step(); register "
-        "other changes that follow each step, such as clamping weights, with "
-        "run.project()"
-    )

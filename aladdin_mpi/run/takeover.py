@@ -1,9 +1,9 @@
-"""What a new group of ranks makes of the state in which the former one came apart.
+"""Moves the state of a revoked group of ranks into the next one.
 
-As where a checkpoint is resumed by other numbers of ranks, but from the memory of those who are
-left: rank 0 puts their states together and gives all what they need. Buckets of a server that is
-lost are the mean of what the workers have of them. Gradients that were on their way, or had been
-summed and not applied, are lost; samples that nobody had computed are granted anew.
+As when a checkpoint is resumed by another number of ranks, but from memory: rank 0 merges the
+states of the surviving ranks and sends the result to all. Buckets of a lost server are the mean of
+the workers' models. Gradients in flight, or summed and not applied, are lost; samples that no rank
+has computed are granted again.
 """
 
 from __future__ import annotations
@@ -43,51 +43,47 @@ from aladdin_mpi.worker.role import COMPUTED, TrainingWorker
 
 @dataclass
 class LoopProgress:
-    """One worker's.
+    """The progress of one worker's loop.
 
     Attributes:
         epoch: the present one of a loop by epochs.
         reductions: calls of ``run.reduce()``.
-        first_epoch: with which a rank begins that has taken a place in mid-run; None: it has not.
+        first_epoch: the epoch with which a rank begins that joins in mid-run; else None.
     """
 
     epoch: int = 0
     reductions: int = 0
     first_epoch: int | None = None
 
-    def as_plain(self) -> dict[str, int]:
-        """For another rank."""
-        return {"epoch": self.epoch, "reductions": self.reductions}
-
     def take_over(self, others: Collection[Mapping[str, Any]], is_new: bool) -> None:
-        """Another group of ranks goes on.
+        """Continue in another group of ranks.
 
         Args:
-            others: what its workers tell of themselves, this one among them.
+            others: the progress of its workers, including this one.
             is_new: this rank had no part in the former group.
 
         Raises:
-            LostError: some workers have ended a call of ``run.reduce()`` in which others wait, who
-                would wait for ever.
+            LostError: some workers have completed a call of ``run.reduce()`` in which others would
+                wait for ever.
         """
-        told = {each["reductions"] for each in others}
-        if len(told) > 1:
+        counts = {each["reductions"] for each in others}
+        if len(counts) > 1:
             raise LostError(
                 "a rank was lost while run.reduce() was under way, which some had ended"
             )
-        if is_new and told:
-            (self.reductions,) = told
+        if is_new and counts:
+            (self.reductions,) = counts
             self.epoch = self.first_epoch = max(each["epoch"] for each in others)
 
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """What is left of this rank's part in a group that has come apart.
+    """What is left of this rank's part in a revoked group.
 
     Attributes:
-        part: its state, as a checkpoint has it.
-        local: its random numbers, buffers, and what the user's loop keeps.
-        folder: of the run, which rank 0 holds locked.
+        part: its state, as in a checkpoint.
+        local: its random numbers, buffers, and the state of the user's loop.
+        folder: of the run; rank 0 holds its lock.
         facts: reported to all ranks of the rendezvous.
         previous: what is left of the group before, if training has not started since.
     """
@@ -96,7 +92,7 @@ class RankSnapshot:
     local: dict[str, Any]
     folder: OpenFolder
     facts: dict[str, Any]
-    previous: RankSnapshot | None = None
+    previous: RankSnapshot | None
 
     def of(self, group: int) -> RankSnapshot:
         """Return what is left of the group of this number, or else of the oldest group."""
@@ -105,30 +101,22 @@ class RankSnapshot:
         return replace(self.previous.of(group), folder=self.folder)
 
 
-def snapshot(rank: Rank, group: Membership, progress: LoopProgress) -> RankSnapshot:
-    """Of ``rank``, when its group has come apart, and of the ``progress`` of its loop."""
-    session, computed, taken, not_given = rank.session, 0, None, None
-    role, coordinator = session.role, session.coordinator
-    if isinstance(role, TrainingWorker):
-        computed = role.worker.samples - session.computed_before
-    elif isinstance(role, ServerAlgorithm):
-        workers = range(role.n)
-        taken = [role.taken_from(worker) for worker in workers]
-        not_given = [role.server.not_given_by(worker) for worker in workers]
-    keeper = rank.standby.copy
-    if coordinator is not None:
-        keeper = coordinator.knowledge()
-    origin = session.origin
+def snapshot(
+    rank: Rank, group: Membership, progress: LoopProgress, previous: RankSnapshot | None
+) -> RankSnapshot:
+    """Return what is left of ``rank``, whose group is revoked; see :class:`RankSnapshot`."""
+    session = rank.session
+    role, coordinator, origin = session.role, session.coordinator, session.origin
     facts = {
         "group": group.number,
         "ranks": list(group.ranks),
         "drawn": session.began_at,
         "ended_at": session.ended_at,
-        "computed": computed,
-        "progress": None if isinstance(role, ServerAlgorithm) else progress.as_plain(),
-        "taken": taken,
-        "not_given": not_given,
-        "keeper": keeper,
+        "computed": 0,
+        "progress": None,
+        "taken": None,
+        "not_given": None,
+        "keeper": rank.standby.copy if coordinator is None else coordinator.knowledge(),
         "is_first": coordinator is not None,
         "origin": {
             "workers": origin.workers,
@@ -139,11 +127,19 @@ def snapshot(rank: Rank, group: Membership, progress: LoopProgress) -> RankSnaps
         },
         "folder": str(rank.folder.path.absolute()),
     }
+    if isinstance(role, TrainingWorker):
+        facts["computed"] = role.worker.samples - session.computed_before
+    if isinstance(role, ServerAlgorithm):
+        facts["taken"] = [role.taken_from(worker) for worker in range(role.n)]
+        facts["not_given"] = [role.server.not_given_by(worker) for worker in range(role.n)]
+    else:
+        facts["progress"] = {"epoch": progress.epoch, "reductions": progress.reductions}
     local = session.local.state_dict()
     local = {**local, "user": dict(local["user"])}
-    with rank.context.transport.atomic():  # mirrors come by a handler
+    with rank.context.transport.atomic():  # mirrors are received by a handler
         mirrors = {} if rank.replicas is None else {k: dict(v) for k, v in rank.replicas.of.items()}
-    return RankSnapshot({**session.part(), "mirrors": mirrors}, local, rank.folder, facts)
+    part = {**session.part(), "mirrors": mirrors}
+    return RankSnapshot(part, local, rank.folder, facts, previous)
 
 
 @dataclass(frozen=True)
@@ -152,8 +148,8 @@ class Takeover:
 
     Attributes:
         base: the transport among all ranks of the job.
-        plan: of the new group, the same at all of its ranks.
-        mine: what is left of this rank's part; None: it had none.
+        plan: the same at all ranks of the new group.
+        mine: what is left of this rank; None: it had no part in the former group.
     """
 
     base: Transport
@@ -162,7 +158,7 @@ class Takeover:
 
     @property
     def origin(self) -> Origin:
-        """Return that of the former group."""
+        """The former group's origin."""
         facts = self.plan.origin
         past = tuple(Period(tuple(taken)) for taken in facts["past"])
         begun = facts["begun"] and tuple(facts["begun"])
@@ -179,8 +175,7 @@ class Takeover:
     def numbers(self) -> list[int]:
         """The workers' numbers with which they began the run; spares come after all."""
         members = self.plan.members
-        first, _ = members.full
-        return [rank - first for rank in members.ranks[members.servers :]]
+        return [rank - members.full[0] for rank in members.ranks[members.servers :]]
 
     @property
     def progress(self) -> list[dict[str, int]]:
@@ -190,77 +185,71 @@ class Takeover:
 
 
 def take_over(session: Session, takeover: Takeover) -> None:
-    """Take up in a new group what is left of the former one; every rank of it calls it."""
-    context = session.context
-    transport, first = context.transport, context.transport.rank == COORDINATOR
-    origin = takeover.origin
+    """Continue in a new group from what is left of the former one; every rank calls it."""
+    context, plan, origin = session.context, takeover.plan, takeover.origin
+    transport, is_first = context.transport, context.transport.rank == COORDINATOR
     options, algorithm, replica = context.options, context.algorithm, context.replica
     layout = make_layout(options, algorithm, replica, origin.servers, origin.workers)
     parts = _StateParts(transport, takeover)
     assembly = StateAssembly(parts.of, algorithm, origin, layout, session.role, replica.parameters)
-    merged = all_or_none(transport, lambda: assembly.merged() if first else None)
+    merged = all_or_none(transport, lambda: assembly.merged() if is_first else None)
     parts.end()
     if merged is not None:
-        merged.granted = takeover.plan.accounting["granted"][origin.servers :]
+        merged.granted = plan.accounting["granted"][origin.servers :]
     merged = share(transport, merged)
-    lost = _reconcile(merged, takeover)
+    lost = _reconcile(merged, plan)
     past = (*origin.past, Period(taken(merged)))
-    _keep_own_counts(merged, takeover)
+    _keep_own_counts(merged, plan)
     now = replace(origin, workers=context.workers, servers=context.servers, past=past)
-    if first:
-        losses = _losses(takeover, lost, options.step_size)
-        known = takeover.plan.accounting
-        session.take_over(takeover.plan.drawn, merged, now, known, losses)
-    else:
-        session.take_over(takeover.plan.drawn, merged, now)
+    known = plan.accounting if is_first else None
+    losses = _losses(takeover, lost, options.step_size) if is_first else ()
+    session.take_over(plan.drawn, merged, now, known, losses)
     _take_local(session, takeover)
 
 
-def _keep_own_counts(merged: MergedState, takeover: Takeover) -> None:
-    """Each worker that is left counts on from what it has counted itself.
+def _keep_own_counts(merged: MergedState, plan: TakeoverPlan) -> None:
+    """Let each surviving worker continue its own counts.
 
-    What one has counted that is a server now goes to another: see :meth:`MergedState.carried`.
+    The counts of a worker that is a server now go to another: see :meth:`MergedState.carried`.
     """
-    servers, counts = takeover.origin.servers, merged.counts
-    was = {rank: counts[place] for place, rank in enumerate(takeover.plan.former[servers:])}
-    now = takeover.plan.members.ranks[takeover.plan.members.servers :]
-    kept = [was.pop(rank, None) for rank in now]
-    merged.number = len(counts)
+    was = dict(zip(plan.former[plan.servers :], merged.counts, strict=True))
+    kept = [was.pop(rank, None) for rank in plan.members.ranks[plan.members.servers :]]
+    merged.number = len(merged.counts)
     merged.counts = [*kept, *(each for each in was.values() if each is not None)]
 
 
-def _reconcile(merged: MergedState, takeover: Takeover) -> int:
-    """Let the books go on as if what is lost had not been; returns how many gradients are.
+def _reconcile(merged: MergedState, plan: TakeoverPlan) -> int:
+    """Make the servers' counters consistent with what is lost.
 
-    Those of workers that live, which are not applied to every bucket.
+    Returns:
+        How many gradients of surviving workers are not applied to every bucket.
     """
-    books = merged.server
-    if not books:
+    counters = merged.server
+    if not counters:
         return 0
-    computed = int(merged.total(COMPUTED))
-    if not takeover.plan.has_server:
-        # No server is left to say: the workers' models stand for what was applied.
-        known = takeover.plan.accounting["failures"]
-        books["applied"] = computed - sum(each.get("gradients_lost", 0) for each in known)
-        books["from_failed"] = books["applied"] - computed
-        return 0
-    lost = takeover.plan.gradients_lost(computed, books["from_failed"], books["applied"])
-    books["from_failed"] = books["applied"] - computed
-    merged.keeps_sums = False
+    computed, lost = int(merged.total(COMPUTED)), 0
+    if plan.has_server:
+        lost = plan.gradients_lost(computed, counters["from_failed"], counters["applied"])
+        merged.keeps_sums = False
+    else:  # the workers' models stand for what was applied
+        failures = plan.accounting["failures"]
+        counters["applied"] = computed - sum(each.get("gradients_lost", 0) for each in failures)
+    counters["from_failed"] = counters["applied"] - computed
     return lost
 
 
 def _losses(takeover: Takeover, gradients: int, step: int) -> list[dict[str, Any]]:
-    """Of each rank that is lost: who it was, and what is lost with it."""
+    """Describe each rank that is lost, and what is lost with it."""
+    base = takeover.base
     found: list[dict[str, Any]] = [
         {
-            "rank": loss.rank,
-            "host": takeover.base.host_names[loss.rank],
-            "what": "left out" if loss.rank in takeover.base.excluded else "died",
-            "samples_lost": loss.samples,
+            "rank": rank,
+            "host": base.host_names[rank],
+            "what": "left out" if rank in base.excluded else "died",
+            "samples_lost": samples,
             "gradients_lost": 0,
         }
-        for loss in takeover.plan.losses(step)
+        for rank, samples in takeover.plan.losses(step).items()
     ]
     if found:
         found[0]["gradients_lost"] = gradients
@@ -274,7 +263,6 @@ class _StateParts:
     def __init__(self, transport: Transport, takeover: Takeover) -> None:
         self._transport = transport
         self._plan, self._mine = takeover.plan, takeover.mine
-        self._sources = self._plan.server_sources(keeper_of)
         self._sends = []
         if transport.rank and self._mine is not None and takeover.base.rank in self._plan.present:
             self._sends = send_object(transport, self._mine.part, COORDINATOR, Tag.STATE)
@@ -286,48 +274,44 @@ class _StateParts:
             return None
         if source == COORDINATOR:
             assert self._mine is not None
-            # What is put together is changed, and may be asked for in another group.
+            # Merging changes the states, and another group may need this one.
             part = deepcopy(self._mine.part)
         else:
             part = receive_object(self._transport, source, Tag.STATE)
-        return {**part, "mirrors": self._replicas(place, part["mirrors"])}
-
-    def _replicas(self, place: int, stored: Mapping[int, Any]) -> dict[int, Any]:
-        """The replicas that the plan takes from a rank of the former group."""
         rank = self._plan.former[place]
-        return {
-            each.server: stored[each.server]
-            for each in self._sources
-            if each.kind == "replica" and each.rank == rank and each.server in stored
+        mirrors = {
+            server: stored
+            for server, stored in part["mirrors"].items()
+            if self._plan.replica_rank(server, keeper_of) == rank
         }
+        return {**part, "mirrors": mirrors}
 
     def end(self) -> None:
-        """Rank 0 has them all."""
+        """Wait until rank 0 has them all."""
         self._transport.wait(*self._sends)
 
 
 def _take_local(session: Session, takeover: Takeover) -> None:
-    """A rank keeps what it has of its own; one that is new gets the first worker's buffers."""
+    """Restore what a rank has of its own; a new one receives a former rank's buffers."""
     context = session.context
     transport, is_new = context.transport, takeover.mine is None
     if takeover.mine is not None:
         session.local.load_state_dict(takeover.mine.local)
     if not context.is_real:
         return
-    everyone: list[bool] = broadcast(transport, gather(transport, is_new))
-    if not any(everyone):
+    are_new: list[bool] = broadcast(transport, gather(transport, is_new))
+    if not any(are_new):
         return
-    source = everyone.index(False)
     for buffer in context.replica.buffers():
         flat = buffer.view(-1) if buffer.dim() == 0 else buffer
         values = flat.detach().cpu().clone().contiguous()
-        broadcast_tensor(transport, values, source)
+        broadcast_tensor(transport, values, are_new.index(False))
         if is_new:
             flat.copy_(values)
 
 
 def tell(context: Context, takeover: Takeover) -> None:
-    """At rank 0: say that the run goes on."""
+    """At rank 0: report that the run continues."""
     servers, workers = context.servers, context.workers
     beside = f" and {servers} server{'s' * (servers > 1)}" if servers else ""
     console.say(

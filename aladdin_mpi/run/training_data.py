@@ -1,4 +1,4 @@
-"""The data of a run as a rank needs them: how long an epoch is, its facts, a worker's batches."""
+"""A run's data as a rank needs them: an epoch's length, facts about them, a worker's batches."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from aladdin_mpi.worker.worker import Worker
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Data, and the options with what a DataLoader has decided.
+    """Data, and the options with those that a DataLoader decides.
 
     Attributes:
-        length: samples of an epoch; of the run, where nobody knows.
+        length: samples of an epoch; of the run, if the data have no length.
         feed: None: there are no data, only their number.
         whole: samples in whose multiples segments of the run end, so that no batch is cut.
     """
@@ -30,31 +30,26 @@ class TrainingData:
     feed: Feed | None
     whole: int = 1
 
-    @property
-    def caveat(self) -> str:
-        """What a run that goes on does not do as it would have without a break."""
-        return self.feed.caveat if self.feed is not None else ""
-
     def facts(self, is_server: bool) -> dict[str, Any]:
-        """What this rank says of its data; a server has no need to read any."""
+        """Return what all ranks' data must have in common; a server does not read any."""
         is_read = not is_server and self.options.compute == "real" and self.length
         facts = self.feed.facts() if is_read and self.feed is not None else {}
         return {**facts, "length": self.length}
 
     def source(self, worker: Worker, past: Sequence[Period]) -> Source | None:
-        """A worker's batches, from where it has come to; None where nothing is calculated.
+        """Return a worker's batches, from its present position; None with timed computing.
 
         Args:
-            worker: whose they are; of a node that is one worker each has its own.
+            worker: if its node is one worker, each process has its own batches.
             past: periods of the run with other numbers of workers.
         """
         options = self.options
         if options.compute == "timed" or self.feed is None:
             return None
-        index, count = worker.whole.rank - worker.servers, worker.whole.size - worker.servers
+        index = worker.whole.rank - worker.servers
         share = FeedShare(
             index,
-            count,
+            worker.whole.size - worker.servers,
             options.seed,
             options.batch_size,
             worker.samples,
@@ -74,18 +69,18 @@ def deal(
     is_own_loop: bool,
     origin: Origin,
 ) -> TrainingData:
-    """How ``data`` are dealt.
+    """Prepare ``data`` for the run.
 
     Args:
         data: see :meth:`aladdin_mpi.DataParallel.batches`.
-        sharded: see there.
+        sharded: likewise.
         options: of the run.
-        given: those that the user has given by name.
-        is_own_loop: otherwise samples are (input, label), as the built-in training has them.
+        given: those that the user has passed by name.
+        is_own_loop: otherwise samples are (input, label), as in the built-in training.
         origin: of the run.
 
     Raises:
-        UserError: they cannot be, or options were given that a DataLoader decides otherwise.
+        UserError: they cannot be dealt to workers, or options differ from those of a DataLoader.
     """
     if options.compute == "timed" and isinstance(data, int):
         return TrainingData(options, data, None)
@@ -101,7 +96,7 @@ def deal(
             f"--epochs: expected data with a length, got {type(data).__name__}, which has none; "
             "give samples= or steps= instead"
         )
-    whole = options.batch_size * origin.first_workers if feed.has_whole_batches else 1
+    round_size = options.batch_size * origin.first_workers
     if feed.drops_last:
         _check_rounds(options, length, origin.first_workers)
     if not length:
@@ -109,7 +104,7 @@ def deal(
             f"training loop: expected data with at least one sample, got {type(data).__name__} "
             "of none; look at what it is made of"
         )
-    return TrainingData(options, length, feed, whole)
+    return TrainingData(options, length, feed, round_size if feed.has_whole_batches else 1)
 
 
 def _check_rounds(options: RunOptions, length: int, workers: int) -> None:
@@ -132,7 +127,7 @@ def _check_rounds(options: RunOptions, length: int, workers: int) -> None:
 
 
 def _decided(feed: Feed, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that a DataLoader decides."""
+    """Return the options that a DataLoader decides."""
     found = {}
     for name in ("batch_size", "loader_workers", "loader_start_method"):
         its = getattr(feed, name)

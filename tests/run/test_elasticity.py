@@ -11,7 +11,6 @@ import os
 import random
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +22,6 @@ from aladdin_mpi.errors import LostError
 from aladdin_mpi.run.elasticity import (
     AnnounceMembers,
     AwaitJoin,
-    ContinueInPlace,
     Decision,
     ElasticityMachine,
     EndRun,
@@ -34,20 +32,12 @@ from aladdin_mpi.run.elasticity import (
     JoinArrived,
     JoinRendezvous,
     JoinTimedOut,
-    LeaveRun,
     MachineState,
     MembersArrived,
     Membership,
-    RankComing,
     RankFacts,
     RanksLost,
-    RecoveryRules,
-    RevokeGroup,
-    RunOver,
-    SetupCompleted,
-    SetupFailed,
     TakeoverPlan,
-    TrainingStarted,
     WaitForPlace,
     begin,
     next_membership,
@@ -85,7 +75,7 @@ def facts(rank: int, members: Membership, drawn: int, ended_at: int | None = Non
         "taken": None,
         "keeper": accounting if place < 2 else None,
         "is_first": place == 0,
-        "origin": {"workers": members.workers, "servers": members.servers},
+        "origin": {"workers": len(members.ranks) - members.servers, "servers": members.servers},
     }
 
 
@@ -109,15 +99,14 @@ class Node:
 
 
 def check_sources(plan: TakeoverPlan) -> None:
-    """Each server's state comes from exactly one source, which is a member of the new group."""
-    sources = plan.server_sources(holder)
-    assert [each.server for each in sources] == [*range(plan.servers)]
-    for each in sources:
-        own, replica = plan.former[each.server], plan.former[holder(each.server, plan.servers)]
-        expected = {"itself": own, "replica": replica, "workers": None}[each.kind]
-        assert each.rank == expected
-        assert each.rank is None or each.rank in plan.members.ranks
-        assert (each.kind == "itself") == (own in plan.present)
+    """A server's replica is used exactly if the server is lost and a member has the replica."""
+    for server in range(plan.servers):
+        replica = plan.former[holder(server, plan.servers)]
+        is_lost = plan.former[server] not in plan.present
+        expected = replica if is_lost and replica in plan.present else None
+        assert plan.replica_rank(server, holder) == expected
+        assert expected is None or expected in plan.members.ranks
+        assert is_lost == (plan.source(server) is None)
 
 
 class Simulation:
@@ -133,9 +122,9 @@ class Simulation:
         servers, spares = r.choice([0, 1, 1, 2, 3]), r.choice([0, 0, 1, 2, 3])
         self.size = workers + servers + spares
         self.first = begin(self.size, servers, spares)
-        policy = RecoveryRules(True, r.random() < 0.5)
+        needs_all = r.random() < 0.5
         self.nodes = [
-            Node(ElasticityMachine(rank, self.size, self.first, str, policy))
+            Node(ElasticityMachine(rank, self.size, self.first, needs_all=needs_all))
             for rank in range(self.size)
         ]
         self.alive = set(range(self.size))
@@ -155,24 +144,26 @@ class Simulation:
         """Of each group the one from whose state it continues."""
         self.entered: dict[Membership, set[int]] = {}
         """Of each group the ranks that have entered its set-up."""
-        self.counts = Counter[str]()
         for node in self.nodes:
             if not node.machine.is_spare:
                 node.group, node.is_set_up, node.has_started = self.first, True, True
-                node.machine.handle(SetupCompleted())
+                node.machine.complete_setup()
             else:
                 self.carry_out(node, RanksLost(frozenset()))
 
     # -- one rank -------------------------------------------------------------------------
     def feed(self, node: Node, event: Event) -> None:
-        node.machine.note_lost(node.lost, node.excluded)
+        node.machine.note_lost(node.lost)
         self.carry_out(node, event)
 
     def carry_out(self, node: Node, event: Event) -> None:
+        known = node.machine.failed
         decisions = node.machine.handle(event)
         me = node.machine.rank
+        if isinstance(event, RanksLost) and self.is_revoked(node, node.machine.failed - known):
+            self.leave(node)
+            return
         for decision in decisions:
-            self.counts[type(decision).__name__] += 1
             match decision:
                 case JoinRendezvous(leader, before, reported):
                     assert leader in self.alive or leader not in node.lost
@@ -194,11 +185,13 @@ class Simulation:
                 case EndRun(reason, reporter):
                     assert reporter is None or reporter in self.nodes[me].machine.members.ranks
                     self.ended = self.ended or reason
-                case RevokeGroup():
-                    self.leave(node)
-                    return
-        if decisions and not isinstance(decisions[-1], ContinueInPlace):
+        if decisions:
             node.waiting = decisions[-1]
+
+    def is_revoked(self, node: Node, lost: frozenset[int]) -> bool:
+        """Whether the node's group cannot continue without the ranks ``lost``."""
+        places = [node.group.place(rank) for rank in lost] if node.group is not None else []
+        return any(place is not None and node.machine.needs(place) for place in places)
 
     def leave(self, node: Node) -> None:
         """Leave a group that is revoked, and tell its other ranks."""
@@ -216,7 +209,7 @@ class Simulation:
             node.facts = facts(me, group, 10 * group.number, ended_at)
             self.feed(node, GroupRevoked(node.facts))
         else:
-            self.feed(node, SetupFailed())
+            self.feed(node, GroupRevoked(None))
 
     def send(self, source: int, dest: int, message: Any) -> None:
         self.messages.setdefault((source, dest), []).append(message)
@@ -291,7 +284,7 @@ class Simulation:
     def exclude(self, node: Node, rank: int) -> None:
         node.excluded.add(rank)
         node.lost.add(rank)
-        self.carry_out(node, RanksLost(frozenset(node.lost), frozenset(node.excluded)))
+        self.carry_out(node, RanksLost(frozenset(node.lost)))
 
     def fail(self, rank: int) -> None:
         self.to_fail.remove(rank)
@@ -312,7 +305,7 @@ class Simulation:
 
     def learn(self, node: Node, gone: int) -> None:
         node.lost.add(gone)
-        self.carry_out(node, RanksLost(frozenset(node.lost), frozenset(node.excluded)))
+        self.carry_out(node, RanksLost(frozenset(node.lost)))
 
     def may_complete(self, node: Node, group: Membership) -> bool:
         """Whether every rank has entered the group's set-up, which meets at its rank 0."""
@@ -322,7 +315,7 @@ class Simulation:
         assert node.group is not None
         node.is_set_up = True
         self.formed.setdefault(node.machine.rank, {})[node.group.number] = node.group
-        self.feed(node, SetupCompleted())
+        node.machine.complete_setup()
         self.check_one_group(node.group)
 
     def is_set_up(self, group: Membership | None) -> bool:
@@ -335,7 +328,7 @@ class Simulation:
         node.has_started = True
         if node.group.number > self.trained.number:
             self.trained = node.group
-        self.feed(node, TrainingStarted())
+        node.machine.start_training()
 
     def check_one_group(self, group: Membership) -> None:
         """No other group is active that has a member in common with this one."""
@@ -365,7 +358,7 @@ class Simulation:
         elif message[0] == "excluded":
             node.excluded |= message[1] - node.lost
             node.lost |= message[1]
-            self.carry_out(node, RanksLost(frozenset(node.lost), frozenset(node.excluded)))
+            self.carry_out(node, RanksLost(frozenset(node.lost)))
         elif node.group is not None and node.group.number == message[1]:
             self.leave(node)
 
@@ -501,12 +494,13 @@ def test_samples_are_computed_granted_again_or_lost(block: int) -> None:
         plan, budget = drawn.plan, drawn.plan.accounting["budget"]
         by_survivors = sum(drawn.computed[rank] for rank in plan.members.ranks)
         by_lost = sum(drawn.computed[rank] for rank in plan.lost)
-        lost = sum(each.samples for each in plan.losses(STEP))
-        assert all(each.samples >= 0 for each in plan.losses(STEP))
+        lost = sum(plan.losses(STEP).values())
+        assert all(samples >= 0 for samples in plan.losses(STEP).values())
         if budget["opened"] != plan.segment:  # the copy of an earlier segment
             assert (plan.drawn, lost) == (plan.segment + by_survivors, 0), seed
             continue
-        assert sum(drawn.granted) == by_survivors + by_lost + lost + plan.granted_again, seed
+        granted_again = sum(drawn.granted) - by_survivors - by_lost - lost
+        assert granted_again >= 0, seed
         assert plan.drawn == plan.segment + budget["passed_over"] + by_survivors + by_lost + lost
 
 
@@ -531,17 +525,19 @@ def test_leaders_agree_although_they_know_different_memberships() -> None:
     leaders = []
     for rank, members in ((1, first), (4, second)):
         machine = ElasticityMachine(rank, 5, members)
-        machine.note_lost({0, 2, 3}, ())
-        leaders.append(machine.leader)
+        machine.note_lost({0, 2, 3})
+        (join_or_lead, *_) = machine.handle(GroupRevoked(None))
+        leader = join_or_lead.leader if isinstance(join_or_lead, JoinRendezvous) else rank
+        leaders.append(leader)
     assert leaders == [1, 1]
 
 
 def test_every_member_is_needed_while_a_group_is_set_up() -> None:
     first = begin(4, 1, 0)
     machine = ElasticityMachine(1, 4, first)
-    machine.handle(SetupCompleted())
-    assert machine.handle(RanksLost(frozenset({2}))) == (ContinueInPlace((2,)),)
-    assert machine.handle(RanksLost(frozenset({0, 2}))) == (RevokeGroup(0),)
+    machine.complete_setup()
+    assert [machine.needs(place) for place in range(4)] == [True, False, False, False]
+    machine.handle(RanksLost(frozenset({0, 2})))
     machine.handle(GroupRevoked(facts(1, first, 0)))
     (formed,) = [
         each
@@ -549,7 +545,7 @@ def test_every_member_is_needed_while_a_group_is_set_up() -> None:
         if isinstance(each, FormGroup)
     ]
     assert formed.plan.members.ranks == (1, 3)
-    assert machine.handle(RanksLost(frozenset({0, 2, 3}))) == (RevokeGroup(3),)
+    assert [machine.needs(place) for place in range(2)] == [True, True]
 
 
 def test_state_of_the_former_group_is_kept_until_training_starts() -> None:
@@ -569,18 +565,18 @@ def test_state_of_the_former_group_is_kept_until_training_starts() -> None:
 def test_rank_in_a_long_step_is_not_excluded() -> None:
     first = begin(3, 0, 0)
     machine = ElasticityMachine(0, 3, first)
-    machine.handle(SetupCompleted())
+    machine.complete_setup()
     machine.handle(RanksLost(frozenset({2})))
     machine.handle(GroupRevoked(facts(0, first, 0)))
-    machine.handle(RankComing(1))
+    machine.coming.add(1)
     assert machine.handle(JoinTimedOut(1)) == (AwaitJoin(1),)
 
 
-def test_spare_rank_leaves_when_the_run_is_over() -> None:
+def test_spare_rank_waits_until_a_member_fails() -> None:
     machine = ElasticityMachine(2, 3, begin(3, 0, 1))
     assert machine.handle(RanksLost(frozenset())) == (WaitForPlace(machine.members),)
-    assert machine.handle(RunOver()) == (LeaveRun(),)
-    assert machine.handle(RanksLost(frozenset({0}))) == ()
+    (join,) = machine.handle(RanksLost(frozenset({1})))
+    assert join == JoinRendezvous(0, machine.members, {})
 
 
 def test_standby_coordinator_is_on_another_host() -> None:
