@@ -33,7 +33,7 @@ def _main(argv: Sequence[str] | None) -> int:
     if not describes:
         return _measure(options)
     if rank == 0:
-        from aladdin_mpi.probing.described_cluster import describe
+        from aladdin_mpi.probing.cluster_file import describe
 
         describe(options)
     return 0

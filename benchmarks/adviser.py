@@ -140,7 +140,7 @@ def request_for(
 def advised(setup: Setup) -> tuple[CandidateSearch, list[CandidateResult], ClusterTraits]:
     """The adviser's ranking."""
     request = request_for(setup)
-    on = ground(request.simulated({"compute": "timed"}), setup.megabytes)
+    on = ground(request, setup.megabytes)
     race = CandidateSearch(
         request, on, request.options.model, lambda c: SampleEfficiency(1.0), lambda *_: None
     )
@@ -272,7 +272,7 @@ def relief(
 ) -> tuple[float | None, float | None]:
     """How much faster with twice of what is short: as predicted, and over MPI."""
     fields = found.relief
-    predicted = race.try_out([("relieved", entry.candidate, request_for(setup).on(fields))])
+    predicted = race.try_out({"relieved": (entry.candidate, request_for(setup).on(fields))})
     expected = predicted["relieved"] / entry.rate if "relieved" in predicted else None
     widened = replace(setup, slowdown=_slowdown(setup, fields))
     links = _links(setup, race.options(entry.candidate, 1).cluster, fields)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from aladdin_mpi.comparison import folder as comparison_folder
-from aladdin_mpi.comparison.children import Child
 from aladdin_mpi.comparison.options import read_request
+from aladdin_mpi.comparison.runner import Child
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.resume import SUMMARY
 from aladdin_mpi.process import files

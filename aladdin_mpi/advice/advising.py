@@ -1,15 +1,16 @@
-"""The command: look at what may be run, time it, and tell."""
+"""The command: search the best candidate, try changes, and print the advice."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from aladdin_mpi.advice import bottleneck, candidates, learning
 from aladdin_mpi.advice.candidate_search import SHORT, CandidateResult, CandidateSearch
 from aladdin_mpi.advice.candidates import Candidate, ClusterTraits
-from aladdin_mpi.advice.learning import Pilot, SampleEfficiency
+from aladdin_mpi.advice.learning import SampleEfficiency
 from aladdin_mpi.advice.options import AdviceRequest, AdviseOptions, Change, grown
 from aladdin_mpi.advice.report import Advice, Scaling, as_data, draw, in_words
 from aladdin_mpi.comparison.figures import markdown, plain
@@ -22,7 +23,39 @@ SHOWN = 12
 """Rows of the table on a terminal."""
 
 
-def check_free(options: AdviseOptions) -> None:
+RELIEVED = "relieved"
+SCALED = 3
+"""Algorithms that are tried with other numbers of workers."""
+
+
+def advise(request: AdviceRequest) -> Advice:
+    """Carry a request out, and print the advice.
+
+    Raises:
+        UserError: the model or the data are unknown, the folder is in use, or nothing could be run.
+    """
+    _check_free(request.options)
+    megabytes = _megabytes(request)
+    on = candidates.ground(request, megabytes)
+    names = candidates.names(request.options.algorithms, on.workers)
+    tell = _progress(request)
+    pilot = learning.pilot(request, names, tell) if request.options.pilot else None
+    race = CandidateSearch(request, on, f"size:{megabytes:.6g}", _share(request, on, pilot), tell)
+    entries = race.run(names)
+    if entries[0].timed is None:
+        raise UserError(
+            f"--seconds {request.seconds(on.workers):g}: expected time for at least one virtual "
+            "run, got none done; give more, or name some --algorithms"
+        )
+    tried = _try_changes(request, race, entries[0], on)
+    scaling = _scaling(request, race, entries, on) if request.options.out is not None else {}
+    advice = Advice(request, on, entries, *tried, scaling, race.part)
+    tell("", 0, 0)
+    _give(advice)
+    return advice
+
+
+def _check_free(options: AdviseOptions) -> None:
     """Raise UserError if there is advice in the folder already."""
     if options.out is None or options.overwrite:
         return
@@ -34,8 +67,8 @@ def check_free(options: AdviseOptions) -> None:
         )
 
 
-def give(advice: Advice) -> None:
-    """Print it, and write it where that is asked for."""
+def _give(advice: Advice) -> None:
+    """Print the advice, and write it if that is asked for."""
     print(in_words(advice, plain, SHOWN))
     out = advice.request.options.out
     if out is None:
@@ -48,39 +81,6 @@ def give(advice: Advice) -> None:
     else:
         draw(advice, out / PICTURE)
     print(f"\nwritten to {out}")
-
-
-RELIEVED = "relieved"
-SCALED = 3
-"""Algorithms that are looked at with other numbers of workers."""
-
-
-def advise(request: AdviceRequest) -> Advice:
-    """Carry a request out, and print the advice.
-
-    Raises:
-        UserError: the model or the data are unknown, the folder is in use, or nothing could be run.
-    """
-    check_free(request.options)
-    megabytes = _megabytes(request)
-    on = candidates.ground(request.simulated({"compute": "timed"}), megabytes)
-    names = candidates.names(request.options.algorithms, on.workers)
-    tell = _progress(request)
-    pilot = Pilot(request, names, tell) if request.options.pilot else None
-    race = CandidateSearch(request, on, f"size:{megabytes:.6g}", _share(request, on, pilot), tell)
-    entries = race.run(names)
-    best = entries[0]
-    if best.timed is None:
-        raise UserError(
-            f"--seconds {request.seconds(on.workers):g}: expected time for at least one virtual "
-            "run, got none done; give more, or name some --algorithms"
-        )
-    tried = _try_changes(request, race, best, on)
-    scaling = _scaling(request, race, entries, on) if request.options.out is not None else {}
-    advice = Advice(request, on, entries, race.score, *tried, scaling, race.part)
-    tell("", 0, 0)
-    give(advice)
-    return advice
 
 
 def _megabytes(request: AdviceRequest) -> float:
@@ -103,15 +103,15 @@ def _megabytes(request: AdviceRequest) -> float:
 
 
 def _share(
-    request: AdviceRequest, on: ClusterTraits, pilot: Pilot | None
+    request: AdviceRequest, on: ClusterTraits, pilot: Mapping[str, SampleEfficiency] | None
 ) -> Callable[[Candidate], SampleEfficiency]:
-    """What a sample teaches with a candidate."""
+    """The sample efficiency of a candidate."""
 
     def share(candidate: Candidate) -> SampleEfficiency:
         if request.options.target == "time":
             return SampleEfficiency(1.0)
         if pilot is not None:
-            return pilot.share(candidate.algorithm)
+            return pilot[candidate.algorithm]
         workers = on.hosts if candidate.has_nodes else on.workers
         return learning.measured(candidate.algorithm, workers)
 
@@ -125,13 +125,11 @@ def _try_changes(
     assert best.timed is not None
     base = race.options(best.candidate, 1)
     found = bottleneck.find(best.candidate, best.timed, on, base)
-    asked = []
-    if found.relief:
-        asked.append((RELIEVED, best.candidate, request.on(found.relief)))
+    asked = {RELIEVED: (best.candidate, request.on(found.relief))} if found.relief else {}
     notes = {}
     for change in request.changes:
         candidate, changed, notes[change.text] = _changed(change, best.candidate, request, base, on)
-        asked.append((change.text, candidate, changed))
+        asked[change.text] = candidate, changed
     rates = race.try_out(asked, growth=best.growth) if asked else {}
     tried = [(change, rates.get(change.text), notes[change.text]) for change in request.changes]
     return found, rates.get(RELIEVED), tried
@@ -150,9 +148,7 @@ def _changed(
         if not servers:
             note = f"{candidate.algorithm} has no servers"
         servers = change.servers if servers else 0
-    spread = candidate.spread or servers > 1
-    changed = Candidate(candidate.algorithm, servers, spread and servers > 1, candidate.options)
-    return changed, request.on(fields), note
+    return replace(candidate, servers=servers, spread=servers > 1), request.on(fields), note
 
 
 def _scaling(
@@ -167,15 +163,14 @@ def _scaling(
     for entry in entries:
         if entry.timed is not None and len(chosen) < SCALED:
             chosen.setdefault(entry.candidate.algorithm, entry)
-    asked, points = [], {}
+    asked, points = {}, {}
     for workers in sorted({max(2, on.workers // 4), max(2, on.workers // 2), 2 * on.workers}):
         for entry in chosen.values():
             change = Change("", {}, workers=workers)
             candidate, changed, _ = _changed(change, entry.candidate, request, base, on)
             name = f"{entry.candidate.describe()} {workers}"
-            there = candidates.ground(changed.simulated({"compute": "timed"}), on.megabytes)
-            points[name] = entry, workers, there.ideal
-            asked.append((name, candidate, changed))
+            points[name] = entry, workers, candidates.ground(changed, on.megabytes).ideal
+            asked[name] = candidate, changed
     unit = on.step / request.options.batch_size
     found: Scaling = {
         entry.candidate.describe(): [(on.workers, entry.rate * unit, on.ideal)]
@@ -189,11 +184,15 @@ def _scaling(
 
 def _progress(request: AdviceRequest) -> Callable[[str, int, int], None]:
     """A bar on a terminal; nothing elsewhere, or if that is asked for."""
-    if request.options.quiet or not sys.stderr.isatty():
-        return lambda what, done, asked: None
     from tqdm import tqdm
 
-    bar: Any = tqdm(total=1, file=sys.stderr, ascii=True, bar_format="{desc} |{bar:30}| {postfix}")
+    bar: Any = tqdm(
+        total=1,
+        file=sys.stderr,
+        ascii=True,
+        bar_format="{desc} |{bar:30}| {postfix}",
+        disable=request.options.quiet or None,  # None: unless it is a terminal
+    )
 
     def tell(what: str, done: int, asked: int) -> None:
         if not asked:

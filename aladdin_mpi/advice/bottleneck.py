@@ -1,4 +1,4 @@
-"""What holds a run up, in words, and the change that would show it."""
+"""The bottleneck of a run, in words, and the change that would show it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ class Bottleneck:
     """What decides how fast a run is.
 
     Attributes:
-        text: in a sentence.
         relief: fields of a simulation's options with twice of what there is too little of; none
-            where there is nothing to double.
+            if there is nothing to double.
         change: that change in words.
     """
 
@@ -38,27 +37,21 @@ class Bottleneck:
 
 def find(candidate: Candidate, timed: TimedRun, on: ClusterTraits, options: Any) -> Bottleneck:
     """The bottleneck of a timed run with ``options``."""
-    slowest = max(on.slowdowns)
+    is_full = bool(timed.links) and timed.links[0].used >= FULL
     if timed.rate * on.step >= REACHED * on.ideal * options.batch_size:
-        return _nothing(timed)
-    computing = 1 - timed.waiting
-    busiest = timed.links[0] if timed.links else None
-    if busiest is not None and busiest.used >= FULL:
+        text = "nothing: workers compute all the time"
+        if is_full:  # by what sends as much as there is room for
+            text += f", though the link of host {timed.links[0].host} has no room for more"
+        return Bottleneck("computing", text, {}, "")
+    if is_full:
         return _links(timed.links, candidate, options)
     waits = ALGORITHMS[candidate.algorithm].lockstep or candidate.has_nodes
-    if waits and slowest > 1 + NOTED:
-        return _slowest(on, slowest)
+    if waits and max(on.slowdowns) > 1 + NOTED:
+        return _slowest(on)
     if timed.waiting > NOTED:
-        return _waiting(timed, busiest, options)
-    text = f"workers compute {percent(computing)} of the time, and nothing holds them up"
-    return Bottleneck("computing", text, {}, "")
-
-
-def _nothing(timed: TimedRun) -> Bottleneck:
-    """It is as fast as can be; what sends as much as there is room for fills links all the same."""
-    text = "nothing: workers compute all the time"
-    if timed.links and timed.links[0].used >= FULL:
-        text += f", though the link of host {timed.links[0].host} has no room for more"
+        return _waiting(timed, options)
+    computing = percent(1 - timed.waiting)
+    text = f"workers compute {computing} of the time, and nothing holds them up"
     return Bottleneck("computing", text, {}, "")
 
 
@@ -66,21 +59,20 @@ def _links(links: Sequence[LinkUse], candidate: Candidate, options: Any) -> Bott
     most = links[0].used
     full = [link for link in links if link.used >= AMONG * most]
     hosts = sorted({link.host for link in full})
-    ways = {link.way for link in full}
-    way = "both ways" if len(ways) == 2 else {"in": "inwards", "out": "outwards"}[links[0].way]
+    is_both = len({link.way for link in full}) == 2
+    way = "both ways" if is_both else {"in": "inwards", "out": "outwards"}[links[0].way]
     cluster = options.cluster
     everyone = len(hosts) == cluster.hosts
-    which = "the links of all hosts are" if everyone else _named(hosts)
-    text = f"{which} full {way}, {percent(most)} of the time"
-    if candidate.servers and not everyone and set(hosts) <= {0}:
+    names = "all hosts" if everyone else _names(hosts)
+    which = f"link of {names} is" if names == f"host {hosts[0]}" else f"links of {names} are"
+    text = f"the {which} full {way}, {percent(most)} of the time"
+    if candidate.servers and hosts == [0] and not everyone:
         text += ", where the servers are"
     relief: dict[str, Any] = {"cluster.bandwidth_gbit": 2 * cluster.bandwidth_gbit}
     if cluster.links or not everyone:
-        named = hosts if not everyone else range(cluster.hosts)
-        doubled = {host: 2 * cluster.link_gbit(host) for host in named}
+        doubled = {host: 2 * cluster.link_gbit(host) for host in hosts}
         relief = {"cluster.links": {**cluster.links, **doubled}}
-    change = f"twice the bandwidth of {'all hosts' if everyone else _names(hosts)}"
-    return Bottleneck("links", text, relief, change)
+    return Bottleneck("links", text, relief, f"twice the bandwidth of {names}")
 
 
 def _names(hosts: Sequence[int]) -> str:
@@ -90,28 +82,22 @@ def _names(hosts: Sequence[int]) -> str:
     return f"hosts {', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def _named(hosts: Sequence[int]) -> str:
-    if len(hosts) == 1:
-        return f"the link of {_names(hosts)} is"
-    return f"the links of {_names(hosts)} are"
-
-
-def _slowest(on: ClusterTraits, slowest: float) -> Bottleneck:
+def _slowest(on: ClusterTraits) -> Bottleneck:
+    slowest = max(on.slowdowns)
     workers = [worker for worker, slow in enumerate(on.slowdowns) if slow == slowest]
-    who = f"worker {workers[0]}" if len(workers) == 1 else f"workers {workers[0]} to {workers[-1]}"
-    pace = "sets" if len(workers) == 1 else "set"
-    text = f"{who}, {slowest:g} times slower, {pace} the pace of all"
+    who, sets = f"worker {workers[0]}", "sets"
+    if len(workers) > 1:
+        who, sets = f"workers {workers[0]} to {workers[-1]}", "set"
+    text = f"{who}, {slowest:g} times slower, {sets} the pace of all"
     even = {worker: slow for worker, slow in enumerate(on.slowdowns) if 1 < slow < slowest}
     return Bottleneck("slowest", text, {"slowdown": even}, f"{who} as fast as the others")
 
 
-def _waiting(timed: TimedRun, busiest: LinkUse | None, options: Any) -> Bottleneck:
-    used = (
-        f", though no link is used more than {percent(busiest.used)} of the time" if busiest else ""
-    )
-    text = f"workers wait {percent(timed.waiting)} of the time for messages{used}"
+def _waiting(timed: TimedRun, options: Any) -> Bottleneck:
+    text = f"workers wait {percent(timed.waiting)} of the time for messages"
+    if timed.links:
+        text += f", though no link is used more than {percent(timed.links[0].used)} of the time"
     relief: dict[str, Any] = {"cluster.bandwidth_gbit": 2 * options.cluster.bandwidth_gbit}
-    links = {host: 2 * rate for host, rate in options.cluster.links.items()}
-    if links:
-        relief["cluster.links"] = links
+    if options.cluster.links:
+        relief["cluster.links"] = {h: 2 * rate for h, rate in options.cluster.links.items()}
     return Bottleneck("waiting", text, relief, "twice the bandwidth of all hosts")

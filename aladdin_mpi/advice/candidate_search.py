@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -22,12 +23,11 @@ from aladdin_mpi.advice.candidates import (
     ground,
     plain,
     smaller,
-    turn,
     variants,
 )
 from aladdin_mpi.advice.learning import SampleEfficiency
 from aladdin_mpi.advice.options import AdviceRequest
-from aladdin_mpi.advice.timed_run import Processes, TimedRun, workers_of
+from aladdin_mpi.advice.timed_run import Processes, TimedRun
 from aladdin_mpi.options.run import SimulateOptions
 
 SHORT, LONG = 10, 30
@@ -90,6 +90,16 @@ class CandidateResult:
         return min(self.bound, fmean(self._rates)) if self._rates else 0.0
 
     @property
+    def score(self) -> float:
+        """What counts: samples per second, by what a sample teaches."""
+        return self.rate * self.share.value
+
+    @property
+    def possible(self) -> float:
+        """The largest score that it may have."""
+        return self.bound * self.share.value
+
+    @property
     def _rates(self) -> list[float]:
         """Of the runs that count."""
         runs = self.long or ([] if self.short is None else [self.short])
@@ -111,7 +121,8 @@ class CandidateResult:
         return min(rates) * (1 - error), min(self.bound, max(rates) * (1 + error))
 
 
-Futures = dict["Future[TimedRun | str]", CandidateResult]
+TimedFuture = Future["TimedRun | str"]
+Futures = dict[TimedFuture, CandidateResult]
 
 
 class CandidateSearch:
@@ -139,15 +150,13 @@ class CandidateSearch:
         self._tell = tell
         self._smaller = smaller(request, ground)
         seconds = request.seconds(ground.workers)
-        self._began = time.monotonic()
-        self._end = self._last = self._began + seconds
-        if self._smaller is not None:
-            self._end = self._began + FIRST_ROUNDS * seconds
+        self._last = time.monotonic() + seconds
+        self._end = self._last - (0 if self._smaller is None else (1 - FIRST_ROUNDS) * seconds)
         self._after = self._last + min(seconds / 2, AFTER)
         self._unit = request.options.batch_size / ground.step
         self._done = self._asked = 0
-        self._scale: dict[Future[TimedRun | str], Callable[[TimedRun], TimedRun]] = {}
-        """For runs on a smaller cluster: what they say of the whole one."""
+        self._scale: dict[TimedFuture, Callable[[TimedRun], TimedRun]] = {}
+        """For runs on a smaller cluster: their figures on the whole one."""
         self.entries: list[CandidateResult] = []
 
     @property
@@ -156,14 +165,12 @@ class CandidateSearch:
         return None if self._smaller is None else self._smaller.ground
 
     # -- runs ---------------------------------------------------------------------------
-    def options(self, candidate: Candidate, steps: int, seed: int = 0) -> SimulateOptions:
-        """Of a timed run of ``candidate``, ``steps`` of each worker long."""
-        return self._on(self._request, self._ground.workers, candidate, steps, seed)
-
-    def _on(
-        self, request: AdviceRequest, workers: int, candidate: Candidate, steps: int, seed: int
+    def options(
+        self, candidate: Candidate, steps: int, seed: int = 0, small: ReducedCluster | None = None
     ) -> SimulateOptions:
-        batch = request.options.batch_size
+        """Of a timed run of ``candidate``, ``steps`` of each worker long, on ``small`` or all."""
+        request, on = (small.request, small.ground) if small else (self._request, self._ground)
+        batch, workers = request.options.batch_size, on.workers
         jitter = {} if ("jitter",) in request.cluster else {"jitter": JITTER}
         return request.simulated(
             {
@@ -186,24 +193,21 @@ class CandidateSearch:
         steps: int,
         seed: int = 0,
         whole: bool = False,
-    ) -> Future[TimedRun | str]:
+    ) -> TimedFuture:
         """A run, on the smaller cluster if there is one; ``whole``: on the whole one anyway."""
         self._asked += 1
         candidate, small = entry.candidate, self._smaller
         part = None if small is None or whole else small.candidate(candidate)
         if small is None or part is None:
-            options = self.options(candidate, self._steps(steps), seed)
+            steps = max(CHECK, steps // 2) if self._ground.workers > MANY else steps
+            options = self.options(candidate, steps, seed)
             return pool.submit(timed_run.run, options.model_dump(mode="json"))
-        options = self._on(small.request, small.ground.workers, part, steps, seed)
+        options = self.options(part, steps, seed, small)
         future = pool.submit(timed_run.run, options.model_dump(mode="json"))
         self._scale[future] = partial(small.scaled, candidate)
         return future
 
-    def _steps(self, steps: int) -> int:
-        """Of a run on the whole cluster."""
-        return max(CHECK, steps // 2) if self._ground.workers > MANY else steps
-
-    def _results(self, futures: Futures) -> Iterator[tuple[Future[TimedRun | str], TimedRun]]:
+    def _results(self, futures: Futures) -> Iterator[tuple[TimedFuture, TimedRun]]:
         """As they come, until the time is over; what is left then is given up."""
         left = set(futures)
         while left and (seconds := self._end - time.monotonic()) > 0:
@@ -216,7 +220,7 @@ class CandidateSearch:
                 if isinstance(found, str):
                     entry.why_not = found
                 else:
-                    yield future, self._scale.get(future, _as_it_is)(found)
+                    yield future, self._scale[future](found) if future in self._scale else found
                 self._tell(entry.candidate.describe(), self._done, self._asked)
         for future in left:
             future.cancel()
@@ -225,28 +229,27 @@ class CandidateSearch:
 
     # -- rounds ---------------------------------------------------------------------------
     def run(self, names: Sequence[str]) -> list[CandidateResult]:
-        """All that has been looked at, the best first."""
-        with workers_of(self._request.jobs) as pool:
+        """All candidates that have been tried, the best first."""
+        with closing(Processes(self._request.jobs)) as pool:
             self._first([plain(name, self._ground) for name in names], pool)
             self._second(pool)
             self._third(pool)
         if self._smaller is not None:
             self._end = self._last
-            with workers_of(self._request.jobs) as pool:  # some may be at what is given up
+            with closing(Processes(self._request.jobs)) as pool:  # some may be at what is given up
                 self._check(self._smaller, pool)
         return self.ranking()
 
     def _entry(self, candidate: Candidate) -> CandidateResult:
-        entry = CandidateResult(
-            candidate, bound(candidate, self._ground) * self._unit, self._share(candidate)
-        )
-        self.entries.append(entry)
-        return entry
+        most = bound(candidate, self._ground) * self._unit
+        self.entries.append(CandidateResult(candidate, most, self._share(candidate)))
+        return self.entries[-1]
 
     def _first(self, candidates: Iterable[Candidate], pool: Processes) -> None:
         """Short runs, of those that may be best first; the others as long as they may win."""
         entries = [self._entry(candidate) for candidate in candidates]
-        entries.sort(key=lambda entry: (-self.possible(entry), turn(entry.candidate)))
+        turns = {name: turn for turn, name in enumerate(EARLY)}
+        entries.sort(key=lambda e: (-e.possible, turns.get(e.candidate.algorithm, len(turns))))
         futures = {self._submit(pool, entry, SHORT): entry for entry in entries}
         for future, timed in self._results(futures):
             futures[future].short = timed
@@ -255,7 +258,7 @@ class CandidateSearch:
     def _prune(self, futures: Futures) -> None:
         best = self.best * (1 - TIE)
         for future, entry in futures.items():
-            if entry.candidate != REFERENCE and self.possible(entry) < best and future.cancel():
+            if entry.candidate != REFERENCE and entry.possible < best and future.cancel():
                 self._asked -= 1
                 entry.why_not = CANNOT_WIN
 
@@ -263,7 +266,7 @@ class CandidateSearch:
         """Other options, where they may win."""
         found = []
         for entry in self.ranking():
-            is_near = self.score(entry) >= NEAR * self.best
+            is_near = entry.score >= NEAR * self.best
             for candidate in variants(entry.candidate.algorithm, self._ground):
                 fewer = candidate.servers < entry.candidate.servers
                 may_win = bound(candidate, self._ground) * self._unit * entry.share.value
@@ -321,18 +324,10 @@ class CandidateSearch:
         return entry.timed.cost * CHECK / steps * small.growth(entry.candidate)
 
     # -- what is known ------------------------------------------------------------------
-    def score(self, entry: CandidateResult) -> float:
-        """What counts: samples per second, by what a sample teaches."""
-        return entry.rate * entry.share.value
-
-    def possible(self, entry: CandidateResult) -> float:
-        """The largest score that it may have."""
-        return entry.bound * entry.share.value
-
     @property
     def best(self) -> float:
         """The largest score so far."""
-        return max((self.score(entry) for entry in self.entries), default=0.0)
+        return max((entry.score for entry in self.entries), default=0.0)
 
     def ranking(self) -> list[CandidateResult]:
         """The best first; those that have not been run last.
@@ -341,31 +336,31 @@ class CandidateSearch:
         each takes a core and memory; but not one whose links are full: what adapts to that sends
         fewer bits and models, from which workers learn less.
         """
-        found = sorted(self.entries, key=lambda entry: (-self.score(entry), -self.possible(entry)))
-        equal = [entry for entry in found if self.score(entry) >= (1 - TIE) * self.best]
+        found = sorted(self.entries, key=lambda entry: (-entry.score, -entry.possible))
+        equal = [entry for entry in found if entry.score >= (1 - TIE) * self.best]
         equal.sort(key=lambda e: (e.is_strained, e.candidate.servers, len(e.candidate.options)))
         return [*equal, *found[len(equal) :]]
 
     def try_out(
         self,
-        asked: Sequence[tuple[str, Candidate, AdviceRequest]],
+        asked: Mapping[str, tuple[Candidate, AdviceRequest]],
         steps: int = LONG,
         growth: float | None = None,
     ) -> dict[str, float]:
         """Samples per second of candidates on other clusters, by name; without those too late.
 
         Args:
-            asked: the names, the candidates and the clusters.
+            asked: the candidates and the clusters, by name.
             steps: of every worker.
-            growth: see :class:`Entry`.
+            growth: see :class:`CandidateResult`.
         """
         self._end = self._after
         found: dict[str, float] = {}
-        with workers_of(self._request.jobs) as pool:
+        with closing(Processes(self._request.jobs)) as pool:
             futures: Futures = {}
-            names: dict[int, str] = {}
-            for name, candidate, request in asked:
-                on = ground(request.simulated({"compute": "timed"}), self._ground.megabytes)
+            names: dict[TimedFuture, str] = {}
+            for name, (candidate, request) in asked.items():
+                on = ground(request, self._ground.megabytes)
                 changed = CandidateSearch(request, on, self._model, self._share, self._tell)
                 entry = CandidateResult(candidate, inf, SampleEfficiency(1.0))
                 # How a number of workers scales is not seen with a part of them.
@@ -373,15 +368,8 @@ class CandidateSearch:
                 future = changed._submit(pool, entry, steps, whole=whole)
                 self._asked += 1
                 self._scale |= changed._scale
-                futures[future] = entry
-                names[id(entry)] = name
-            scaled = {names[id(futures[future])] for future in futures if future in self._scale}
+                futures[future], names[future] = entry, name
             for future, timed in self._results(futures):
-                name = names[id(futures[future])]
-                found[name] = timed.rate * (growth or 1.0 if name in scaled else 1.0)
+                grown = growth if growth and future in self._scale else 1.0
+                found[names[future]] = timed.rate * grown
         return found
-
-
-def _as_it_is(timed: TimedRun) -> TimedRun:
-    """Of a run on the whole cluster."""
-    return timed

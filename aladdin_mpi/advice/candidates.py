@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aladdin_mpi.advice.options import AdviceRequest
-from aladdin_mpi.advice.timed_run import LinkUse, TimedRun
+from aladdin_mpi.advice.timed_run import LinkUse, TimedRun, busiest_first
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS, Algorithm, find_algorithm
 from aladdin_mpi.options.fields import kebab
@@ -16,14 +17,12 @@ from aladdin_mpi.options.run import SimulateOptions
 NOT_ADVISED = ("multistep", "eamsgd")
 """The first sums parts of layers, of which a size knows nothing; the second is as easgd is."""
 EARLY = ("aladdin-ahead", "ar-sgd", "sgp", "aladdin", "local-sgd", "bsp")
-"""Of each kind the main ones, to be run first where nothing else decides: time may run out."""
+"""Of each kind the main ones, which run first if nothing else decides: time may run out."""
 BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
 """Of a value on the wire."""
 SERVERS = 32
 """Of a first run at most: it takes time in proportion to the servers, and few runs need more; of a
 later one twice as many."""
-LEAST_BYTES = {"aladdin-ahead": 0.5}
-"""Of those that choose for themselves: as if always."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,6 @@ class Candidate:
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
-    def key(self) -> str:
-        """Its options as they are typed."""
-        return " ".join(self.words)
-
-    @property
     def words(self) -> list[str]:
         """The options of aladdin_mpi.train."""
         found = ["--algorithm", self.algorithm]
@@ -55,6 +49,11 @@ class Candidate:
         for name, value in self.options:
             found += [f"--{kebab(name)}"] if value is True else [f"--{kebab(name)}", str(value)]
         return found
+
+    @property
+    def key(self) -> str:
+        """The same in one text."""
+        return " ".join(self.words)
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -84,12 +83,6 @@ class Candidate:
         return ", ".join(parts)
 
 
-def turn(candidate: Candidate) -> int:
-    """Its place among those of which nothing else says which is to be run first."""
-    name = candidate.algorithm
-    return EARLY.index(name) if name in EARLY else len(EARLY)
-
-
 REFERENCE = Candidate("ar-sgd", 0, False)
 """Timed in any case: what others would run."""
 
@@ -111,10 +104,11 @@ class ClusterTraits:
     links: Sequence[float]
     megabytes: float
     step: float
-    hosts: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "hosts", len(self.on_host))
+    @property
+    def hosts(self) -> int:
+        """Their number."""
+        return len(self.on_host)
 
     @property
     def workers(self) -> int:
@@ -134,12 +128,13 @@ class ClusterTraits:
     @property
     def node(self) -> int:
         """Workers on every host, if they are as many and several; else 0."""
-        counts = set(self.on_host)
-        return counts.pop() if len(counts) == 1 and max(self.on_host) > 1 and self.hosts > 1 else 0
+        first = self.on_host[0]
+        return first if len(set(self.on_host)) == 1 and first > 1 and self.hosts > 1 else 0
 
 
-def ground(options: SimulateOptions, megabytes: float) -> ClusterTraits:
-    """What candidates depend on, of a cluster's options."""
+def ground(request: AdviceRequest, megabytes: float) -> ClusterTraits:
+    """The traits of the request's cluster, for a model of this size."""
+    options = request.simulated({"compute": "timed"})
     cluster, workers = options.cluster, options.workers
     hosts = [cluster.host_of(worker, workers) for worker in range(workers)]
     if cluster.placement not in ("spread", "workers") and not cluster.worker_hosts:
@@ -154,11 +149,7 @@ def ground(options: SimulateOptions, megabytes: float) -> ClusterTraits:
 
 
 def names(asked: Sequence[str], workers: int) -> list[str]:
-    """The algorithms to look at.
-
-    Raises:
-        UserError: one of those asked for is unknown.
-    """
+    """The algorithms to try; UserError if one of those asked for is unknown, or none fits."""
     found = [find_algorithm(name).name for name in asked] or [
         name for name in sorted(ALGORITHMS) if name not in NOT_ADVISED
     ]
@@ -194,19 +185,14 @@ def variants(name: str, on: ClusterTraits) -> Iterator[Candidate]:
 
 
 def _wires(algorithm: Algorithm) -> list[str]:
-    if algorithm.auto_wire not in BYTES or algorithm.name in LEAST_BYTES:
+    if algorithm.auto_wire not in BYTES or algorithm.name == "aladdin-ahead":
         return []  # it finds its own
-    return [
-        *(["int8"] if algorithm.quantises else []),
-        *(["bf16"] if algorithm.whole_models else []),
-    ]
+    return ["int8"] * algorithm.quantises + ["bf16"] * algorithm.whole_models
 
 
 def _with(candidate: Candidate, **options: Any) -> Candidate:
     mine = dict(candidate.options) | options
-    return Candidate(
-        candidate.algorithm, candidate.servers, candidate.spread, tuple(sorted(mine.items()))
-    )
+    return replace(candidate, options=tuple(sorted(mine.items())))
 
 
 def bound(candidate: Candidate, on: ClusterTraits) -> float:
@@ -221,8 +207,8 @@ def bound(candidate: Candidate, on: ClusterTraits) -> float:
         return best
     value = BYTES.get(candidate.wire or algorithm.auto_wire, 0.5)
     nbytes = on.megabytes * 1e6 * value / 4
-    served = _served(candidate.servers, on.hosts if candidate.spread else 1)
-    for host, count in served.items():
+    hosts = on.hosts if candidate.spread else 1
+    for host, count in Counter(server % hosts for server in range(candidate.servers)).items():
         senders = on.workers - on.on_host[host]
         if candidate.has_nodes and on.node:
             senders //= on.node
@@ -230,14 +216,6 @@ def bound(candidate: Candidate, on: ClusterTraits) -> float:
             seconds = senders * nbytes * count / candidate.servers / on.links[host]
             best = min(best, on.workers * on.step / seconds)
     return best
-
-
-def _served(servers: int, hosts: int) -> Mapping[int, int]:
-    """The number of servers on each host that has some."""
-    found: dict[int, int] = {}
-    for server in range(servers):
-        found[server % hosts] = found.get(server % hosts, 0) + 1
-    return found
 
 
 MANY = 128
@@ -285,8 +263,7 @@ class ReducedCluster:
             for host, place in enumerate(self.stands_for)
             if (place, way) in used
         ]
-        links.sort(key=lambda link: -link.used)
-        return replace(timed, rate=timed.rate * ratio, links=tuple(links))
+        return replace(timed, rate=timed.rate * ratio, links=busiest_first(links))
 
 
 def smaller(request: AdviceRequest, on: ClusterTraits) -> ReducedCluster | None:
@@ -295,19 +272,13 @@ def smaller(request: AdviceRequest, on: ClusterTraits) -> ReducedCluster | None:
     if on.workers <= MANY or not _is_regular(options, on):
         return None
     parts = -(-on.workers // MANY)
-    kept = _kept(_kinds(on), parts)
-    hosts = sorted({host for those in kept.values() for host in those})
+    stands_for = _stand_ins(_kinds(on), parts)
+    hosts = sorted(set(stands_for.values()))
     if not 2 <= len(hosts) <= 1.5 * on.hosts / parts:
         return None
-    places = {host: place for place, host in enumerate(hosts)}
-    stands_for = [0] * on.hosts
-    for those, some in kept.items():
-        for number, host in enumerate(those):
-            stands_for[host] = places[some[number * len(some) // len(those)]]
+    places = [hosts.index(stands_for[host]) for host in range(on.hosts)]
     part = request.on(_fields(options, on, hosts))
-    return ReducedCluster(
-        part, ground(part.simulated({"compute": "timed"}), on.megabytes), on, stands_for
-    )
+    return ReducedCluster(part, ground(part, on.megabytes), on, places)
 
 
 def _is_regular(options: SimulateOptions, on: ClusterTraits) -> bool:
@@ -321,7 +292,7 @@ def _is_regular(options: SimulateOptions, on: ClusterTraits) -> bool:
     )
 
 
-def _kinds(on: ClusterTraits) -> list[tuple[int, ...]]:
+def _kinds(on: ClusterTraits) -> list[list[int]]:
     """Hosts that are alike, by their links and how slow their workers are, to a tenth."""
     each = on.on_host[0]
     found: dict[Any, list[int]] = {}
@@ -329,16 +300,17 @@ def _kinds(on: ClusterTraits) -> list[tuple[int, ...]]:
         slow = on.slowdowns[host * each : (host + 1) * each]
         kind = f"{on.links[host]:.1e}", tuple(round(factor, 1) for factor in slow)
         found.setdefault(kind, []).append(host)
-    return [tuple(hosts) for hosts in found.values()]
+    return list(found.values())
 
 
-def _kept(kinds: Sequence[tuple[int, ...]], parts: int) -> dict[tuple[int, ...], list[int]]:
-    """Of each kind its part of the hosts, evenly taken, and one at least."""
-    kept = {}
+def _stand_ins(kinds: Sequence[Sequence[int]], parts: int) -> dict[int, int]:
+    """The host that stands for each: of each kind a part, evenly taken, and one at least."""
+    found: dict[int, int] = {}
     for hosts in kinds:
         count = max(1, round(len(hosts) / parts))
-        kept[hosts] = [hosts[number * len(hosts) // count] for number in range(count)]
-    return kept
+        kept = [hosts[number * len(hosts) // count] for number in range(count)]
+        found |= {host: kept[n * count // len(hosts)] for n, host in enumerate(hosts)}
+    return found
 
 
 def _fields(options: SimulateOptions, on: ClusterTraits, hosts: Sequence[int]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import as_completed
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from math import inf, log
@@ -19,96 +20,17 @@ from typing import Any
 
 from aladdin_mpi.advice.candidates import ground, plain
 from aladdin_mpi.advice.options import AdviceRequest
-from aladdin_mpi.advice.timed_run import workers_of
+from aladdin_mpi.advice.timed_run import Processes
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.process import files
-
-LINES = 40
-"""Lines of metrics of a run, from which its loss is read."""
-
-
-class Pilot:
-    """Runs of all algorithms, each on the request's cluster.
-
-    Args:
-        names: of algorithms.
-        tell: called with a few words when something has been done, and what is left to do.
-
-    Raises:
-        UserError: synchronous SGD has not got anywhere, so there is nothing to compare with.
-    """
-
-    def __init__(
-        self, request: AdviceRequest, names: Sequence[str], tell: Callable[[str, int, int], None]
-    ) -> None:
-        self._steps = int(request.options.pilot or 0)
-        self._workers = request.simulated({}).workers
-        curves: dict[str, Curve] = {}
-        with workers_of(request.jobs) as pool:
-            asked = list(dict.fromkeys([BASE, *(name for name in names if name not in EXACT)]))
-            futures = {pool.submit(real_run, self._options(request, name)): name for name in asked}
-            for done, future in enumerate(as_completed(futures), start=1):
-                curves[futures[future]] = future.result()
-                tell(f"pilot: {futures[future]}", done, len(asked))
-        base = mean_curve([curves[BASE]])
-        if len(base) < LINES // 4 or base[-1][1] >= base[0][1]:
-            raise UserError(
-                f"--pilot {self._steps}: expected the loss of {BASE} to fall in so many steps, got "
-                "none that has; give more steps, or another --lr"
-            )
-        self._shares = {
-            name: credited([taught(mean_curve([found]), base)], converged=False)[0]
-            for name, found in curves.items()
-        }
-
-    def _options(self, request: AdviceRequest, name: str) -> dict[str, Any]:
-        options, on = request.options, ground(request.simulated({}), 1.0)
-        rate = {} if options.lr is None else {"lr": options.lr}
-        whole = options.batch_size * self._workers
-        asked = request.simulated(
-            {
-                "compute": "real",
-                "model": options.model,
-                "dataset": options.dataset,
-                "data_dir": options.data_dir,
-                "batch_size": options.batch_size,
-                "samples": whole * self._steps,
-                "log_every": whole * max(1, self._steps // LINES),
-                "eval_every": 0,
-                "seed": options.seed,
-                "quiet": True,
-                **rate,
-                **plain(name, on).fields,
-            }
-        )
-        return asked.model_dump(mode="json")
-
-    def share(self, algorithm: str) -> SampleEfficiency:
-        """What a sample teaches with an algorithm."""
-        if algorithm in EXACT:
-            return SampleEfficiency(1.0)
-        source = f"pilot of {self._steps} steps, 1 seed"
-        if self._shares[algorithm] == MOST:
-            source += f", capped at {MOST:.2f}"
-        return SampleEfficiency(self._shares[algorithm], source, is_sure=self._steps >= 5 * LINES)
-
-
-def real_run(options: dict[str, Any]) -> Curve:
-    """The training loss of a virtual run with real gradients, in this process."""
-    from aladdin_mpi.options.run import SimulateOptions
-    from aladdin_mpi.run.trainer import simulate
-
-    with tempfile.TemporaryDirectory(prefix="aladdin-pilot-") as folder:
-        run = Path(folder) / "run"
-        simulate(SimulateOptions.model_validate({**options, "run_dir": run}))
-        return curve(run)
-
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+LINES = 40
+"""Lines of metrics of a pilot's run, from which its loss is read."""
 LATE = 0.7
 """Share of the base's samples after which its loss is the goal: then rates still are large."""
 BASE = "ar-sgd"
@@ -126,12 +48,11 @@ Curve = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class SampleEfficiency:
-    """What a sample teaches.
+    """What a sample teaches, relative to synchronous SGD.
 
     Attributes:
-        value: 1 is as with synchronous SGD.
         source: where it is from, in a few words; empty: by definition.
-        is_sure: measured about there.
+        is_sure: measured with about as many workers.
         interval: the lowest and the highest of several seeds; None: it is exact, or of one seed.
     """
 
@@ -146,10 +67,7 @@ class EfficiencyRow:
     """The sample efficiency of an algorithm with one number of workers, from finished runs.
 
     Attributes:
-        share: the mean over the seeds.
-        low: the lowest of the seeds.
-        high: the highest of the seeds.
-        seeds: the number of runs.
+        share: the mean over the ``seeds`` runs, from ``low`` to ``high``.
         steps: the length of the runs, in steps of every worker.
         converged: whether the runs ended near convergence; see :func:`credited`.
     """
@@ -186,18 +104,10 @@ def measured(algorithm: str, workers: int) -> SampleEfficiency:
         return SampleEfficiency(0.5, "not measured", is_sure=False)
     within = min(max(workers, min(rows)), max(rows))
     below = max(number for number in rows if number <= within)
-    above = min(number for number in rows if number >= within)
-    is_near = within / 2 <= workers <= 2 * within
-    return _between(rows, below, above, within, is_near)
-
-
-def _between(
-    rows: Mapping[int, EfficiencyRow], below: int, above: int, workers: int, is_near: bool
-) -> SampleEfficiency:
-    """The figure for ``workers``, interpolated between two rows, which may be the same one."""
+    above = min(number for number in rows if number >= within)  # may be the same one
     one, other = rows[below], rows[above]
-    part = 0.0 if above == below else log(workers / below) / log(above / below)
-
+    part = 0.0 if above == below else log(within / below) / log(above / below)
+    is_near = within / 2 <= workers <= 2 * within
     holds = is_near and one.converged and other.converged
 
     def between(first: float, second: float) -> float:
@@ -233,8 +143,8 @@ def curve(run: Path) -> Curve:
     points = [(line["samples"], line["loss"]) for line in lines if line["kind"] == "train"]
     known = [(float(samples), float(loss)) for samples, loss in points if loss is not None]
     return [
-        (known[i][0], fmean(loss for _, loss in known[max(0, i - 2) : i + 1]))
-        for i in range(len(known))
+        (samples, fmean(loss for _, loss in known[max(0, i - 2) : i + 1]))
+        for i, (samples, _) in enumerate(known)
     ]
 
 
@@ -280,3 +190,68 @@ def taught(mine: Curve, base: Curve) -> float:
     goal = next(loss for samples, loss in base if samples >= LATE * base[-1][0])
     goal = max(goal, mine[-1][1])
     return samples_to(goal, base) / samples_to(goal, mine)
+
+
+# -- from a pilot --------------------------------------------------------------------------
+def pilot(
+    request: AdviceRequest, names: Sequence[str], tell: Callable[[str, int, int], None]
+) -> dict[str, SampleEfficiency]:
+    """The sample efficiencies of algorithms, by real training of each on the request's cluster.
+
+    ``tell`` is called with what has been trained, and how many of how many are complete.
+
+    Raises:
+        UserError: synchronous SGD has not got anywhere, so there is nothing to compare with.
+    """
+    steps = int(request.options.pilot or 0)
+    curves: dict[str, Curve] = {}
+    with closing(Processes(request.jobs)) as pool:
+        asked = list(dict.fromkeys([BASE, *(name for name in names if name not in EXACT)]))
+        futures = {pool.submit(real_run, _pilot_options(request, name)): name for name in asked}
+        for done, future in enumerate(as_completed(futures), start=1):
+            curves[futures[future]] = future.result()
+            tell(f"pilot: {futures[future]}", done, len(asked))
+    base = mean_curve([curves.pop(BASE)])
+    if len(base) < LINES // 4 or base[-1][1] >= base[0][1]:
+        raise UserError(
+            f"--pilot {steps}: expected the loss of {BASE} to fall in so many steps, got "
+            "none that has; give more steps, or another --lr"
+        )
+    found = {name: SampleEfficiency(1.0) for name in EXACT}
+    for name, points in curves.items():
+        (share,) = credited([taught(mean_curve([points]), base)], converged=False)
+        capped = f", capped at {MOST:.2f}" if share == MOST else ""
+        source = f"pilot of {steps} steps, 1 seed{capped}"
+        found[name] = SampleEfficiency(share, source, is_sure=steps >= 5 * LINES)
+    return found
+
+
+def _pilot_options(request: AdviceRequest, name: str) -> dict[str, Any]:
+    options, on = request.options, ground(request, 1.0)
+    whole, steps = options.batch_size * on.workers, int(options.pilot or 0)
+    fields = {
+        "compute": "real",
+        "model": options.model,
+        "dataset": options.dataset,
+        "data_dir": options.data_dir,
+        "batch_size": options.batch_size,
+        "samples": whole * steps,
+        "log_every": whole * max(1, steps // LINES),
+        "eval_every": 0,
+        "seed": options.seed,
+        "quiet": True,
+        **({} if options.lr is None else {"lr": options.lr}),
+        **plain(name, on).fields,
+    }
+    return request.simulated(fields).model_dump(mode="json")
+
+
+def real_run(options: dict[str, Any]) -> Curve:
+    """The training loss of a virtual run with real gradients, in this process."""
+    from aladdin_mpi.options.run import SimulateOptions
+    from aladdin_mpi.run.trainer import simulate
+
+    with tempfile.TemporaryDirectory(prefix="aladdin-pilot-") as folder:
+        run = Path(folder) / "run"
+        simulate(SimulateOptions.model_validate({**options, "run_dir": run}))
+        return curve(run)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +16,17 @@ from aladdin_mpi.options import command_line
 from aladdin_mpi.options.fields import option
 from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.options.settings import Setting, Settings, build, parse_part, read_part
-from aladdin_mpi.probing import described_cluster
-from aladdin_mpi.probing.cluster_file import rendered
+from aladdin_mpi.probing.cluster_file import described_sections, rendered
 from aladdin_mpi.probing.description import EXAMPLE
 from aladdin_mpi.probing.options import read as read_description
 
-KNOWN = "bandwidth latency step servers workers slowdown"
+FIELDS = {
+    "bandwidth": "cluster.bandwidth_gbit",
+    "latency": "cluster.latency_us",
+    "step": "compute_time",
+}
+"""Names of changes, and the fields of a simulation's options that they set."""
+KNOWN = (*FIELDS, "servers", "workers", "slowdown")
 
 
 @dataclass(frozen=True)
@@ -40,21 +46,17 @@ class Change:
     workers: int | None = None
 
 
-def changes(asked: Sequence[str], base: SimulateOptions) -> tuple[Change, ...]:
-    """What ``--what-if`` asks for.
+def parse_change(text: str, base: SimulateOptions) -> Change:
+    """What a word of ``--what-if`` asks for.
 
     Raises:
-        UserError: one is not known, or its value bad.
+        UserError: it is not known, or its value bad.
     """
-    return tuple(_change(text, base) for text in asked)
-
-
-def _change(text: str, base: SimulateOptions) -> Change:
     name, found, value = text.partition("=")
-    if not found or name not in KNOWN.split():
+    if not found or name not in KNOWN:
         raise UserError(
-            f"--what-if: expected NAME=VALUE with one of {KNOWN}, got {text!r}; write for example "
-            "bandwidth=100"
+            f"--what-if: expected NAME=VALUE with one of {' '.join(KNOWN)}, got {text!r}; write "
+            "for example bandwidth=100"
         )
     if name == "slowdown":
         worker, _, factor = value.partition("=")
@@ -66,21 +68,13 @@ def _change(text: str, base: SimulateOptions) -> Change:
             )
         return Change(text, {"slowdown": {**base.slowdown, slow: _number(text, factor, least=1)}})
     if name in ("servers", "workers"):
-        count = int(_number(text, value, whole=True, least=1))
-        return Change(text, {}, **{name: count})
-    number = _number(text, value, least=0 if name == "latency" else 1e-9)
-    field = {
-        "bandwidth": "cluster.bandwidth_gbit",
-        "latency": "cluster.latency_us",
-        "step": "compute_time",
-    }[name]
-    return Change(text, {field: number})
+        return Change(text, {}, **{name: int(_number(text, value, whole=True, least=1))})
+    return Change(text, {FIELDS[name]: _number(text, value, 0 if name == "latency" else 1e-9)})
 
 
 def _number(text: str, value: str, least: float, whole: bool = False) -> float:
-    kind: Callable[[str], float] = int if whole else float
     try:
-        number = kind(value)
+        number = int(value) if whole else float(value)
     except ValueError:
         number = float("nan")
     if not least <= number < float("inf"):
@@ -114,8 +108,8 @@ ABOUT = (
     "Recommend what to run on a cluster: timed virtual runs of every algorithm, and of the options "
     "that matter, on the cluster that a file of aladdin_mpi.probe describes."
 )
-ADVICE, PILOT = "advice", "pilot"
-BY_TABLE = "table"
+_option = partial(option, group="advice")
+_pilot = partial(option, group="pilot")
 SECONDS, LONGER = 240.0, 450.0
 LARGE = 256
 """Workers from which :data:`LONGER` is the time."""
@@ -126,86 +120,69 @@ class AdviseOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    cluster: Path | None = option(
-        None, "the cluster: a file that aladdin_mpi.probe has written", unit="FILE", group=ADVICE
+    cluster: Path | None = _option(
+        None, "the cluster: a file that aladdin_mpi.probe has written", unit="FILE"
     )
-    describe: str | None = option(
-        None,
-        f'the cluster in words instead, such as "{EXAMPLE}"',
-        unit="TEXT",
-        group=ADVICE,
+    describe: str | None = _option(
+        None, f'the cluster in words instead, such as "{EXAMPLE}"', unit="TEXT"
     )
-    model: str = option(
+    model: str = _option(
         "resnet50",
         "model to be trained: a name, package.module:function, or size:MB by its parameters alone",
-        group=ADVICE,
     )
-    dataset: str = option("imagenet", "data set, for the shape of the model's input", group=ADVICE)
-    batch_size: int = option(
+    dataset: str = _option("imagenet", "data set, for the shape of the model's input")
+    batch_size: int = _option(
         32,
         "batch of one worker's step, as the cluster's time of a step has it",
         unit="SAMPLES",
-        group=ADVICE,
         ge=1,
     )
-    target: Literal["accuracy", "time"] = option(
+    target: Literal["accuracy", "time"] = _option(
         "accuracy",
         "what is best: accuracy: samples per second, weighted by what a sample teaches with the "
         "algorithm; time: samples per second alone",
-        group=ADVICE,
     )
-    algorithms: tuple[str, ...] = option(
-        (),
-        "only these; several, apart by commas or spaces",
-        unit="NAME",
-        group=ADVICE,
-        default_text="all",
+    algorithms: tuple[str, ...] = _option(
+        (), "only these; several, apart by commas or spaces", unit="NAME", default_text="all"
     )
-    what_if: tuple[str, ...] = option(
+    what_if: tuple[str, ...] = _option(
         (),
         "changes, each of which is tried by itself on what is recommended: bandwidth=GBIT/S "
         "latency=MICROSECONDS step=SECONDS servers=N workers=N slowdown=WORKER=FACTOR; several, "
         "apart by spaces",
         unit="NAME=VALUE",
-        group=ADVICE,
     )
-    seconds: float | None = option(
+    seconds: float | None = _option(
         None,
         "time for it; what is not known by then is told",
         unit="SECONDS",
-        group=ADVICE,
         gt=0,
         default_text=f"{SECONDS:g}, with more than {LARGE} workers {LONGER:g}",
     )
-    jobs: int | None = option(
-        None, "virtual runs at a time", group=ADVICE, default_text="one for each core", ge=1
+    jobs: int | None = _option(
+        None, "virtual runs at a time", default_text="one for each core", ge=1
     )
-    seed: int = option(0, "seed of all virtual runs", group=ADVICE, ge=0)
-    out: Path | None = option(
-        None,
-        "write advice.md, advice.json and advice.png to this folder too",
-        unit="FOLDER",
-        group=ADVICE,
+    seed: int = _option(0, "seed of all virtual runs", ge=0)
+    out: Path | None = _option(
+        None, "write advice.md, advice.json and advice.png to this folder too", unit="FOLDER"
     )
-    overwrite: bool = option(False, "replace them if they are there", group=ADVICE)
-    quiet: bool = option(False, "show no progress", group=ADVICE)
+    overwrite: bool = _option(False, "replace them if they are there")
+    quiet: bool = _option(False, "show no progress")
 
-    pilot: int | None = option(
+    pilot: int | None = _pilot(
         None,
         "find out what a sample teaches by so many steps of virtual training with real gradients, "
         "of --model on --dataset, instead of from the table of measured runs",
         unit="STEPS",
-        group=PILOT,
         ge=20,
     )
-    data_dir: Path | None = option(
-        None, "folder of the data set, for those that need one", unit="FOLDER", group=PILOT
+    data_dir: Path | None = _pilot(
+        None, "folder of the data set, for those that need one", unit="FOLDER"
     )
-    lr: float | None = option(
+    lr: float | None = _pilot(
         None,
         "learning rate of one worker",
         unit="RATE",
-        group=PILOT,
         gt=0,
         default_text="that of aladdin_mpi.train",
     )
@@ -244,7 +221,6 @@ class AdviceRequest:
 
 
 def _settings(fields: Mapping[str, Any]) -> Settings:
-    """By their names, with dots for fields within."""
     return {tuple(name.split(".")): Setting(value, name) for name, value in fields.items()}
 
 
@@ -252,7 +228,7 @@ def read(argv: Sequence[str] | None) -> AdviceRequest:
     """What was typed; ``--help`` prints and exits.
 
     Raises:
-        UserError: an option is unknown or its value bad, or there is no sound cluster.
+        UserError: an option is unknown or its value bad, or there is no valid cluster.
     """
     options = build(AdviseOptions, command_line.read(AdviseOptions, argv, PROG, ABOUT))
     settings, source = _cluster(options)
@@ -267,7 +243,7 @@ def read(argv: Sequence[str] | None) -> AdviceRequest:
             f"{source}: expected the time of a step, got none; add compute-time to the file, or "
             '"step 0.2 s" to the description'
         )
-    return replace(request, changes=changes(options.what_if, base))
+    return replace(request, changes=tuple(parse_change(text, base) for text in options.what_if))
 
 
 def _cluster(options: AdviseOptions) -> tuple[Settings, str]:
@@ -278,10 +254,8 @@ def _cluster(options: AdviseOptions) -> tuple[Settings, str]:
             f'aladdin_mpi.probe, or for example --describe "{EXAMPLE}"'
         )
     if options.cluster is not None:
-        return (
-            read_part(SimulateOptions, "cluster", options.cluster, "--cluster"),
-            str(options.cluster),
-        )
+        settings = read_part(SimulateOptions, "cluster", options.cluster, "--cluster")
+        return settings, str(options.cluster)
     described, _ = read_description(["--describe", str(options.describe)])
-    text = rendered("Described.", described_cluster.sections(described))
+    text = rendered("Described.", described_sections(described))
     return parse_part(SimulateOptions, "cluster", text, "--describe"), "--describe"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,8 @@ from aladdin_mpi.advice.candidate_search import CandidateResult
 from aladdin_mpi.advice.candidates import REFERENCE, Candidate, ClusterTraits
 from aladdin_mpi.advice.learning import SampleEfficiency
 from aladdin_mpi.advice.options import AdviceRequest, AdviseOptions, Change
-from aladdin_mpi.comparison.plots import COLOURS, DPI, MARKERS
+from aladdin_mpi.comparison.plots import COLOURS, MARKERS, save
 from aladdin_mpi.process.console import number, percent, throughput
-from aladdin_mpi.process.files import written_whole
 
 UNKNOWN = "/path/to"
 STEPS = 100
@@ -23,49 +22,41 @@ STEPS = 100
 
 
 def mpirun(candidate: Candidate, on: ClusterTraits, options: AdviseOptions) -> str:
-    """For Open MPI, in an allocation of the cluster's hosts.
+    """The command for Open MPI, in an allocation of the cluster's hosts.
 
     Ranks are mapped to the hosts in turn, so that each has its share of workers, and there may be
     more of them than slots, as servers come on top. Servers are the first ranks; unless they are
     spread over the hosts, ranks are numbered host by host.
     """
     numbering = [] if candidate.spread else ["--rank-by", "slot"]
-    ranks = candidate.servers + on.workers
-    return shlex.join(
-        [
-            *("mpirun", "--map-by", "node:OVERSUBSCRIBE", *numbering, "-np", str(ranks)),
-            *("python", "-m", "aladdin_mpi.train"),
-            *_words(candidate, on, options),
-        ]
-    )
+    ranks = str(candidate.servers + on.workers)
+    start = ["mpirun", "--map-by", "node:OVERSUBSCRIBE", *numbering, "-np", ranks]
+    words = ["python", "-m", "aladdin_mpi.train", *_words(candidate, on, options)]
+    return shlex.join([*start, *words])
 
 
 def sbatch(candidate: Candidate, on: ClusterTraits, options: AdviseOptions) -> str:
-    """For Slurm, with the package's batch script; empty where hosts have different workers."""
-    counts = set(on.on_host)
-    if len(counts) > 1:
+    """The command for Slurm, with the package's script; empty if hosts have different workers."""
+    each, *others = set(on.on_host)
+    if others:
         return ""
     setting = "SPREAD_SERVERS=yes " if candidate.spread else ""
-    each = counts.pop()
     resources = [f"--nodes={on.hosts}", f"--gpus-per-node={each}", f"--ntasks-per-node={each}"]
     words = ["sbatch", *resources, "slurm/train.sbatch", *_words(candidate, on, options)]
     return setting + shlex.join(words)
 
 
-def remarks(options: AdviseOptions) -> list[str]:
-    """What to know before pasting a command line, in sentences."""
-    found = []
+def remark(options: AdviseOptions) -> str:
+    """What to know before pasting a command line; empty if nothing."""
     if _is_size(options):
-        found.append(
+        return (
             f"{options.model} has no gradients, so these runs only time the messages of {STEPS} "
             "steps; name your --model and --dataset to train."
         )
-    elif any(word.startswith(UNKNOWN) for word in _data(options)):
-        found.append(
-            f"Replace {UNKNOWN}/{options.dataset} with the folder that holds train/CLASS and "
-            "val/CLASS."
-        )
-    return found
+    if any(word.startswith(UNKNOWN) for word in _data(options)):
+        folder = f"{UNKNOWN}/{options.dataset}"
+        return f"Replace {folder} with the folder that holds train/CLASS and val/CLASS."
+    return ""
 
 
 def _words(candidate: Candidate, on: ClusterTraits, options: AdviseOptions) -> list[str]:
@@ -109,13 +100,14 @@ def draw(advice: Advice, path: Path) -> None:
     axis = figure.add_subplot(1, panels, 1)
     places = range(len(known))
     speeds = [advice.speed_up(entry.rate) for entry in known]
+    lows, highs = ([advice.speed_up(entry.between[end]) for entry in known] for end in (0, 1))
     errors = [
-        [speed - advice.speed_up(e.between[0]) for speed, e in zip(speeds, known, strict=True)],
-        [advice.speed_up(e.between[1]) - speed for speed, e in zip(speeds, known, strict=True)],
+        [speed - low for speed, low in zip(speeds, lows, strict=True)],
+        [high - speed for speed, high in zip(speeds, highs, strict=True)],
     ]
     axis.barh(places, speeds, xerr=errors, color=COLOURS[0], ecolor="grey", label="speed-up")
     if advice.weighs:
-        counts = [advice.speed_up(advice.score(entry)) for entry in known]
+        counts = [advice.speed_up(entry.score) for entry in known]
         axis.plot(counts, places, "D", color=COLOURS[1], label="by what a sample teaches")
     axis.axvline(advice.ground.ideal, color="grey", linewidth=0.8, linestyle="--", label="ideal")
     axis.set_yticks(places, [entry.candidate.describe() for entry in known])
@@ -124,24 +116,18 @@ def draw(advice: Advice, path: Path) -> None:
     axis.legend(fontsize="small")
     if advice.scaling:
         _draw_scaling(advice, figure.add_subplot(1, panels, 2))
-    with written_whole(path) as temporary:
-        figure.savefig(temporary, dpi=DPI)
+    save(figure, path)
 
 
-def _draw_scaling(advice: Advice, axis: object) -> None:
-    from matplotlib.axes import Axes
-
-    assert isinstance(axis, Axes)
+def _draw_scaling(advice: Advice, axis: Any) -> None:
     for turn, (name, points) in enumerate(advice.scaling.items()):
-        workers = [n for n, *_ in points]
-        colour = COLOURS[turn % len(COLOURS)]
-        axis.plot(
-            workers, [s for _, s, _ in points], marker=MARKERS[turn], color=colour, label=name
-        )
+        colour, marker = COLOURS[turn % len(COLOURS)], MARKERS[turn]
+        workers, speeds, _ = zip(*points, strict=True)
+        axis.plot(workers, speeds, marker=marker, color=colour, label=name)
         if (end := knee(points)) is not None:
             axis.axvline(end, color=colour, linewidth=0.6, linestyle=":")
-    first = next(iter(advice.scaling.values()))
-    axis.plot([n for n, *_ in first], [i for *_, i in first], "--", color="grey", label="ideal")
+    workers, _, ideals = zip(*next(iter(advice.scaling.values())), strict=True)
+    axis.plot(workers, ideals, "--", color="grey", label="ideal")
     axis.set_xlabel("workers")
     axis.set_ylabel("times one worker")
     axis.legend(fontsize="small")
@@ -160,11 +146,10 @@ Scaling = dict[str, list[tuple[int, float, float]]]
 
 @dataclass(frozen=True)
 class Advice:
-    """All that has been found.
+    """The results of a search.
 
     Attributes:
         entries: the best first.
-        score: what counts of one.
         relieved: samples per second of the best without its bottleneck.
         tried: the changes of ``--what-if``.
         scaling: speed-ups with other numbers of workers.
@@ -174,7 +159,6 @@ class Advice:
     request: AdviceRequest
     ground: ClusterTraits
     entries: Sequence[CandidateResult]
-    score: Callable[[CandidateResult], float]
     bottleneck: Bottleneck
     relieved: float | None
     tried: Sequence[Tried]
@@ -199,18 +183,9 @@ class Advice:
 # -- in words ----------------------------------------------------------------------------
 def in_words(advice: Advice, table: Callable[[Sequence[Sequence[str]]], str], most: int) -> str:
     """The whole advice as text; ``table`` renders rows, of which the first ``most`` are shown."""
-    parts = [
-        _summary(advice),
-        table(rows(advice)[: most + 1]),
-        *_notes(advice, most),
-        _bottleneck(advice),
-    ]
-    if advice.tried:
-        parts.append(_changes(advice))
-    if advice.scaling:
-        parts.append(_knees(advice))
-    parts.append(_commands(advice, indent="    "))
-    return "\n\n".join(filter(None, parts))
+    parts = [_summary(advice), table(rows(advice)[: most + 1]), " ".join(_notes(advice, most))]
+    parts += [_bottleneck(advice), *_changes(advice), *_knees(advice), *_commands(advice)]
+    return "\n\n".join(parts)
 
 
 def _summary(advice: Advice) -> str:
@@ -219,7 +194,7 @@ def _summary(advice: Advice) -> str:
     gain = ""
     base = next((e for e in advice.entries if e.candidate == REFERENCE), None)
     if base is not None and base.timed is not None and base is not best:
-        factor = advice.score(best) / advice.score(base)
+        factor = best.score / base.score
         what = " to an accuracy" if advice.weighs else ""
         gain = f", {factor:.2f} times as fast{what} as ar-sgd"
         if not best.share.is_sure:
@@ -255,7 +230,7 @@ def rows(advice: Advice) -> list[list[str]]:
             percent(timed.links[0].used) if timed.links else "-",
         ]
         if advice.weighs:
-            line += [_efficiency(entry.share), number(advice.score(entry))]
+            line += [_efficiency(entry.share), number(entry.score)]
         table.append(line)
     return table
 
@@ -268,56 +243,49 @@ def _efficiency(share: SampleEfficiency) -> str:
     return text if share.is_sure else f"{text} ?"
 
 
-def _notes(advice: Advice, most: int) -> list[str]:
+def _notes(advice: Advice, most: int) -> Iterator[str]:
     known = [entry for entry in advice.entries if entry.timed is not None]
-    lines = ["MB/step: of the busiest link, for a step of all workers; link: how much of its time."]
+    yield "MB/step: of the busiest link, for a step of all workers; link: how much of its time."
     if len(known) > most:
-        lines.append(f"{len(known) - most} more are slower.")
+        yield f"{len(known) - most} more are slower."
     left = [entry for entry in advice.entries if entry.timed is None]
     for why in dict.fromkeys(entry.why_not for entry in left):
         those = [entry.candidate.describe() for entry in left if entry.why_not == why]
-        lines.append(f"Not run, {why}: {'; '.join(those)}.")
-    if advice.part is not None:
-        lines.append(_on_part(advice, advice.part))
+        yield f"Not run, {why}: {'; '.join(those)}."
+    if (part := advice.part) is not None:
+        yield (
+            f"By runs with {part.workers} of the workers on {part.hosts} of the hosts, with their "
+            "part of the servers where these can be divided;"
+        )
+        checked = [each.candidate.describe() for each in advice.entries if each.growth is not None]
+        if checked:
+            yield f"compared with all of them for {'; '.join(checked)}."
+        else:
+            yield "for all of them there was no time: give more --seconds."
     if advice.weighs:
-        lines.append(_on_learning(advice))
-    return [" ".join(lines)]
+        yield from _notes_on_efficiency(advice)
 
 
-def _on_part(advice: Advice, part: ClusterTraits) -> str:
-    """Which runs were of a part of the cluster."""
-    checked = [entry.candidate.describe() for entry in advice.entries if entry.growth is not None]
-    text = (
-        f"By runs with {part.workers} of the workers on {part.hosts} of the hosts, with their part "
-        "of the servers where these can be divided"
-    )
-    if checked:
-        return f"{text}; compared with all of them for {'; '.join(checked)}."
-    return f"{text}; for all of them there was no time: give more --seconds."
-
-
-def _on_learning(advice: Advice) -> str:
+def _notes_on_efficiency(advice: Advice) -> Iterator[str]:
     best = advice.best
+    how = (
+        "measured in the package's own runs (ResNet-20 on CIFAR-10); it may differ on your task, "
+        "on which --pilot STEPS measures it"
+    )
     if advice.request.options.pilot:
         how = f"measured by a pilot of {advice.request.options.pilot} steps on your model and data"
-    else:
-        how = (
-            "measured in the package's own runs (ResNet-20 on CIFAR-10); it may differ on your "
-            "task, on which --pilot STEPS measures it"
-        )
-    text = (
+    yield (
         f"Sample efficiency is relative to synchronous SGD, {how}. In brackets is its range over "
         "the seeds; without brackets it is exact or of one seed."
     )
     if best.share.source:
-        text += f" For {best.candidate.algorithm}: {best.share.source}"
-        text += "." if best.share.is_sure else ", so take it as a guess."
+        guess = "" if best.share.is_sure else ", so take it as a guess"
+        yield f"For {best.candidate.algorithm}: {best.share.source}{guess}."
     if any(entry.timed and not entry.share.is_sure for entry in advice.entries):
-        text += (
-            " A question mark means a guess: measured with far fewer workers, not at all, or in "
+        yield (
+            "A question mark means a guess: measured with far fewer workers, not at all, or in "
             "short runs whose figure is capped."
         )
-    return text
 
 
 def _bottleneck(advice: Advice) -> str:
@@ -330,18 +298,14 @@ def _bottleneck(advice: Advice) -> str:
     return text
 
 
-def _changes(advice: Advice) -> str:
+def _changes(advice: Advice) -> list[str]:
     lines = ["Each change by itself would bring, with what is recommended:"]
     for change, rate, note in advice.tried:
-        beside = f" ({note})" if note else ""
-        if rate is None:
-            lines.append(f"    {change.text}{beside}: no time to find out; give more --seconds")
-        else:
-            factor = rate / advice.best.rate
-            lines.append(
-                f"    {change.text}{beside}: {throughput(rate)}, {factor:.2f} times as many"
-            )
-    return "\n".join(lines)
+        brings = "no time to find out; give more --seconds"
+        if rate is not None:
+            brings = f"{throughput(rate)}, {rate / advice.best.rate:.2f} times as many"
+        lines.append(f"    {change.text}{f' ({note})' if note else ''}: {brings}")
+    return ["\n".join(lines)] if advice.tried else []
 
 
 def knee(points: Sequence[tuple[int, float, float]]) -> int | None:
@@ -349,25 +313,25 @@ def knee(points: Sequence[tuple[int, float, float]]) -> int | None:
     return max((n for n, found, ideal in points if found >= EFFICIENT * ideal), default=None)
 
 
-def _knees(advice: Advice) -> str:
+def _knees(advice: Advice) -> list[str]:
     lines = [f"Workers up to which there is {percent(EFFICIENT)} of the ideal speed-up:"]
     for name, points in advice.scaling.items():
         most, end = max(n for n, *_ in points), knee(points)
         shown = "fewer than " + str(min(n for n, *_ in points)) if end is None else str(end)
         lines.append(f"    {name}: {shown}{' and more' if end == most else ''}")
-    return "\n".join(lines)
+    return ["\n".join(lines)] if advice.scaling else []
 
 
-def _commands(advice: Advice, indent: str) -> str:
+def _commands(advice: Advice) -> Iterator[str]:
     found, on, options = advice.best.candidate, advice.ground, advice.request.options
     place = "" if on.hosts == 1 else ", in an allocation of the hosts or with --hostfile FILE"
-    lines = [f"Run it with Open MPI{place}:", "", indent + mpirun(found, on, options)]
+    yield f"Run it with Open MPI{place}:"
+    yield f"    {mpirun(found, on, options)}"
     if batch := sbatch(found, on, options):
-        lines += ["", "or on Slurm (`python -m aladdin_mpi.slurm init` writes slurm/):"]
-        lines += ["", indent + batch]
-    if notes := remarks(options):
-        lines += ["", *notes]
-    return "\n".join(lines)
+        yield "or on Slurm (`python -m aladdin_mpi.slurm init` writes slurm/):"
+        yield f"    {batch}"
+    if note := remark(options):
+        yield note
 
 
 # -- for programs --------------------------------------------------------------------------
@@ -428,5 +392,5 @@ def _entry(advice: Advice, entry: CandidateResult) -> dict[str, Any]:
         "a_sample_teaches_interval": entry.share.interval,
         "by": entry.share.source or None,
         "is_sure": entry.share.is_sure,
-        "counts": advice.score(entry),
+        "counts": entry.score,
     }

@@ -7,9 +7,8 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,11 +18,12 @@ from typing import Any
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import find_algorithm
+from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.process import files
 
 
 class Processes:
-    """A queue of calls in front of so many processes.
+    """A queue of calls before so many processes.
 
     The executor itself is given no more calls than it has processes: those that are cancelled
     while it holds them raise an error in its own thread when the processes are ended.
@@ -73,16 +73,6 @@ class Processes:
             process.terminate()
 
 
-@contextmanager
-def workers_of(count: int) -> Iterator[Processes]:
-    """So many processes, which are ended with the block whatever they do."""
-    pool = Processes(count)
-    try:
-        yield pool
-    finally:
-        pool.close()
-
-
 def _begin() -> None:
     import torch
 
@@ -97,18 +87,16 @@ MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class LinkUse:
-    """A host's link, one way."""
+    """A host's link one way, "out" or "in", and the share of its time that it is used."""
 
     host: int
     way: str
-    """"out" or "in"."""
     used: float
-    """Share of its time, 0 to 1."""
 
 
 @dataclass(frozen=True)
 class TimedRun:
-    """What a timed run has shown.
+    """The figures of a timed run.
 
     Attributes:
         rate: samples per second of all workers.
@@ -126,20 +114,19 @@ class TimedRun:
 
 
 def run(options: dict[str, Any]) -> TimedRun | str:
-    """Carry out a run with these options of a simulation, in this process.
+    """Carry out a simulation with these options in this process.
 
     Returns:
-        What it has shown; or why it cannot be, as with options that do not go together.
+        Its figures, or why it cannot run, as with options that cannot be combined.
     """
     try:
-        return _carried_out(options)
+        return _run(options)
     except UserError as error:
         return str(error)
 
 
-def _carried_out(options: dict[str, Any]) -> TimedRun:
+def _run(options: dict[str, Any]) -> TimedRun:
     # Here, so that the parent of a pool needs none of it.
-    from aladdin_mpi.options.run import SimulateOptions
     from aladdin_mpi.run.trainer import train
     from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 
@@ -161,39 +148,40 @@ def _carried_out(options: dict[str, Any]) -> TimedRun:
 
         summary = cluster.run(main)[0] or {}
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rate = rate_of([files.read(line) for line in lines], summary)
-    links = _links(carried, asked, summary)
     steps = summary["samples"] / (asked.workers * asked.batch_size)
     most = max((max(each) for way, each in carried.items() if way != "local"), default=0)
-    cost = time.process_time() - began
-    return TimedRun(rate, summary["wait_fraction"], tuple(links), most / steps, cost)
+    return TimedRun(
+        rate_of([files.read(line) for line in lines], summary),
+        summary["wait_fraction"],
+        _links(carried, asked, summary["seconds"]),
+        most / steps,
+        time.process_time() - began,
+    )
 
 
 def _links(
-    carried: dict[str, list[int]], options: Any, summary: dict[str, Any]
-) -> Sequence[LinkUse]:
-    found = [
-        LinkUse(
-            host, way, nbytes / (options.cluster.link_gbit(host) / 8 * 1e9 * summary["seconds"])
-        )
+    carried: dict[str, list[int]], options: SimulateOptions, seconds: float
+) -> tuple[LinkUse, ...]:
+    return busiest_first(
+        LinkUse(host, way, nbytes / (options.cluster.link_gbit(host) / 8 * 1e9 * seconds))
         for way in ("out", "in")
         for host, nbytes in enumerate(carried[way])
-        if summary["seconds"]
-    ]
-    return sorted(found, key=lambda link: -link.used)
+        if seconds
+    )
+
+
+def busiest_first(links: Iterable[LinkUse]) -> tuple[LinkUse, ...]:
+    """Links in the order in which a :class:`TimedRun` has them."""
+    return tuple(sorted(links, key=lambda link: -link.used))
 
 
 def rate_of(lines: Sequence[dict[str, Any]], summary: dict[str, Any]) -> float:
     """Samples per second while all workers were at it: the end, and the start, are left out."""
     shown = [line for line in lines if line["kind"] == "train"]
-    first = next(
-        (i for i, line in enumerate(shown) if line["samples"] >= summary["samples"]), len(shown) - 1
-    )
-    upto = shown[: first + 1]
-    settled = [line for line in upto if line["samples"] >= SETTLED * summary["samples"]]
-    if len(settled) < 3:
-        return float(summary["samples_per_second"])
+    most = summary["samples"]
+    end = next((i + 1 for i, line in enumerate(shown) if line["samples"] >= most), len(shown))
+    settled = [line for line in shown[:end] if line["samples"] >= SETTLED * most]
     seconds = [float(line["seconds"]) for line in settled]
-    if seconds[0] == seconds[-1]:
+    if len(settled) < 3 or seconds[0] == seconds[-1]:
         return float(summary["samples_per_second"])
     return linear_regression(seconds, [float(line["samples"]) for line in settled]).slope

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,15 +25,14 @@ GIVEN = "given by --baseline"
 
 @dataclass(frozen=True)
 class Baseline:
-    """One worker alone."""
+    """One worker alone; ``source`` says how the figure was obtained."""
 
     samples_per_second: float
     source: str
-    """How it was obtained."""
 
 
 def from_options(options: RunOptions) -> Baseline | None:
-    """What the time of a step says, where it is modelled; None where it is not."""
+    """The baseline by the time of a step if that is modelled, else None."""
     modelled = isinstance(options, SimulateOptions) or options.compute == "timed"
     if not modelled or options.compute_time is None:
         return None
@@ -64,11 +64,6 @@ def ideals(
     return found
 
 
-def given(value: float) -> Baseline:
-    """What the user said."""
-    return Baseline(value, GIVEN)
-
-
 def measuring_run(request: ComparisonRequest, out: Path) -> Run:
     """The short run over MPI that measures one worker, with an algorithm without server if any.
 
@@ -79,23 +74,16 @@ def measuring_run(request: ComparisonRequest, out: Path) -> Run:
     # One worker has no others, and its run a length of its own.
     replaced = ("slowdown", *LENGTHS, "servers", "algorithm", "run_dir", "overwrite")
     kept = {path: s for path, s in shared.items() if path[0] not in replaced}
-    batch = build(options.run_options, kept).batch_size
-    algorithm = _algorithm(build(options.run_options, kept))
-    wanted = {
-        "algorithm": algorithm,
-        "samples": options.baseline_steps * batch,
-        "seed": options.seeds[0],
-        "eval_every": 0,
-    }
-    built = build(
-        options.run_options,
-        kept | {(name,): Setting(value, name) for name, value in wanted.items()},
-    )
+    common, seed = build(options.run_options, kept), options.seeds[0]
+    algorithm, samples = _algorithm(common), options.baseline_steps * common.batch_size
+    own = {"algorithm": algorithm, "samples": samples, "seed": seed, "eval_every": 0}
+    settings = kept | {(name,): Setting(value, name) for name, value in own.items()}
+    built = build(options.run_options, settings)
     # Named by what may change from one comparison to the next, so that none is overwritten.
     folder = out / LABEL / f"{algorithm}-{options.baseline_steps}-steps"
     words = ("--config", str(folder / OPTIONS))
-    entry = PlanEntry(LABEL, algorithm)
-    return Run(entry, options.seeds[0], folder, words, built, ranks_of(algorithm, built, 1))
+    ranks = ranks_of(algorithm, built, 1)
+    return Run(PlanEntry(LABEL, algorithm), seed, folder, words, built, ranks)
 
 
 def write_options(run: Run) -> None:
@@ -106,41 +94,33 @@ def write_options(run: Run) -> None:
 
 def _algorithm(options: RunOptions) -> str:
     """The first without server that runs on a single rank, or else the first with one."""
-    by_servers = sorted(ALGORITHMS.values(), key=lambda a: a.has_servers)
-    for algorithm in by_servers:
-        try:
+    for algorithm in sorted(ALGORITHMS.values(), key=lambda a: a.has_servers):
+        with suppress(UserError):
             ranks_of(algorithm.name, options, 1)
-        except UserError:
-            continue
-        return algorithm.name
+            return algorithm.name
     raise UserError("--baseline: no algorithm runs with one worker; give the throughput here")
 
 
 def measured(run: Run) -> Baseline:
-    """What a finished measuring run says."""
+    """The baseline by a finished measuring run."""
     figures = read_figures(run.folder, LABEL)
-    value = figures.value("samples_per_second") or 0.0
     servers = run.ranks - 1
-    beside = f" and {servers} server{'s' if servers > 1 else ''}" if servers else ", no server"
+    others = f" and {servers} server{'s' * (servers > 1)}" if servers else ", no server"
     return Baseline(
-        value,
-        f"measured: {run.entry.algorithm} with 1 worker{beside}, "
+        figures.value("samples_per_second") or 0.0,
+        f"measured: {run.entry.algorithm} with 1 worker{others}, "
         f"{figures.summary['samples']} samples in {figures.summary['seconds']:.4g} s",
     )
 
 
 def of_runs(options: Sequence[RunOptions], figures: Sequence[RunFigures]) -> Baseline | None:
-    """What the runs themselves say: their options, or those with a single worker."""
-    found = [from_options(each) for each in options]
-    first = found[0]
-    if first is not None and all(each == first for each in found):
+    """The baseline by the options of finished runs if they agree, or by those with one worker."""
+    first, *others = (from_options(each) for each in options)
+    if first is not None and all(each == first for each in others):
         return first
     alone = [run for run in figures if run.summary.get("workers") == 1]
-    values = [run.value("samples_per_second") for run in alone]
-    known = [value for value in values if value is not None]
-    if not known:
+    rates = [rate for run in alone if (rate := run.value("samples_per_second")) is not None]
+    if not rates:
         return None
-    return Baseline(
-        sum(known) / len(known),
-        f"measured: mean over the runs with 1 worker ({len(known)}): {alone[0].label}",
-    )
+    source = f"measured: mean over the runs with 1 worker ({len(rates)}): {alone[0].label}"
+    return Baseline(sum(rates) / len(rates), source)

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,20 +16,20 @@ from aladdin_mpi.options.resume import SUMMARY
 from aladdin_mpi.process import console, files
 from aladdin_mpi.run.recorder import read_metrics, rounded
 
-KEYS = (
-    "test_accuracy",
-    "seconds",
-    "seconds_to_target",
-    "samples_per_second",
-    "speed_up",
-    "wait_fraction",
-    "bytes_sent_per_step",
-    "coalesced_fraction",
-)
-"""What is compared, in the order of the table."""
-
-SHOWN_ABOVE_ZERO = frozenset({"coalesced_fraction"})
-"""Of these there is a column only where some run has more than 0."""
+HEADINGS = {
+    "test_accuracy": "accuracy",
+    "seconds": "time, s",
+    "seconds_to_target": "time to {:g}, s",
+    "samples_per_second": "samples/s",
+    "speed_up": "speed-up",
+    "wait_fraction": "waiting, %",
+    "bytes_sent_per_step": "bytes/step",
+    "coalesced_fraction": "coalesced, %",
+}
+"""Headings of what is compared, in the order of the table."""
+KEYS = tuple(HEADINGS)
+DECIMALS = {"test_accuracy": 4, "speed_up": 2, "bytes_sent_per_step": 0}
+"""Of those that are not shown with four digits, or as a percentage with three."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class RunFigures:
-    """What a finished run has left."""
+    """The results of a finished run."""
 
     label: str
     folder: Path
@@ -95,14 +95,9 @@ def read_figures(folder: Path, label: str) -> RunFigures:
         summary = files.read((folder / SUMMARY).read_text(encoding="utf-8"))
         lines = [line for line in read_metrics(folder) if line["kind"] == "eval"]
         evaluations = [
-            Evaluation(
-                line["samples"],
-                line["seconds"],
-                line["test_accuracy"],
-                line.get("model_variance"),
-            )
+            Evaluation(line["samples"], line["seconds"], accuracy, line.get("model_variance"))
             for line in lines
-            if line.get("test_accuracy") is not None
+            if (accuracy := line.get("test_accuracy")) is not None
         ]
         if not {"algorithm", "seed"} <= summary.keys():
             raise KeyError("algorithm, seed")
@@ -144,7 +139,7 @@ class TableRow:
     def has(self, key: str) -> bool:
         """Whether there is a figure to show: a share of coalesced gradients only if any were."""
         spread = self.figures[key]
-        return spread is not None and (key not in SHOWN_ABOVE_ZERO or spread.high > 0)
+        return spread is not None and (key != "coalesced_fraction" or spread.high > 0)
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
@@ -167,23 +162,15 @@ def make_rows(
         values = [run.all_values(target, baseline) for run in same]
         figures = {key: spread(each[key] for each in values) for key in KEYS}
         rows.append(TableRow(label, str(same[0].summary["algorithm"]), len(same), figures))
-    return sorted(rows, key=_rank)
 
+    def rank(row: TableRow) -> tuple[float, float]:
+        accuracy, seconds = row.mean("test_accuracy"), row.mean("seconds")
+        return (
+            math.inf if accuracy is None else -accuracy,
+            math.inf if seconds is None else seconds,
+        )
 
-def _rank(row: TableRow) -> tuple[float, float]:
-    accuracy, seconds = row.mean("test_accuracy"), row.mean("seconds")
-    last = math.inf
-    return last if accuracy is None else -accuracy, last if seconds is None else seconds
-
-
-@dataclass(frozen=True)
-class TableColumn:
-    """A column: its key, its heading, and how a value is shown."""
-
-    key: str
-    heading: str
-    scale: float = 1.0
-    decimals: Callable[[float], int] | None = None
+    return sorted(rows, key=rank)
 
 
 def four_digits(value: float) -> int:
@@ -191,26 +178,12 @@ def four_digits(value: float) -> int:
     return max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
 
 
-def _three_digits(value: float) -> int:
-    """Decimals for a percentage: of a share below 0.0001 % nothing is left."""
-    return min(4, max(0, four_digits(value) - 1))
+def keys_shown(rows: Sequence[TableRow]) -> list[str]:
+    """Those of ``KEYS`` of which some row has a value."""
+    return [key for key in KEYS if any(row.has(key) for row in rows)]
 
 
-def columns(target: float | None) -> list[TableColumn]:
-    """All columns, with the accuracy that times were measured to."""
-    return [
-        TableColumn("test_accuracy", "accuracy", decimals=lambda value: 4),
-        TableColumn("seconds", "time, s"),
-        TableColumn("seconds_to_target", f"time to {target or 0:g}, s"),
-        TableColumn("samples_per_second", "samples/s"),
-        TableColumn("speed_up", "speed-up", decimals=lambda value: 2),
-        TableColumn("wait_fraction", "waiting, %", scale=100.0, decimals=_three_digits),
-        TableColumn("bytes_sent_per_step", "bytes/step", decimals=lambda value: 0),
-        TableColumn("coalesced_fraction", "coalesced, %", scale=100.0, decimals=_three_digits),
-    ]
-
-
-def cells(rows: Sequence[TableRow], target: float | None, sign: str) -> list[list[str]]:
+def make_cells(rows: Sequence[TableRow], target: float | None, sign: str) -> list[list[str]]:
     """Headings and lines; columns without any value are left out.
 
     Args:
@@ -218,32 +191,36 @@ def cells(rows: Sequence[TableRow], target: float | None, sign: str) -> list[lis
         target: the accuracy that times were measured to.
         sign: what stands between mean and standard deviation.
     """
-    shown = [c for c in columns(target) if any(row.has(c.key) for row in rows)]
-    table = [["", "algorithm", "runs", *(column.heading for column in shown)]]
+    keys = keys_shown(rows)
+    headings = [HEADINGS[key].format(target or 0) for key in keys]
+    table = [["", "algorithm", "runs", *headings]]
     for rank, row in enumerate(rows, start=1):
-        values = [_cell(row.figures[column.key], column, row.runs, sign) for column in shown]
+        values = [_cell(row.figures[key], key, row.runs, sign) for key in keys]
         table.append([str(rank), row.label, str(row.runs), *values])
     return table
 
 
-def _cell(found: Spread | None, column: TableColumn, runs: int, sign: str) -> str:
+def _cell(found: Spread | None, key: str, runs: int, sign: str) -> str:
     if found is None:
-        return "never" if column.key == "seconds_to_target" else "-"
-    mean = found.mean * column.scale
-    decimals = (column.decimals or four_digits)(mean)
+        return "never" if key == "seconds_to_target" else "-"
+    scale = 100.0 if HEADINGS[key].endswith("%") else 1.0
+    mean = found.mean * scale
+    decimals = DECIMALS[key] if key in DECIMALS else four_digits(mean)
+    if scale != 1.0:  # of a share below 0.0001 % nothing is left
+        decimals = min(4, max(0, decimals - 1))
     text = f"{mean:,.{decimals}f}"
     if found.std is not None:
-        text += f" {sign} {found.std * column.scale:,.{decimals}f}"
+        text += f" {sign} {found.std * scale:,.{decimals}f}"
     return text if found.n == runs else f"{text} ({found.n} of {runs})"
 
 
-def plain(table: Sequence[Sequence[str]]) -> str:
-    """Lines of a terminal: names to the left, figures to the right."""
-    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+def plain(table: Sequence[Sequence[str]], names: int = 1) -> str:
+    """Lines of a terminal: column ``names`` to the left, figures to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if i == 1 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(width) if place == names else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in table
     )
@@ -257,19 +234,11 @@ def markdown(table: Sequence[Sequence[str]]) -> str:
 
 def as_csv(rows: Sequence[TableRow]) -> str:
     """For programs: SI units, fractions from 0 to 1; an empty field where there is no value."""
-    shown = [c.key for c in columns(None) if any(row.has(c.key) for row in rows)]
-    parts = ("mean", "std", "low", "high", "n")
+    shown, parts = keys_shown(rows), ("mean", "std", "low", "high", "n")
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(
-        [
-            "rank",
-            "label",
-            "algorithm",
-            "runs",
-            *(f"{key}_{part}" for key in shown for part in parts),
-        ]
-    )
+    names = [f"{key}_{part}" for key in shown for part in parts]
+    writer.writerow(["rank", "label", "algorithm", "runs", *names])
     for rank, row in enumerate(rows, start=1):
         found = [row.figures[key] for key in shown]
         values = [getattr(each, part, None) for each in found for part in parts]

@@ -6,7 +6,6 @@ import fcntl
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -40,25 +39,22 @@ def machine() -> Machine:
     GiB, ``date`` is in UTC. ``commit`` is that of the package's checkout, if it runs from one,
     and ends in "+changes" where that was modified.
     """
+    gpus = _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
+    mpi = _output([sys.executable, "-c", _ASK_MPI])
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "memory_gib": _memory_gib(),
-        "gpus": _gpus(),
+        "gpus": ", ".join(gpus.splitlines()) if gpus else None,
         "os": _operating_system(),
         "python": platform.python_version(),
         "torch": _version("torch"),
         "mpi4py": _version("mpi4py"),
-        "mpi": _mpi_library(),
+        # Its name and version, without the details of how it was built.
+        "mpi": mpi.splitlines()[0].partition(",")[0].strip("\0 ") if mpi else None,
         "commit": _commit(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
-
-
-def describe_machine(facts: Machine | None = None) -> str:
-    """:func:`machine`, or the facts it gave before, as lines of text."""
-    facts = machine() if facts is None else facts
-    return "\n".join(f"{key:<10} {'-' if value is None else value}" for key, value in facts.items())
 
 
 def _cpu_model() -> str | None:
@@ -99,33 +95,18 @@ def _commit() -> str | None:
     if _output([*git, "ls-files", "--", str(_PACKAGE / "__init__.py")]) is None:
         return None
     commit = _output([*git, "rev-parse", "--short=12", "HEAD"])
-    if commit is None:
-        return None
     # New results do not make it another program.
     changed = _output([*git, "status", "--porcelain", "--", ".", ":!benchmarks/results"])
-    return f"{commit}+changes" if changed else commit
-
-
-def _gpus() -> str | None:
-    names = _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
-    return ", ".join(names.splitlines()) if names else None
-
-
-def _mpi_library() -> str | None:
-    """Its name and version, without the details of how it was built."""
-    text = _output([sys.executable, "-c", _ASK_MPI])
-    return text.splitlines()[0].partition(",")[0].strip("\0 ") if text else None
+    return f"{commit}+changes" if commit and changed else commit
 
 
 def _output(command: list[str]) -> str | None:
     """What a command prints, or None where it is missing, fails or prints nothing."""
-    if shutil.which(command[0]) is None:
-        return None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except subprocess.TimeoutExpired:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
         return None
-    return (done.stdout.strip() or None) if done.returncode == 0 else None
+    return (ended.stdout.strip() or None) if ended.returncode == 0 else None
 
 
 MANIFEST = "comparison.toml"
@@ -133,7 +114,7 @@ LOCK = ".lock"
 LOCK_SECONDS = 15.0
 """Runs of a comparison that was killed end by themselves, within this time."""
 FIXED = ("engine", "workers")
-"""What a comparison cannot change when it goes on; each run's options are checked as well."""
+"""What cannot change when a comparison is resumed; each run's options are checked as well."""
 
 
 def command_line(request: ComparisonRequest) -> str:
@@ -178,8 +159,8 @@ def check_out(out: Path, options: CompareOptions) -> None:
 def claimed(out: Path, request: ComparisonRequest) -> Iterator[int]:
     """Make the folder, keep other comparisons out of it; gives the lock's descriptor.
 
-    Children inherit it: the folder stays locked until the last of them has ended,
-    even where the comparison itself was killed.
+    Children inherit it: the folder stays locked until the last of them has ended, even if the
+    comparison itself was killed.
 
     Raises:
         UserError: it cannot be written, or another comparison is at work there, or the lock's
@@ -201,8 +182,7 @@ def claimed(out: Path, request: ComparisonRequest) -> Iterator[int]:
                     "give another --out"
                 )
             time.sleep(0.1)
-        text = f"# {command_line(request)}\n{to_toml(request.options)}"
-        write_whole(out / MANIFEST, text)
+        write_whole(out / MANIFEST, f"# {command_line(request)}\n{to_toml(request.options)}")
         yield descriptor
     finally:
         os.close(descriptor)
@@ -213,6 +193,6 @@ def _try_lock(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks
-        return True
+    except OSError:
+        pass  # a file system without locks
     return True

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.config import JsonDict
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options import command_line
@@ -45,13 +47,13 @@ def set_here(instead: str) -> str:
     return f"the comparison sets this for each run; leave it out: {instead}"
 
 
+_option = partial(option, group="comparison")
+
+
 def _texts(description: str, unit: str) -> Any:
     """A list of texts that may hold commas."""
-    return Field(
-        (),
-        description=description,
-        json_schema_extra={"unit": unit, "group": "comparison", "whole": True},
-    )
+    more: JsonDict = {"unit": unit, "group": "comparison", "whole": True}
+    return Field((), description=description, json_schema_extra=more)
 
 
 class CompareOptions(BaseModel):
@@ -59,16 +61,13 @@ class CompareOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    engine: Literal["virtual", "mpi"] = option(
-        "virtual",
-        "virtual: runs of aladdin_mpi.simulate; mpi: runs of aladdin_mpi.train",
-        group="comparison",
+    engine: Literal["virtual", "mpi"] = _option(
+        "virtual", "virtual: runs of aladdin_mpi.simulate; mpi: runs of aladdin_mpi.train"
     )
-    algorithms: tuple[str, ...] = option(
+    algorithms: tuple[str, ...] = _option(
         (),
         "names of algorithms, apart by spaces or commas; all: every one there is",
         unit="NAME",
-        group="comparison",
         default_text="all, unless --variants are given",
     )
     variants: tuple[str, ...] = _texts(
@@ -76,51 +75,37 @@ class CompareOptions(BaseModel):
         'quotes, such as "pi1=aladdin --aladdin-pi 1"',
         "LABEL=ALGORITHM-AND-OPTIONS",
     )
-    seeds: tuple[Annotated[int, Field(ge=0)], ...] = option(
-        (0,), "seeds; each algorithm is run once with each", unit="SEED", group="comparison"
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = _option(
+        (0,), "seeds; each algorithm is run once with each", unit="SEED"
     )
-    workers: int = option(
-        4, "workers of each run; servers come on top", unit="RANKS", group="comparison", ge=1
-    )
-    target_accuracy: float | None = option(
+    workers: int = _option(4, "workers of each run; servers come on top", unit="RANKS", ge=1)
+    target_accuracy: float | None = _option(
         None,
         "also report the time to this test accuracy, from 0 to 1: that of the first evaluation "
         "at or above it",
         unit="ACCURACY",
-        group="comparison",
         gt=0,
         le=1,
     )
-    out: Path | None = option(
+    out: Path | None = _option(
         None,
         "folder for the runs and the report",
         unit="FOLDER",
-        group="comparison",
         default_text="comparisons/ENGINE-MODEL-DATASET; with --read, none is written",
     )
-    jobs: int = option(
-        1, "runs side by side, in virtual time", unit="RUNS", group="comparison", ge=1
+    jobs: int = _option(1, "runs side by side, in virtual time", unit="RUNS", ge=1)
+    mpirun: str = _option(
+        "mpirun -np {ranks}", "command that starts the ranks of a run over MPI", unit="COMMAND"
     )
-    mpirun: str = option(
-        "mpirun -np {ranks}",
-        "command that starts the ranks of a run over MPI",
-        unit="COMMAND",
-        group="comparison",
-    )
-    baseline: float | None = option(
+    baseline: float | None = _option(
         None,
         "throughput of one worker alone, which speed-ups are related to",
         unit="SAMPLES/S",
-        group="comparison",
         default_text="calculated in virtual time or with timed computing, else measured",
         gt=0,
     )
-    baseline_steps: int = option(
-        100,
-        "steps of the run that measures one worker alone",
-        unit="STEPS",
-        group="comparison",
-        ge=1,
+    baseline_steps: int = _option(
+        100, "steps of the run that measures one worker alone", unit="STEPS", ge=1
     )
     read: tuple[Path, ...] = _texts(
         "run nothing; compare the finished runs in these folders", "FOLDER"

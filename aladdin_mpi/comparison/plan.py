@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +47,26 @@ class PlanEntry:
     algorithm: str
     words: tuple[str, ...] = ()
 
+    @property
+    def origin(self) -> str:
+        """The head of an error about its options."""
+        return f"--variants {self.label}: "
+
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A single run of a comparison."""
+    """A single run of a comparison.
+
+    Attributes:
+        words: its command line, without what depends on the state of its folder.
+        options: what these words mean.
+    """
 
     entry: PlanEntry
     seed: int
     folder: Path
     words: tuple[str, ...]
-    """Its command line, without what depends on the state of its folder."""
     options: RunOptions
-    """What these words mean."""
     ranks: int
 
     @property
@@ -77,11 +85,10 @@ class Run:
         return (self.folder / SUMMARY).is_file()
 
     def start_words(self) -> list[str]:
-        """The command line that starts it, or goes on with it from its last checkpoint."""
+        """The command line that starts it, or resumes it from its last checkpoint."""
         if CheckpointStore(self.folder).exists:
             return ["--resume", str(self.folder)]
-        begun = (self.folder / CONFIG_NAME).exists()
-        again = ["--overwrite"] if begun else []
+        again = ["--overwrite"] if (self.folder / CONFIG_NAME).exists() else []
         return [*self.words, "--run-dir", str(self.folder), *again]
 
 
@@ -94,21 +101,17 @@ def plan(request: ComparisonRequest, out: Path) -> list[Run]:
     options = request.options
     found = entries(options)
     shared = _check_words(options, request.shared, _BEHIND)
-    own = {e.label: _check_words(options, e.words, _variants(e)) for e in found}
+    own = {entry: _check_words(options, entry.words, entry.origin) for entry in found}
     runs = [_run(request, entry, seed, out) for seed in options.seeds for entry in found]
     _check_used(runs, shared, _BEHIND)
     for run in runs:
-        _check_used([run], own[run.entry.label], _variants(run.entry))
-        check_stored(run)
+        _check_used([run], own[run.entry], run.entry.origin)
+        _check_stored(run)
     return runs
 
 
 def entries(options: CompareOptions) -> list[PlanEntry]:
-    """The algorithms and variants to compare.
-
-    Raises:
-        UserError: an unknown algorithm, or a variant that cannot be read.
-    """
+    """The algorithms and variants to compare; UserError for one that is unknown or unreadable."""
     names = options.algorithms or (() if options.variants else (ALL,))
     if ALL in names:
         names = tuple(ALGORITHMS)
@@ -149,10 +152,6 @@ def _check_name(origin: str, name: str, known: Sequence[str]) -> None:
         )
 
 
-def _variants(entry: PlanEntry) -> str:
-    return f"--variants {entry.label}: "
-
-
 def _check_used(runs: Sequence[Run], given: Settings, where: str) -> None:
     """Refuse an option that has no effect on any of these runs."""
     found = [unused(run.options, given) for run in runs]
@@ -181,7 +180,7 @@ def _run(request: ComparisonRequest, entry: PlanEntry, seed: int, out: Path) -> 
     words = [*request.shared, *entry.words, "--algorithm", entry.algorithm, "--seed", str(seed)]
     if options.engine == "virtual":
         words += ["--workers", str(options.workers)]
-    where = _variants(entry) if entry.words else ""
+    where = entry.origin if entry.words else ""
     try:
         built = build(options.run_options, command_line.read(options.run_options, words, "", ""))
         ranks = ranks_of(entry.algorithm, built, options.workers)
@@ -206,16 +205,12 @@ def ranks_of(name: str, options: RunOptions, workers: int) -> int:
     return workers + servers
 
 
-def check_stored(run: Run) -> None:
-    """Refuse a folder that holds another run than this.
-
-    Raises:
-        UserError: with what differs.
-    """
+def _check_stored(run: Run) -> None:
+    """Refuse a folder that holds another run than this, with what differs."""
     if not (run.folder / CONFIG_NAME).is_file():
         return
-    stored = stored_options(run.folder, type(run.options))
-    found = differences(comparable(stored), comparable(run.options))
+    stored = _stored_options(run.folder, type(run.options))
+    found = differences(_comparable(stored), _comparable(run.options))
     if found:
         raise UserError(
             f"--out: {run.folder} holds a run with other options than asked for now (its value "
@@ -224,16 +219,11 @@ def check_stored(run: Run) -> None:
         )
 
 
-def stored_options(folder: Path, model: type[RunOptions]) -> RunOptions:
-    """The options of the run in a folder.
-
-    Raises:
-        UserError: they cannot be read.
-    """
+def _stored_options(folder: Path, model: type[RunOptions]) -> RunOptions:
     return build(model, command_line.read(model, ["--config", str(folder / CONFIG_NAME)], "", ""))
 
 
-def comparable(options: RunOptions) -> dict[str, object]:
+def _comparable(options: RunOptions) -> dict[str, object]:
     """What two runs must have in common to be the same run."""
     facts = options.model_dump(mode="json", exclude=NOT_COMPARED)
     # A default that says the same as what older runs have stored in words.
@@ -251,7 +241,7 @@ BESIDE = ("checkpoint_every", "eval_every", "log_every", "data_dir", "seed", "al
 
 @dataclass(frozen=True)
 class ReadRun:
-    """A run folder's figures and options."""
+    """A finished run in a folder."""
 
     figures: RunFigures
     options: RunOptions
@@ -264,8 +254,8 @@ def read_runs(folders: Sequence[Path]) -> list[ReadRun]:
         UserError: one of them holds no finished run, or is named twice.
     """
     places = [folder.resolve() for folder in folders]
-    for folder, place in zip(folders, places, strict=True):
-        if places.count(place) > 1:
+    for folder in folders:
+        if places.count(folder.resolve()) > 1:
             raise UserError(
                 f"--read: expected different folders, got {folder} twice; leave one out"
             )
@@ -278,7 +268,7 @@ def read_runs(folders: Sequence[Path]) -> list[ReadRun]:
     found = [_read(folder) for folder in folders]
     labels = _labels([_facts(run) for run in found])
     return [
-        ReadRun(read_figures(run.figures.folder, label), run.options)
+        ReadRun(replace(run.figures, label=label), run.options)
         for run, label in zip(found, labels, strict=True)
     ]
 
@@ -286,12 +276,12 @@ def read_runs(folders: Sequence[Path]) -> list[ReadRun]:
 def _read(folder: Path) -> ReadRun:
     figures = read_figures(folder, "")
     model = SimulateOptions if figures.summary.get("engine") == "virtual" else TrainOptions
-    return ReadRun(figures, stored_options(folder, model))
+    return ReadRun(figures, _stored_options(folder, model))
 
 
 def _facts(run: ReadRun) -> dict[str, Any]:
     """What a row of the table has in common: its options, and its number of workers."""
-    facts = {name: v for name, v in comparable(run.options).items() if name not in BESIDE}
+    facts = {name: v for name, v in _comparable(run.options).items() if name not in BESIDE}
     about = {name: run.figures.summary.get(name) for name in ("algorithm", "engine", "workers")}
     return facts | about
 
@@ -317,12 +307,10 @@ def unequal(runs: Sequence[RunFigures]) -> list[str]:
         values = {json.dumps(run.summary.get(name)) for run in runs}
         if len(values) > 1:
             notes.append(f"The runs are not equal in {name}: {', '.join(sorted(values))}.")
-    seeds = {label: sorted(_seeds(runs, label)) for label in {run.label for run in runs}}
-    if len({tuple(each) for each in seeds.values()}) > 1:
-        text = "; ".join(f"{label}: {', '.join(map(str, each))}" for label, each in seeds.items())
-        notes.append(f"Not all have the same seeds: {text}.")
+    seeds: dict[str, list[int]] = {}
+    for run in runs:
+        seeds.setdefault(run.label, []).append(run.summary["seed"])
+    if len({tuple(sorted(each)) for each in seeds.values()}) > 1:
+        each = (f"{label}: {', '.join(map(str, sorted(own)))}" for label, own in seeds.items())
+        notes.append(f"Not all have the same seeds: {'; '.join(each)}.")
     return notes
-
-
-def _seeds(runs: Sequence[RunFigures], label: str) -> list[int]:
-    return [run.summary["seed"] for run in runs if run.label == label]

@@ -9,9 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import aladdin_mpi
-from aladdin_mpi.comparison import figures, plots
+from aladdin_mpi.comparison import plots
 from aladdin_mpi.comparison.baseline import Baseline
-from aladdin_mpi.comparison.figures import KEYS, RunFigures, TableRow, make_rows
+from aladdin_mpi.comparison.figures import (
+    RunFigures,
+    TableRow,
+    as_csv,
+    keys_shown,
+    make_cells,
+    make_rows,
+    markdown,
+)
 from aladdin_mpi.comparison.folder import Machine
 from aladdin_mpi.process import files
 from aladdin_mpi.process.files import write_whole
@@ -61,9 +69,8 @@ class Findings:
 
 def write(findings: Findings, out: Path, facts: Machine) -> None:
     """Write all files of the report."""
-    write_whole(out / TABLE, figures.as_csv(findings.rows))
-    text = files.written(as_json(findings, facts), indent=2)
-    write_whole(out / RESULT, text + "\n")
+    write_whole(out / TABLE, as_csv(findings.rows))
+    write_whole(out / RESULT, files.written(as_json(findings, facts), indent=2) + "\n")
     pictures = plots.draw(
         findings.runs, findings.rows, out, findings.title, findings.target, findings.ideals
     )
@@ -73,7 +80,7 @@ def write(findings: Findings, out: Path, facts: Machine) -> None:
 def as_json(findings: Findings, facts: Machine) -> dict[str, Any]:
     """Everything, for programs: SI units, fractions from 0 to 1, null for what is not there."""
     alone = None if findings.baseline is None else findings.baseline.samples_per_second
-    everything = {
+    result: dict[str, Any] = {
         "format": FORMAT,
         "version": aladdin_mpi.__version__,
         "command": findings.command,
@@ -99,14 +106,13 @@ def as_json(findings: Findings, facts: Machine) -> dict[str, Any]:
         "failures": list(findings.failures),
         "notes": [*findings.notes, *definitions(findings)],
     }
-    written: dict[str, Any] = rounded(everything)
-    return written
+    return dict(rounded(result))
 
 
 def definitions(findings: Findings) -> list[str]:
     """What the columns mean, for those that are there."""
     rows = findings.rows
-    there = {key for key in KEYS if any(row.has(key) for row in rows)}
+    there = keys_shown(rows)
     most = max(row.runs for row in rows)
     clock = "virtual seconds" if findings.engine == "virtual" else "seconds"
     n = f"up to {most}" if any(row.runs != most for row in rows) else str(most)
@@ -139,22 +145,21 @@ def definitions(findings: Findings) -> list[str]:
         )
     else:
         notes.append("No speed-up: the throughput of one worker alone is not known (--baseline).")
-    if findings.ideals:
-        notes.append(f"ideal, dashed in {plots.THROUGHPUT}: {_ideal(findings.ideals)}.")
+    if ideals := findings.ideals.values():
+        low, high = min(ideals), max(ideals)
+        values = f"{low:,.6g}" if low == high else f"{low:,.6g} to {high:,.6g}, as the runs differ"
+        notes.append(
+            f"ideal, dashed in {plots.THROUGHPUT}: the sum of the workers' own speeds, slow-downs "
+            f"counted: {values} samples/s."
+        )
     return notes
 
 
-def _ideal(ideals: Mapping[str, float]) -> str:
-    low, high = min(ideals.values()), max(ideals.values())
-    values = f"{low:,.6g}" if low == high else f"{low:,.6g} to {high:,.6g}, as the runs differ"
-    return f"the sum of the workers' own speeds, slow-downs counted: {values} samples/s"
-
-
 def _markdown(findings: Findings, facts: Machine, pictures: Sequence[str]) -> str:
-    cells = figures.cells(findings.rows, findings.target, "±")
+    cells = make_cells(findings.rows, findings.target, "±")
     lines = [*findings.notes, *definitions(findings), *plots.not_drawn()]
     notes = "\n".join(f"- {line}" for line in lines)
-    parts = [f"# Comparison: {findings.title}", figures.markdown(cells), notes]
+    parts = [f"# Comparison: {findings.title}", markdown(cells), notes]
     if findings.failures:
         parts += ["## Failed runs", "\n".join(f"- {line}" for line in findings.failures)]
     parts += [f"![{Path(name).stem}]({name})" for name in pictures]

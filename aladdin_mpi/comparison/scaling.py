@@ -7,11 +7,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from aladdin_mpi.comparison.figures import RunFigures
+from aladdin_mpi.comparison.figures import RunFigures, plain, read_figures
 from aladdin_mpi.errors import UserError
 
 DESCRIPTION = "Print the throughput of finished runs against their size, as a table."
 HEADINGS = ["run", "workers", "servers", "samples/s", "speed-up", "efficiency, %", "waiting, %"]
+
+
+KEYS = ("workers", "servers", "samples_per_second", "wait_fraction")
 
 
 def table(runs: Sequence[RunFigures]) -> list[list[str]]:
@@ -19,22 +22,14 @@ def table(runs: Sequence[RunFigures]) -> list[list[str]]:
 
     Efficiency is the throughput of one worker, related to that of one worker of the first run.
     """
-    first = runs[0]
     lines = [HEADINGS]
+    first_workers, _, first_rate, _ = (_value(runs[0], key) for key in KEYS)
     for run in runs:
-        speed_up = _value(run, "samples_per_second") / _value(first, "samples_per_second")
-        larger = _value(run, "workers") / _value(first, "workers")
-        lines.append(
-            [
-                run.label,
-                f"{_value(run, 'workers'):.0f}",
-                f"{_value(run, 'servers'):.0f}",
-                f"{_value(run, 'samples_per_second'):,.1f}",
-                f"{speed_up:.2f}",
-                f"{100 * speed_up / larger:.1f}",
-                f"{100 * _value(run, 'wait_fraction'):.1f}",
-            ]
-        )
+        workers, servers, rate, waiting = (_value(run, key) for key in KEYS)
+        speed_up = rate / first_rate
+        efficiency = speed_up / (workers / first_workers)
+        figures = f"{workers:.0f} {servers:.0f} {rate:,.1f} {speed_up:.2f} {100 * efficiency:.1f}"
+        lines.append([run.label, *figures.split(), f"{100 * waiting:.1f}"])
     return lines
 
 
@@ -45,18 +40,6 @@ def _value(run: RunFigures, key: str) -> float:
     return found
 
 
-def plain(lines: Sequence[Sequence[str]]) -> str:
-    """The lines for a terminal: names to the left, figures to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [line[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        )
-        for line in lines
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table of the finished runs in the folders given; returns the exit status."""
     parser = argparse.ArgumentParser("aladdin_mpi.comparison.scaling", description=DESCRIPTION)
@@ -64,13 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "folders", nargs="*", type=Path, metavar="FOLDER", help="of a finished run, smallest first"
     )
     folders = parser.parse_args(argv).folders
-
-    from aladdin_mpi.comparison.figures import read_figures  # slow, and --help does without
-
     try:
         if not folders:
             raise UserError("scaling: expected the folders of finished runs, got none")
-        print(plain(table([read_figures(folder, folder.name) for folder in folders])))
+        print(plain(table([read_figures(folder, folder.name) for folder in folders]), names=0))
     except UserError as error:
         print(f"aladdin_mpi: error: {error}", file=sys.stderr)
         return 2

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median, median_high
 from typing import NamedTuple
@@ -112,15 +112,15 @@ def rates(transport: Transport, flows: Sequence[Flow], slot: float) -> list[list
     """
     length = _length(_long_enough(transport, flows, slot))
     found = [_stream(transport, flows, length) for _ in range(REPEATS)]
-    return [[passed.rate for passed in of_flow] for of_flow in zip(*found, strict=True)]
+    return [[result.rate for result in of_flow] for of_flow in zip(*found, strict=True)]
 
 
 def _long_enough(transport: Transport, flows: Sequence[Flow], slot: float) -> int:
     """Bytes of a stream that takes ``slot`` seconds. Short ones say little: queues take them."""
     total, is_known = FIRST_TRIAL, False
     while not is_known:
-        passed = _stream(transport, flows, _length(total))
-        longest = max((each.seconds for each in passed), default=0.0)
+        results = _stream(transport, flows, _length(total))
+        longest = max((each.seconds for each in results), default=0.0)
         is_known = longest >= slot * LONG_ENOUGH or total >= LARGEST * MOST
         after = round(total * slot / longest) if is_known and longest else total * GROWTH
         total, is_known = broadcast(transport, (after, is_known))
@@ -143,15 +143,9 @@ def _stream(transport: Transport, flows: Sequence[Flow], length: Length) -> list
     }
     while waiting := [end for end in ends.values() if end.under_way]:
         waiting[transport.wait_any([end.under_way[0] for end in waiting])].advance()
-    own = {
-        str(number): end.passed()
-        for number, end in ends.items()
-        if flows[number][1] == transport.rank
-    }
-    told: dict[str, tuple[float, float]] = {}
-    for each in gather(transport, own):
-        told |= each
-    return [FlowResult(*told[str(number)]) for number in range(len(flows))] if told else []
+    own = [[n, *end.result()] for n, end in ends.items() if flows[n][1] == transport.rank]
+    told = sorted(result for results in gather(transport, own) for result in results)
+    return [FlowResult(rate, seconds) for _, rate, seconds in told]
 
 
 class _End:
@@ -160,8 +154,9 @@ class _End:
     def __init__(self, transport: Transport, flow: Flow, length: Length) -> None:
         self._transport = transport
         source, dest = flow
-        self._post = transport.isend if source == transport.rank else transport.irecv
-        self._other = dest if source == transport.rank else source
+        is_source = source == transport.rank
+        self._post = transport.isend if is_source else transport.irecv
+        self._other = dest if is_source else source
         self._length = length
         self._buffers = [torch.zeros(length.nbytes, dtype=torch.uint8) for _ in range(WINDOW)]
         self._begun = self._ended = 0
@@ -185,10 +180,10 @@ class _End:
             self._first = self._last
         self._begin()
 
-    def passed(self) -> FlowResult:
+    def result(self) -> FlowResult:
         """From the end of the first messages that were under way to that of the last one."""
-        behind = self._length.nbytes * (self._ended - WINDOW)
-        return FlowResult(behind / max(self._last - self._first, 1e-9), self._last - self._start)
+        nbytes = self._length.nbytes * (self._ended - WINDOW)
+        return FlowResult(nbytes / max(self._last - self._first, 1e-9), self._last - self._start)
 
 
 def latencies(transport: Transport, pair: Flow, seconds: float) -> list[float]:
@@ -197,22 +192,22 @@ def latencies(transport: Transport, pair: Flow, seconds: float) -> list[float]:
     At rank 0; elsewhere empty.
     """
     barrier(transport)
-    asker, answerer = pair
+    source, dest = pair
     own: list[float] = []
-    if transport.rank == asker:
-        own = _ask(transport, answerer, seconds)
-    elif transport.rank == answerer:
-        _answer(transport, asker)
+    if transport.rank == source:
+        own = _ask(transport, dest, seconds)
+    elif transport.rank == dest:
+        _answer(transport, source)
     return next((each for each in gather(transport, own) if each), [])
 
 
 def _ask(transport: Transport, other: int, seconds: float) -> list[float]:
-    start = transport.now()
+    end = transport.now() + seconds
     found: list[float] = []
     fewest, most = ROUNDS
     is_last = False
     while not is_last:
-        is_last = len(found) >= fewest and (len(found) >= most or transport.now() - start > seconds)
+        is_last = len(found) >= fewest and (len(found) >= most or transport.now() > end)
         word, answer = torch.tensor([float(is_last)], dtype=torch.float64), torch.empty(WORD)
         begin = transport.now()
         receive = transport.irecv(answer, other, Tag.PROBE)
@@ -231,14 +226,12 @@ def _answer(transport: Transport, other: int) -> None:
 def message_seconds(transport: Transport, pair: Flow, rate: float, nbytes: int) -> float:
     """What a message in a row of them takes beyond its bytes at ``rate`` bytes/s; at rank 0.
 
-    Of several rows the median. Below zero where it cannot be told from noise.
+    Of several rows the median. Below zero if it cannot be told from noise.
     """
-    length = Length(nbytes, 200)
-    found = [_stream(transport, [pair], length) for _ in range(REPEATS)]
+    found = [_stream(transport, [pair], Length(nbytes, 200)) for _ in range(REPEATS)]
     if transport.rank:
         return 0.0
-    each = nbytes / median(passed.rate for (passed,) in found)
-    return each - nbytes / rate
+    return nbytes / median(result.rate for (result,) in found) - nbytes / rate
 
 
 DIFFERS = 0.1
@@ -256,13 +249,10 @@ BOTH_WAYS = 4
 LOCAL_HOSTS = 4
 """Hosts inside which the path is measured, at most."""
 
-GoOn = Callable[[], bool]
-"""At rank 0: whether there is time for more."""
-
 
 @dataclass
 class NetworkFigures:
-    """What was found, in Gbit/s and microseconds; None, or missing: it was not measured.
+    """Rates in Gbit/s and times in microseconds; None, or missing: it was not measured.
 
     Attributes:
         alone: rates by pairs of hosts, one pair at a time; the first one sends.
@@ -270,8 +260,6 @@ class NetworkFigures:
         at_once: rates by pairs of hosts, while all hosts send and receive.
         latency: between two hosts, of a short message.
         overhead: what a message takes on top of its bytes.
-        local_rate: inside a host.
-        local_latency: inside a host.
         skipped: pairs of hosts for which there was no time.
     """
 
@@ -295,8 +283,8 @@ class NetworkFigures:
             for host in pair:
                 found.setdefault(host, []).append(rate.value)
         return {
-            host: median(rate for rate in of_host if rate > (1 - ALIKE) * max(of_host))
-            for host, of_host in found.items()
+            host: median(rate for rate in rates if rate > (1 - ALIKE) * max(rates))
+            for host, rates in found.items()
         }
 
     def crowded(self) -> Figure | None:
@@ -320,51 +308,47 @@ class NetworkFigures:
     def other_links(self) -> dict[int, float]:
         """The hosts whose link differs from the usual one."""
         usual = self.usual_rate()
-        return {
-            host: rate
-            for host, rate in self.host_rates().items()
-            if usual is not None and abs(rate - usual.value) > DIFFERS * usual.value
-        }
+        if usual is None:
+            return {}
+        rates, most = self.host_rates().items(), DIFFERS * usual.value
+        return {host: rate for host, rate in rates if abs(rate - usual.value) > most}
 
 
-def measure_network(transport: Transport, seconds: float, go_on: GoOn) -> NetworkFigures:
+def measure_network(
+    transport: Transport, seconds: float, has_time: Callable[[], bool]
+) -> NetworkFigures:
     """Measure it in about so many seconds; complete at rank 0.
 
     Args:
         transport: all ranks call it.
         seconds: for all of it.
-        go_on: asked at rank 0 before each pair of hosts but the first.
+        has_time: asked at rank 0 before each pair of hosts but the first.
     """
-    first = _first_ranks(transport.hosts)
+    first = [transport.hosts.index(host) for host in range(max(transport.hosts) + 1)]
     found = NetworkFigures(len(first))
     if len(first) > 1:
-        _measure_between(transport, found, first, seconds, go_on)
+        _measure_between(transport, found, first, seconds, has_time)
     _measure_inside(transport, found, seconds)
     return found
 
 
-def _first_ranks(hosts: Sequence[int]) -> list[int]:
-    """The first rank of each host."""
-    return [hosts.index(host) for host in range(max(hosts) + 1)]
-
-
-def _pairs(hosts: int) -> Iterator[Flow]:
-    """Ordered pairs of hosts: each host sends to the next one, then to the one after that, ..."""
-    for distance in range(1, hosts):
-        for host in range(hosts):
-            yield host, (host + distance) % hosts
-
-
 def _measure_between(
-    transport: Transport, found: NetworkFigures, first: Sequence[int], seconds: float, go_on: GoOn
+    transport: Transport,
+    found: NetworkFigures,
+    first: Sequence[int],
+    seconds: float,
+    has_time: Callable[[], bool],
 ) -> None:
-    pairs = list(_pairs(found.hosts))
+    """``first`` is the first rank of each host, which stands for it."""
+    hosts = range(found.hosts)
+    # Each host sends to the next one, then to the one after that, ...
+    pairs = [(host, (host + step) % found.hosts) for step in hosts[1:] for host in hosts]
     streams = STREAMS * (len(pairs) + 1) + STREAMS * min(BOTH_WAYS, found.hosts)
     slot = min(LONGEST_SLOT, max(SHORTEST_SLOT, seconds / streams))
     delays: list[float] = []
     shares: list[float] = []
     for number, (a, b) in enumerate(pairs):
-        if not broadcast(transport, number == 0 or go_on()):
+        if not broadcast(transport, number == 0 or has_time()):
             found.skipped = len(pairs) - number
             break
         flow = first[a], first[b]
@@ -396,12 +380,9 @@ def _measure_crowd(
 
 
 def _measure_inside(transport: Transport, found: NetworkFigures, seconds: float) -> None:
-    pairs = [
-        (ranks[0], ranks[1])
-        for host in range(found.hosts)
-        for ranks in [[rank for rank, other in enumerate(transport.hosts) if other == host]]
-        if len(ranks) > 1
-    ][:LOCAL_HOSTS]
+    hosts = transport.hosts
+    ranks = [[rank for rank, at in enumerate(hosts) if at == host] for host in range(found.hosts)]
+    pairs = [(of_host[0], of_host[1]) for of_host in ranks if len(of_host) > 1][:LOCAL_HOSTS]
     slot = min(LONGEST_SLOT, max(SHORTEST_SLOT, seconds / (4 * LOCAL_HOSTS)))
     delays: list[float] = []
     inside: list[float] = []

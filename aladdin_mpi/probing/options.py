@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,7 +14,7 @@ from aladdin_mpi.options import command_line
 from aladdin_mpi.options.cluster import FASTEST_GBIT, FASTEST_GBYTE, LONGEST_US, Host
 from aladdin_mpi.options.fields import extra, kebab, option
 from aladdin_mpi.options.general import Factor, Precision, Worker
-from aladdin_mpi.options.settings import Settings, build
+from aladdin_mpi.options.settings import Setting, Settings, build
 from aladdin_mpi.probing.description import EXAMPLE, described
 
 PROG = "aladdin_mpi.probe"
@@ -23,6 +24,9 @@ ABOUT = (
     "on the cluster itself: mpirun -np N python -m aladdin_mpi.probe --model NAME --batch-size N."
 )
 OUTPUT, DESCRIPTION, MEASURING = "output", "a description, without MPI", "measuring, under mpirun"
+_output = partial(option, group=OUTPUT)
+_described = partial(option, group=DESCRIPTION)
+_measured = partial(option, group=MEASURING)
 LONGEST_STEP = 1e5
 """Seconds."""
 MOST_HOSTS = 1_000_000
@@ -35,142 +39,77 @@ class ProbeOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     # -- output
-    out: Path = option(Path("cluster.toml"), "the file to write", unit="FILE", group=OUTPUT)
-    overwrite: bool = option(False, "replace the file if it is there", group=OUTPUT)
+    out: Path = _output(Path("cluster.toml"), "the file to write", unit="FILE")
+    overwrite: bool = _output(False, "replace the file if it is there")
 
     # -- description
-    describe: str | None = option(
-        None,
-        f'the cluster in words, such as "{EXAMPLE}, one node 3x slower"',
-        unit="TEXT",
-        group=DESCRIPTION,
+    describe: str | None = _described(
+        None, f'the cluster in words, such as "{EXAMPLE}, one node 3x slower"', unit="TEXT"
     )
-    nodes: int | None = option(
-        None,
-        "hosts of the cluster",
-        unit="HOSTS",
-        group=DESCRIPTION,
-        ge=1,
-        le=MOST_HOSTS,
-    )
-    gpus_per_node: int | None = option(
+    nodes: int | None = _described(None, "hosts of the cluster", unit="HOSTS", ge=1, le=MOST_HOSTS)
+    gpus_per_node: int | None = _described(
         None,
         "workers on each host",
         unit="WORKERS",
-        group=DESCRIPTION,
         default_text="1, where a cluster is described",
         ge=1,
         le=MOST_HOSTS,
     )
-    bandwidth_gbit: float | None = option(
-        None,
-        "each host's link, each way",
-        unit="GBIT/S",
-        group=DESCRIPTION,
-        gt=0,
-        le=FASTEST_GBIT,
+    bandwidth_gbit: float | None = _described(
+        None, "each host's link, each way", unit="GBIT/S", gt=0, le=FASTEST_GBIT
     )
-    links: dict[Host, Gbit] = option(
-        {},
-        "hosts, counted from 0, whose link has another rate",
-        unit="HOST=GBIT/S",
-        group=DESCRIPTION,
+    links: dict[Host, Gbit] = _described(
+        {}, "hosts, counted from 0, whose link has another rate", unit="HOST=GBIT/S"
     )
-    latency_us: float | None = option(
-        None,
-        "between two hosts",
-        unit="MICROSECONDS",
-        group=DESCRIPTION,
-        ge=0,
-        le=LONGEST_US,
+    latency_us: float | None = _described(
+        None, "between two hosts", unit="MICROSECONDS", ge=0, le=LONGEST_US
     )
-    local_bandwidth_gbit: float | None = option(
-        None,
-        "of the path inside a host",
-        unit="GBIT/S",
-        group=DESCRIPTION,
-        gt=0,
-        le=FASTEST_GBIT,
+    local_bandwidth_gbit: float | None = _described(
+        None, "of the path inside a host", unit="GBIT/S", gt=0, le=FASTEST_GBIT
     )
-    local_latency_us: float | None = option(
-        None,
-        "inside a host",
-        unit="MICROSECONDS",
-        group=DESCRIPTION,
-        ge=0,
-        le=LONGEST_US,
+    local_latency_us: float | None = _described(
+        None, "inside a host", unit="MICROSECONDS", ge=0, le=LONGEST_US
     )
-    memory_gbyte: float | None = option(
-        None,
-        "memory bandwidth of one process",
-        unit="GBYTE/S",
-        group=DESCRIPTION,
-        gt=0,
-        le=FASTEST_GBYTE,
+    memory_gbyte: float | None = _described(
+        None, "memory bandwidth of one process", unit="GBYTE/S", gt=0, le=FASTEST_GBYTE
     )
-    step_seconds: float | None = option(
+    step_seconds: float | None = _described(
         None,
         "time of a step of a worker that is not slowed down",
         unit="SECONDS",
-        group=DESCRIPTION,
         gt=0,
         le=LONGEST_STEP,
     )
-    jitter: float | None = option(
-        None,
-        "relative standard deviation of the time of a step",
-        unit="FRACTION",
-        group=DESCRIPTION,
-        ge=0,
-        le=10,
+    jitter: float | None = _described(
+        None, "relative standard deviation of the time of a step", unit="FRACTION", ge=0, le=10
     )
-    slowdown: dict[Worker, Factor] = option(
-        {},
-        "workers, counted from 0, that are slower by a factor",
-        unit="WORKER=FACTOR",
-        group=DESCRIPTION,
+    slowdown: dict[Worker, Factor] = _described(
+        {}, "workers, counted from 0, that are slower by a factor", unit="WORKER=FACTOR"
     )
-    node_slowdown: dict[Host, Factor] = option(
-        {},
-        "hosts, counted from 0, all workers of which are slower by a factor",
-        unit="HOST=FACTOR",
-        group=DESCRIPTION,
+    node_slowdown: dict[Host, Factor] = _described(
+        {}, "hosts, counted from 0, all workers of which are slower by a factor", unit="HOST=FACTOR"
     )
 
     # -- measuring
-    model: str = option(
+    model: str = _measured(
         "digits",
         "model whose steps are timed, as for aladdin_mpi.train: a name, or package.module:function",
-        group=MEASURING,
     )
-    dataset: str = option(
+    dataset: str = _measured(
         "digits",
         "data set whose shape the model's input has, such as cifar10, imagenet or "
         "synthetic:3x32x32:10:10000; its values are drawn",
-        group=MEASURING,
     )
-    batch_size: int = option(
-        32, "batch of one worker's step", unit="SAMPLES", group=MEASURING, ge=1
+    batch_size: int = _measured(32, "batch of one worker's step", unit="SAMPLES", ge=1)
+    image_size: int | None = _measured(
+        None, "side of the images", unit="PIXELS", default_text="that of the data set", ge=1
     )
-    image_size: int | None = option(
-        None,
-        "side of the images",
-        unit="PIXELS",
-        group=MEASURING,
-        default_text="that of the data set",
-        ge=1,
+    precision: Precision = _measured("fp32", "of the forward and backward pass")
+    device: Literal["auto", "cpu", "gpu", "cuda", "xpu"] = _measured(
+        "auto", "where workers compute"
     )
-    precision: Precision = option("fp32", "of the forward and backward pass", group=MEASURING)
-    device: Literal["auto", "cpu", "gpu", "cuda", "xpu"] = option(
-        "auto", "where workers compute", group=MEASURING
-    )
-    seconds: float = option(
-        60.0,
-        "how long it may take, beside its start",
-        unit="SECONDS",
-        group=MEASURING,
-        ge=1,
-        le=3600,
+    seconds: float = _measured(
+        60.0, "how long it may take, beside its start", unit="SECONDS", ge=1, le=3600
     )
 
     @model_validator(mode="after")
@@ -190,12 +129,6 @@ class ProbeOptions(BaseModel):
         return self
 
 
-def _of_group(group: str) -> set[str]:
-    return {
-        name for name, info in ProbeOptions.model_fields.items() if extra(info)["group"] == group
-    }
-
-
 def read(argv: Sequence[str] | None) -> tuple[ProbeOptions, bool]:
     """What was typed, and whether a cluster is described; ``--help`` prints and exits.
 
@@ -203,13 +136,16 @@ def read(argv: Sequence[str] | None) -> tuple[ProbeOptions, bool]:
         UserError: an option is unknown or its value bad, or a description is not understood.
     """
     given = command_line.read(ProbeOptions, argv, PROG, ABOUT)
-    named = {path[0]: setting for path, setting in given.items()}
-    describes = bool(_of_group(DESCRIPTION) & named.keys())
+    describes = bool(_of_group(DESCRIPTION, given))
     if describes:
-        _check_only_described(given)
-        text = named.get("describe")
-        words = {} if text is None else described(str(text.value))
-        given = {(name,): setting for name, setting in words.items()} | given
+        for name, setting in _of_group(MEASURING, given).items():
+            raise UserError(
+                f"{setting.origin}: expected only where a cluster is measured, got it beside a "
+                f"description; leave --{kebab(name)} out, or measure without one"
+            )
+        if (text := given.get(("describe",))) is not None:
+            words = described(str(text.value))
+            given = {(name,): setting for name, setting in words.items()} | given
     options = build(ProbeOptions, given)
     if describes and options.nodes is None:
         raise UserError(
@@ -219,11 +155,6 @@ def read(argv: Sequence[str] | None) -> tuple[ProbeOptions, bool]:
     return options, describes
 
 
-def _check_only_described(given: Settings) -> None:
-    measuring = _of_group(MEASURING)
-    for (name, *_), setting in given.items():
-        if name in measuring:
-            raise UserError(
-                f"{setting.origin}: expected only where a cluster is measured, got it beside a "
-                f"description; leave --{kebab(name)} out, or measure without one"
-            )
+def _of_group(group: str, given: Settings) -> dict[str, Setting]:
+    fields = ProbeOptions.model_fields
+    return {name: s for (name, *_), s in given.items() if extra(fields[name])["group"] == group}

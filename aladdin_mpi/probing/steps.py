@@ -7,8 +7,8 @@ drawn, and without messages.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -50,21 +50,15 @@ class ProbeTask:
     precision: str
     device: torch.device
 
-    def moved(self) -> ProbeTask:
-        """The same on its device."""
-        module = self.module.to(self.device)
-        inputs, labels = self.inputs.to(self.device), self.labels.to(self.device)
-        return replace(self, module=module, inputs=inputs, labels=labels)
-
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Of one rank.
+    """The steps of one rank.
 
     Attributes:
         seconds: of each step.
         forward: share of a step until backward begins.
-        backward: shares of the gradient and of backward's time after which they are there.
+        backward: shares of the gradient, and of backward's time after which they are complete.
     """
 
     seconds: list[float]
@@ -98,75 +92,67 @@ def time_steps(transport: Transport, task: ProbeTask, seconds: float) -> StepTim
         RuntimeError: the device cannot compute them, for want of memory for example.
     """
     enter(task.device)
-    task = task.moved()
-    replica = Replica(task.module)
-    layout = cut(replica.numel, 0, max(4e-6, 4e-6 * replica.numel / BUCKETS), 4e-6 * replica.numel)
-    watch = Stopwatch(task.device)
-    begun: list[Any] = []
-    there: list[tuple[Bucket, Any]] = []
+    timer = _StepTimer(transport, task)
+    try:
+        for _ in range(WARM_UP):
+            timer.step()
+        end = time.perf_counter() + seconds
+        found: list[tuple[float, float, Points]] = []
+        while len(found) < FEWEST or (len(found) < MOST and time.perf_counter() < end):
+            found.append(timer.step())
+    finally:
+        timer.close()
+    forward = median(forward / step for step, forward, _ in found)
+    shape = simplified(_typical([points for *_, points in found]))
+    return StepTimes([step for step, *_ in found], forward, shape)
 
-    def compute(lease: SampleLease) -> float:
-        loss = _loss(task)
-        begun.append(watch.stamp())
+
+class _StepTimer:
+    """Takes steps of a task on its device."""
+
+    def __init__(self, transport: Transport, task: ProbeTask) -> None:
+        self._module = task.module.to(task.device)
+        self._inputs, self._labels = task.inputs.to(task.device), task.labels.to(task.device)
+        self._device, self._dtype = task.device, AUTOCAST.get(task.precision)
+        replica = Replica(self._module)
+        self._numel, self._vector = replica.numel, replica.new_vector()
+        megabytes = 4e-6 * replica.numel
+        layout = cut(replica.numel, 0, max(4e-6, megabytes / BUCKETS), megabytes)
+        self._watch = Stopwatch(task.device)
+        self._begun: Any = None
+        self._step = RealStep(
+            transport, layout, replica, self._compute, slowdown=1.0, wait_free=True
+        )
+
+    def _compute(self, lease: SampleLease) -> float:
+        dtype = self._dtype or torch.bfloat16
+        with torch.autocast(self._device.type, dtype, enabled=self._dtype is not None):
+            outputs = self._module(self._inputs)
+        loss = functional.cross_entropy(outputs.float(), self._labels)
+        self._begun = self._watch.stamp()
         loss.backward()
         return float(loss.detach())
 
-    step = RealStep(transport, layout, replica, compute, slowdown=1.0, wait_free=True)
-    one = _one_step(step, replica.new_vector(), watch, begun, there, replica.numel)
-    try:
-        return _repeat(one, seconds)
-    finally:
-        step.close()
-
-
-def _loss(task: ProbeTask) -> Tensor:
-    dtype = AUTOCAST.get(task.precision)
-    with torch.autocast(task.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
-        outputs = task.module(task.inputs)
-    return functional.cross_entropy(outputs.float(), task.labels)
-
-
-Step = Callable[[], tuple[float, float, Points]]
-"""Takes one; its seconds, the forward pass's, and when backward completed what."""
-
-
-def _one_step(
-    step: RealStep,
-    vector: Tensor,
-    watch: Stopwatch,
-    begun: list[Any],
-    there: list[tuple[Bucket, Any]],
-    numel: int,
-) -> Step:
-    def one() -> tuple[float, float, Points]:
-        begun.clear()
-        there.clear()
+    def step(self) -> tuple[float, float, Points]:
+        """Take a step; its seconds, the forward pass's, and when backward completed what."""
+        watch = self._watch
+        there: list[tuple[Bucket, Any]] = []
         start = watch.stamp()
-        step.compute_into(
-            vector, SampleLease(0, 1, 1), lambda bucket: there.append((bucket, watch.stamp()))
+        self._step.compute_into(
+            self._vector, SampleLease(0, 1, 1), lambda bucket: there.append((bucket, watch.stamp()))
         )
         end = watch.stamp()
         watch.finish()
-        backward = watch.between(begun[0], end)
+        begun, backward = self._begun, watch.between(self._begun, end)
         points = [
-            (bucket.stop / numel, watch.between(begun[0], stamp) / backward)
+            (bucket.stop / self._numel, watch.between(begun, stamp) / backward)
             for bucket, stamp in there
         ]
-        return watch.between(start, end), watch.between(start, begun[0]), points
+        return watch.between(start, end), watch.between(start, begun), points
 
-    return one
-
-
-def _repeat(one: Step, seconds: float) -> StepTimes:
-    for _ in range(WARM_UP):
-        one()
-    end = time.perf_counter() + seconds
-    found: list[tuple[float, float, Points]] = []
-    while len(found) < FEWEST or (len(found) < MOST and time.perf_counter() < end):
-        found.append(one())
-    times = [step for step, _, _ in found]
-    forward = median(forward / step for step, forward, _ in found)
-    return StepTimes(times, forward, simplified(_typical([points for *_, points in found])))
+    def close(self) -> None:
+        """Remove the hooks of the model."""
+        self._step.close()
 
 
 def _typical(steps: Sequence[Points]) -> Points:
@@ -185,9 +171,8 @@ def simplified(points: Points, tolerance: float = 0.03) -> Points:
         tolerance: shares of backward's time that may be lost.
     """
     whole = [(0.0, 0.0), *(point for point in points if 0 < point[0] < 1), (1.0, 1.0)]
-    kept = _split(whole, tolerance)[1:-1]
     rising: Points = []
-    for gradient, moment in kept:
+    for gradient, moment in _split(whole, tolerance)[1:-1]:
         before = rising[-1][1] if rising else 0.0
         rising.append((round(gradient, 4), round(max(moment, before), 4)))
     return rising
@@ -215,7 +200,7 @@ SIDE = 128
 
 @dataclass(frozen=True)
 class Overlap:
-    """How far messages and computing go on beside each other.
+    """How far messages and computing overlap.
 
     Attributes:
         moved: share of the bytes that had moved when computing ended.
@@ -238,12 +223,11 @@ def measure_overlap(transport: Transport, pair: Flow, rate: float) -> Overlap | 
     nbytes = round(min(LARGEST, max(SMALLEST, total / 16)))
     length = Length(nbytes, max(1, round(total / nbytes)))
     alone = length.nbytes * length.messages / rate
-    takes_part = transport.rank in pair
     barrier(transport)
-    before = _compute(transport, LONGER * alone) if takes_part else 1.0
+    before = _compute(transport, LONGER * alone) if transport.rank in pair else 1.0
     barrier(transport)
     own = None
-    if takes_part:
+    if transport.rank in pair:
         own = _send_and_compute(transport, pair, length, alone, before)
     told = [each for each in gather(transport, own) if each is not None]
     if not told:
@@ -255,11 +239,9 @@ def _send_and_compute(
     transport: Transport, pair: Flow, length: Length, alone: float, before: float
 ) -> tuple[float, float]:
     source, dest = pair
+    post, other = (transport.isend, dest) if transport.rank == source else (transport.irecv, source)
     buffers = [torch.zeros(length.nbytes, dtype=torch.uint8) for _ in range(length.messages)]
-    if transport.rank == source:
-        requests = [transport.isend(buffer, dest, Tag.PROBE) for buffer in buffers]
-    else:
-        requests = [transport.irecv(buffer, source, Tag.PROBE) for buffer in buffers]
+    requests = [post(buffer, other, Tag.PROBE) for buffer in buffers]
     beside = _compute(transport, LONGER * alone)
     end = transport.now()
     transport.wait(*requests)
@@ -268,7 +250,7 @@ def _send_and_compute(
 
 
 def _compute(transport: Transport, seconds: float) -> float:
-    """Compute for so long, without a look at messages; products of matrices per second."""
+    """Compute for so long, without a poll for messages; products of matrices per second."""
     if transport.models_time:
         transport.sleep(seconds)
         return 1.0

@@ -1,4 +1,4 @@
-"""What a person sees of a run while it trains: one line that is redrawn, or lines in a file."""
+"""The progress of a run on the screen: one line that is redrawn, or lines in a file."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from aladdin_mpi.process.console import Terminal, find_terminal
 BAR = "{bar}"
 """Stands for a bar in :func:`in_columns`; braces of others are doubled, as in format strings."""
 LEAST_BAR = 12
-"""Columns of the shortest bar, with the space behind it."""
+"""Columns of the shortest bar, with the space after it."""
 SHORT_DIGITS = 3
 NAMES = {"test_accuracy": ("accuracy", "acc"), "test_loss": ("test loss", "test loss")}
-"""Of figures, where there are better ones than their own: in full and short."""
+"""Of figures, if there are better ones than their own: in full and short."""
 UNITS = ("bits", "rounds")
 """The last words of an algorithm's figures that are their units."""
+Style = Literal["auto", "live", "lines"]
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,15 @@ class State:
     left: float | None = None
 
 
-class _Field(NamedTuple):
-    """A part of the line; ``rank`` 0 stays longest where there is little room."""
+# -- the line -----------------------------------------------------------------------------
+class _Part(NamedTuple):
+    """A part of the line; ``rank`` 0 stays longest if there is little room."""
 
     rank: int
     full: str
     short: str
-    name: str
+    name: str = ""
+    """Parts of the same name line up in a file."""
 
 
 def in_full(state: State, widths: MutableMapping[str, int] | None = None) -> str:
@@ -78,42 +81,42 @@ def in_full(state: State, widths: MutableMapping[str, int] | None = None) -> str
         state: of the run.
         widths: of each part of the lines before, which this one lines up with.
     """
-    first, *others = _fields(state)
+    first, *others = _parts(state)
     total = console.number(state.total)
-    done = f"{console.number(state.samples):>{len(total)}} of {total} samples"
+    columns = [first.full, f"{console.number(state.samples):>{len(total)}} of {total} samples"]
     widths = {} if widths is None else widths
     for part in others:
         widths[part.name] = max(widths.get(part.name, 0), disp_len(part.full))
-    columns = [_padded(part.full, widths[part.name]) for part in others]
-    return "  ".join([first.full, done, *columns]).rstrip()
+        columns.append(_padded(part.full, widths[part.name]))
+    return "  ".join(columns).rstrip()
 
 
 def in_columns(state: State, columns: int) -> str:
     """For a terminal: exactly ``columns`` wide, as a format string with a place for a bar.
 
-    Where not everything fits, words are shortened, and then the least important left out, but
+    If not everything fits, words are shortened, and then the least important left out, but
     nothing is cut. The bar takes what is left.
     """
-    fields = list(_fields(state))
-    for parts in ([f.full for f in fields], [f.short for f in fields]):
-        text = "  ".join(parts[1:])
-        room = columns - disp_len(parts[0]) - disp_len(text) - 3
+    parts = list(_parts(state))
+    for first, *others in ([part.full for part in parts], [part.short for part in parts]):
+        text = "  ".join(others)
+        room = columns - disp_len(first) - disp_len(text) - 3
         if room >= LEAST_BAR:
-            return f"{parts[0]} {BAR}  {_escaped(text)}"
+            return f"{first} {BAR}  {_escaped(text)}"
         if room >= -1:
-            return _escaped(_padded(f"{parts[0]}  {text}", columns))
-    return _escaped(_padded(" ".join(_most_important(fields, columns)), columns))
+            return _escaped(_padded(f"{first}  {text}", columns))
+    return _escaped(_padded(" ".join(_most_important(parts, columns)), columns))
 
 
-def _most_important(fields: list[_Field], columns: int) -> list[str]:
+def _most_important(parts: list[_Part], columns: int) -> list[str]:
     """The short forms of as many as fit, in their order."""
-    kept: set[int] = set()
+    kept: set[_Part] = set()
     room = columns + 1
-    for place, each in sorted(enumerate(fields), key=lambda item: item[1].rank):
-        if disp_len(each.short) < room:
-            room -= disp_len(each.short) + 1
-            kept.add(place)
-    return [each.short for place, each in enumerate(fields) if place in kept]
+    for part in sorted(parts, key=lambda part: part.rank):
+        if disp_len(part.short) < room:
+            room -= disp_len(part.short) + 1
+            kept.add(part)
+    return [part.short for part in parts if part in kept]
 
 
 def _padded(text: str, columns: int) -> str:
@@ -124,68 +127,50 @@ def _escaped(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
-def _fields(state: State) -> Iterator[_Field]:
-    """What is there of it, in the order of the line."""
+def _parts(state: State) -> Iterator[_Part]:
+    """The parts that there are, in the order of the line."""
     # Rounded down: 100 % means that all samples have been drawn.
     share = f"{100 * state.samples // state.total:3d} %"
-    yield _Field(0, share, share, "share")
+    yield _Part(0, share, share)
     if state.rate is not None:
         text = console.throughput(state.rate)
-        yield _Field(1, text, text, "rate")
+        yield _Part(1, text, text, "rate")
     if state.loss is not None:
-        yield _named(2, "loss", "loss", state.loss)
+        yield _figure(2, "loss", "loss", state.loss)
     for place, (name, value) in enumerate(state.figures.items()):
-        full, short = NAMES.get(name, (name, name))
-        yield _named(3 if place == 0 else 9, full, short, value)
+        yield _figure(9 if place else 3, *NAMES.get(name, (name, name)), value)
     if state.lr is not None:
-        yield _named(7, "learning rate", "lr", state.lr)
+        yield _figure(7, "learning rate", "lr", state.lr)
     if state.waiting is not None:
         text = console.percent(state.waiting)
-        yield _Field(6, f"waiting {text}", f"wait {text}", "waiting")
+        yield _Part(6, f"waiting {text}", f"wait {text}", "waiting")
     if state.staleness is not None:
-        yield _named(8, "staleness", "stale", state.staleness)
+        yield _figure(8, "staleness", "stale", state.staleness)
     for name, value in state.others.items():
         words = name.split("_")
-        unit = words.pop() if words[-1] in UNITS else ""
-        yield _named(10, " ".join(words), " ".join(words), value, unit)
-    yield _named(11, "epoch", "epoch", state.epoch)
-    yield _workers(state)
+        unit = f" {words.pop()}" if words[-1] in UNITS else ""
+        yield _figure(10, " ".join(words), " ".join(words), value, unit)
+    yield _figure(11, "epoch", "epoch", state.epoch)
+    full = short = f"{state.workers} worker{'s' * (state.workers != 1)}"
+    if state.alive != state.workers:
+        full = f"{state.alive} of {state.workers} workers alive"
+        short = f"{state.alive}/{state.workers} workers"
+    yield _Part(5, full, short, "workers")
     if state.left is not None and state.samples < state.total:
         full = f"{console.duration(state.left)} left"
-        yield _Field(4, full, f"{console.clock(state.left)} left", "left")
+        yield _Part(4, full, f"{console.clock(state.left)} left", "left")
 
 
-def _named(rank: int, full: str, short: str, value: float, unit: str = "") -> _Field:
+def _figure(rank: int, full: str, short: str, value: float, unit: str = "") -> _Part:
     long, brief = console.number(value), console.number(value, SHORT_DIGITS)
-    behind = unit and f" {unit}"
-    return _Field(rank, f"{full} {long}{behind}", f"{short} {brief}{behind}", full)
+    return _Part(rank, f"{full} {long}{unit}", f"{short} {brief}{unit}", full)
 
 
-def _workers(state: State) -> _Field:
-    if state.alive == state.workers:
-        text = f"{state.workers} worker{'s' * (state.workers != 1)}"
-        return _Field(5, text, text, "workers")
-    return _Field(
-        5,
-        f"{state.alive} of {state.workers} workers alive",
-        f"{state.alive}/{state.workers} workers",
-        "workers",
-    )
-
-
-REDRAW_SECONDS = 0.25
-LINE_SECONDS = 10.0
-"""Without a terminal, a line of progress is printed this often at least, ..."""
-LINE_SHARE = 0.1
-"""... and whenever this share of the run has passed."""
+# -- rate and loss ------------------------------------------------------------------------
 RECENT_SECONDS = 10.0
 """Rate and loss are those of so many seconds, ..."""
 RECENT_SHARE = 0.02
 """... or of this share of the run, if that is less."""
-PATIENCE = 1.0
-"""Seconds after which the display is given up: whoever draws it is stuck in that."""
-
-Style = Literal["auto", "live", "lines"]
 
 
 class _Moment(NamedTuple):
@@ -214,7 +199,7 @@ class Recent:
         self._moments = deque([_Moment(time.monotonic(), seconds, 0, 0.0, 0)])
 
     def add(self, loss: float, samples: int) -> None:
-        """A step over so many samples is done; its mean loss is NaN where nobody knows it."""
+        """A step over so many samples is complete; its mean loss is NaN if it is unknown."""
         self._done += samples
         if isfinite(loss):
             self._loss += loss * samples
@@ -233,14 +218,19 @@ class Recent:
         return rate, (now.loss - then.loss) / measured if measured else None
 
     def _is_long(self, then: _Moment, now: _Moment) -> bool:
-        return (
-            now.done > then.done
-            and now.seconds > then.seconds
-            and (
-                now.at - then.at >= RECENT_SECONDS
-                or now.done - then.done >= RECENT_SHARE * self._total
-            )
-        )
+        done, is_old = now.done - then.done, now.at - then.at >= RECENT_SECONDS
+        is_far = done >= RECENT_SHARE * self._total
+        return done > 0 and now.seconds > then.seconds and (is_old or is_far)
+
+
+# -- the display --------------------------------------------------------------------------
+REDRAW_SECONDS = 0.25
+LINE_SECONDS = 10.0
+"""Without a terminal, a line of progress is printed this often at least, ..."""
+LINE_SHARE = 0.1
+"""... and whenever this share of the run has passed."""
+PATIENCE = 1.0
+"""Seconds after which the display is given up: the thread that draws it is stuck."""
 
 
 class Progress:
@@ -250,8 +240,8 @@ class Progress:
         total: samples of the run.
         samples: drawn already.
         seconds: of training already.
-        look: says where the run is, all but its rate, its loss and the time left.
-        style: which of the two; "auto": as the place asks for.
+        look: returns the state of the run, without its rate, its loss and the time left.
+        style: which of the two; "auto": by where the output goes.
         quiet: neither.
     """
 
@@ -269,19 +259,21 @@ class Progress:
         self._look = look
         self._recent = Recent(total, seconds)
         self._begun: tuple[float, int] | None = None
-        stream = stream or sys.stderr
-        terminal = None if quiet or style == "lines" else find_terminal(stream)
-        if terminal is None and style == "live" and not quiet:
-            terminal = Terminal(stream, None)
         self._output: Live | Lines | None = None
-        if terminal is not None:
+        stream = stream or sys.stderr
+        if quiet:
+            return
+        terminal = None if style == "lines" else find_terminal(stream)
+        if terminal is None and style == "live":
+            terminal = Terminal(stream, None)
+        if terminal is None:
+            self._output = Lines(total, samples, stream)
+        else:
             self._output = Live(look(), terminal)
             console.show(self._output)
-        elif not quiet:
-            self._output = Lines(total, samples, stream)
 
     def report(self, drawn: int, seconds: float, loss: float, samples: int) -> None:
-        """A worker has made a step over so many samples; its mean loss may be NaN."""
+        """A worker has completed a step over so many samples; its mean loss may be NaN."""
         if self._output is None:
             return
         self._recent.add(loss, samples)
@@ -296,14 +288,12 @@ class Progress:
 
     def _left(self, drawn: int) -> float | None:
         """Seconds on this process's clock: in virtual time those of the run say nothing."""
-        if self._begun is None:
-            return None
-        at, before = self._begun
+        at, before = self._begun or (0.0, drawn)
         done = drawn - before
         return (time.monotonic() - at) / done * (self._total - drawn) if done > 0 else None
 
     def give_up(self) -> None:
-        """Another one follows, on a line of its own."""
+        """Another display follows, on a line of its own."""
         if isinstance(self._output, Live):
             console.close()
         self._output = None
@@ -317,13 +307,7 @@ class Progress:
 
 
 class Lines:
-    """A line now and then.
-
-    Args:
-        total: samples of the run.
-        samples: drawn already.
-        stream: where to.
-    """
+    """A line now and then, on ``stream``, of a run of ``total`` samples."""
 
     def __init__(self, total: int, samples: int, stream: TextIO) -> None:
         self._total = total
@@ -358,10 +342,6 @@ class Live:
     It is as wide as the terminal. So what others print next to it (another rank, a library)
     begins on a line of its own, and the next drawing is below that. Nothing else is asked of the
     terminal: when a process is killed it needs no repair.
-
-    Args:
-        state: what is shown first.
-        terminal: where it is seen.
     """
 
     def __init__(self, state: State, terminal: Terminal) -> None:
@@ -400,20 +380,24 @@ class Live:
 
         Not at once, since what is printed may take a longer way to the terminal than the line.
         """
-        if not self._bar.get_lock().acquire(timeout=PATIENCE):
-            yield
-            return
-        try:
-            self._bar.clear()
+        with self._locked() as is_ours:
+            if is_ours:
+                self._bar.clear()
             yield
             self._drawn_at = time.monotonic()
-        finally:
-            self._bar.get_lock().release()
 
     def close(self) -> None:
         """Leave it on the screen, for good."""
-        if self._bar.get_lock().acquire(timeout=PATIENCE):
-            try:
+        with self._locked() as is_ours:
+            if is_ours:
                 self._bar.close()
-            finally:
+
+    @contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """Keep other threads from drawing; False: one is stuck in that."""
+        is_ours = self._bar.get_lock().acquire(timeout=PATIENCE)
+        try:
+            yield is_ours
+        finally:
+            if is_ours:
                 self._bar.get_lock().release()

@@ -1,10 +1,9 @@
-"""What rank 0 writes down while training goes on: metrics.jsonl and TensorBoard."""
+"""What rank 0 writes during training: metrics.jsonl and TensorBoard."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from itertools import takewhile
 from math import floor, isfinite, log10
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,10 @@ MEASURED = frozenset({"samples_per_second", "bytes_sent_per_step"})
 
 
 def rounded(value: Any, name: str = "") -> Any:
-    """A figure, or all of those in a tree of mappings and sequences, as it is written down.
+    """A figure, or all of those in a tree of mappings and sequences, rounded to be written.
 
     Integers and what is no number stay as they are; a float stays a float. To round twice
-    changes nothing.
-
-    Args:
-        value: for JSON.
-        name: what the figure is called; in a mapping each has its key.
+    changes nothing. ``name`` is the figure's; in a mapping each has its key.
     """
     if isinstance(value, Mapping):
         return {key: rounded(each, str(key)) for key, each in value.items()}
@@ -60,10 +55,7 @@ TENSORBOARD = "tensorboard"
 class Metrics:
     """A run's lines of metrics, in a file that several threads append to.
 
-    They go to TensorBoard's files as well, where it is installed.
-
-    Args:
-        folder: the run's folder.
+    They go to TensorBoard's files as well, if it is installed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -77,11 +69,8 @@ class Metrics:
     def open(self, samples: int) -> None:
         """Continue the file, without what an interrupted run wrote after this many samples."""
         self.lines = [line for line in read_metrics(self._folder) if line["samples"] <= samples]
-        self._rewrite()
-        self._board = _open_board(self._folder / TENSORBOARD, samples)
-
-    def _rewrite(self) -> None:
         write_whole(self.path, "".join(files.written(line) + "\n" for line in self.lines))
+        self._board = _open_board(self._folder / TENSORBOARD, samples)
 
     def append(self, kind: str, values: Mapping[str, Any]) -> None:
         """Add a line of ``kind``; ``values`` has ``samples``."""
@@ -135,15 +124,13 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
             f"{path}: expected the metrics of a run, got what cannot be read ({error}); remove it, "
             "or take another copy of the run folder"
         ) from error
-    return list(takewhile(_is_line, map(_parsed, texts)))
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return files.read(text)
-    except ValueError:
-        return None
-
-
-def _is_line(found: Any) -> bool:
-    return isinstance(found, dict) and {"kind", "samples"} <= found.keys()
+    lines = []
+    for text in texts:
+        try:
+            line = files.read(text)
+        except ValueError:
+            break
+        if not isinstance(line, dict) or not {"kind", "samples"} <= line.keys():
+            break
+        lines.append(line)
+    return lines

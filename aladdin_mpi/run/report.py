@@ -1,4 +1,4 @@
-"""What a run leaves for the eye: curves and a table."""
+"""The results of a run for people: curves and a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aladdin_mpi.run.recorder import TENSORBOARD
 
 CURVES = "curves.png"
 WRITTEN_BY = {"tensorboard": f"{TENSORBOARD}/", "matplotlib": CURVES}
-"""What the run folder has only where a library is installed."""
+"""What the run folder has only if a library is installed."""
 
 
 def not_written() -> str:
@@ -33,7 +33,7 @@ Lines = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Panel:
-    """A curve of its own: the kind of line, and what of it is shown against what."""
+    """A curve of its own: the kind of line, and which figures of it are the axes."""
 
     kind: str
     x: str
@@ -42,7 +42,7 @@ class Panel:
     is_log: bool = False
 
     def points(self, lines: Lines) -> list[tuple[float, float]]:
-        """Where there is a finite figure; on a logarithmic axis one above 0."""
+        """The points with a finite figure; on a logarithmic axis one above 0."""
         found = [line for line in lines if line["kind"] == self.kind]
         values = [(line[self.x], line.get(self.y)) for line in found]
         finite = [(x, y) for x, y in values if y is not None and isfinite(y)]
@@ -62,9 +62,9 @@ def draw_curves(
 ) -> None:
     """Draw loss and accuracy against epochs, and accuracy against time, into a PNG.
 
-    Without accuracy it is the test loss, and where the workers' models differ also the variance
-    among them. What was not measured has no panel; where nothing was, or without matplotlib,
-    there is no picture. Where ranks died, by the summary's ``failures``, they are marked, and the
+    Without accuracy it is the test loss, and if the workers' models differ also the variance
+    among them. What was not measured has no panel; if nothing was, or without matplotlib, there is
+    no picture. Ranks that failed, by the summary's ``failures``, are marked, and then the
     throughput has a panel.
     """
     deaths = ranks_lost(failures)
@@ -84,7 +84,8 @@ def draw_curves(
     )
     for axis, (panel, points) in zip(axes[0], shown.items(), strict=True):
         _draw_panel(axis, panel, points)
-        _mark(axis, panel, deaths)
+        for death in deaths:
+            _mark(axis, death[panel.x], f" rank {death['rank']}")
     figure.suptitle(title, fontsize=10)
     with written_whole(path) as temporary:
         figure.savefig(temporary, dpi=110)
@@ -102,13 +103,10 @@ def _draw_panel(axis: Any, panel: Panel, points: Sequence[tuple[float, float]]) 
     axis.grid(alpha=0.3)
 
 
-def _mark(axis: Any, panel: Panel, deaths: Sequence[Mapping[str, Any]]) -> None:
-    """A line where each rank was lost, with its number."""
-    for death in deaths:
-        axis.axvline(death[panel.x], color="C3", linestyle="--", linewidth=1)
-        text = f" rank {death['rank']}"
-        top = axis.get_xaxis_transform()
-        axis.text(death[panel.x], 0.98, text, transform=top, color="C3", fontsize=8, va="top")
+def _mark(axis: Any, x: float, text: str) -> None:
+    axis.axvline(x, color="C3", linestyle="--", linewidth=1)
+    top = axis.get_xaxis_transform()
+    axis.text(x, 0.98, text, transform=top, color="C3", fontsize=8, va="top")
 
 
 def ranks_lost(failures: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -145,19 +143,19 @@ def table(summary: Mapping[str, Any], figures: Mapping[str, float]) -> str:
     ]
     if summary.get("wait_fraction") is not None:
         rows.append((WAITED, console.percent(summary["wait_fraction"])))
-    rows += [_told(death) for death in ranks_lost(summary.get("failures", ()))]
+    rows += [_failure_row(failure) for failure in ranks_lost(summary.get("failures", ()))]
     shown = {key for key, _, _ in ROWS}
     rows += [(name, _shown(value)) for name, value in figures.items() if name not in shown]
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"  {label:<{width}}  {value}" for label, value in rows)
 
 
-def _told(death: Mapping[str, Any]) -> tuple[str, str]:
-    """A row of the table about a rank that was lost."""
-    lost, at = death["samples_lost"], console.number(death["samples"])
-    about = f"at sample {at}, after {console.number(death['seconds'])} s"
-    return f"rank {death['rank']} (host {death['host']}) {death['what']}", (
-        f"{about}; {console.number(lost)} sample{'s' * (lost != 1)} lost"
+def _failure_row(failure: Mapping[str, Any]) -> tuple[str, str]:
+    lost, at = failure["samples_lost"], console.number(failure["samples"])
+    about = f"at sample {at}, after {console.number(failure['seconds'])} s"
+    return (
+        "rank {rank} (host {host}) {what}".format(**failure),
+        f"{about}; {console.number(lost)} sample{'s' * (lost != 1)} lost",
     )
 
 

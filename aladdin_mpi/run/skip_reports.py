@@ -1,4 +1,4 @@
-"""Images that cannot be read and are skipped, on whatever rank: rank 0 names and counts them."""
+"""Images that cannot be read and are skipped on any rank: rank 0 names and counts them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ class SkipReports(RunHook):
         self._skipped = skipped
         self._reasons: dict[str, str] = {}
         self._lock = threading.Lock()  # an evaluation's thread adds to it too
-        if skipped is None:
-            return
-        transport.exclude_from_traffic(Tag.SKIPPED)
-        if transport.rank == 0:
-            transport.on_message(Tag.SKIPPED, MOST_BYTES, self._collect)
+        if skipped is not None:
+            transport.exclude_from_traffic(Tag.SKIPPED)
+            if transport.rank == 0:
+                transport.on_message(Tag.SKIPPED, MOST_BYTES, self._collect)
 
     @property
     def are_possible(self) -> bool:
@@ -61,14 +60,12 @@ class SkipReports(RunHook):
             self._add(skips)
             return
         for path, why in skips:
-            message = json.dumps([path, why[:MOST_OF_REASON]]).encode()
-            self._transport.isend(
-                torch.frombuffer(bytearray(message), dtype=torch.uint8), 0, Tag.SKIPPED
-            )
+            message = bytearray(json.dumps([path, why[:MOST_OF_REASON]]).encode())
+            data = torch.frombuffer(message, dtype=torch.uint8)
+            self._transport.isend(data, 0, Tag.SKIPPED)
 
     def _collect(self, source: int, message: Tensor) -> None:
-        path, why = json.loads(message.numpy().tobytes())
-        self._add([(path, why)])
+        self._add([json.loads(message.numpy().tobytes())])
 
     def _add(self, skips: Sequence[Skip]) -> None:
         with self._lock:

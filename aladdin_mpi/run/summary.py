@@ -35,7 +35,7 @@ class AccountsError(RuntimeError):
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank knows when training is over.
+    """The results of training at a rank.
 
     Attributes:
         model: the global one, flat; None with timed computing.
@@ -69,10 +69,11 @@ def summarise(
     """
     mine = {
         **role.counts(),
-        **_given(role),
         "waiting": trained.waiting,
         "figures": trained.user_metrics.late,
     }
+    if isinstance(role, ServerAlgorithm):  # the gradients that it has taken from each worker
+        mine |= {"given": role.server.given, "from_former": role.server.from_former}
     totals = [total or {} for total in gather(context.transport, mine)]
     means = trained.user_metrics.means
     if coordinator is None or log is None or evaluations is None or means is None:
@@ -103,7 +104,7 @@ def summarise(
         with written_whole(folder / MODEL) as temporary, temporary.open("wb") as file:
             torch.save(state, file)
     log.metrics.close()
-    # Also who has died while the model was measured: all they had computed was applied by then.
+    # Also ranks that failed while the model was measured: all they computed was applied by then.
     with context.transport.atomic():
         coordinator.failures.close([])
         summary |= _failures(coordinator)
@@ -171,13 +172,6 @@ def _failures(coordinator: Coordinator) -> dict[str, Any]:
     }
 
 
-def _given(role: Role) -> dict[str, Any]:
-    """Of a server: the gradients that it has taken from each worker."""
-    if not isinstance(role, ServerAlgorithm):
-        return {}
-    return {"given": role.server.given, "from_former": role.server.from_former}
-
-
 def _part_with_failed(servers: list[dict[str, Any]], has_failed: list[bool]) -> None:
     """Count in each server's account what came from workers that gave none.
 
@@ -191,15 +185,14 @@ def _part_with_failed(servers: list[dict[str, Any]], has_failed: list[bool]) -> 
 def _accounts(totals: list[dict[str, Any]], servers: int) -> dict[str, int]:
     """Gradients computed by all workers, and applied by every server alike.
 
-    Of a worker that has failed those count which every server has got.
+    Of a worker that has failed, those count that every server has received.
 
     Raises:
         AccountsError: one was lost, or counted twice.
     """
     living = sum(total.get("computed", 0) for total in totals)
-    computed = living + min(
-        (total["from_failed"] for total in totals[:servers] if total), default=0
-    )
+    from_failed = [total["from_failed"] for total in totals[:servers] if total]
+    computed = living + min(from_failed, default=0)
     accounts = {
         "gradients_computed": computed,
         "gradients_applied": computed,
@@ -207,13 +200,14 @@ def _accounts(totals: list[dict[str, Any]], servers: int) -> dict[str, int]:
         "gradients_dropped": 0,
         "gradients_refused": sum(total.get("refused", 0) for total in totals),
     }
-    for rank in (rank for rank in range(servers) if totals[rank]):
-        applied, dropped = totals[rank]["applied"], totals[rank]["dropped"]
-        from_failed = totals[rank]["from_failed"]
-        if applied + dropped - from_failed != living:
+    for rank, total in enumerate(totals[:servers]):
+        if not total:
+            continue
+        applied, dropped, known = total["applied"], total["dropped"], living + total["from_failed"]
+        if applied + dropped != known:
             raise AccountsError(
                 f"server {rank} applied {applied} gradients and dropped {dropped}, but "
-                f"{living + from_failed} were computed"
+                f"{known} were computed"
             )
         accounts["gradients_applied"] = computed - dropped
         accounts["gradients_dropped"] = dropped

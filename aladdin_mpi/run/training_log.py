@@ -1,4 +1,4 @@
-"""The training log: lines of metrics while training goes on, and the progress display."""
+"""The training log: lines of metrics during training, and the progress display."""
 
 from __future__ import annotations
 

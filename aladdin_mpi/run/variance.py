@@ -89,15 +89,15 @@ class ModelVariance:
     those over the whole. Scalars such as each worker's distance from the global model would be
     fewer bytes; but there is none that all have, and none of the same moment.
 
-    Where workers go in rounds, each answers when it has done the steps of all samples before
-    the evaluation, so that those who are the same after every step have 0. Others answer at
-    once: over MPI maybe between two instructions of an update.
+    In lockstep each worker answers when it has done the steps of all samples before the
+    evaluation, so that workers that are the same after every step have 0. Others answer at once:
+    over MPI maybe between two instructions of an update.
 
     Args:
         role: this rank's.
         places: of the sample; the same on all ranks.
         workers: the ranks whose models these are.
-        lockstep: whether workers go in rounds.
+        lockstep: whether workers advance in rounds.
     """
 
     def __init__(
@@ -129,10 +129,8 @@ class ModelVariance:
         """At rank 0: start to collect, for the models that have had the first ``samples``.
 
         ``done`` is called with ``samples`` and the value; None: the workers were not at one
-        place, one did not answer in time, or it is not finite.
-
-        Where workers do not go in rounds, an earlier value that is not complete is given up:
-        one that hangs is not waited for. In rounds all would wait for it.
+        place, one did not answer in time, or it is not finite. Unless workers are in lockstep, and
+        would all wait for one that hangs, an earlier value that is not complete is given up.
         """
         if not self._lockstep:
             self.give_up()
@@ -226,12 +224,9 @@ class ModelVariance:
 
 
 class _Answers:
-    """Vectors that come one by one: their mean and squared deviations (Welford).
+    """Vectors that arrive one by one: their mean and squared deviations (Welford).
 
-    Args:
-        missing: the ranks that are to answer.
-        weight: of the values.
-        done: to be called when nobody is missing any more.
+    ``done`` is to be called when no rank is ``missing`` any more.
     """
 
     def __init__(self, missing: set[int], weight: Tensor, done: Done) -> None:

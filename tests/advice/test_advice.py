@@ -59,12 +59,13 @@ def test_candidate_bound_follows_links_and_slowest_worker() -> None:
 
 
 def test_ground_reads_hosts_links_and_slowdowns_of_cluster() -> None:
-    cluster = {"hosts": 4, "placement": "workers", "links": {2: 5.0}}
-    on = candidates.ground(simulated(cluster=cluster, slowdown={1: 3.0}), 20.0)
+    request = options.read(["--describe", "4 nodes x 2 GPUs, step 0.1 s"])
+    changed = request.on({"cluster.links": {2: 5.0}, "slowdown": {1: 3.0}})
+    on = candidates.ground(changed, 20.0)
     assert on.on_host == [2, 2, 2, 2] and on.node == 2
     assert on.slowdowns[:3] == [1.0, 3.0, 1.0]
     assert on.links == [10 * GBIT, 10 * GBIT, 5 * GBIT, 10 * GBIT]
-    uneven = candidates.ground(simulated(workers=7), 20.0)
+    uneven = candidates.ground(request.on({"workers": 7}), 20.0)
     assert sum(uneven.on_host) == 7 and uneven.node == 0
 
 
@@ -176,7 +177,7 @@ def test_bottleneck_names_slowest_worker_waiting_or_computing() -> None:
 def test_what_if_changes_are_parsed() -> None:
     base = simulated(slowdown={1: 2.0})
     asked = ["bandwidth=100", "slowdown=0=10", "servers=4", "workers=16", "latency=0", "step=0.5"]
-    result = options.changes(asked, base)
+    result = [options.parse_change(text, base) for text in asked]
     assert result[0].fields == {"cluster.bandwidth_gbit": 100.0}
     assert result[1].fields == {"slowdown": {1: 2.0, 0: 10.0}}
     assert (result[2].servers, result[3].workers) == (4, 16)
@@ -198,7 +199,7 @@ def test_what_if_changes_are_parsed() -> None:
 )
 def test_invalid_what_if_change_names_option_and_value(text: str, cause: str) -> None:
     with pytest.raises(UserError, match=f"--what-if.*{cause}"):
-        options.changes([text], simulated())
+        options.parse_change(text, simulated())
 
 
 # -- figures -----------------------------------------------------------------------------------

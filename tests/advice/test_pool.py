@@ -7,11 +7,12 @@ import signal
 import threading
 import time
 from concurrent.futures import BrokenExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
 
-from aladdin_mpi.advice.timed_run import workers_of
+from aladdin_mpi.advice.timed_run import Processes
 
 
 def test_pool_exit_cancels_remaining_calls_without_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +20,7 @@ def test_pool_exit_cancels_remaining_calls_without_error(monkeypatch: pytest.Mon
     told: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
     before = set(threading.enumerate())
-    with workers_of(2) as pool:
+    with closing(Processes(2)) as pool:
         assert pool.submit(pow, 2, 10).result(timeout=60) == 1024
         running = [pool.submit(time.sleep, 100) for _ in range(2)]
         waiting = [pool.submit(time.sleep, 100) for _ in range(6)]
@@ -31,7 +32,7 @@ def test_pool_exit_cancels_remaining_calls_without_error(monkeypatch: pytest.Mon
 
 
 def test_pool_runs_calls_after_a_cancelled_one() -> None:
-    with workers_of(1) as pool:
+    with closing(Processes(1)) as pool:
         first = pool.submit(time.sleep, 0.2)
         second, third = pool.submit(pow, 2, 2), pool.submit(pow, 3, 2)
         assert second.cancel()
@@ -40,7 +41,7 @@ def test_pool_runs_calls_after_a_cancelled_one() -> None:
 
 
 def test_killed_pool_process_fails_its_call() -> None:
-    with workers_of(1) as pool, pytest.raises(BrokenExecutor):
+    with closing(Processes(1)) as pool, pytest.raises(BrokenExecutor):
         pid = pool.submit(os.getpid).result(timeout=60)
         sleeping = pool.submit(time.sleep, 100)
         os.kill(pid, signal.SIGKILL)

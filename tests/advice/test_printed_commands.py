@@ -63,7 +63,7 @@ def asked(cluster: str, *words: str) -> AdviceRequest:
 
 
 def ground_of(request: AdviceRequest) -> ClusterTraits:
-    return ground(request.simulated({"compute": "timed"}), 10.0)
+    return ground(request, 10.0)
 
 
 def advice_of(request: AdviceRequest, candidate: Candidate) -> Advice:
@@ -72,7 +72,7 @@ def advice_of(request: AdviceRequest, candidate: Candidate) -> Advice:
     timed = TimedRun(1000.0, 0.1, (LinkUse(0, "in", 0.5),), 1e6)
     entry = CandidateResult(candidate, 2000.0, SampleEfficiency(1.0), timed)
     nothing = Bottleneck("computing", "nothing", {}, "")
-    return Advice(request, on, [entry], lambda each: each.rate, nothing, None, [])
+    return Advice(request, on, [entry], nothing, None, [])
 
 
 def printed(advice: Advice) -> Iterator[str]:

@@ -22,7 +22,7 @@ def request(words: str, **fields: Any) -> AdviceRequest:
 
 def part(words: str, **fields: Any) -> ReducedCluster | None:
     whole = request(words, **fields)
-    return smaller(whole, ground(whole.simulated({"compute": "timed"}), 10.0))
+    return smaller(whole, ground(whole, 10.0))
 
 
 def test_smaller_cluster_keeps_workers_per_host_and_share_of_servers() -> None:
@@ -89,7 +89,7 @@ def test_smaller_cluster_predicts_rates_of_whole_cluster() -> None:
             *("--algorithms", "ar-sgd", "sgp", "--jobs", "1", "--quiet"),
         ]
     )
-    on = ground(whole.simulated({"compute": "timed"}), 10.0)
+    on = ground(whole, 10.0)
     race = CandidateSearch(
         whole, on, "size:10", lambda candidate: SampleEfficiency(1.0), lambda *told: None
     )

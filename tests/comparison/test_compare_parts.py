@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from aladdin_mpi.comparison import baseline
-from aladdin_mpi.comparison.children import last_error
 from aladdin_mpi.comparison.figures import make_rows, read_figures, spread
 from aladdin_mpi.comparison.options import read_request
 from aladdin_mpi.comparison.plan import plan
+from aladdin_mpi.comparison.runner import last_error
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.options.run import SimulateOptions, TrainOptions, to_toml

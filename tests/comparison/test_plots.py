@@ -180,12 +180,14 @@ def test_ideal_is_sum_of_worker_speeds() -> None:
     # In virtual time the options say what a worker does, unless the user has said it.
     modelled = SimulateOptions(batch_size=8, compute_time=0.1, slowdown={1: 4.0})
     assert baseline.ideals([("a", modelled, 2)], ONE) == pytest.approx({"a": 100.0})
-    assert baseline.ideals([("a", modelled, 2)], baseline.given(20.0)) == pytest.approx({"a": 25.0})
+    assert baseline.ideals([("a", modelled, 2)], Baseline(20.0, baseline.GIVEN)) == pytest.approx(
+        {"a": 25.0}
+    )
 
 
 def test_throughput_bars_show_ideals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn: dict[str, Any] = {}
-    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.update({path.name: figure}))
+    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.update({path.name: figure}))
     runs = [run("fast", RISING, 300.0), run("slow", RISING, 40.0), run("none", RISING, 20.0)]
     draw(runs, tmp_path, fast=400.0, slow=260.0)
     (axis,) = drawn[plots.THROUGHPUT].axes

@@ -10,8 +10,7 @@ import pytest
 
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.run import SimulateOptions
-from aladdin_mpi.probing.cluster_file import check, rendered
-from aladdin_mpi.probing.described_cluster import sections, understood
+from aladdin_mpi.probing.cluster_file import check, described_sections, rendered, understood
 from aladdin_mpi.probing.description import EXAMPLES, described
 from aladdin_mpi.probing.options import ProbeOptions, read
 
@@ -29,7 +28,7 @@ def complaint(*argv: object) -> str:
 def simulated(*argv: object) -> SimulateOptions:
     """What a simulation reads from the file."""
     options, _ = read([str(word) for word in argv])
-    return check(rendered("test", sections(options)), "cluster.toml")
+    return check(rendered("test", described_sections(options)), "cluster.toml")
 
 
 PARTS = ["16 nodes x 4 GPUs", "25 Gbit/s", "latency 20 us", "step 0.18 s", "one node 3x slower"]
@@ -168,7 +167,7 @@ def test_options_override_description() -> None:
 
 def test_undescribed_settings_are_left_out_of_file() -> None:
     options, _ = read(["--describe", "4 nodes x 2 GPUs"])
-    text = rendered("test", sections(options))
+    text = rendered("test", described_sections(options))
     assert re.search(r"^# bandwidth-gbit: .*\b10\b", text, re.MULTILINE)
     assert "\nbandwidth-gbit" not in text
     assert check(text, "x").compute_time == 0.1
@@ -184,7 +183,7 @@ def test_understood_lists_described_settings() -> None:
         r"host 1 \(workers 2 to 3\): 3\b",
         r"worker 0 \(host 0\): 2\b",
     ]
-    lines = understood(options)
+    lines = list(understood(options))
     assert len(lines) == len(patterns)
     assert all(map(re.match, patterns, lines)), lines
 
@@ -196,5 +195,5 @@ def test_slowdowns_of_worker_and_host_multiply() -> None:
 
 def test_control_characters_in_description_do_not_alter_file() -> None:
     options = ProbeOptions(nodes=2, describe="2 nodes\n\x00[links]\r\n0 = 1")
-    text = rendered(f"Described: {options.describe}", sections(options))
+    text = rendered(f"Described: {options.describe}", described_sections(options))
     assert check(text, "x").cluster.links == {}

@@ -12,11 +12,17 @@ import torch
 
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import SimulateOptions
-from aladdin_mpi.probing import measure as measuring
+from aladdin_mpi.probing import measured_cluster as measuring
 from aladdin_mpi.probing.cluster_file import check, figure, rendered
 from aladdin_mpi.probing.links import NetworkFigures, measure_network
-from aladdin_mpi.probing.measure import Measured, RankSteps, measure
-from aladdin_mpi.probing.measured_cluster import sections, stragglers, told
+from aladdin_mpi.probing.measured_cluster import (
+    Measured,
+    RankSteps,
+    measure,
+    sections,
+    stragglers,
+    told,
+)
 from aladdin_mpi.probing.options import ProbeOptions
 from aladdin_mpi.probing.steps import StepTimes, make_task, simplified, time_steps
 from aladdin_mpi.transport.base import Transport

