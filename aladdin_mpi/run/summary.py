@@ -56,7 +56,7 @@ def summarise(
     }
     totals = [total or {} for total in gather(context.transport, mine)]
     means = user_metrics.means
-    if coordinator is None or log is None or means is None:
+    if coordinator is None or log is None:
         return {}
     servers = context.servers
     _part_with_failed(totals[:servers], [not totals[rank] for rank in context.leaders])
