@@ -37,26 +37,26 @@ class SegmentEnd:
     """What all ranks have agreed on at the end of a segment, when nothing is in flight.
 
     Attributes:
+        origin: who has trained so far.
+        state: returns this rank's state, for a checkpoint.
+        doubt: returns why such a state should not be saved; empty: nothing speaks against it.
         drawn: samples that the workers have drawn.
         is_last: the budget is used up.
         suspended: the signal that ends the run before that; 0: none does.
         closed_by: the rank that has closed the run; None: none has.
         moment: when the next segment may begin, in seconds of the engine's clock.
         lost: a rank that has failed, if the others can form a new group; None: none has.
-        origin: who has trained so far.
-        state: returns this rank's state, for a checkpoint.
-        doubt: returns why such a state should not be saved; empty: nothing speaks against it.
     """
 
+    origin: Origin
+    state: Callable[[], dict[str, Any]]
+    doubt: Callable[[Mapping[str, Any]], str]
     drawn: int
     is_last: bool
     suspended: int
     closed_by: int | None
     moment: float
     lost: int | None
-    origin: Origin
-    state: Callable[[], dict[str, Any]]
-    doubt: Callable[[Mapping[str, Any]], str]
 
     @property
     def ends_run(self) -> bool:

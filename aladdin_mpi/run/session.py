@@ -165,8 +165,7 @@ class Session:
             can_regroup = transport.is_revoked(without=COORDINATOR)
             lost = min(transport.failed, default=None) if can_regroup else None
             fact = (budget.drawn, budget.used_up, suspended, budget.closed_by, moment, lost)
-        told: tuple[int, bool, int, int | None, float, int | None] = broadcast(transport, fact)
-        end = SegmentEnd(*told, self.origin, self._state, self._doubt)
+        end = SegmentEnd(self.origin, self._state, self._doubt, *broadcast(transport, fact))
         self._drawn, self.over, self.suspended = end.drawn, end.is_last, end.suspended
         self.closed_by, self._moment = end.closed_by, end.moment
         if transport.models_time:

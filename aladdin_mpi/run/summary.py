@@ -57,7 +57,7 @@ def summarise(
         mine |= {"given": role.server.given, "from_former": role.server.from_former}
     totals = [total or {} for total in gather(context.transport, mine)]
     means = user_metrics.means
-    if coordinator is None or log is None or means is None:
+    if coordinator is None or log is None:
         return {}
     servers = context.servers
     _part_with_failed(totals[:servers], [not totals[rank] for rank in context.leaders])

@@ -67,33 +67,32 @@ class UserMetrics(RunHook):
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.means = Means() if transport.rank == 0 else None
-        """At rank 0."""
+        self.means = Means()
+        """At rank 0; unused elsewhere."""
         self.late: list[dict[str, float]] = []
         """Logged after training, as at the end of the last epoch; to be gathered."""
         transport.exclude_from_traffic(Tag.FIGURES)
-        if self.means is not None:
+        if transport.rank == 0:
             transport.on_message(Tag.FIGURES, MOST_BYTES, self._add)
 
     def _add(self, source: int, message: Tensor) -> None:
-        assert self.means is not None
         self.means.add(json.loads(message.numpy().tobytes()))
 
     def figures(self) -> Mapping[str, float]:
         """Return the means so far."""
-        return {} if self.means is None else self.means.so_far()
+        return self.means.so_far()
 
     def take_figures(self) -> Mapping[str, float]:
         """Return the means since the last line of metrics."""
-        return {} if self.means is None else self.means.take()
+        return self.means.take()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the figures that are not logged yet."""
-        return {} if self.means is None else {"own": self.means.state_dict()}
+        return {"own": self.means.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the figures that were not logged yet."""
-        if self.means is not None and "own" in state:  # not in those of older runs
+        if "own" in state:  # not in those of older runs
             self.means.load_state_dict(state["own"])
 
     def tell(self, figures: Mapping[str, float], is_late: bool) -> None:
@@ -115,7 +114,7 @@ class UserMetrics(RunHook):
                     f"run.log: {name}: expected a number, got {type(value).__name__}; give one"
                 )
             plain[name] = float(number)
-        if self.means is not None:
+        if self._transport.rank == 0:
             self.means.add(plain)
             return
         if is_late:
