@@ -19,8 +19,8 @@ from statistics import fmean
 from typing import Any
 
 from aladdin_mpi.comparison.plots import style
+from aladdin_mpi.hooks.recorder import read_metrics
 from aladdin_mpi.options.run import SimulateOptions, parse
-from aladdin_mpi.run.recorder import read_metrics
 from aladdin_mpi.run.trainer import simulate
 from benchmarks import harness, quick
 from benchmarks.bounds import whole

@@ -18,8 +18,8 @@ from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.options.algorithms import find_algorithm
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.run.building import Computing, make_worker, momentum_sgd
-from aladdin_mpi.run.context import Context, make_layout
+from aladdin_mpi.session.building import Computing, make_worker, momentum_sgd
+from aladdin_mpi.session.context import Context, make_layout
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from aladdin_mpi.worker.step import StepTimeModel

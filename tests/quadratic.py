@@ -24,8 +24,8 @@ from aladdin_mpi.optimizers.sgd import MomentumSGD
 from aladdin_mpi.options.algorithms import AladdinOptions, find_algorithm
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.run.building import Computing, make_server, make_worker, momentum_sgd
-from aladdin_mpi.run.context import Context
+from aladdin_mpi.session.building import Computing, make_server, make_worker, momentum_sgd
+from aladdin_mpi.session.context import Context
 from aladdin_mpi.transport.base import Traffic
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 from aladdin_mpi.worker.step import StepTimeModel

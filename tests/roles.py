@@ -26,8 +26,8 @@ from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.options.algorithms import Algorithm, find_algorithm
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.run.building import Computing, make_server, make_worker, momentum_sgd
-from aladdin_mpi.run.context import Context
+from aladdin_mpi.session.building import Computing, make_server, make_worker, momentum_sgd
+from aladdin_mpi.session.context import Context
 from aladdin_mpi.transport.base import Traffic, Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 from aladdin_mpi.worker.role import Role

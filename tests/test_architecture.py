@@ -24,6 +24,8 @@ LAYERS = (
     "exchange",
     "algorithms",
     "data",
+    "session",
+    "hooks",
     "run",
     "accelerate",
     "comparison probing",
@@ -147,7 +149,7 @@ def test_only_reports_query_engine_name() -> None:
         for place, path in files()
         if not place.startswith("transport/") and "transport.engine" in path.read_text()
     }
-    assert asking == {"run/checkpoint.py", "run/summary.py"}
+    assert asking == {"hooks/checkpoints.py", "run/summary.py"}
 
 
 def test_layers_below_data_do_not_import_the_options_of_commands() -> None:
@@ -158,3 +160,16 @@ def test_layers_below_data_do_not_import_the_options_of_commands() -> None:
         if "options/run.py" in used and LEVEL[top(place)] < LEVEL["data"]
     }
     assert composing <= {"options/run.py"}
+
+
+def test_hooks_do_not_import_each_other() -> None:
+    """A hook knows the session, and no other hook."""
+    hooks = {
+        f"hooks/{path.name}"
+        for path in (ROOT / PACKAGE / "hooks").glob("*.py")
+        if "(RunHook)" in path.read_text()
+    }
+    assert "hooks/checkpoints.py" in hooks
+    assert {place: used & hooks for place, used in uses().items() if place in hooks} == {
+        place: set() for place in hooks
+    }

@@ -13,12 +13,12 @@ from aladdin_mpi.comparison import folder as comparison_folder
 from aladdin_mpi.comparison.options import read_request
 from aladdin_mpi.comparison.runner import Child
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.hooks.checkpoints import CheckpointStore
+from aladdin_mpi.hooks.recorder import METRICS, Metrics
 from aladdin_mpi.options.run import SUMMARY
 from aladdin_mpi.process import files
 from aladdin_mpi.process.files import append, write_new, write_whole, written_whole
 from aladdin_mpi.run import run_folder
-from aladdin_mpi.run.checkpoint import CheckpointStore
-from aladdin_mpi.run.recorder import METRICS, Metrics
 from aladdin_mpi.run.run_folder import MODEL
 from tests.commands import refusal, simulate
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.hooks.recorder import read_metrics, rounded
 from aladdin_mpi.options.run import SUMMARY
 from aladdin_mpi.process import console, files
-from aladdin_mpi.run.recorder import read_metrics, rounded
 
 HEADINGS = {
     "test_accuracy": "accuracy",

@@ -20,6 +20,7 @@ from aladdin_mpi.comparison.options import (
     set_here,
 )
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.hooks.checkpoints import CheckpointStore
 from aladdin_mpi.options import reader
 from aladdin_mpi.options import run as run_options
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
@@ -34,7 +35,6 @@ from aladdin_mpi.options.run import (
     differences,
     unused,
 )
-from aladdin_mpi.run.checkpoint import CheckpointStore
 
 LOG = "output.log"
 RUNS = "runs"

@@ -21,9 +21,9 @@ from aladdin_mpi.comparison.figures import (
     markdown,
 )
 from aladdin_mpi.comparison.folder import Machine
+from aladdin_mpi.hooks.recorder import rounded
 from aladdin_mpi.process import files
 from aladdin_mpi.process.files import write_whole
-from aladdin_mpi.run.recorder import rounded
 
 REPORT = "report.md"
 TABLE = "table.csv"

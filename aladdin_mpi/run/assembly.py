@@ -19,13 +19,27 @@ from aladdin_mpi.data.images import SkippedImages
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_replica import ServerReplica, StoredReplicas
 from aladdin_mpi.flat.replica import Projection
+from aladdin_mpi.hooks.checkpoints import Checkpoints, CheckpointStore
+from aladdin_mpi.hooks.evaluation import Evaluations
+from aladdin_mpi.hooks.measurement import Evaluate
+from aladdin_mpi.hooks.recorder import Metrics
+from aladdin_mpi.hooks.skip_reports import SkipReports
+from aladdin_mpi.hooks.standby import Standby
+from aladdin_mpi.hooks.suspension import Suspension
+from aladdin_mpi.hooks.training_log import TrainingLog
+from aladdin_mpi.hooks.user_metrics import UserMetrics
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.optimizers.sgd import LearningRate
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import console, guard
 from aladdin_mpi.run import run_folder
-from aladdin_mpi.run.building import (
+from aladdin_mpi.run.handshake import check_agreement
+from aladdin_mpi.run.rank import Rank
+from aladdin_mpi.run.report import not_written
+from aladdin_mpi.run.run_folder import OpenFolder
+from aladdin_mpi.run.takeover import Takeover, take_over, tell
+from aladdin_mpi.session.building import (
     Computing,
     make_optimizer,
     make_pace,
@@ -33,25 +47,11 @@ from aladdin_mpi.run.building import (
     make_wire,
     make_worker,
 )
-from aladdin_mpi.run.checkpoint import Checkpoints, CheckpointStore
-from aladdin_mpi.run.context import Context, make_context, share_model
-from aladdin_mpi.run.coordinator import Coordinator, RunHook
-from aladdin_mpi.run.evaluation import Evaluations
-from aladdin_mpi.run.handshake import check_agreement
-from aladdin_mpi.run.measurement import Evaluate
-from aladdin_mpi.run.plan import Origin, Plan, make_plan
-from aladdin_mpi.run.rank import Rank
-from aladdin_mpi.run.recorder import Metrics
-from aladdin_mpi.run.report import not_written
-from aladdin_mpi.run.run_folder import OpenFolder
-from aladdin_mpi.run.session import LocalState, Session
-from aladdin_mpi.run.skip_reports import SkipReports
-from aladdin_mpi.run.standby import Standby
-from aladdin_mpi.run.suspension import Suspension
-from aladdin_mpi.run.takeover import Takeover, take_over, tell
-from aladdin_mpi.run.training_log import TrainingLog
-from aladdin_mpi.run.user_metrics import UserMetrics
-from aladdin_mpi.run.user_optimizer import UserOptimizer
+from aladdin_mpi.session.context import Context, make_context, share_model
+from aladdin_mpi.session.coordinator import Coordinator, RunHook
+from aladdin_mpi.session.plan import Origin, Plan, make_plan
+from aladdin_mpi.session.session import LocalState, Session
+from aladdin_mpi.session.user_optimizer import UserOptimizer
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.role import Role
 from aladdin_mpi.worker.step import Loss

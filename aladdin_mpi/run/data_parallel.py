@@ -21,6 +21,8 @@ from aladdin_mpi.control.tags import SEALED
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.replica import Projection
 from aladdin_mpi.flat.vectors import check_module
+from aladdin_mpi.hooks.checkpoints import find_origin
+from aladdin_mpi.hooks.measurement import Evaluate
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.checks import checked_algorithm
 from aladdin_mpi.options.run import RunOptions
@@ -35,20 +37,18 @@ from aladdin_mpi.run.api_options import (
 )
 from aladdin_mpi.run.assembly import UserTask, assemble
 from aladdin_mpi.run.batches import NO_BATCH, Batches, Delivery, Epoch
-from aladdin_mpi.run.checkpoint import find_origin
-from aladdin_mpi.run.coordinator import RunHook
 from aladdin_mpi.run.elastic_runner import ElasticRunner
 from aladdin_mpi.run.ending import Ending, end_other_run
 from aladdin_mpi.run.handshake import with_bucket_size
 from aladdin_mpi.run.job import TIMEOUT, choose_device, start_mpi
 from aladdin_mpi.run.loop import Loop, LoopWatch
-from aladdin_mpi.run.measurement import Evaluate
 from aladdin_mpi.run.placement import bind_to_near, tell_placement
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.script import OptionsFound, simulated_rank
 from aladdin_mpi.run.takeover import LoopProgress, Takeover
 from aladdin_mpi.run.training_data import TrainingData, deal
-from aladdin_mpi.run.user_optimizer import Asked, resolve, settings_for
+from aladdin_mpi.session.coordinator import RunHook
+from aladdin_mpi.session.user_optimizer import Asked, resolve, settings_for
 from aladdin_mpi.transport.base import Transport, once
 from aladdin_mpi.transport.checksums import ChecksumTransport
 

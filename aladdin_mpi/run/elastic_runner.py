@@ -19,7 +19,6 @@ from aladdin_mpi.errors import LostError, PeerFailedError, RefusedError
 from aladdin_mpi.options.algorithms import OUTLAST_DEATHS, Algorithm
 from aladdin_mpi.options.run import RunOptions
 from aladdin_mpi.process import guard
-from aladdin_mpi.run.coordinator import RunHook
 from aladdin_mpi.run.elasticity import (
     AnnounceMembers,
     AwaitJoin,
@@ -41,6 +40,7 @@ from aladdin_mpi.run.elasticity import (
 )
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.takeover import LoopProgress, RankSnapshot, Takeover, snapshot
+from aladdin_mpi.session.coordinator import RunHook
 from aladdin_mpi.transport.base import Request, Transport, surviving_ranks, wait_ended
 from aladdin_mpi.transport.group import Group, RankLostError
 

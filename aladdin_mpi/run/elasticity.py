@@ -21,7 +21,7 @@ surviving member has its state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
@@ -99,15 +99,6 @@ def next_membership(
         servers=len(servers),
         spares=tuple(rank for rank in waiting if rank not in (*servers, *workers)),
     )
-
-
-def standby_coordinator(living: Sequence[int], hosts: Sequence[int]) -> int | None:
-    """Return the rank that keeps a copy of rank 0's accounting; None: rank 0 is alone.
-
-    It is the first rank on another host than rank 0's, or else the next rank.
-    """
-    others = [rank for rank in living if rank]
-    return min(others, key=lambda rank: (hosts[rank] == hosts[0], rank), default=None)
 
 
 # -- events -----------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.process.guard import no_exit
 from aladdin_mpi.run.batches import NO_BATCH
 from aladdin_mpi.run.rank import Rank
-from aladdin_mpi.run.user_optimizer import UserOptimizer
+from aladdin_mpi.session.user_optimizer import UserOptimizer
 from aladdin_mpi.transport.base import surviving_ranks, wait_ended
 from aladdin_mpi.worker.step import SKIPPED, Loss
 from aladdin_mpi.worker.worker import Worker

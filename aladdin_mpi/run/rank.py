@@ -11,18 +11,18 @@ from aladdin_mpi.control.heartbeats import Heartbeats
 from aladdin_mpi.errors import SUSPENDED_STATUS
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.exchange.server_replica import StoredReplicas
+from aladdin_mpi.hooks.evaluation import Evaluations
+from aladdin_mpi.hooks.skip_reports import SkipReports
+from aladdin_mpi.hooks.standby import Standby
+from aladdin_mpi.hooks.training_log import TrainingLog
+from aladdin_mpi.hooks.user_metrics import UserMetrics
 from aladdin_mpi.optimizers.base import Optimizer
 from aladdin_mpi.process import console, guard
-from aladdin_mpi.run.context import Context, collect_model, warn_of_differences
-from aladdin_mpi.run.coordinator import RunEnd
-from aladdin_mpi.run.evaluation import Evaluations
 from aladdin_mpi.run.run_folder import OpenFolder
-from aladdin_mpi.run.session import Session
-from aladdin_mpi.run.skip_reports import SkipReports
-from aladdin_mpi.run.standby import Standby
 from aladdin_mpi.run.summary import summarise
-from aladdin_mpi.run.training_log import TrainingLog
-from aladdin_mpi.run.user_metrics import UserMetrics
+from aladdin_mpi.session.context import Context, collect_model, warn_of_differences
+from aladdin_mpi.session.coordinator import RunEnd
+from aladdin_mpi.session.session import Session
 from aladdin_mpi.worker.role import TrainingWorker
 from aladdin_mpi.worker.worker import Worker
 

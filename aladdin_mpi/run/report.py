@@ -8,9 +8,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from aladdin_mpi.hooks.recorder import TENSORBOARD
 from aladdin_mpi.process import console, extras
 from aladdin_mpi.process.files import written_whole
-from aladdin_mpi.run.recorder import TENSORBOARD
 
 CURVES = "curves.png"
 WRITTEN_BY = {"tensorboard": f"{TENSORBOARD}/", "matplotlib": CURVES}

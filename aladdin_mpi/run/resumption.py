@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from aladdin_mpi.control.exchange import all_or_none, broadcast
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.hooks.checkpoints import CheckpointStore, identity
 from aladdin_mpi.options.general import AUTO, LENGTHS, OWN_DATA
 from aladdin_mpi.options.reader import build
 from aladdin_mpi.options.run import (
@@ -21,7 +22,6 @@ from aladdin_mpi.options.run import (
     resumed_settings,
 )
 from aladdin_mpi.process import console, files
-from aladdin_mpi.run.checkpoint import CheckpointStore, identity
 from aladdin_mpi.transport.base import Transport
 
 Options = TypeVar("Options", bound=RunOptions)

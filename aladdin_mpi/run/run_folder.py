@@ -17,14 +17,14 @@ from typing import IO, Any
 
 from aladdin_mpi.control.exchange import all_or_none, broadcast
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.hooks.checkpoints import FOLDER as CHECKPOINT
+from aladdin_mpi.hooks.checkpoints import CheckpointStore
+from aladdin_mpi.hooks.recorder import METRICS, TENSORBOARD
 from aladdin_mpi.options.general import LENGTHS
 from aladdin_mpi.options.reader import build, read_toml, to_toml
 from aladdin_mpi.options.run import CONFIG_NAME, RESIZE_FIELDS, SUMMARY, RunOptions
 from aladdin_mpi.process import files, guard
 from aladdin_mpi.process.files import check_own_folder, open_own, write_whole
-from aladdin_mpi.run.checkpoint import FOLDER as CHECKPOINT
-from aladdin_mpi.run.checkpoint import CheckpointStore
-from aladdin_mpi.run.recorder import METRICS, TENSORBOARD
 from aladdin_mpi.run.report import CURVES
 from aladdin_mpi.transport.base import Transport
 

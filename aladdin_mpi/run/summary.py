@@ -12,18 +12,18 @@ from torch import Tensor
 import aladdin_mpi
 from aladdin_mpi.control.exchange import gather
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
+from aladdin_mpi.hooks.evaluation import Evaluations
+from aladdin_mpi.hooks.recorder import rounded
+from aladdin_mpi.hooks.skip_reports import SkipReports
+from aladdin_mpi.hooks.training_log import TrainingLog
+from aladdin_mpi.hooks.user_metrics import UserMetrics
 from aladdin_mpi.options.run import SUMMARY
 from aladdin_mpi.process import console, files
 from aladdin_mpi.process.files import write_whole, written_whole
-from aladdin_mpi.run.context import Context
-from aladdin_mpi.run.coordinator import Coordinator
-from aladdin_mpi.run.evaluation import Evaluations
-from aladdin_mpi.run.recorder import rounded
 from aladdin_mpi.run.report import CURVES, draw_curves, table
 from aladdin_mpi.run.run_folder import MODEL
-from aladdin_mpi.run.skip_reports import SkipReports
-from aladdin_mpi.run.training_log import TrainingLog
-from aladdin_mpi.run.user_metrics import UserMetrics
+from aladdin_mpi.session.context import Context
+from aladdin_mpi.session.coordinator import Coordinator
 from aladdin_mpi.worker.role import Role
 
 

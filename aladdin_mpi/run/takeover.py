@@ -30,13 +30,13 @@ from aladdin_mpi.exchange.server_replica import keeper_of
 from aladdin_mpi.flat.state import MergedState
 from aladdin_mpi.process import console
 from aladdin_mpi.run import run_folder
-from aladdin_mpi.run.context import Context, make_layout
 from aladdin_mpi.run.elasticity import Membership, TakeoverPlan
-from aladdin_mpi.run.plan import Origin
 from aladdin_mpi.run.rank import Rank
-from aladdin_mpi.run.resizing import StateAssembly, share, taken
 from aladdin_mpi.run.run_folder import OpenFolder
-from aladdin_mpi.run.session import Session
+from aladdin_mpi.session.context import Context, make_layout
+from aladdin_mpi.session.plan import Origin
+from aladdin_mpi.session.resizing import StateAssembly, share, taken
+from aladdin_mpi.session.session import Session
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.role import COMPUTED, TrainingWorker
 

@@ -18,13 +18,13 @@ from aladdin_mpi.data.imagefolder import Fault
 from aladdin_mpi.data.models import build_model
 from aladdin_mpi.data.preparation import check_images, stage
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.hooks.checkpoints import CheckpointStore
+from aladdin_mpi.hooks.measurement import Measurement, Sums, reestimate_batch_norm
 from aladdin_mpi.options.algorithms import find_algorithm
 from aladdin_mpi.options.run import RunOptions, SimulateOptions, check_cluster
 from aladdin_mpi.process.guard import no_exit
-from aladdin_mpi.run.checkpoint import CheckpointStore
 from aladdin_mpi.run.data_parallel import DataParallel
-from aladdin_mpi.run.measurement import Measurement, Sums, reestimate_batch_norm
-from aladdin_mpi.run.plan import samples_of
+from aladdin_mpi.session.plan import samples_of
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
 

@@ -11,7 +11,7 @@ from aladdin_mpi.data.loader_processes import Start
 from aladdin_mpi.data.sampler import Period
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.run.plan import Origin, samples_of
+from aladdin_mpi.session.plan import Origin, samples_of
 from aladdin_mpi.worker.worker import Worker
 
 

@@ -33,7 +33,7 @@ from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.exchange.server_link import LocalDifference
 from aladdin_mpi.exchange.worker_mailbox import Outbox
 from aladdin_mpi.flat.layout import cut
-from aladdin_mpi.run.recorder import rounded
+from aladdin_mpi.hooks.recorder import rounded
 from aladdin_mpi.transport.base import Transport
 from tests.checks import check_converges, check_resumed
 from tests.commands import checkpoint_part, simulate, summary, train

@@ -21,7 +21,7 @@ from aladdin_mpi.comparison import plots
 from aladdin_mpi.comparison.options import read_request
 from aladdin_mpi.comparison.plan import plan
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.run.recorder import rounded
+from aladdin_mpi.hooks.recorder import rounded
 from tests import warm
 from tests.commands import compare, end_of, metrics, summary
 from tests.launch import ROOT, Completed, environment, needs

@@ -24,9 +24,9 @@ from aladdin_mpi.allreduce import compressed, messages
 from aladdin_mpi.codec.base import DenseWire
 from aladdin_mpi.data import loading
 from aladdin_mpi.exchange import worker_mailbox
+from aladdin_mpi.hooks.measurement import Measurement, reestimate_batch_norm
 from aladdin_mpi.options.algorithms import ALGORITHMS
 from aladdin_mpi.run import trainer
-from aladdin_mpi.run.measurement import Measurement, reestimate_batch_norm
 from aladdin_mpi.transport.mpi.engine import MpiTransport
 from benchmarks.gpu_check.profile import STALLS
 from benchmarks.gpu_check.refusal import REFUSED_STEPS, train_with_refused

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.flat.vectors import check_module
-from aladdin_mpi.run.variance import draw_places
+from aladdin_mpi.hooks.variance import draw_places
 from tests.commands import refusal, simulate, train
 from tests.launch import needs
 

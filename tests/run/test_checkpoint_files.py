@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aladdin_mpi.run.checkpoint import MANIFEST, CheckpointStore
+from aladdin_mpi.hooks.checkpoints import MANIFEST, CheckpointStore
 
 
 class FailedError(Exception):

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from aladdin_mpi.errors import LostError
+from aladdin_mpi.hooks.standby import standby_coordinator
 from aladdin_mpi.run.elasticity import (
     AnnounceMembers,
     AwaitJoin,
@@ -42,7 +43,6 @@ from aladdin_mpi.run.elasticity import (
     begin,
     next_membership,
     plan_takeover,
-    standby_coordinator,
 )
 
 TIMEOUT = "the transport's timeout"

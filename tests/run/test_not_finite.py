@@ -12,8 +12,8 @@ import pytest
 from aladdin_mpi.advice.learning import curve, taught
 from aladdin_mpi.comparison.figures import read_figures
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.hooks.recorder import METRICS, Metrics, read_metrics
 from aladdin_mpi.process import files
-from aladdin_mpi.run.recorder import METRICS, Metrics, read_metrics
 from aladdin_mpi.run.report import draw_curves
 from tests.commands import compare, simulate
 from tests.messages import naming

@@ -13,10 +13,11 @@ from unittest.mock import Mock
 
 import pytest
 
+from aladdin_mpi.hooks.progress import Lines, Live, Recent, in_columns, in_full
+from aladdin_mpi.hooks.user_metrics import UserMetrics
 from aladdin_mpi.process import console
 from aladdin_mpi.process.console import Terminal, find_terminal
-from aladdin_mpi.run.progress import Lines, Live, Recent, State, in_columns, in_full
-from aladdin_mpi.run.user_metrics import UserMetrics
+from aladdin_mpi.session.coordinator import State
 from tests.commands import metrics, summary
 from tests.launch import ROOT, environment, launcher, needs, turn
 from tests.run.program_runs import HERE, program

@@ -13,7 +13,7 @@ from torch import Tensor
 from aladdin_mpi.data.sampler import ShardedStream
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.algorithms import ALGORITHMS, find_algorithm
-from aladdin_mpi.run.session import Session
+from aladdin_mpi.session.session import Session
 from tests.commands import checkpoint, checkpoint_part, summary
 from tests.launch import needs
 from tests.messages import check_names, naming

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.hooks.checkpoints import CheckpointStore
 from aladdin_mpi.options.run import SimulateOptions
-from aladdin_mpi.run.checkpoint import CheckpointStore
 from aladdin_mpi.run.run_folder import prepare
 from tests.commands import (
     EPOCH,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aladdin_mpi.run.recorder import Metrics, read_metrics, rounded
+from aladdin_mpi.hooks.recorder import Metrics, read_metrics, rounded
 
 
 @pytest.mark.parametrize(

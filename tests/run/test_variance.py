@@ -12,8 +12,8 @@ from torch import Tensor
 
 from aladdin_mpi.flat.layout import Bucket, Layout, cut
 from aladdin_mpi.flat.state import MergedState
+from aladdin_mpi.hooks.variance import Done, ModelVariance, Places, draw_places
 from aladdin_mpi.options.cluster import Cluster
-from aladdin_mpi.run.variance import Done, ModelVariance, Places, draw_places
 from aladdin_mpi.transport.virtual.engine import VirtualCluster, VirtualTransport
 from aladdin_mpi.worker.role import Role
 from tests.commands import checkpoint_part, metrics, train

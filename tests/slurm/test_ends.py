@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aladdin_mpi.run.checkpoint import MANIFEST
+from aladdin_mpi.hooks.checkpoints import MANIFEST
 from benchmarks import netns
 from tests.commands import checkpoint, metrics, rises, summary
 from tests.slurm.batch import GPU_NODES, TIMED, BatchJob, submit

@@ -14,7 +14,7 @@ from torch import Tensor
 from aladdin_mpi.control.exchange import allreduce_tensor
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.flat.layout import Bucket, Layout
-from aladdin_mpi.run.context import Context
+from aladdin_mpi.session.context import Context
 from aladdin_mpi.transport.base import Transport, once
 from aladdin_mpi.worker.role import Role, TrainingWorker
 

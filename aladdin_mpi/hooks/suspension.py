@@ -7,7 +7,7 @@ from torch import Tensor
 
 from aladdin_mpi.control.tags import COORDINATOR, Tag
 from aladdin_mpi.process import guard
-from aladdin_mpi.run.coordinator import Coordinator, RunEnd, RunHook
+from aladdin_mpi.session.coordinator import Coordinator, RunEnd, RunHook
 from aladdin_mpi.transport.base import Transport
 
 

@@ -26,11 +26,11 @@ from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.run import RESIZE_FIELDS, RESUME_FIELDS, RunOptions, agreed, differences
 from aladdin_mpi.process import files
 from aladdin_mpi.process.files import check_own_folder, remove_tree, write_whole
-from aladdin_mpi.run.context import Context, collect_model, make_layout
-from aladdin_mpi.run.coordinator import Coordinator, RunHook, SegmentEnd
-from aladdin_mpi.run.plan import Origin, Plan
-from aladdin_mpi.run.resizing import StateAssembly, share, taken, tell
-from aladdin_mpi.run.session import Session
+from aladdin_mpi.session.context import Context, collect_model, make_layout
+from aladdin_mpi.session.coordinator import Coordinator, RunHook, SegmentEnd
+from aladdin_mpi.session.plan import Origin, Plan
+from aladdin_mpi.session.resizing import StateAssembly, share, taken, tell
+from aladdin_mpi.session.session import Session
 from aladdin_mpi.transport.base import Transport
 
 FORMAT = "aladdin_mpi checkpoint 1"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from math import isfinite
 from typing import Any
@@ -12,10 +12,9 @@ from aladdin_mpi.control.budget import Budget, WorkerReport
 from aladdin_mpi.control.refusals import Ledger
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.flat.state import MergedState
-from aladdin_mpi.run.context import Context
-from aladdin_mpi.run.failures import Failures
-from aladdin_mpi.run.plan import Origin, Plan
-from aladdin_mpi.run.progress import State
+from aladdin_mpi.session.context import Context
+from aladdin_mpi.session.failures import Failures
+from aladdin_mpi.session.plan import Origin, Plan
 from aladdin_mpi.transport.base import surviving_ranks
 from aladdin_mpi.worker.role import COMPUTED, Role
 
@@ -111,6 +110,39 @@ class RunHook:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up the state of a checkpoint, which has the keys of all hooks."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What is known of a run at some moment.
+
+    Attributes:
+        samples: drawn by all workers, of ``total``.
+        rate: samples per second of late.
+        loss: mean of late.
+        figures: what was measured, and what the user's loop has logged.
+        waiting: share of their time that workers waited.
+        staleness: mean, in gradients.
+        others: further figures of the algorithm, by name.
+        alive: workers that have not failed, of ``workers``.
+        left: seconds to go.
+        seconds: of training so far.
+    """
+
+    samples: int
+    total: int
+    epoch: float
+    workers: int
+    alive: int
+    seconds: float = 0.0
+    rate: float | None = None
+    loss: float | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+    lr: float | None = None
+    waiting: float | None = None
+    staleness: float | None = None
+    others: Mapping[str, float] = field(default_factory=dict)
+    left: float | None = None
 
 
 class Coordinator:

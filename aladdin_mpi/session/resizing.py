@@ -22,8 +22,8 @@ from aladdin_mpi.flat.state import MergedState, numbers
 from aladdin_mpi.optimizers.sgd import LearningRate
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.process import console
-from aladdin_mpi.run.plan import Origin
-from aladdin_mpi.run.session import traffic_in
+from aladdin_mpi.session.plan import Origin
+from aladdin_mpi.session.session import traffic_in
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.role import SAMPLES, Role
 

@@ -18,20 +18,20 @@ from aladdin_mpi.data.loading import global_generators_kept
 from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.flat.vectors import full
-from aladdin_mpi.process.guard import no_exit
-from aladdin_mpi.run.context import Context, share_buffers
-from aladdin_mpi.run.coordinator import Coordinator, RunEnd, RunHook
-from aladdin_mpi.run.divided_evaluation import DividedEvaluation, is_divided
-from aladdin_mpi.run.measurement import (
+from aladdin_mpi.hooks.divided_evaluation import DividedEvaluation, is_divided
+from aladdin_mpi.hooks.measurement import (
     BatchNormRecalibrator,
     Evaluate,
     Figures,
     Measurement,
     copy_buffers,
 )
-from aladdin_mpi.run.plan import Plan
-from aladdin_mpi.run.recorder import Metrics
-from aladdin_mpi.run.variance import model_variance
+from aladdin_mpi.hooks.recorder import Metrics
+from aladdin_mpi.hooks.variance import model_variance
+from aladdin_mpi.process.guard import no_exit
+from aladdin_mpi.session.context import Context, share_buffers
+from aladdin_mpi.session.coordinator import Coordinator, RunEnd, RunHook
+from aladdin_mpi.session.plan import Plan
 from aladdin_mpi.worker.role import Role
 
 FRAME_BYTES = 16

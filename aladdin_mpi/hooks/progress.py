@@ -6,9 +6,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import isfinite
 from typing import Any, Literal, NamedTuple, TextIO
 
@@ -17,6 +17,7 @@ from tqdm.utils import disp_len
 
 from aladdin_mpi.process import console
 from aladdin_mpi.process.console import Terminal, find_terminal
+from aladdin_mpi.session.coordinator import State
 
 BAR = "{bar}"
 """Stands for a bar in :func:`in_columns`; braces of others are doubled, as in format strings."""
@@ -28,39 +29,6 @@ NAMES = {"test_accuracy": ("accuracy", "acc"), "test_loss": ("test loss", "test 
 UNITS = ("bits", "rounds")
 """The last words of an algorithm's figures that are their units."""
 Style = Literal["auto", "live", "lines"]
-
-
-@dataclass(frozen=True)
-class State:
-    """What is known of a run at some moment.
-
-    Attributes:
-        samples: drawn by all workers, of ``total``.
-        rate: samples per second of late.
-        loss: mean of late.
-        figures: what was measured, and what the user's loop has logged.
-        waiting: share of their time that workers waited.
-        staleness: mean, in gradients.
-        others: further figures of the algorithm, by name.
-        alive: workers that have not failed, of ``workers``.
-        left: seconds to go.
-        seconds: of training so far.
-    """
-
-    samples: int
-    total: int
-    epoch: float
-    workers: int
-    alive: int
-    seconds: float = 0.0
-    rate: float | None = None
-    loss: float | None = None
-    figures: Mapping[str, float] = field(default_factory=dict)
-    lr: float | None = None
-    waiting: float | None = None
-    staleness: float | None = None
-    others: Mapping[str, float] = field(default_factory=dict)
-    left: float | None = None
 
 
 # -- the line -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.run.coordinator import RunHook
+from aladdin_mpi.session.coordinator import RunHook
 from aladdin_mpi.transport.base import Transport
 
 TAKEN = frozenset(

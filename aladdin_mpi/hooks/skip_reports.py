@@ -13,7 +13,7 @@ from torch import Tensor
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.data.images import Skip, SkippedImages
 from aladdin_mpi.process import console
-from aladdin_mpi.run.coordinator import Coordinator, RunHook
+from aladdin_mpi.session.coordinator import Coordinator, RunHook
 from aladdin_mpi.transport.base import Transport
 
 MOST_BYTES = 1 << 15

@@ -25,8 +25,8 @@ from aladdin_mpi.optimizers.sgd import MomentumSGD, scale_of
 from aladdin_mpi.options.checks import marks_unused, steps_unused
 from aladdin_mpi.options.general import QUANTISED_BITS
 from aladdin_mpi.options.run import RunOptions
-from aladdin_mpi.run.context import Context
-from aladdin_mpi.run.user_optimizer import UserOptimizer, check_length
+from aladdin_mpi.session.context import Context
+from aladdin_mpi.session.user_optimizer import UserOptimizer, check_length
 from aladdin_mpi.worker.gradient_pass import Clipping
 from aladdin_mpi.worker.node import LedSampleClient, NodeLeader
 from aladdin_mpi.worker.role import LedWorker, TrainingWorker

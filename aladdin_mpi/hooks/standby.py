@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +11,7 @@ from torch import Tensor
 from aladdin_mpi.control.budget import WorkerReport
 from aladdin_mpi.control.exchange import packed, unpacked
 from aladdin_mpi.control.tags import COORDINATOR, Tag
-from aladdin_mpi.run.coordinator import Coordinator, RunHook
-from aladdin_mpi.run.elasticity import standby_coordinator
+from aladdin_mpi.session.coordinator import Coordinator, RunHook
 from aladdin_mpi.transport.base import Request, Transport, surviving_ranks
 
 EVERY = 8
@@ -90,3 +90,12 @@ class Standby(RunHook):
         data = packed(run.knowledge())
         if len(data) <= MOST_BYTES:  # not so with thousands of refusals of many kinds
             self._transport.isend(data, standby, Tag.DEPUTY)
+
+
+def standby_coordinator(living: Sequence[int], hosts: Sequence[int]) -> int | None:
+    """Return the rank that keeps a copy of rank 0's accounting; None: rank 0 is alone.
+
+    It is the first rank on another host than rank 0's, or else the next rank.
+    """
+    others = [rank for rank in living if rank]
+    return min(others, key=lambda rank: (hosts[rank] == hosts[0], rank), default=None)

@@ -8,10 +8,10 @@ from math import isfinite
 from typing import Any
 
 from aladdin_mpi.control.budget import WorkerReport
-from aladdin_mpi.run.coordinator import Coordinator, RunEnd, RunHook
-from aladdin_mpi.run.plan import Plan
-from aladdin_mpi.run.progress import Progress, Style
-from aladdin_mpi.run.recorder import Metrics
+from aladdin_mpi.hooks.progress import Progress, Style
+from aladdin_mpi.hooks.recorder import Metrics
+from aladdin_mpi.session.coordinator import Coordinator, RunEnd, RunHook
+from aladdin_mpi.session.plan import Plan
 
 
 @dataclass

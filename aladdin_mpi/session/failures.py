@@ -10,7 +10,7 @@ from aladdin_mpi.control.exchange import gather
 from aladdin_mpi.errors import LostError
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
 from aladdin_mpi.process import console
-from aladdin_mpi.run.context import Context
+from aladdin_mpi.session.context import Context
 from aladdin_mpi.transport.base import surviving_ranks
 from aladdin_mpi.worker.role import Role
 

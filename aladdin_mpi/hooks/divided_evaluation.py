@@ -21,9 +21,9 @@ from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.flat.vectors import full
+from aladdin_mpi.hooks.measurement import Figures, Measurement, Sums, added, copy_buffers
 from aladdin_mpi.process.guard import no_exit
-from aladdin_mpi.run.context import Context, share_buffers
-from aladdin_mpi.run.measurement import Figures, Measurement, Sums, added, copy_buffers
+from aladdin_mpi.session.context import Context, share_buffers
 from aladdin_mpi.transport.base import surviving_ranks
 
 HEAD_BYTES = 16

@@ -21,10 +21,10 @@ from aladdin_mpi.control.tags import COORDINATOR
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.state import MergedState
 from aladdin_mpi.flat.vectors import is_finite
-from aladdin_mpi.run.context import Context
-from aladdin_mpi.run.coordinator import Coordinator, RunEnd, RunHook, SegmentEnd
-from aladdin_mpi.run.failures import record_losses
-from aladdin_mpi.run.plan import Origin, Plan
+from aladdin_mpi.session.context import Context
+from aladdin_mpi.session.coordinator import Coordinator, RunEnd, RunHook, SegmentEnd
+from aladdin_mpi.session.failures import record_losses
+from aladdin_mpi.session.plan import Origin, Plan
 from aladdin_mpi.transport.group import RankLostError
 from aladdin_mpi.worker.role import Role, TrainingWorker
 from aladdin_mpi.worker.step import Compute

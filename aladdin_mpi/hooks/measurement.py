@@ -18,7 +18,7 @@ from aladdin_mpi.control.exchange import broadcast, gather
 from aladdin_mpi.control.tags import Tag
 from aladdin_mpi.flat.gradients import Hooks
 from aladdin_mpi.process import guard
-from aladdin_mpi.run.context import Context
+from aladdin_mpi.session.context import Context
 
 Figures = Mapping[str, float]
 """What goes into the metrics, such as ``test_accuracy``."""

@@ -1,0 +1,1 @@
+"""What accompanies training: checkpoints, evaluation, metrics, suspension."""

@@ -1,0 +1,1 @@
+"""One rank's training, segment by segment, and the joint for hooks."""
