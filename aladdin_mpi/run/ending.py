@@ -25,6 +25,12 @@ class Ending:
 
     Args:
         words: a context for errors that the user sees.
+
+    Attributes:
+        has_ended: nothing is held any more.
+        was_closed: the run ended before its loop did.
+        is_concluding: the algorithm has ended on this rank, and the run is being completed.
+        batches: those of the user's loop.
     """
 
     _open: ClassVar[Ending | None] = None
@@ -32,25 +38,20 @@ class Ending:
 
     def __init__(self, words: Callable[[], AbstractContextManager[None]]) -> None:
         self._words = words
-        self.has_ended = False
-        self.was_closed = False
-        """Whether it ended before its loop did."""
+        self.has_ended = self.was_closed = self.is_concluding = False
         self.summary: dict[str, Any] = {}
         self.batches: Generator[Any, None, None] | None = None
-        """The batches of the user's loop."""
         self._transport: Transport | None = None
         self._simulated: SimulatedRank | None = None
         self._module: nn.Module
         self._loop: Loop
         self._runner: ElasticRunner | None = None
         self._is_left = False
-        self.is_concluding = False
-        """Whether the algorithm has ended on this rank, and the run is being completed."""
         self._hooks = Hooks()
 
     # -- from the start ---------------------------------------------------------------------
     def simulate(self, rank: SimulatedRank) -> None:
-        """This run belongs to a simulated rank, whose script has to bring it to its end."""
+        """Note a simulated rank, whose script has to bring this run to its end."""
         self._simulated = rank
         rank.unended.append(self)
 
@@ -61,11 +62,11 @@ class Ending:
         atexit.register(self._at_exit)
 
     def of(self, module: nn.Module, loop: Loop, runner: ElasticRunner) -> None:
-        """The run is ready for its loop."""
+        """Note the parts of a run that is ready for its loop."""
         self._module, self._loop, self._runner = module, loop, runner
 
     def fail(self) -> None:
-        """The run could not be made."""
+        """Give up a run that could not be made."""
         if self._transport is not None and self._transport.size > 1:
             # Errors that the ranks agree on have closed the transport. After any other error the
             # other ranks wait, and this one must not wait for them.
@@ -74,15 +75,15 @@ class Ending:
         self.release()
 
     def release(self) -> None:
-        """The run has ended: close the transport, and let another run begin."""
-        self.leave()
+        """Note the end of the run: close the transport, and let another run begin."""
+        self._leave()
         if self._transport is not None:
             rank = self._rank
             (self._transport if rank is None else rank.context.transport).close()
             atexit.unregister(self._at_exit)  # it would hold all vectors until then
 
-    def leave(self) -> None:
-        """The run has ended: another one may begin."""
+    def _leave(self) -> None:
+        """Let another run begin."""
         self.has_ended = True
         if self._simulated is not None:
             self._simulated.unended.remove(self)
@@ -114,7 +115,7 @@ class Ending:
         if session.suspended:
             runner.end()
             runner.rank.suspend()
-            self.leave()
+            self._leave()
             raise SuspendedError
         self.summary = runner.complete()
         runner.end()
@@ -136,7 +137,7 @@ class Ending:
 
     # -- loops that are left ------------------------------------------------------------------
     def note_left(self) -> None:
-        """The loop has been left. After ``break`` the model, or the summary, is used next."""
+        """Note that the loop was left. After ``break`` the model, or the summary, is used next."""
         rank = self._rank
         if self.has_ended or rank is None or rank.context.is_server:
             return
@@ -158,7 +159,7 @@ class Ending:
 
     def finish(self) -> None:
         """Bring the run to its end as ``break`` does; one without a loop is closed."""
-        if not self.has_ended and (self._is_in_loop or self._is_trained):
+        if not self.has_ended and self._can_drain:
             self._finish()
         self.close()
 
@@ -171,7 +172,7 @@ class Ending:
         self._drain()
 
     def _drain(self) -> None:
-        """Let the algorithm come to its end, without computing what it is still granted."""
+        """Let the algorithm come to its end, without computing its remaining leases."""
         assert self.batches is not None
         self.batches.close()
         self._loop.drain()
@@ -183,14 +184,11 @@ class Ending:
         self._hooks.remove()
 
     @property
-    def _is_in_loop(self) -> bool:
-        """Whether the algorithm waits for the user's loop."""
-        return self._runner is not None and self._loop.is_active
-
-    @property
-    def _is_trained(self) -> bool:
-        """Whether the loop was left after its last step, so that only the results are missing."""
-        return self._runner is not None and self._loop.has_finished and not self.is_concluding
+    def _can_drain(self) -> bool:
+        """Whether the algorithm waits for the user's loop, or has ended after its last step."""
+        if self._runner is None:
+            return False
+        return self._loop.is_active or (self._loop.has_finished and not self.is_concluding)
 
     # -- runs that are closed -------------------------------------------------------------------
     def close(self) -> None:
@@ -206,13 +204,10 @@ class Ending:
                 self.batches.close()
             self._loop.abandon()
             self._give_up()
-        elif self._is_in_loop:
+        elif self._can_drain:
             self._forget_left()
-            rank.worker.close_run()
-            with suppress(ClosedError):
-                self._drain()
-        elif self._is_trained:  # it is too late to tell the others, who complete the run
-            self._forget_left()
+            if self._loop.is_active:  # otherwise the other ranks complete the run
+                rank.worker.close_run()
             with suppress(ClosedError):
                 self._drain()
         else:
@@ -223,7 +218,7 @@ class Ending:
             )
 
     def _give_up(self) -> None:
-        """Give back what this rank has, as all of them do."""
+        """Give back what this rank has, as all ranks do."""
         self._forget_left()
         assert self._rank is not None
         self.was_closed = True
@@ -231,13 +226,12 @@ class Ending:
         self.release()
 
     def close_after(self, error: BaseException) -> None:
-        """An error leaves ``with DataParallel(...)``: close the run if that is possible.
+        """Close the run if that is possible: an error leaves ``with DataParallel(...)``.
 
         Among several ranks it is not if this rank's algorithm has failed, or has not begun. The
         error then propagates, and ends the job if it is not caught.
         """
-        can_close = self._is_in_loop or self._is_trained
-        if self._is_alone or (isinstance(error, Exception) and can_close):
+        if self._is_alone or (isinstance(error, Exception) and self._can_drain):
             self.close()
 
     @property
@@ -248,7 +242,7 @@ class Ending:
         return transport is not None and transport.size == 1
 
     def _at_exit(self) -> None:
-        """At the end of the program: no rank goes while others wait for it."""
+        """Let no rank end its program while others wait for it."""
         rank = self._rank
         if rank is not None and rank.session.suspended and rank.evaluations.busy:
             # Python cannot end in order while a thread computes.
@@ -268,7 +262,7 @@ class Ending:
 
 
 def end_other_run() -> None:
-    """Two runs at once would share one MPI. In one process the earlier one is closed.
+    """Close an earlier run in one process: two runs at once would share one MPI.
 
     Raises:
         UserError: an earlier run has not ended, and has several ranks.

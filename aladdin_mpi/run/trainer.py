@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from aladdin_mpi.accelerator import is_accelerator
@@ -33,31 +33,32 @@ SIZE_PREFIX = "size:"
 """``--model size:MB`` names a model by the size of its parameters alone, for timed computing."""
 LARGEST_MODEL = 1e9
 """MB."""
-
-
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @no_exit()  # also in the user's model
 def train(options: RunOptions, transport: Transport) -> dict[str, Any]:
     """Train as ``options`` say; every rank calls it. Returns the summary at rank 0."""
-    if options.compute == "timed":
-        return _rehearse(options, transport)
-    local = _staged(options, transport)
+    if options.compute == "timed":  # calculates nothing
+        module, length = all_or_none(transport, lambda: _sizes(options, transport.size))
+        timed = DataParallel(module, options, transport=transport)
+        for _ in timed.batches(length):
+            timed.step()
+        return timed.summary
+    data_dir = stage(transport, options.data_dir, options.stage, options.timeout, options.quiet)
+    local = options.model_copy(update={"data_dir": data_dir})
     faults = check_images(local, transport)
     data, module = all_or_none(transport, lambda: _prepare(local, faults))
     run = DataParallel(module, options, transport=transport, evaluate=_evaluation(options, data))
+    dtype = AUTOCAST.get(options.precision)
     for inputs, labels in run.batches(data.train):
-        loss = _loss(module, inputs, labels, options.precision) / options.accumulate
+        kind = inputs.device.type
+        with torch.autocast(kind, dtype or torch.bfloat16, enabled=dtype is not None):
+            outputs = module(inputs)
+        loss = functional.cross_entropy(outputs.float(), labels) / options.accumulate
         (run.scale(loss) if options.precision == "fp16" else loss).backward()
         run.step(loss)
     return run.summary
-
-
-def _staged(options: RunOptions, transport: Transport) -> RunOptions:
-    """The options with the folder that this rank reads its data from."""
-    data_dir = stage(transport, options.data_dir, options.stage, options.timeout, options.quiet)
-    return options.model_copy(update={"data_dir": data_dir})
 
 
 def _prepare(
@@ -84,13 +85,6 @@ def _prepare(
     return data, module
 
 
-def _loss(module: nn.Module, inputs: Tensor, labels: Tensor, precision: str) -> Tensor:
-    dtype = AUTOCAST.get(precision)
-    with torch.autocast(inputs.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
-        outputs = module(inputs)
-    return functional.cross_entropy(outputs.float(), labels)
-
-
 def _evaluation(options: RunOptions, data: DatasetPair) -> Measurement:
     def prepare(module: nn.Module) -> None:
         batches = loading.train_batches_for_statistics(
@@ -100,7 +94,7 @@ def _evaluation(options: RunOptions, data: DatasetPair) -> Measurement:
         reestimate_batch_norm(module, (((inputs.to(device),), {}) for inputs, _ in batches))
 
     def sums(module: nn.Module, part: int, parts: int) -> Sums:
-        # On a device there is room for a training batch, and training's is there meanwhile.
+        # A device has memory for a training batch, but not for more while training continues.
         on_device = is_accelerator(_device_of(module))
         batch_size = options.batch_size if on_device else EVALUATION_BATCH
         return test_sums(module, data, part, parts, batch_size)
@@ -109,7 +103,7 @@ def _evaluation(options: RunOptions, data: DatasetPair) -> Measurement:
 
 
 def test_sums(module: nn.Module, data: DatasetPair, part: int, parts: int, batch_size: int) -> Sums:
-    """What ``module`` gets right, and its cross-entropy, summed over a part of the test data."""
+    """Return the correct predictions and the cross-entropy, summed over a part of the test data."""
     right, loss, count = 0, 0.0, 0
     device = _device_of(module)
     module.eval()
@@ -124,7 +118,7 @@ def test_sums(module: nn.Module, data: DatasetPair, part: int, parts: int, batch
 
 
 def test_figures(sums: Sums) -> dict[str, float]:
-    """Accuracy (0 to 1) and mean cross-entropy.
+    """Return the accuracy (0 to 1) and the mean cross-entropy.
 
     Raises:
         UserError: no image could be read.
@@ -142,26 +136,8 @@ def _device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
-def _rehearse(options: RunOptions, transport: Transport) -> dict[str, Any]:
-    """Let time pass and bytes move as in training, and calculate nothing."""
-    module, length = all_or_none(transport, lambda: _sizes(options, transport.size))
-    run = DataParallel(module, options, transport=transport)
-    for _ in run.batches(length):
-        run.step()
-    return run.summary
-
-
-@lru_cache(maxsize=1)
-def _sizes_of(model: str, *dataset: Any) -> tuple[nn.Module, int]:
-    """``dataset``: the arguments of :func:`describe_set`."""
-    data = describe_set(*dataset)
-    with torch.device("meta"):
-        module = build_model(model, data.classes, data.channels, data.size)
-    return module, data.samples
-
-
 def _sizes(options: RunOptions, ranks: int) -> tuple[nn.Module, int]:
-    """A module with as many parameters as the model, and the length of an epoch."""
+    """Return a module with as many parameters as the model, and the length of an epoch."""
     if options.model.startswith(SIZE_PREFIX):
         servers = options.servers if find_algorithm(options.algorithm).has_servers else 0
         length = samples_of(options, None, ranks - servers)
@@ -171,7 +147,6 @@ def _sizes(options: RunOptions, ranks: int) -> tuple[nn.Module, int]:
                 "data set; add --samples or --steps"
             )
         return module_of_size(options.model), length
-    # All ranks of a simulation share what is only measured.
     return _sizes_of(
         options.model,
         options.dataset,
@@ -182,11 +157,19 @@ def _sizes(options: RunOptions, ranks: int) -> tuple[nn.Module, int]:
     )
 
 
+@lru_cache(maxsize=1)  # all ranks of a simulation share the module
+def _sizes_of(model: str, *dataset: Any) -> tuple[nn.Module, int]:
+    data = describe_set(*dataset)
+    with torch.device("meta"):
+        module = build_model(model, data.classes, data.channels, data.size)
+    return module, data.samples
+
+
 def module_of_size(name: str) -> nn.Module:
-    """What ``size:MB`` stands for, on the device "meta".
+    """Return the module for ``size:MB``, on the device "meta".
 
     Raises:
-        UserError: it is no size.
+        UserError: it is not a size.
     """
     text = name.removeprefix(SIZE_PREFIX)
     try:
@@ -195,9 +178,8 @@ def module_of_size(name: str) -> nn.Module:
         megabytes = 0.0
     if not 0 < megabytes <= LARGEST_MODEL:
         raise UserError(
-            f"--model {name}: expected size:MB with MB above 0 and at most "
-            f"{LARGEST_MODEL:g}, got {text!r}; write for example "
-            "size:94"
+            f"--model {name}: expected size:MB with MB above 0 and at most {LARGEST_MODEL:g}, got "
+            f"{text!r}; write for example size:94"
         )
     return nn.Linear(round(megabytes * 250_000), 1, bias=False, device="meta")
 

@@ -1,4 +1,4 @@
-"""The optimizer of a run that is not the built-in momentum SGD, checked before it is used."""
+"""A run's optimizer, if it is not the built-in momentum SGD, checked before it is used."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ from aladdin_mpi.options.run import RunOptions
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Asked = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Factory
-"""One, or several of a kind for parts of a model, or what makes one of a list of parameters."""
+"""An optimizer, several of one kind for parts of a model, or a function that makes one."""
 IN_THE_OPTIMIZER = ("lr", "momentum", "nesterov", "weight_decay", "lr_scaling")
 IN_THE_SCHEDULE = ("lr_schedule", "warmup_epochs", "lr_steps", "lr_decay")
 AS_GIVEN: dict[str, Any] = {"lr_scaling": "none", "lr_schedule": "constant", "warmup_epochs": 0.0}
-"""Settings of a run whose optimizer has its rates already."""
+"""Settings of a run whose optimizer already has its rates."""
 
 
 @dataclass(frozen=True)
 class UserOptimizer:
-    """An optimizer for a module's parameters, and its scheduler if it has one."""
+    """An optimizer for a module's parameters, the script's objects behind it, and its scheduler."""
 
     given: torch.optim.Optimizer
     access: ScriptAccess
-    """To the objects of the script, of which there may be several."""
     scheduler: LRScheduler | None = None
 
     def describe(self) -> str:
-        """What all ranks, and a run that goes on, must have in common."""
+        """Return what all ranks, and a resumed run, must have in common."""
         groups = [
             f"{len(group['params'])} parameters, "
             + ", ".join(f"{name} {value}" for name, value in hyperparameters(group).items())
@@ -46,35 +45,32 @@ class UserOptimizer:
         return f"{type(self.given).__name__}: {'; '.join(groups)}; scheduler {kind}"
 
     def describe_state(self) -> str:
-        """Return of how many parameters the optimizer has a state to begin with."""
+        """Return for how many parameters the optimizer has an initial state."""
         parameters = [p for group in self.given.param_groups for p in group["params"]]
         return f"of {sum(bool(self.given.state.get(p)) for p in parameters)} parameters"
 
 
 def settings_for(optimizer: object, schedule: object, given: Collection[str]) -> dict[str, Any]:
-    """Settings that an optimizer object or a schedule brings with it.
+    """Return the settings that follow from an optimizer object.
 
     Raises:
-        UserError: one that it decides itself was given as well.
+        UserError: a setting was given that the optimizer or the schedule decides.
     """
-    if optimizer is not None:
-        _check_apart(given, IN_THE_OPTIMIZER, "optimizer", "the optimizer's groups")
-    if schedule is not None:
-        _check_apart(given, IN_THE_SCHEDULE, "schedule", "the schedule")
+    for value, names, other, holder in (
+        (optimizer, IN_THE_OPTIMIZER, "optimizer", "the optimizer's groups"),
+        (schedule, IN_THE_SCHEDULE, "schedule", "the schedule"),
+    ):
+        for name in names if value is not None else ():
+            if name in given:
+                raise UserError(
+                    f"{name}: expected without {other}, got both; set it in {holder}, or leave "
+                    f"{other} out"
+                )
     if optimizer is None:
         return {}
     one = optimizer[0] if isinstance(optimizer, Sequence) and optimizer else optimizer
     name = type(one).__name__ if isinstance(one, torch.optim.Optimizer) else "own"
     return {"optimizer": name, **AS_GIVEN}
-
-
-def _check_apart(given: Collection[str], names: Collection[str], other: str, holder: str) -> None:
-    for name in names:
-        if name in given:
-            raise UserError(
-                f"{name}: expected without {other}, got both; set it in {holder}, or leave "
-                f"{other} out"
-            )
 
 
 def resolve(
@@ -83,10 +79,10 @@ def resolve(
     optimizer: Asked | None,
     scheduler: LRScheduler | None,
 ) -> UserOptimizer | None:
-    """The run's optimizer; None: the built-in one.
+    """Return the run's optimizer; None: the built-in one.
 
     Raises:
-        UserError: it does not suit the module, or cannot be copied for parts of it.
+        UserError: it does not fit the module, or cannot be copied for parts of it.
     """
     if optimizer is None:
         made = _named(module, options)
@@ -114,7 +110,7 @@ def resolve(
 
 
 def _joined(several: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """One that has the groups of all, as for a generator and a discriminator."""
+    """Return one with the groups of all, as for a generator and a discriminator."""
     kinds = {type(each).__name__ for each in several}
     if len(kinds) != 1 or not all(isinstance(each, torch.optim.Optimizer) for each in several):
         raise UserError(
@@ -128,12 +124,12 @@ def _joined(several: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
 
 
 def _named(module: nn.Module, options: RunOptions) -> torch.optim.Optimizer | None:
-    """The one that ``--optimizer`` names; None where flat vectors and momentum SGD will do."""
+    """Return the one that ``--optimizer`` names; None for plain momentum SGD."""
     by_pattern = options.lr_factors or options.decay_factors
     if options.optimizer == "sgd" and not by_pattern and not options.optimizer_options:
         return None
     is_own = ":" in options.optimizer
-    make = (
+    make: named.Make = (
         import_function("--optimizer", options.optimizer)
         if is_own
         else named.find(options.optimizer)
@@ -145,10 +141,9 @@ def _named(module: nn.Module, options: RunOptions) -> torch.optim.Optimizer | No
     groups = named.groups(module, options.lr, decay, options.lr_factors, options.decay_factors)
     arguments = named.arguments(make, settings)
     try:
-        made: torch.optim.Optimizer = make(groups, **arguments)
+        return make(groups, **arguments)
     except (TypeError, ValueError) as error:
         raise UserError(f"--optimizer {options.optimizer}: {error}; mend its options") from error
-    return made
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
@@ -165,21 +160,18 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> Non
         key for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)
     ]
     hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
-    for wrong, expected, remedy in (
-        (
-            strange,
-            f"one for parameters of the model, got {name} with {len(strange)} others",
-            "make it of model.parameters()",
-        ),
+    others = f"{name} with {len(strange)} others"
+    for wrong, expected in (
+        (strange, f"one for parameters of the model, got {others}; make it of model.parameters()"),
         (
             inner,
-            f"one that makes its steps itself, got {name}, which has another in its {inner}",
+            f"one that makes its steps itself, got {name}, which has another in its {inner}; "
             "give that one",
         ),
-        (hooks, f"one without step hooks, got {name} with {len(hooks)}", "take them off"),
+        (hooks, f"one without step hooks, got {name} with {len(hooks)}; take them off"),
     ):
         if wrong:
-            raise UserError(f"optimizer: expected {expected}; {remedy}")
+            raise UserError(f"optimizer: expected {expected}")
 
 
 def check_length(own: UserOptimizer, steps: int) -> None:
