@@ -83,7 +83,7 @@ def install() -> None:
             signal.signal(signal.SIGINT, _terminate)
 
 
-# Batch systems send them before a time limit, so that a run is saved: see run/segments.py.
+# Batch systems send them before a time limit, so that a run is saved: see hooks/suspension.py.
 SUSPEND_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _received: list[signal.Signals] = []
 

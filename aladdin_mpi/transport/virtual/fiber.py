@@ -88,7 +88,7 @@ class VirtualClock:
         self._stopped = True
 
 
-class Section(AbstractContextManager[None]):
+class AtomicSection(AbstractContextManager[None]):
     """A section of a rank's code in which it must not block; may be nested.
 
     With ``rank``, exceptions name it. One object for all entries: there are several in each step
@@ -120,8 +120,8 @@ class Fiber:
     def __init__(self, rank: int, clock: VirtualClock, pauses: Pauses, traffic: Traffic) -> None:
         self.rank = rank
         self.clock = clock
-        self.atomic = Section()
-        self.handler = Section(rank)
+        self.atomic = AtomicSection()
+        self.handler = AtomicSection(rank)
         """In these sections it may not block."""
         self._pauses = pauses
         self._traffic = traffic
