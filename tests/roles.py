@@ -199,7 +199,7 @@ def run_rank(job: Job, transport: Transport) -> RankResult:
     if context.is_server:
         role = make_server(context, sgd, wire, job.schedule)
         if job.watch is not None:
-            role.server.on_update = partial(job.watch, role)
+            role.server.on_update(partial(job.watch, role))
     else:
         computing = _computing(job, transport, module, replica, leases, lambda: role)
         role = make_worker(context, sgd, wire, job.schedule, computing)

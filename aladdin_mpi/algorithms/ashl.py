@@ -368,7 +368,8 @@ class AshlServer(ServerAlgorithm):
 
     def __init__(self, server: ParameterServer, options: AshlOptions) -> None:
         super().__init__(server)
-        self.codec = server.arriving = TopK(server.codec, server.layout)
+        assert isinstance(server.arriving, TopK)
+        self.codec = server.arriving
         self.bound = StalenessBound(self.n, server.buckets, options.bound, self.reply)
         self.head = Head(server, options) if server.transport.rank == 0 else None
 
@@ -515,4 +516,5 @@ register(
         worker, optimizer, wire, own(run, AshlOptions)
     ),
     server=lambda server, optimizer, run: AshlServer(server, own(run, AshlOptions)),
+    arriving=TopK,
 )

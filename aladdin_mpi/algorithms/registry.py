@@ -23,6 +23,7 @@ MakeWorker = Callable[[Worker, Optimizer, GradientCodec, GeneralOptions], Traini
 MakeServer = Callable[[ParameterServer, Optimizer, GeneralOptions], ServerAlgorithm]
 MakeLayout = Callable[[Replica | PhantomReplica, int, GeneralOptions], Layout]
 """Called with the number of workers too."""
+MakeCodec = Callable[[GradientCodec, Layout], GradientCodec]
 CheckOptimizer = Callable[[Optimizer, GeneralOptions], None]
 
 
@@ -34,6 +35,7 @@ class Implementation:
         worker: makes the role of a worker.
         server: makes the role of a server; None if there are none.
         layout: cuts the flat vector where the usual cut will not do.
+        arriving: makes what servers read messages by, where that is not the codec on the wire.
         updates_parts: each worker updates a part of each layer alone.
         check_optimizer: raises :class:`UserError` for an optimizer other than the built-in SGD that
             does not suit the options.
@@ -42,6 +44,7 @@ class Implementation:
     worker: MakeWorker
     server: MakeServer | None = None
     layout: MakeLayout | None = None
+    arriving: MakeCodec | None = None
     updates_parts: bool = False
     check_optimizer: CheckOptimizer = lambda optimizer, run: None
 
@@ -55,6 +58,7 @@ def register(
     worker: MakeWorker,
     server: MakeServer | None = None,
     layout: MakeLayout | None = None,
+    arriving: MakeCodec | None = None,
     updates_parts: bool = False,
     check_optimizer: CheckOptimizer = lambda optimizer, run: None,
 ) -> None:
@@ -68,7 +72,7 @@ def register(
     if algorithm.has_servers != (server is not None):
         raise ValueError(f"algorithm {algorithm.name}: has_servers requires server, and vice versa")
     _IMPLEMENTATIONS[algorithm.name] = Implementation(
-        worker, server, layout, updates_parts, check_optimizer
+        worker, server, layout, arriving, updates_parts, check_optimizer
     )
 
 

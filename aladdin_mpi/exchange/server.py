@@ -121,6 +121,7 @@ class ParameterServer(Stateful):
         sizes: numbers of values of the parameters, in flat order; without them all are stepped.
         projections: applied to what gradients have changed, before it leaves.
         lr_scale: what the learning rate is multiplied by for a number of workers.
+        arriving: what arriving messages are read by, if not by ``codec``.
     """
 
     SAVED = (
@@ -143,13 +144,13 @@ class ParameterServer(Stateful):
         sizes: Sequence[int] = (),
         projections: Projections | None = None,
         lr_scale: Callable[[int], float] = unscaled,
+        arriving: GradientCodec | None = None,
     ) -> None:
         self._lr_scale = lr_scale
         self.transport = transport
         self.layout = layout
         self.codec = codec
-        self.arriving = codec
-        """What arriving messages are read by; an algorithm may have its own."""
+        self.arriving = arriving or codec
         self.buckets = layout.owned_by(transport.rank)
         self.worker_count = transport.size - layout.servers
         self.values = {b.index: parameters[b.part].clone() for b in self.buckets}
@@ -164,8 +165,7 @@ class ParameterServer(Stateful):
         """Gradients taken as a whole from workers that had failed when a checkpoint was written."""
         self.taken = self._nothing_taken()
         """Gradients taken in this segment, for every worker and bucket."""
-        self.on_update: Callable[[Bucket], None] = lambda bucket: None
-        """Called with every bucket that a gradient has come for, when that is used."""
+        self._on_update: list[Callable[[Bucket], None]] = []
         self._is_open = False
         self._seen = [0] * self.worker_count
         self._schedule = schedule
@@ -190,6 +190,10 @@ class ParameterServer(Stateful):
     def unused_by_all(self, bucket: Bucket, total: Tensor) -> Unused:
         """Return the parts of a bucket of a gradient, or a sum, that no worker has one for."""
         return self._marks.read(bucket, total)
+
+    def on_update(self, action: Callable[[Bucket], None]) -> None:
+        """Call ``action`` with every bucket that a gradient has come for, when that is used."""
+        self._on_update.append(action)
 
     def _nothing_taken(self) -> list[dict[int, int]]:
         return [{b.index: 0 for b in self.buckets} for _ in range(self.worker_count)]
@@ -259,7 +263,8 @@ class ParameterServer(Stateful):
             yield arrival
             intake.give_back(arrival)
             self._project(arrival.bucket)
-            self.on_update(arrival.bucket)
+            for action in self._on_update:
+                action(arrival.bucket)
 
     def _project(self, bucket: Bucket) -> None:
         """Apply the projections, if the bucket has been stepped since."""

@@ -43,7 +43,7 @@ class ServerReplica:
         self._updates = {bucket.index: 0 for bucket in role.server.buckets}
         self._sends: dict[int, list[Request]] = {}
         transport.exclude_from_traffic(Tag.MIRROR)
-        role.server.on_update = self.note
+        role.server.on_update(self.note)
 
     def note(self, bucket: Bucket) -> None:
         """A bucket has been updated."""

@@ -96,11 +96,3 @@ class OtherDtypes(dict[nn.Parameter, Tensor]):
         if self:
             # As .data, so that the loop's writes are told from these by their versions.
             torch._foreach_copy_(list(map(raw_data, self)), list(self.values()))
-
-
-def convert_gradient(gradient: Tensor | None, into: Tensor) -> None:
-    """Put a gradient that backward has left into the flat vector's; zero if there is none."""
-    if gradient is None:
-        into.zero_()
-    else:
-        into.copy_((gradient.to_dense() if gradient.is_sparse else gradient).detach())

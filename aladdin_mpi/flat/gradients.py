@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from aladdin_mpi.accelerator import is_accelerator
 from aladdin_mpi.errors import UserError
-from aladdin_mpi.flat.dtypes import OtherDtypes, convert_gradient
+from aladdin_mpi.flat.dtypes import OtherDtypes
 from aladdin_mpi.flat.layout import Bucket, Layout
 
 _REDUCE = "__reduce_ex__"
@@ -180,14 +180,14 @@ class BoundGradients:
             self.unused.discard(number)
         if self._others and parameter in self._others:
             self.missing.discard(number)
-            convert_gradient(gradient, view)
+            _convert(gradient, view)
             self._note_version(number, gradient)
             return
         if not _is_same(gradient, view):  # otherwise autograd has added to it
             if number not in self.missing:
                 raise _unbound()
             self.missing.remove(number)
-            convert_gradient(gradient, view)
+            _convert(gradient, view)
         parameter.grad = view
         self._note_version(number, view)
 
@@ -245,13 +245,21 @@ class BoundGradients:
             if self._others and parameter in self._others:
                 # Its gradient was converted when it came, if that was watched.
                 if self._versions is None:
-                    convert_gradient(parameter.grad, view)
+                    _convert(parameter.grad, view)
                 elif self._versions[number] != _version(parameter.grad):
                     raise _changed()
             elif parameter.grad is not view and not _is_same(parameter.grad, view):
                 raise _unbound()
             elif self._versions is not None and self._versions[number] != view._version:
                 raise _changed()
+
+
+def _convert(gradient: Tensor | None, into: Tensor) -> None:
+    """Put a gradient that backward has left into the flat vector's; zero if there is none."""
+    if gradient is None:
+        into.zero_()
+    else:
+        into.copy_((gradient.to_dense() if gradient.is_sparse else gradient).detach())
 
 
 def _is_same(gradient: Tensor | None, view: Tensor) -> bool:

@@ -34,9 +34,9 @@ from aladdin_mpi.worker.step import Compute, StepTimeModel
 from aladdin_mpi.worker.worker import Worker
 
 
-def momentum_sgd(options: RunOptions, x: Tensor) -> MomentumSGD:
+def momentum_sgd(options: RunOptions, x: Tensor, clip: float | None = None) -> MomentumSGD:
     """Of the flat parameters ``x``."""
-    return MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov)
+    return MomentumSGD(x, options.momentum, options.weight_decay, options.nesterov, clip)
 
 
 def make_optimizer(
@@ -49,10 +49,8 @@ def make_optimizer(
     """
     options, x = context.options, context.replica.parameters
     if own is None:
-        sgd = momentum_sgd(options, x)
-        if options.compression != "none" and options.dgc.clip is not None:
-            sgd.clip = options.dgc.clip / sqrt(len(context.leaders))
-        return sgd
+        clip = options.dgc.clip if options.compression != "none" else None
+        return momentum_sgd(options, x, clip and clip / sqrt(len(context.leaders)))
     if steps is not None:
         check_length(own, steps)
     optimizer = TorchOptimizer(own.given, context.module, x, own.scheduler, own.access)
@@ -112,8 +110,8 @@ def make_server(
     kind: type[ParameterServer] = ParameterServer,
 ) -> ServerAlgorithm:
     """The algorithm's part on a server; ``lr`` is the learning rate as a function of samples."""
-    make = implementation(context.algorithm).server
-    if make is None:
+    code = implementation(context.algorithm)
+    if code.server is None:
         raise ValueError(f"{context.algorithm.name} has no servers")
     options, replica = context.options, context.replica
     server = kind(
@@ -126,8 +124,9 @@ def make_server(
         replica.sizes,
         context.projections,
         partial(scale_of, options.lr_scaling),
+        None if code.arriving is None else code.arriving(wire, context.layout),
     )
-    return make(server, optimizer, options)
+    return code.server(server, optimizer, options)
 
 
 @dataclass(frozen=True)

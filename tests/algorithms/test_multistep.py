@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from aladdin_mpi.algorithms import registry
 from aladdin_mpi.algorithms.multistep import MultistepWorker
 from aladdin_mpi.algorithms.multistep_hooks import choose, cut_at_layers
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.flat.replica import DenseLayer, Replica, outline
+from aladdin_mpi.options.algorithms import find_algorithm
 from aladdin_mpi.options.cluster import Cluster
 from aladdin_mpi.options.run import SimulateOptions
 from aladdin_mpi.run import trainer
@@ -450,7 +453,10 @@ class Impatient(MultistepWorker):
 
 def test_multistep_layer_waits_only_for_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     patient = run(waiting_job())
-    monkeypatch.setattr("aladdin_mpi.algorithms.multistep.MultistepWorker", Impatient)
+    registered = registry.implementation(find_algorithm("multistep"))
+    monkeypatch.setitem(
+        registry._IMPLEMENTATIONS, "multistep", replace(registered, worker=Impatient)
+    )
     impatient = run(waiting_job())
     assert isinstance(impatient[0].role, Impatient)
     assert torch.equal(patient[0].x, impatient[0].x)
