@@ -451,12 +451,15 @@ class Impatient(MultistepWorker):
         super().forward(bucket)
 
 
+def use_worker(monkeypatch: pytest.MonkeyPatch, kind: type[MultistepWorker]) -> None:
+    """Have the next runs use this class of workers."""
+    registered = registry.implementation(find_algorithm("multistep"))
+    monkeypatch.setitem(registry._IMPLEMENTATIONS, "multistep", replace(registered, worker=kind))
+
+
 def test_multistep_layer_waits_only_for_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     patient = run(waiting_job())
-    registered = registry.implementation(find_algorithm("multistep"))
-    monkeypatch.setitem(
-        registry._IMPLEMENTATIONS, "multistep", replace(registered, worker=Impatient)
-    )
+    use_worker(monkeypatch, Impatient)
     impatient = run(waiting_job())
     assert isinstance(impatient[0].role, Impatient)
     assert torch.equal(patient[0].x, impatient[0].x)
@@ -603,7 +606,7 @@ def test_multistep_sends_activations_during_forward_pass(
     cluster = {"local_bandwidth_gbit": 0.2}
     seconds = {}
     for kind in (MultistepWorker, Late):
-        monkeypatch.setattr("aladdin_mpi.algorithms.multistep.MultistepWorker", kind)
+        use_worker(monkeypatch, kind)
         options = SimulateOptions(
             algorithm="multistep",
             compute="timed",
