@@ -47,6 +47,7 @@ PASSES = (
     Pass("calibration", ("--repeats", "2"), needs_lab=True),
     Pass("sharing", needs_lab=True),
     Pass("ulfm"),
+    Pass("regrouping"),
     Pass("takeover"),
     Pass(
         "throughput",

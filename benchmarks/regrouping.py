@@ -1,18 +1,22 @@
-"""What the failure of one worker costs the others: continuing in place against a new group.
+"""What the failure of one worker costs the others: continuing in place, and with a new group.
 
-``python -m benchmarks.regrouping`` simulates both in virtual time. Algorithms that do not need
-every worker continue in place; with a spare rank the same failure makes all ranks form a new group.
-The cost is the longest time between two steps of a surviving worker, less that of a run without a
-failure. A small model stands for a larger one: the network is slower by the ratio of their sizes.
+    python -m benchmarks.regrouping --save
+    python -m benchmarks.regrouping --quick
+
+Virtual time. Algorithms that do not need every worker continue in place. With a spare rank the
+same failure makes all ranks form a new group.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,23 +24,39 @@ from torch.utils.data import TensorDataset
 
 from aladdin_mpi import DataParallel
 from aladdin_mpi.options.cluster import Cluster
+from aladdin_mpi.session.session import SETTLE_SECONDS
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.transport.virtual.engine import VirtualCluster
+from benchmarks import harness, quick
+from benchmarks.bounds import whole
+from benchmarks.harness import Findings
+from benchmarks.machine import machine
 
 FEATURES = 256
 PARAMETERS = FEATURES * (FEATURES + 1)
-STEP_SECONDS = 0.4
-RANKS_PER_HOST = 4
+STEP_SECONDS, STEPS, FAILS_AT = 0.4, 40, 20.5
+GBIT, RANKS_PER_HOST = 10.0, 4
+SIZES = {"1 M": 1e6, "ResNet-50": 25.6e6}
+
+TITLE = "What the failure of a worker costs the others"
+NOTES = f"""\
+Virtual time, {{workers}} workers and one server, {RANKS_PER_HOST} ranks on a host, links of
+{GBIT:g} Gbit/s, steps of {STEP_SECONDS} s. A small model stands for a larger one: the links are
+slower by the ratio of their sizes. One worker fails after {FAILS_AT:g} steps. Cost: the longest
+time between two steps of any other worker, less that of a run without a failure. In place: the
+others continue in their group. New group: there is a spare rank, and all ranks form a new group,
+whose rank 0 merges their states; less the {2 * SETTLE_SECONDS:g} s that virtual time always allows
+for the set-up of a group."""
+QUICK = {"algorithms": ["asp"], "models": ["1 M"], "workers": 3}
 
 
 def longest_gap(algorithm: str, workers: int, spares: int, fails: bool, gbit: float) -> float:
     """Return the longest virtual time between two steps of a worker that does not fail."""
-    size = workers + spares + 1
-    failing = workers // 2
-    deaths = {failing: 20.5 * STEP_SECONDS if fails else 1e6}
+    size, failing = workers + spares + 1, 1 + workers // 2
+    deaths = {failing: FAILS_AT * STEP_SECONDS if fails else 1e6}
     hosts = Cluster(hosts=-(-size // RANKS_PER_HOST), bandwidth_gbit=gbit, deaths=deaths)
-    steps: dict[int, list[float]] = defaultdict(list)
     data = TensorDataset(torch.randn(workers, FEATURES))
+    steps: dict[int, list[float]] = defaultdict(list)
 
     def train(transport: Transport) -> None:
         torch.manual_seed(0)
@@ -45,10 +65,9 @@ def longest_gap(algorithm: str, workers: int, spares: int, fails: bool, gbit: fl
             module,
             transport=transport,
             algorithm=algorithm,
-            samples=60 * workers,
+            samples=STEPS * workers,
             batch_size=1,
             lr=0.001,
-            servers=1,
             spares=spares,
             compute_time=STEP_SECONDS,
             checkpoint_every="never",
@@ -62,33 +81,42 @@ def longest_gap(algorithm: str, workers: int, spares: int, fails: bool, gbit: fl
             steps[transport.rank].append(transport.now())
             run.step(loss)
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="regrouping-") as folder:
         VirtualCluster(size, hosts.placed(1), seed=0).run(train)
-    living = [times for rank, times in steps.items() if rank != failing]
-    pairs = [pair for times in living for pair in pairwise(times)]
-    return max(later - earlier for earlier, later in pairs)
+    others = [times for rank, times in steps.items() if rank != failing]
+    return max(later - earlier for times in others for earlier, later in pairwise(times))
 
 
-def main() -> None:
-    """Print a table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--workers", type=int, default=63)
-    parser.add_argument("--algorithms", nargs="+", default=["asp", "aladdin-ahead", "gosgd"])
-    parser.add_argument("--gbit", type=float, default=10.0, help="bandwidth of a host's link")
-    parser.add_argument(
-        "--parameters", type=float, nargs="+", default=[1e6, 25.6e6], help="sizes of the model"
+def row(algorithm: str, model: str, workers: int) -> dict[str, Any]:
+    """Return a line of the table."""
+    gbit = GBIT * PARAMETERS / SIZES[model]
+    in_place, new_group = (
+        longest_gap(algorithm, workers, spares, True, gbit)
+        - longest_gap(algorithm, workers, spares, False, gbit)
+        for spares in (0, 1)
     )
-    options = parser.parse_args()
-    print(f"{'algorithm':<15}{'parameters':>12}{'in place, s':>14}{'new group, s':>14}")
-    for algorithm in options.algorithms:
-        for parameters in options.parameters:
-            gbit = options.gbit * PARAMETERS / parameters
-            costs = []
-            for spares in (0, 1):
-                plain = longest_gap(algorithm, options.workers, spares, False, gbit)
-                costs.append(longest_gap(algorithm, options.workers, spares, True, gbit) - plain)
-            print(f"{algorithm:<15}{parameters:>12.3g}{costs[0]:>14.2f}{costs[1]:>14.2f}")
+    return {
+        "algorithm": algorithm,
+        "model": model,
+        "in place, s": f"{in_place:.2f}",
+        "new group, s": f"{new_group - 2 * SETTLE_SECONDS:.2f}",
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns its exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = harness.make_parser("regrouping", __doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--algorithms", nargs="+", default=["asp", "easgd"], metavar="NAME", help="which")
+    add("--models", nargs="+", choices=SIZES, default=list(SIZES), help="sizes of the model")
+    add("--workers", type=whole(3), default=63, help="of each run")
+    args: argparse.Namespace = quick.parse(parser, argv, QUICK)
+    facts = machine()
+    rows = [row(name, model, args.workers) for name in args.algorithms for model in args.models]
+    notes = NOTES.format(**vars(args))
+    return harness.publish("regrouping", argv, args, facts, Findings(TITLE, rows, notes, []))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.run_main(main))
