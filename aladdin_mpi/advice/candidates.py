@@ -20,6 +20,8 @@ EARLY = ("aladdin-ahead", "ar-sgd", "sgp", "aladdin", "local-sgd", "bsp")
 """Of each kind the main ones, which run first if nothing else decides: time may run out."""
 BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
 """Of a value on the wire."""
+CHOOSES_WIRE = ("aladdin-ahead",)
+"""Those that choose the bits of each message themselves."""
 SERVERS = 32
 """Of a first run at most: it takes time in proportion to the servers, and few runs need more; of a
 later one twice as many."""
@@ -185,7 +187,7 @@ def variants(name: str, on: ClusterTraits) -> Iterator[Candidate]:
 
 
 def _wires(algorithm: Algorithm) -> list[str]:
-    if algorithm.auto_wire not in BYTES or algorithm.name == "aladdin-ahead":
+    if algorithm.auto_wire not in BYTES or algorithm.name in CHOOSES_WIRE:
         return []  # it finds its own
     return ["int8"] * algorithm.quantises + ["bf16"] * algorithm.whole_models
 
