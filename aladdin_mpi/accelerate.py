@@ -35,9 +35,9 @@ from torch.utils.data import DataLoader
 from aladdin_mpi.errors import UserError
 from aladdin_mpi.options.general import LENGTHS
 from aladdin_mpi.process import console
-from aladdin_mpi.run.batches import Epoch
 from aladdin_mpi.run.data_parallel import DataParallel
 from aladdin_mpi.run.job import find_job
+from aladdin_mpi.run.training_data import Epoch
 
 
 class Accelerator:

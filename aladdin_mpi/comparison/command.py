@@ -1,21 +1,198 @@
-"""The whole of a comparison, from its command line to its report."""
+"""Compare runs: read the options, run what is missing, report."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+import aladdin_mpi
 from aladdin_mpi.comparison import baseline as baselines
-from aladdin_mpi.comparison import folder, plots, report
+from aladdin_mpi.comparison import folder, plots
 from aladdin_mpi.comparison.baseline import GIVEN, Baseline
-from aladdin_mpi.comparison.figures import make_cells, plain, read_figures
+from aladdin_mpi.comparison.figures import (
+    RunFigures,
+    TableRow,
+    as_csv,
+    keys_shown,
+    make_cells,
+    make_rows,
+    markdown,
+    plain,
+    read_figures,
+)
+from aladdin_mpi.comparison.folder import Machine
 from aladdin_mpi.comparison.options import ComparisonRequest
 from aladdin_mpi.comparison.plan import Run, plan, read_runs, unequal
-from aladdin_mpi.comparison.report import Findings
 from aladdin_mpi.comparison.runner import Runner, check_launcher, launcher
 from aladdin_mpi.errors import UserError
+from aladdin_mpi.hooks.recorder import rounded
+from aladdin_mpi.process import files
+from aladdin_mpi.process.files import write_whole
+
+REPORT = "report.md"
+TABLE = "table.csv"
+RESULT = "comparison.json"
+FORMAT = "aladdin_mpi comparison 1"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """A comparison that has been run, or read."""
+
+    command: str
+    engine: str
+    runs: Sequence[RunFigures]
+    target: float | None
+    baseline: Baseline | None
+    shared: Sequence[str] | None = None
+    """Words of every run's command line; None if the runs were only read."""
+    variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """The words of single labels on top."""
+    ideals: Mapping[str, float] = field(default_factory=dict)
+    """The sum of the workers' own speeds, in samples/s, by label; none where it is not known."""
+    failures: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def rows(self) -> list[TableRow]:
+        """The table."""
+        alone = None if self.baseline is None else self.baseline.samples_per_second
+        return make_rows(self.runs, self.target, alone)
+
+    @property
+    def title(self) -> str:
+        """Model, data set, workers, engine; "several" where the runs differ."""
+        facts = {name: self._common(name) for name in ("model", "dataset", "workers")}
+        time = "virtual time" if self.engine == "virtual" else "MPI"
+        return "{model} on {dataset}, {workers} workers, {time}".format(**facts, time=time)
+
+    def _common(self, name: str) -> str:
+        values = {str(run.summary.get(name)) for run in self.runs}
+        return values.pop() if len(values) == 1 else "several"
+
+
+def write(findings: Findings, out: Path, facts: Machine) -> None:
+    """Write all files of the report."""
+    write_whole(out / TABLE, as_csv(findings.rows))
+    write_whole(out / RESULT, files.written(as_json(findings, facts), indent=2) + "\n")
+    pictures = plots.draw(
+        findings.runs, findings.rows, out, findings.title, findings.target, findings.ideals
+    )
+    write_whole(out / REPORT, _markdown(findings, facts, pictures))
+
+
+def as_json(findings: Findings, facts: Machine) -> dict[str, Any]:
+    """Everything, for programs: SI units, fractions from 0 to 1, null for what is not there."""
+    alone = None if findings.baseline is None else findings.baseline.samples_per_second
+    result: dict[str, Any] = {
+        "format": FORMAT,
+        "version": aladdin_mpi.__version__,
+        "command": findings.command,
+        "machine": dict(facts),
+        "engine": findings.engine,
+        "options": None if findings.shared is None else list(findings.shared),
+        "variants": {label: list(words) for label, words in findings.variants.items()},
+        "target_accuracy": findings.target,
+        "baseline": None if findings.baseline is None else asdict(findings.baseline),
+        "ideal_samples_per_second": findings.ideals,
+        "rows": [asdict(row) for row in findings.rows],
+        "runs": [
+            {
+                "label": run.label,
+                "folder": str(run.folder),
+                "algorithm": run.summary["algorithm"],
+                "seed": run.summary["seed"],
+                **run.all_values(findings.target, alone),
+                "evaluations": [asdict(each) for each in run.evaluations],
+            }
+            for run in findings.runs
+        ],
+        "failures": list(findings.failures),
+        "notes": [*findings.notes, *definitions(findings)],
+    }
+    return dict(rounded(result))
+
+
+def definitions(findings: Findings) -> list[str]:
+    """What the columns mean, for those that are there."""
+    rows = findings.rows
+    there = keys_shown(rows)
+    most = max(row.runs for row in rows)
+    clock = "virtual seconds" if findings.engine == "virtual" else "seconds"
+    n = f"up to {most}" if any(row.runs != most for row in rows) else str(most)
+    notes = [
+        "Each figure is the mean over the runs (seeds), and behind ± their sample standard "
+        f"deviation; n = {n}."
+        if most > 1
+        else "n = 1: one run each, so nothing is known of the spread over seeds."
+    ]
+    texts = {
+        "test_accuracy": "The table is in the order of accuracy, of equal ones in that of time. "
+        "accuracy: of the global model at the end of the run, on the test data.",
+        "seconds": f"time: training time in {clock}, without set-up, evaluations and checkpoints.",
+        "seconds_to_target": f"time to {findings.target or 0:g}: training time until the first "
+        "evaluation at or above this accuracy; nothing is interpolated, so it is no finer than "
+        "--eval-every. The mean is over the runs that reached it: (k of n).",
+        "samples_per_second": "samples/s: throughput of all workers together.",
+        "wait_fraction": "waiting: share of the training time that workers waited for "
+        "communication.",
+        "bytes_sent_per_step": "bytes/step: sent by a worker for a step; what it receives, and "
+        "what servers send, is not in it.",
+        "coalesced_fraction": "coalesced: share of the gradients that were added to another one "
+        "before they were sent, since the network was behind; none is lost by that.",
+    }
+    notes += [text for key, text in texts.items() if key in there]
+    if findings.baseline is not None:
+        notes.append(
+            f"speed-up: throughput over that of one worker alone, "
+            f"{findings.baseline.samples_per_second:,.6g} samples/s ({findings.baseline.source})."
+        )
+    else:
+        notes.append("No speed-up: the throughput of one worker alone is not known (--baseline).")
+    if ideals := findings.ideals.values():
+        low, high = min(ideals), max(ideals)
+        values = f"{low:,.6g}" if low == high else f"{low:,.6g} to {high:,.6g}, as the runs differ"
+        notes.append(
+            f"ideal, dashed in {plots.THROUGHPUT}: the sum of the workers' own speeds, slow-downs "
+            f"counted: {values} samples/s."
+        )
+    return notes
+
+
+def _markdown(findings: Findings, facts: Machine, pictures: Sequence[str]) -> str:
+    cells = make_cells(findings.rows, findings.target, "±")
+    lines = [*findings.notes, *definitions(findings), *plots.not_drawn()]
+    notes = "\n".join(f"- {line}" for line in lines)
+    parts = [f"# Comparison: {findings.title}", markdown(cells), notes]
+    if findings.failures:
+        parts += ["## Failed runs", "\n".join(f"- {line}" for line in findings.failures)]
+    parts += [f"![{Path(name).stem}]({name})" for name in pictures]
+    parts += ["## Command", f"    {findings.command}", *_options(findings)]
+    versions = {"aladdin_mpi": aladdin_mpi.__version__, **facts}
+    lines = [f"- {key}: {value}" for key, value in versions.items() if value is not None]
+    place = "Machine" if findings.shared is not None else "Machine that read them"
+    parts += [f"## {place} and versions", "\n".join(lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _options(findings: Findings) -> list[str]:
+    if findings.shared is None:
+        folders = "\n".join(f"- {run.label}: {run.folder}" for run in findings.runs)
+        return ["Runs read, with their options in config.toml:", folders]
+    words = shlex.join(findings.shared)
+    of_all = f"`{words}`" if words else "none, all have their defaults"
+    lines = [f"- {name}: `{shlex.join(more)}`" for name, more in findings.variants.items()]
+    return [
+        f"Options of every run: {of_all}. The complete ones stand in each run's folder, "
+        "runs/LABEL/seed-SEED, in config.toml.",
+        *(["Options of single ones on top:", "\n".join(lines)] if lines else []),
+    ]
+
 
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
@@ -59,7 +236,7 @@ def _read(request: ComparisonRequest) -> int:
     )
     if out is not None:
         with folder.claimed(out, request):
-            report.write(findings, out, folder.machine())
+            write(findings, out, folder.machine())
     _show(findings, out)
     return 0
 
@@ -135,7 +312,7 @@ def _report(
             failures=failures,
             notes=unequal(figures),
         )
-        report.write(findings, out, folder.machine())
+        write(findings, out, folder.machine())
         _show(findings, out)
     if failures:
         again = f"{len(failures)} of {len(runs)} runs failed; the same command tries them again"
@@ -149,5 +326,5 @@ def _show(findings: Findings, out: Path | None) -> None:
     if (alone := findings.baseline) is not None:
         print(f"one worker alone: {alone.samples_per_second:,.6g} samples/s, {alone.source}")
     if out is not None:
-        print(*plots.not_drawn(), f"report in {out / report.REPORT}", sep="\n")
+        print(*plots.not_drawn(), f"report in {out / REPORT}", sep="\n")
     sys.stdout.flush()

@@ -218,7 +218,8 @@ class Replica(_Flat):
 
     def bind_gradients(self, vector: Tensor) -> None:
         """Let the next gradient go into ``vector``: see :meth:`BoundGradients.bind`."""
-        self.others.refresh()
+        if self.others:
+            self.others.refresh()
         self.gradients.bind(vector, self._cut)
 
     def end_backward(self, is_skipped: bool = False) -> None:

@@ -36,7 +36,6 @@ from aladdin_mpi.run.api_options import (
     simulated_options,
 )
 from aladdin_mpi.run.assembly import UserTask, assemble
-from aladdin_mpi.run.batches import NO_BATCH, Batches, Delivery, Epoch
 from aladdin_mpi.run.elastic_runner import ElasticRunner
 from aladdin_mpi.run.ending import Ending, end_other_run
 from aladdin_mpi.run.handshake import with_bucket_size
@@ -46,7 +45,7 @@ from aladdin_mpi.run.placement import bind_to_near, tell_placement
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.script import OptionsFound, simulated_rank
 from aladdin_mpi.run.takeover import LoopProgress, Takeover
-from aladdin_mpi.run.training_data import TrainingData, deal
+from aladdin_mpi.run.training_data import NO_BATCH, Batches, Delivery, Epoch, TrainingData, deal
 from aladdin_mpi.session.coordinator import RunHook
 from aladdin_mpi.session.user_optimizer import Asked, resolve, settings_for
 from aladdin_mpi.transport.base import Transport, once

@@ -22,8 +22,8 @@ from aladdin_mpi.errors import LostError, PeerFailedError, UserError
 from aladdin_mpi.flat.dtypes import VisibleWrites
 from aladdin_mpi.flat.replica import Replica
 from aladdin_mpi.process.guard import no_exit
-from aladdin_mpi.run.batches import NO_BATCH
 from aladdin_mpi.run.rank import Rank
+from aladdin_mpi.run.training_data import NO_BATCH
 from aladdin_mpi.session.user_optimizer import UserOptimizer
 from aladdin_mpi.transport.base import surviving_ranks, wait_ended
 from aladdin_mpi.worker.step import SKIPPED, Loss
