@@ -223,8 +223,6 @@ class SgpWorker(TrainingWorker):
         self.steps = common["steps"]
 
 
-_ON_RESIZE = "they begin from the weighted mean of all models, with equal weights"
-
 register(
     SGP,
     worker=lambda worker, optimizer, wire, run: SgpWorker(
