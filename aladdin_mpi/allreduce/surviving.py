@@ -175,10 +175,13 @@ class SurvivingSums:
             except PeerFailedError:
                 continue  # who had them has died as well
             self._give(agreed)
-            begun, self._begun = self._begun, []
-            for bucket, values, _ in begun:
-                self.start(values, bucket)
+            self._begin_again()
             return False
+
+    def _begin_again(self) -> None:
+        begun, self._begun = self._begun, []
+        for bucket, values, _ in begun:
+            self.start(values, bucket)
 
     def _agree(self, is_at_end: bool) -> _Agreed:
         """What rank 0 has been told by all that live."""
