@@ -26,7 +26,7 @@ from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.options.run import RESIZE_FIELDS, RESUME_FIELDS, RunOptions, agreed, differences
 from aladdin_mpi.process import files
 from aladdin_mpi.process.files import check_own_folder, remove_tree, write_whole
-from aladdin_mpi.session.context import Context, collect_model, make_layout
+from aladdin_mpi.session.context import Context, collect_model
 from aladdin_mpi.session.coordinator import Coordinator, RunHook, SegmentEnd
 from aladdin_mpi.session.plan import Origin, Plan
 from aladdin_mpi.session.resizing import StateAssembly, share, taken, tell
@@ -393,11 +393,7 @@ class Checkpoints(RunHook):
         context, origin, transport = session.context, session.origin, self._transport
         first = transport.rank == 0
         state = all_or_none(transport, lambda: self._load(resizes=True) if first else None)
-        options, algorithm, replica = context.options, context.algorithm, context.replica
-        layout = make_layout(options, algorithm, replica, origin.servers, origin.workers)
-        parts = StateAssembly(
-            self._store.part, algorithm, origin, layout, session.role, replica.parameters
-        )
+        parts = StateAssembly(self._store.part, origin, context, session.role)
         merged = all_or_none(transport, lambda: parts.merged() if first else None)
         if merged is not None and state is not None:
             merged.granted = state["keeper"].get("granted", ())[origin.servers :]
@@ -407,8 +403,8 @@ class Checkpoints(RunHook):
         now = Origin(context.workers, context.servers, past, origin.schedule_step, begun)
         session.resize(state, merged, now)
         all_or_none(transport, lambda: self._restore_local(session, origin))
-        if first and not options.quiet:
-            tell(algorithm, origin, now, lr)
+        if first and not context.options.quiet:
+            tell(context.algorithm, origin, now, lr)
 
     def _restore_local(self, session: Session, origin: Origin) -> None:
         """Restore what the former worker of this number had; a new one has buffers alone."""

@@ -33,9 +33,9 @@ from aladdin_mpi.run import run_folder
 from aladdin_mpi.run.elasticity import Membership, TakeoverPlan
 from aladdin_mpi.run.rank import Rank
 from aladdin_mpi.run.run_folder import OpenFolder
-from aladdin_mpi.session.context import Context, make_layout
+from aladdin_mpi.session.context import Context
 from aladdin_mpi.session.plan import Origin
-from aladdin_mpi.session.resizing import StateAssembly, share, taken
+from aladdin_mpi.session.resizing import StateAssembly, describe_ranks, share, taken
 from aladdin_mpi.session.session import Session
 from aladdin_mpi.transport.base import Transport
 from aladdin_mpi.worker.role import COMPUTED, TrainingWorker
@@ -188,10 +188,8 @@ def take_over(session: Session, takeover: Takeover) -> None:
     """Continue in a new group from what is left of the former one; every rank calls it."""
     context, plan, origin = session.context, takeover.plan, takeover.origin
     transport, is_first = context.transport, context.transport.rank == COORDINATOR
-    options, algorithm, replica = context.options, context.algorithm, context.replica
-    layout = make_layout(options, algorithm, replica, origin.servers, origin.workers)
     parts = _StateParts(transport, takeover)
-    assembly = StateAssembly(parts.of, algorithm, origin, layout, session.role, replica.parameters)
+    assembly = StateAssembly(parts.of, origin, context, session.role)
     merged = all_or_none(transport, lambda: assembly.merged() if is_first else None)
     parts.end()
     if merged is not None:
@@ -202,7 +200,7 @@ def take_over(session: Session, takeover: Takeover) -> None:
     _keep_own_counts(merged, plan)
     now = replace(origin, workers=context.workers, servers=context.servers, past=past)
     known = plan.accounting if is_first else None
-    losses = _losses(takeover, lost, options.step_size) if is_first else ()
+    losses = _losses(takeover, lost, context.options.step_size) if is_first else ()
     session.take_over(plan.drawn, merged, now, known, losses)
     _take_local(session, takeover)
 
@@ -312,9 +310,5 @@ def _take_local(session: Session, takeover: Takeover) -> None:
 
 def tell(context: Context, takeover: Takeover) -> None:
     """At rank 0: report that the run continues."""
-    servers, workers = context.servers, context.workers
-    beside = f" and {servers} server{'s' * (servers > 1)}" if servers else ""
-    console.say(
-        f"aladdin_mpi: the run goes on with {workers} worker{'s' * (workers > 1)}{beside} from "
-        f"sample {takeover.plan.drawn}"
-    )
+    ranks = describe_ranks(context.workers, context.servers)
+    console.say(f"aladdin_mpi: the run goes on with {ranks} from sample {takeover.plan.drawn}")

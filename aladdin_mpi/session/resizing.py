@@ -17,11 +17,12 @@ from torch import Tensor
 from aladdin_mpi.control.exchange import broadcast, broadcast_tensor, packed, unpacked
 from aladdin_mpi.errors import LostError
 from aladdin_mpi.exchange.server_algorithm import ServerAlgorithm
-from aladdin_mpi.flat.layout import Bucket, Layout
+from aladdin_mpi.flat.layout import Bucket
 from aladdin_mpi.flat.state import MergedState, numbers
 from aladdin_mpi.optimizers.sgd import LearningRate
 from aladdin_mpi.options.algorithms import Algorithm
 from aladdin_mpi.process import console
+from aladdin_mpi.session.context import Context, make_layout
 from aladdin_mpi.session.plan import Origin
 from aladdin_mpi.session.session import traffic_in
 from aladdin_mpi.transport.base import Transport
@@ -39,24 +40,24 @@ class StateAssembly:
     Args:
         part: returns a rank's state, called in their order; None: it is lost.
         origin: of the ranks.
-        layout: of the ranks.
+        context: of this run.
         role: rank 0's.
-        like: the flat model of this run.
     """
 
     def __init__(
         self,
         part: Callable[[int], dict[str, Any] | None],
-        algorithm: Algorithm,
         origin: Origin,
-        layout: Layout,
+        context: Context,
         role: Role,
-        like: Tensor,
     ) -> None:
+        algorithm, like = context.algorithm, context.replica.parameters
+        self._layout = layout = make_layout(
+            context.options, algorithm, context.replica, origin.servers, origin.workers
+        )
         self._part = part
         self._algorithm = algorithm
         self._origin = origin
-        self._layout = layout
         self._role = role
         self._lost_buckets: list[Bucket] = []
         self._replicas: dict[int, Mapping[str, Any]] = {}
@@ -164,8 +165,9 @@ def tell(algorithm: Algorithm, before: Origin, now: Origin, lr: LearningRate) ->
     """Tell the user of a change of the number of ranks."""
     was = replace(lr, workers=before.workers).scale
     rate = f"is multiplied by {lr.scale:.4g} instead of {was:.4g}"
+    ranks = [describe_ranks(each.workers, each.servers) for each in (now, before)]
     texts = [
-        f"resumed with {_ranks(now)} instead of {_ranks(before)}",
+        f"resumed with {ranks[0]} instead of {ranks[1]}",
         algorithm.on_resize,
         f"the learning rate {'stays' if lr.scale == was else rate} "
         f"(--lr-scaling {lr.options.lr_scaling})",
@@ -173,7 +175,7 @@ def tell(algorithm: Algorithm, before: Origin, now: Origin, lr: LearningRate) ->
     console.say(f"aladdin_mpi: {'; '.join(filter(None, texts))}")
 
 
-def _ranks(of: Origin) -> str:
-    workers, servers = of.workers, of.servers
+def describe_ranks(workers: int, servers: int) -> str:
+    """Return their numbers in words."""
     beside = f" and {servers} server{'s' * (servers > 1)}" if servers else ""
     return f"{workers} worker{'s' * (workers > 1)}{beside}"
