@@ -1,6 +1,6 @@
 """ALADDIN's variants compared on real data, in virtual time.
 
-The paper contradicts itself in places (docs/aladdin.md); each reading is an option.
+The paper contradicts itself in places (docs/design/aladdin.md); each reading is an option.
 This trains with each of them and shows which is best::
 
     python -m benchmarks.ablation --seeds 3 --save ablation -- --workers 8 --epochs 20 --lr 0.01

@@ -3,7 +3,7 @@
     python -m benchmarks.gradient --save --check
     python -m benchmarks.gradient --quick
 
-Trains with ALADDIN on this machine and counts in the functions themselves; docs/performance.md
+Trains with ALADDIN on this machine and counts in the functions themselves; docs/design/performance.md
 says what each of them is for. Nothing here is a time: the counts are the same on a busy machine,
 but for polls and sleeps.
 """

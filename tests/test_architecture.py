@@ -1,4 +1,4 @@
-"""docs/architecture.md: each layer of the package uses only those below it."""
+"""docs/design/architecture.md: each layer of the package uses only those below it."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_console_commands_are_documented(built: Built) -> None:
     assert "aladdin-slurm" in commands
     for command, target in commands.items():
         row = f"| `{command}` | `python -m {target.removesuffix(':main')}` |"
-        assert row in (ROOT / "docs" / "running.md").read_text()
+        assert row in (ROOT / "docs" / "install.md").read_text()
 
 
 def test_citation_has_package_version(built: Built) -> None:

@@ -2,7 +2,7 @@
 
 The worker is the paper's Algorithm 1, the server its Algorithm 2, run for each
 bucket as for a shard of its own. Numbers in brackets are the paper's lines;
-``docs/aladdin.md`` says where the paper contradicts itself and what is done about it.
+``docs/design/aladdin.md`` says where the paper contradicts itself and what is done about it.
 """
 
 from __future__ import annotations

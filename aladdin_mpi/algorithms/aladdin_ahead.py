@@ -4,7 +4,7 @@ As in ALADDIN (Ko et al., CIKM 2021) a worker never waits and no gradient is los
 new: the worker computes each gradient where it expects the global model to be when that
 gradient is added (:mod:`~aladdin_mpi.exchange.global_model`), and models are sent to
 arrive just before they are read (:mod:`~aladdin_mpi.exchange.model_requests`).
-``docs/aladdin.md`` derives both. Run for each bucket as for a model of its own.
+``docs/design/aladdin.md`` derives both. Run for each bucket as for a model of its own.
 """
 
 from __future__ import annotations

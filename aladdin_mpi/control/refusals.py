@@ -144,7 +144,7 @@ class Ledger(Stateful):
         self._print(
             f"warning: {self._name(refusal.rank)}: the batch at sample {refusal.sample} does not "
             "use every parameter; this run steps the others with a gradient of zero, so that "
-            'weight decay and momentum act on them (docs/sharp-bits.md, "Unused parameters")'
+            'weight decay and momentum act on them (docs/troubleshooting.md, "Unused parameters")'
         )
 
     def checkpoint_skipped(self, samples: int, doubt: str) -> None:

@@ -87,7 +87,7 @@ class Start:
         if self.tells:
             console.say(
                 "aladdin_mpi: loader processes are forked although MPI or a device is in use, "
-                f"since {why}; if they hang, see docs/data.md"
+                f"since {why}; if they hang, see docs/models-and-data.md"
             )
 
 

@@ -10,7 +10,7 @@ everybody does meanwhile. For each bucket, with u = lr (g + d p) and n workers::
     gradients at   p = x - k V,  k = m + m^2 + .. + m^L = m (1 - m^L) / (1 - m)
 
 N counts the gradients in a model. The parameters that the module computes with are p; x is
-``p + k V`` and needs no memory of its own. ``docs/aladdin.md`` derives the rule.
+``p + k V`` and needs no memory of its own. ``docs/design/aladdin.md`` derives the rule.
 """
 
 from __future__ import annotations

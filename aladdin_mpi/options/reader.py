@@ -588,7 +588,7 @@ def _unknown(model: type[BaseModel], location: Sequence[int | str]) -> str:
         if len(path) > 1:
             known.setdefault("_".join(path), as_argument(path))
     near = difflib.get_close_matches("_".join(names), known, n=1)
-    hint = f"did you mean {known[near[0]]}?" if near else "docs/running.md has them all"
+    hint = f"did you mean {known[near[0]]}?" if near else "docs/quickstart.md has them all"
     return f"{'.'.join(names)}: no such option; {hint}"
 
 

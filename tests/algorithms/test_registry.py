@@ -50,7 +50,7 @@ def test_generic_code_names_no_algorithm() -> None:
 
 
 def test_document_tables_list_every_algorithm() -> None:
-    for page in ("README.md", "docs/algorithms.md"):
+    for page in ("README.md", "docs/reference/algorithms.md"):
         rows = re.findall(r"(?m)^\| (`[^|]*)", (ROOT / page).read_text())
         named = {name for row in rows for name in re.findall(r"`([a-z-]+)`", row)}
         assert set(ALGORITHMS) <= named, page

@@ -328,7 +328,7 @@ def functionally(model: nn.Module, batch: Batch) -> Tensor:
 
 
 ROUNDING = "exactness.md#rounding-in-bfloat16"
-ZERO = "running.md#the-loop"
+ZERO = "your-script.md#the-loop"
 LOOPS = [
     row("epochs", by_epochs, settings={"epochs": 2}, columns=ALL),
     row("accumulate=2", accumulated, settings={"steps": 3, "accumulate": 2}, replay=replay_pairs),
@@ -339,7 +339,7 @@ LOOPS = [
         settings={"steps": STEPS, "clip": CLIPPED},
         replay=clip_mean,
         columns=ALL,
-        differences={"bsp": "running.md#the-optimizer"},
+        differences={"bsp": "your-script.md#the-optimizer"},
         documented=clip_own,
     ),
     row(
@@ -347,7 +347,7 @@ LOOPS = [
         clips,
         replay=clip_mean,
         columns=ALL,
-        differences={"bsp": "running.md#the-optimizer"},
+        differences={"bsp": "your-script.md#the-optimizer"},
         documented=clip_own,
     ),
     row(

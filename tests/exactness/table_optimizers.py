@@ -227,7 +227,7 @@ FORMS = [
         squares,
         vectors,
         arguments=settings(lr=0.05, momentum=0.9, weight_decay=0.01, lr_scaling="linear"),
-        differences=several("algorithms.md#common-to-all"),
+        differences=several("reference/algorithms.md#common-to-all"),
         documented=scaled_rate,
     ),
     Row(
@@ -414,7 +414,7 @@ RATES = [
         "scheduler of a run whose length is in samples",
         partial(CosineAnnealingLR, T_max=18),
         settings={"samples": 72},
-        differences=several("running.md#the-optimizer"),
+        differences=several("your-script.md#the-optimizer"),
         documented=step_for_each_worker,
     ),
     Row(

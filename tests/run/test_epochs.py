@@ -21,7 +21,7 @@ from aladdin_mpi.transport.virtual.engine import VirtualCluster
 SCHEDULES = int(os.environ.get("ALADDIN_MPI_SCHEDULES", "2"))
 LEFT_OUT = ("multistep", "ssp")
 """The first sums whole layers, of a larger model. With the second a worker that is as far ahead as
-it may be waits for one that waits for it (docs/running.md)."""
+it may be waits for one that waits for it (docs/your-script.md)."""
 
 
 class Points(Dataset[tuple[Tensor, Tensor]]):

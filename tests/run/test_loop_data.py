@@ -125,7 +125,7 @@ def test_drop_last_without_whole_rounds_is_refused(
 
 
 def test_batches_cross_epochs_without_batch_sampler_or_drop_last(tmp_path: Path) -> None:
-    """As docs/running.md has it."""
+    """As docs/your-script.md has it."""
     data = TensorDataset(*DATA[:150])
     plain = DataLoader(data, 16, shuffle=True)
     by_sampler = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 16, False))
