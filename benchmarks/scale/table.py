@@ -58,7 +58,7 @@ class Found:
 
 
 def row(found: Found) -> dict[str, Any]:
-    """A line of the table."""
+    """Return a row of the table."""
     curve = found.curve
     workers, last = found.points[-1]
     at, point = found.after
