@@ -187,7 +187,7 @@ def unexplained(rows: Iterable[Row]) -> list[str]:
     """Return a line for each row that is off by more than a quarter and has no reason."""
     return [
         f"{row['network']}, {row['algorithm']}, {row['workers']} workers, {row['stage']} at "
-        f"{row['Gbit/s']} Gbit/s: {row['links']:.2f}, published {row['published']:g}, "
+        f"{row['Gbit/s']} Gbit/s: {row['links']:.2f} (published {row['published']:g}), "
         "no reason found"
         for row in rows
         if not is_near(row["links"], row["published"]) and not row["reason"]
