@@ -3,9 +3,9 @@
     python -m benchmarks.gradient --save --check
     python -m benchmarks.gradient --quick
 
-Trains with ALADDIN on this machine and counts in the functions themselves; docs/design/performance.md
-says what each of them is for. Nothing here is a time: the counts are the same on a busy machine,
-but for polls and sleeps.
+Trains with ALADDIN on this machine and counts in the functions themselves. Nothing here is a time:
+except for polls and sleeps, the counts are the same on a busy machine. docs/design/performance.md
+explains the purpose of each pass.
 """
 
 from __future__ import annotations

@@ -106,8 +106,11 @@ class Cluster(BaseModel):
         "pairs of ranks",
         "MICROSECONDS",
     )
-    deaths: dict[NonNegativeInt, NonNegativeFloat] = cluster_option(
-        {}, "ranks that die, with the virtual time of their death in seconds", "RANK=SECONDS"
+    failures: dict[NonNegativeInt, NonNegativeFloat] = cluster_option(
+        {},
+        "ranks that fail, with the virtual time of their failure",
+        "RANK=SECONDS",
+        formerly="deaths",
     )
     pauses: tuple[Pause, ...] = cluster_option(
         (),

@@ -446,12 +446,12 @@ class GeneralOptions(BaseModel):
         "to survive deaths (mpirun --with-ft ulfm)",
         "RANKS",
     )
-    mirror_every: NonNegativeInt = run_option(
+    replicate_every: NonNegativeInt = run_option(
         64,
-        "where MPI survives deaths: updates of a bucket at a server between two copies of it at "
-        "another rank, from which a lost server's momentum, or elastic averaging's centre, is "
-        "taken; 0: there are none",
+        "with --with-ft ulfm: updates of a bucket at a server between two copies to another rank, "
+        "from which a failed server's momentum or centre is restored; 0: no copies",
         "UPDATES",
+        formerly="mirror_every",
     )
     resume: Literal["auto"] | Path | None = output_option(
         None,

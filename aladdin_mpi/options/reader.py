@@ -53,6 +53,7 @@ def option(
     group: str | None = None,
     default_text: str | None = None,
     most: float | None = None,
+    formerly: str | None = None,
     **constraints: Any,
 ) -> Any:
     """Declare a field of a model together with what ``--help`` says of it.
@@ -60,9 +61,16 @@ def option(
     ``unit`` stands for the value in the help (``--timeout SECONDS``), ``group``
     is the heading it is listed under, and ``default_text`` replaces the default
     where the plain value would not tell the user what happens. ``most`` is the largest
-    value that a file of an inner model may hold (:func:`nested`).
+    value that a file of an inner model may hold (:func:`nested`). ``formerly`` is the field's
+    name in the previous release, which is still accepted.
     """
-    about = {"unit": unit, "group": group, "default_text": default_text, "most": most}
+    about = {
+        "unit": unit,
+        "group": group,
+        "default_text": default_text,
+        "most": most,
+        "formerly": formerly,
+    }
     extra: JsonDict = {name: value for name, value in about.items() if value is not None}
     return Field(default, description=description, json_schema_extra=extra, **constraints)
 
@@ -88,6 +96,12 @@ class Leaf:
     info: FieldInfo
     flag: str
     """The option on the command line, such as ``--aladdin-pi``."""
+
+    @property
+    def former_flag(self) -> str | None:
+        """The option's spelling in the previous release, if it has changed."""
+        former = extra(self.info).get("formerly")
+        return former and self.flag.removesuffix(kebab(self.path[-1])) + kebab(former)
 
     @property
     def key(self) -> str:
@@ -185,6 +199,23 @@ def _walk(model: type[BaseModel], path: FieldPath, prefix: FieldPath) -> Iterato
             yield from _walk(inner, (*path, name), words)
         else:
             yield Leaf((*path, name), info, "--" + "-".join(map(kebab, (*prefix, name))))
+
+
+def current_name(model: type[BaseModel], name: str) -> str:
+    """Return the name of the field of ``model`` that was called ``name`` in a former release."""
+    fields = model.model_fields.items()
+    return next((now for now, info in fields if extra(info).get("formerly") == name), name)
+
+
+def with_current_names(model: type[BaseModel], table: dict[str, Any]) -> dict[str, Any]:
+    """Return stored options with the former names of fields replaced by the current ones."""
+    renamed = {}
+    for key, value in table.items():
+        name = current_name(model, key)
+        inner = submodel(model.model_fields[name]) if name in model.model_fields else None
+        is_table = inner is not None and isinstance(value, dict)
+        renamed[name] = with_current_names(inner, value) if inner and is_table else value
+    return renamed
 
 
 def shown(value: Any) -> str:
@@ -314,12 +345,25 @@ def read(model: type[BaseModel], argv: Argv, prog: str, description: str) -> Set
     for name, info in model.model_fields.items():
         if submodel(info) is not None and name in given:
             settings |= read_part(model, name, Path(given.pop(name)), f"--{kebab(name)}")
+    for leaf in leaves(model).values():
+        if leaf.key in given and leaf.former_flag in given:
+            raise UserError(f"{leaf.former_flag} is the former name of {leaf.flag}; keep one")
     typed = {
-        leaf.path: Setting(_typed_value(leaf, given[leaf.key]), leaf.flag)
+        leaf.path: Setting(_typed_value(leaf, given[name]), flag)
         for leaf in leaves(model).values()
-        if leaf.key in given
+        for name, flag in ((leaf.former_flag, leaf.former_flag), (leaf.key, leaf.flag))
+        if flag and name in given
     }
     return overlay(model, settings, typed)
+
+
+def renamed_flags(model: type[BaseModel], given: Settings) -> dict[str, str]:
+    """Return the former spellings on a command line, with the current one of each."""
+    return {
+        leaf.former_flag: leaf.flag
+        for leaf in leaves(model).values()
+        if leaf.former_flag and leaf.path in given and given[leaf.path].origin == leaf.former_flag
+    }
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -365,7 +409,11 @@ def make_parser(model: type[BaseModel], prog: str, description: str) -> argparse
             if extra(model.model_fields[owner]).get("file"):
                 text = _file_help(model, owner)
                 groups[title].add_argument(f"--{kebab(owner)}", metavar="FILE", help=text)
-        groups[title].add_argument(leaf.flag, dest=leaf.key, **_argument(leaf))
+        how = _argument(leaf)
+        groups[title].add_argument(leaf.flag, dest=leaf.key, **how)
+        if leaf.former_flag:
+            hidden = how | {"help": argparse.SUPPRESS}
+            groups[title].add_argument(leaf.former_flag, dest=leaf.former_flag, **hidden)
     return parser
 
 
@@ -507,8 +555,9 @@ def _collected(
     model: type[BaseModel], table: dict[str, Any], path: FieldPath, file: str
 ) -> Settings:
     settings: Settings = {}
+    spelt: dict[str, str] = {}
     for key, value in table.items():
-        name = key.replace("-", "_")
+        name = current_name(model, key.replace("-", "_"))
         origin = f"{dotted((*path, name))} in {file}"
         if name not in model.model_fields:
             known = [kebab(field) for field in model.model_fields]
@@ -516,8 +565,11 @@ def _collected(
                 f"{origin}: no such key; {did_you_mean(kebab(name), known)}known here: "
                 f"{', '.join(known)}"
             )
-        if name != key and name in table:
-            raise UserError(f"{origin}: given twice, as {key} and as {name}; keep one of them")
+        if name in spelt:
+            raise UserError(
+                f"{origin}: given twice, as {spelt[name]} and as {key}; keep one of them"
+            )
+        spelt[name] = key
         inner = submodel(model.model_fields[name])
         if inner is None:
             _check_switch(leaves(model)[(name,)], value, origin)

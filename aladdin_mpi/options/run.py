@@ -33,6 +33,7 @@ from aladdin_mpi.options.reader import (
     overlay,
     read,
     read_toml,
+    renamed_flags,
     submodel,
 )
 
@@ -150,7 +151,10 @@ def check_cluster(options: SimulateOptions, ranks: int) -> None:
             f"{room} each; add --ranks-per-host {-(-ranks // cluster.hosts)} or "
             f"--hosts {-(-ranks // room)}"
         )
-    named = {"--deaths": list(cluster.deaths), "--pauses": [pause[0] for pause in cluster.pauses]}
+    named = {
+        "--failures": list(cluster.failures),
+        "--pauses": [pause[0] for pause in cluster.pauses],
+    }
     for flag, those in named.items():
         for rank in those:
             if rank >= ranks:
@@ -351,5 +355,9 @@ def unused(options: RunOptions, given: Settings) -> dict[str, str]:
 
 
 def warnings(options: RunOptions, given: Settings) -> list[str]:
-    """A line on each of them."""
-    return [f"{flag}: has no effect {remedy}" for flag, remedy in unused(options, given).items()]
+    """Return a line for each of them, and for each option with its former spelling."""
+    renamed = renamed_flags(type(options), given).items()
+    return [
+        *(f"{flag}: has no effect {remedy}" for flag, remedy in unused(options, given).items()),
+        *(f"{former}: has been renamed; use {flag}" for former, flag in renamed),
+    ]

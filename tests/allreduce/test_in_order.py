@@ -129,7 +129,7 @@ def test_rank_failure_ends_queued_collectives() -> None:
         assert all(each.request is not None and each.request.done for each in queued)
         return str(caught.value)
 
-    errors = run(4, main, lab(4, deaths={3: 0.002}))
+    errors = run(4, main, lab(4, failures={3: 0.002}))
     assert all("rank 3 (host 3)" in error for error in errors[:3])
 
 

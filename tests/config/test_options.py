@@ -263,7 +263,7 @@ def test_toml_reads_back_equal(line: str, model: type[RunOptions], config: Path)
 
 def test_toml_of_a_cluster_reads_back_equal(config: Path) -> None:
     options = simulated(
-        "--hosts 3 --ranks-per-host 5 --deaths 1=2.5 --pauses 3:10:2.5,0:1:1 --links 2=1.5 "
+        "--hosts 3 --ranks-per-host 5 --failures 1=2.5 --pauses 3:10:2.5,0:1:1 --links 2=1.5 "
         "--backward-shape 0.1:0.5,0.6:0.7 --forward-share 0.2 --workers 2 --worker-hosts 2,0"
     )
     assert options.cluster.pauses == ((3, 10.0, 2.5), (0, 1.0, 1.0))
@@ -384,7 +384,7 @@ def test_ranks_must_fit_the_hosts() -> None:
     assert re.search(r"--ranks-per-host\b.*--placement block\b.*\bcyclic\b", text)
 
 
-@pytest.mark.parametrize("option", ["--deaths 2=9.5,9=3", "--pauses 2:1:1 9:10:2.5"])
+@pytest.mark.parametrize("option", ["--failures 2=9.5,9=3", "--pauses 2:1:1 9:10:2.5"])
 def test_events_of_nonexistent_rank_are_rejected(option: str) -> None:
     options = simulated(option)
     check_cluster(options, 10)

@@ -45,7 +45,7 @@ def test_ranks_meet_without_messages() -> None:
 
 def test_nobody_meets_where_ranks_die_or_pause() -> None:
     assert all(run(2, lambda t: t.meets, lab(2)))
-    for cluster in (lab(2, pauses=[(0, 0.01, 0.05)]), lab(2, deaths={1: 100.0})):
+    for cluster in (lab(2, pauses=[(0, 0.01, 0.05)]), lab(2, failures={1: 100.0})):
         assert not any(run(2, lambda t: t.meets, cluster))
 
 

@@ -67,7 +67,7 @@ def test_a_set_raises_the_death_of_a_peer_in_its_turn() -> None:
             awaited.wait()
         return [*sorted(map(str, found)), caught.value.rank, t.now()]
 
-    assert run(3, main, lab(2, deaths={1: 3.0}))[0] == ["1", "2", 1, 3.0]
+    assert run(3, main, lab(2, failures={1: 3.0}))[0] == ["1", "2", 1, 3.0]
 
 
 def test_unmatched_large_send_is_a_deadlock() -> None:
@@ -187,8 +187,8 @@ def test_bad_arguments(call: Main, text: str) -> None:
 def test_bad_clusters() -> None:
     with pytest.raises(UserError, match="size: expected 1 rank or more, got 0"):
         VirtualCluster(0, Cluster())
-    with pytest.raises(UserError, match="deaths: expected ranks from 0 to 3, got 4"):
-        VirtualCluster(4, Cluster(deaths={4: 1.0}))
+    with pytest.raises(UserError, match="failures: expected ranks from 0 to 3, got 4"):
+        VirtualCluster(4, Cluster(failures={4: 1.0}))
     with pytest.raises(UserError, match="pauses: expected ranks from 0 to 3, got 9"):
         VirtualCluster(4, Cluster(pauses=((9, 1.0, 1.0),)))
 
@@ -239,7 +239,7 @@ def test_death_ends_what_names_the_dead_and_spares_the_rest() -> None:
         assert small[0] == 8 and large[-1] == 8
         return [*log, outcome(t, anyone)]
 
-    results = run(3, main, lab(3, deaths={1: 2.0}))
+    results = run(3, main, lab(3, failures={1: 2.0}))
     assert results[1] is None
     lost, done = "failed at 2", "done at 2"
     assert results[0][:-1] == [lost] * 3 + [done] * 2 + [lost] * 3
@@ -253,7 +253,7 @@ def test_death_in_the_middle_of_a_collective() -> None:
         t.sleep(1.0)
         return log
 
-    results = run(2, main, lab(2, deaths={1: 0.001}))
+    results = run(2, main, lab(2, failures={1: 0.001}))
     assert results == [["failed at 0.001"] * 2, None]
 
 
@@ -273,7 +273,7 @@ def test_message_cut_by_death_vanishes_and_frees_the_link() -> None:
         return text, t.now()
 
     # Until the death at 3.5 pieces the two take turns, then there are eight or nine left.
-    text, end = run(4, main, lab(2, deaths={1: 3.5 * PIECE}))[0]
+    text, end = run(4, main, lab(2, failures={1: 3.5 * PIECE}))[0]
     assert text == f"failed at {3.5 * PIECE:g}"
     assert end == pytest.approx(LATENCY + 2 * OVERHEAD + 12 * PIECE)
 
@@ -298,7 +298,7 @@ def test_killing_a_rank_unwinds_its_nested_greenlets() -> None:
             unwound.append("outer")
             t.isend(torch.ones(1), 1, 0)
 
-    run(2, main, lab(2, deaths={0: 1.0}))
+    run(2, main, lab(2, failures={0: 1.0}))
     assert sorted(unwound) == ["inner", "outer"]
 
 
@@ -308,12 +308,12 @@ def test_death_of_a_finished_rank_changes_nothing() -> None:
             t.sleep(2.0)
         return t.failed
 
-    assert run(2, main, lab(2, deaths={1: 1.0})) == [frozenset(), frozenset()]
+    assert run(2, main, lab(2, failures={1: 1.0})) == [frozenset(), frozenset()]
 
 
 def test_deaths_that_are_past_where_a_run_goes_on_are_over() -> None:
     """All ranks take part again, as over MPI; a later death is still to come."""
-    cluster = lab(3, deaths={1: 1.0, 2: 5.05})
+    cluster = lab(3, failures={1: 1.0, 2: 5.05})
 
     def main(t: VirtualTransport) -> frozenset[int]:
         t.sleep(0.1)
@@ -336,7 +336,7 @@ def test_death_does_not_depend_on_cooperation() -> None:
             t.isend(torch.ones(1), 0, 0)
         return "undead"
 
-    assert run(2, main, lab(2, deaths={1: 1.0})) == ["alive", None]
+    assert run(2, main, lab(2, failures={1: 1.0})) == ["alive", None]
 
 
 def test_pause_stops_computing_and_collectives() -> None:
@@ -364,8 +364,8 @@ def test_send_whose_event_comes_after_the_death_of_its_dest() -> None:
             t.sleep(9.0)
         return outcome(t, t.isend(torch.ones(1), 1, 0, after=Noon(t)))
 
-    assert run(2, main, lab(2, deaths={1: 1.0})) == ["failed at 1", None]
-    assert run(2, main, lab(2, deaths={1: 2.0})) == ["done at 1.5", None]
+    assert run(2, main, lab(2, failures={1: 1.0})) == ["failed at 1", None]
+    assert run(2, main, lab(2, failures={1: 2.0})) == ["done at 1.5", None]
 
 
 def test_server_goes_on_without_a_dead_worker() -> None:
@@ -394,7 +394,7 @@ def test_server_goes_on_without_a_dead_worker() -> None:
         return counts
 
     for seed in range(5):
-        assert run(size, main, lab(2, deaths={3: 2.5}), seed)[0] == [0, 5, 5, 2, 5]
+        assert run(size, main, lab(2, failures={3: 2.5}), seed)[0] == [0, 5, 5, 2, 5]
 
 
 def test_close_cancels_what_is_posted() -> None:

@@ -17,7 +17,7 @@ Events = list[tuple[float, int, int]]
 CLUSTERS = [
     Cluster(hosts=2),
     Cluster(hosts=2, delay_us=300.0, pauses=((1, 0.05, 0.2), (2, 0.3, 0.5))),
-    Cluster(hosts=2, deaths={2: 0.2}),
+    Cluster(hosts=2, failures={2: 0.2}),
 ]
 
 
@@ -102,7 +102,7 @@ def test_a_rank_that_dies_in_a_call_is_unwound() -> None:
         finally:
             left.append((transport.rank, transport.now()))
 
-    VirtualCluster(2, Cluster(deaths={1: 0.5})).run(main)
+    VirtualCluster(2, Cluster(failures={1: 0.5})).run(main)
     assert left == [(1, 0.5), (0, 10.1)]
 
 
