@@ -93,7 +93,7 @@ def test_help_shows_every_option_with_its_default(model: type[BaseModel]) -> Non
     text = shown_help(model)
     for leaf in leaves(model).values():
         flag = re.escape(f"--[no-]{leaf.flag[2:]}" if leaf.is_bool else leaf.flag)
-        entry = re.search(rf"^ +{flag}\\s.*?\(default:\s(.*?)\)\n", text, re.M | re.S)
+        entry = re.search(rf"^ +{flag}\s.*?\(default:\s(.*?)\)\n", text, re.M | re.S)
         assert entry, leaf.flag
         assert " ".join(entry[1].split()) == leaf.default_text
 
