@@ -61,6 +61,7 @@ gpu-check-bundle:
 
 docs:
 	@$(SETUP) test
+	$(BIN)/python tools/reference.py
 	$(BIN)/mkdocs build --strict --quiet
 
 test: lint docs horovod

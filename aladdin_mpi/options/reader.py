@@ -179,11 +179,15 @@ class Leaf:
         return text if default in ("none", "off") else f"{text} (default: {default})"
 
     @property
-    def help(self) -> str:
-        """The description with its details and the default."""
+    def meaning(self) -> str:
+        """The description with its details."""
         details = extra(self.info).get("details")
-        text = f"{self.info.description}; {details}" if details else str(self.info.description)
-        return f"{text} (default: {self.default_text})"
+        return f"{self.info.description}; {details}" if details else str(self.info.description)
+
+    @property
+    def help(self) -> str:
+        """The same with the default."""
+        return f"{self.meaning} (default: {self.default_text})"
 
     @property
     def default_text(self) -> str:
@@ -445,30 +449,41 @@ def help_page(model: type[BaseModel], prog: str, description: str, topic: str | 
     Raises:
         UserError: there is no such topic.
     """
-    every = list(leaves(model).values())
-    common = [leaf for leaf in every if leaf.is_common]
+    every = option_groups(model)
+    common = {
+        title: (about, chosen)
+        for title, (about, group) in every.items()
+        if (chosen := [leaf for leaf in group if leaf.is_common])
+    }
     if topic == ALL or (topic is None and not common):
         return _parser(model, prog, description, every).format_help()
-    titles = list(dict.fromkeys(_title(model, leaf) for leaf in every))
     if topic is None:
         parser = _parser(model, prog, description, common, is_short=True)
-        topics = ", ".join(titles)
         parser.epilog = (
-            f"--help-all lists all {len(every)} options, --help TOPIC those of a group or an "
-            f"algorithm: {topics}."
+            f"--help-all lists all {len(leaves(model))} options, --help TOPIC those of a group or "
+            f"an algorithm: {', '.join(every)}."
         )
         return parser.format_help()
     title = getattr(model, "TOPICS", {}).get(topic, topic)
-    if title not in titles:
-        hint = did_you_mean(topic, titles)
-        raise UserError(f"--help: expected one of {', '.join(titles)}, got {topic!r}; {hint}")
-    chosen = [leaf for leaf in every if _title(model, leaf) == title]
-    return _parser(model, prog, description, chosen).format_help()
+    if title not in every:
+        hint = did_you_mean(topic, every)
+        raise UserError(f"--help: expected one of {', '.join(every)}, got {topic!r}; {hint}")
+    return _parser(model, prog, description, {title: every[title]}).format_help()
 
 
 def make_parser(model: type[BaseModel], prog: str, description: str) -> argparse.ArgumentParser:
     """Return a parser with one option for every field of ``model``."""
-    return _parser(model, prog, description, leaves(model).values())
+    return _parser(model, prog, description, option_groups(model))
+
+
+def option_groups(model: type[BaseModel]) -> dict[str, tuple[str, list[Leaf]]]:
+    """Return the options by the heading they are listed under, each with the text below it."""
+    groups: dict[str, tuple[str, list[Leaf]]] = {}
+    for leaf in leaves(model).values():
+        inner = submodel(model.model_fields[leaf.path[0]])
+        about = (inner.__doc__ or "").split("\n\n")[0] if inner else ""
+        groups.setdefault(_title(model, leaf), (about, []))[1].append(leaf)
+    return groups
 
 
 def _title(model: type[BaseModel], leaf: Leaf) -> str:
@@ -482,10 +497,10 @@ def _parser(
     model: type[BaseModel],
     prog: str,
     description: str,
-    chosen: Iterable[Leaf],
+    groups: dict[str, tuple[str, list[Leaf]]],
     is_short: bool = False,
 ) -> argparse.ArgumentParser:
-    """Return a parser of the ``chosen`` options; its help is short without their details."""
+    """Return a parser of some groups of options; ``is_short``: its help has no details."""
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=f"{prog} [options]",
@@ -497,21 +512,18 @@ def _parser(
         add_help=False,
     )
     _add_general(model, parser)
-    groups: dict[str, Any] = {}
-    for leaf in chosen:
-        owner, title = leaf.path[0], _title(model, leaf)
-        if title not in groups:
-            inner = submodel(model.model_fields[owner])
-            about = (inner.__doc__ or "").split("\n\n")[0] if inner else None
-            groups[title] = parser.add_argument_group(title, None if is_short else about)
-            if extra(model.model_fields[owner]).get("file"):
-                text = _file_help(model, owner)
-                groups[title].add_argument(f"--{kebab(owner)}", metavar="FILE", help=text)
-        how = _argument(leaf, is_short)
-        groups[title].add_argument(leaf.flag, dest=leaf.key, **how)
-        if leaf.former_flag:
-            hidden = how | {"help": argparse.SUPPRESS}
-            groups[title].add_argument(leaf.former_flag, dest=leaf.former_flag, **hidden)
+    for title, (about, group) in groups.items():
+        section = parser.add_argument_group(title, None if is_short else about)
+        owner = group[0].path[0]
+        if extra(model.model_fields[owner]).get("file"):
+            text = _file_help(model, owner)
+            section.add_argument(f"--{kebab(owner)}", metavar="FILE", help=text)
+        for leaf in group:
+            how = _argument(leaf, is_short)
+            section.add_argument(leaf.flag, dest=leaf.key, **how)
+            if leaf.former_flag:
+                hidden = how | {"help": argparse.SUPPRESS}
+                section.add_argument(leaf.former_flag, dest=leaf.former_flag, **hidden)
     return parser
 
 
@@ -754,7 +766,7 @@ def _unknown(model: type[BaseModel], location: Sequence[int | str]) -> str:
         if len(path) > 1:
             known.setdefault("_".join(path), as_argument(path))
     near = difflib.get_close_matches("_".join(names), known, n=1)
-    hint = f"did you mean {known[near[0]]}?" if near else "docs/quickstart.md has them all"
+    hint = f"did you mean {known[near[0]]}?" if near else "docs/reference/options.md lists all"
     return f"{'.'.join(names)}: no such option; {hint}"
 
 
