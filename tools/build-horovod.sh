@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Builds Horovod for the torch and the MPI of .venv and installs it there; does nothing when that
-# has been done. About two minutes on two cores.
+# Build Horovod for the torch and MPI of .venv, and install it there. Does nothing if the installed
+# build is up to date. Takes about two minutes on two cores.
 #
 #   tools/build-horovod.sh
 #
-# From the environment:
+# Environment variables:
 #   HOROVOD_GPU_OPERATIONS=NCCL   reduce on GPUs with NCCL; needs the CUDA toolkit (nvcc) and NCCL
-#   CXX                           the C++ compiler
-#   JOBS                          compilers that run at once (the number of cores, at most 8)
+#   CXX                           C++ compiler
+#   JOBS                          number of parallel compilers (default: cores, at most 8)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-version=0.28.1 # the last release; `change` below is written for it
+version=0.28.1 # the last release; the calls of `change` below are written for it
 venv=$PWD/.venv
 installed=$venv/.installed-horovod
 
@@ -20,7 +20,8 @@ fail() {
     exit 1
 }
 
-# What the build depends on. torch's C++ interface changes with every version.
+# signature: print everything that the build depends on. torch's C++ interface changes with every
+# version.
 signature() {
     pwd
     printf 'gpu: %s\n' "${HOROVOD_GPU_OPERATIONS:-none}"
@@ -75,14 +76,14 @@ install_build_tools() {
 }
 
 download() {
-    # pip asks the package for its metadata, for which it has to run its setup.py.
+    # pip runs the package's setup.py to read its metadata.
     "$venv/bin/python" -m pip download --quiet --no-deps --no-build-isolation \
         --no-binary horovod --dest "$build" "horovod==$version" ||
         fail "the source of Horovod $version could not be downloaded (above)."
     tar -xzf "$build/horovod-$version.tar.gz" -C "$build"
 }
 
-# change FILE OLD NEW: replaces OLD, a fixed string on one line, wherever it stands.
+# change FILE OLD NEW: replace all occurrences of OLD, a fixed string within one line.
 change() {
     grep -qF -- "$2" "$1" ||
         fail "$1 of Horovod $version has no line with '$2'." \
@@ -96,7 +97,7 @@ file.write_text(file.read_text().replace(old, new))
 PYTHON
 }
 
-# What a current torch needs, and what keeps a CUDA compiler that is there by chance out of it.
+# Adapt the source to current torch versions, and ignore a CUDA compiler that was not requested.
 change_source() {
     local file
     for file in CMakeLists.txt horovod/torch/CMakeLists.txt; do
@@ -113,10 +114,10 @@ change_source() {
 }
 
 build_and_install() {
-    local jobs=${JOBS:-$(env -u OMP_NUM_THREADS nproc)} # which is what nproc would print
-    unset MAKELEVEL MFLAGS # of a `make` that calls this script
-    # Nothing else than torch over MPI. Its setup.py would run eight compilers, and leave 50 MB
-    # of debug symbols.
+    local jobs=${JOBS:-$(env -u OMP_NUM_THREADS nproc)} # nproc honours OMP_NUM_THREADS
+    unset MAKELEVEL MFLAGS # set if `make` calls this script
+    # Build for torch over MPI only. By default, setup.py runs eight compilers and leaves 50 MB of
+    # debug symbols.
     LDFLAGS="${LDFLAGS:-} -s" MAKEFLAGS=-j$((jobs < 8 ? jobs : 8)) \
         HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
         HOROVOD_WITH_MPI=1 HOROVOD_CPU_OPERATIONS=MPI HOROVOD_WITHOUT_GLOO=1 \
@@ -130,7 +131,7 @@ build_and_install() {
 [ -x "$venv/bin/python" ] ||
     fail "there is no environment $venv. Make it first: tools/setup-venv.sh run"
 PATH=$venv/bin:$PATH
-[ -n "${HOROVOD_GPU_OPERATIONS:-}" ] || unset HOROVOD_GPU_OPERATIONS # empty is none
+[ -n "${HOROVOD_GPU_OPERATIONS:-}" ] || unset HOROVOD_GPU_OPERATIONS # treat empty as unset
 if up_to_date; then
     exit 0
 fi

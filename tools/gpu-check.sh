@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Checks the package on a machine with a GPU: python -m benchmarks.gpu_check, from any folder.
+# Check the package on a machine with a GPU. Runs python -m benchmarks.gpu_check from any folder.
 #
 #   tools/gpu-check.sh [--bundle FOLDER] [--only PART] [--device test]
 #
-# PYTHON is the interpreter (.venv's if there is one, else python3). --bundle, which comes first,
-# names a folder of `make gpu-check-bundle`: the dependencies for a machine that has Python 3.12,
-# torch and torchvision, and no network. Nothing is installed.
+# PYTHON is the interpreter (default: .venv's, or python3). --bundle must come first. It names a
+# folder written by `make gpu-check-bundle`: the dependencies for a machine that has Python 3.12,
+# torch and torchvision, but no network access. Nothing is installed.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 

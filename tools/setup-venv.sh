@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes .venv and installs into it; does nothing when all is as it should be.
+# Create .venv and install into it. Does nothing if the environment is up to date.
 #
 #   tools/setup-venv.sh run     the package, its extras and Open MPI
-#   tools/setup-venv.sh test    also the test tools, and MPICH in .venv/mpich
+#   tools/setup-venv.sh test    the same, the test tools, and MPICH in .venv/mpich
 #
-# PYTHON is the interpreter to build on (python3).
+# PYTHON is the interpreter of the environment (default: python3).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,7 +17,8 @@ fail() {
     exit 1
 }
 
-# Contents and place, not dates: a fresh checkout changes all dates, and a moved .venv is broken.
+# signature: print checksums and the path. Timestamps change with a fresh checkout, and a moved
+# .venv does not work.
 signature() {
     pwd
     sha256sum pyproject.toml constraints.txt tools/setup-venv.sh
@@ -39,7 +40,7 @@ make_venv() {
     if "$python" -c 'import ensurepip, venv' 2>/dev/null; then
         "$python" -m venv "$venv"
     elif "$python" -c 'import pip, venv' 2>/dev/null; then
-        # Debian splits ensurepip off into python3-venv; a pip from elsewhere does as well.
+        # Debian has ensurepip in a separate package, python3-venv; another pip can replace it.
         "$python" -m venv --without-pip "$venv"
         "$python" -m pip install --target "$(site_packages)" pip
     else
@@ -76,7 +77,7 @@ fi
 echo "Installing into $venv: about 6 GB, once."
 install --editable ".[$extras]"
 if [ "$kind" = test ]; then
-    # A prefix of its own: two MPIs in one would overwrite each other's mpirun.
+    # Use a separate prefix: two MPIs in one would overwrite each other's mpirun.
     install --ignore-installed --no-deps --prefix "$venv/mpich" mpich
 fi
 signature >"$venv/.installed-$kind"

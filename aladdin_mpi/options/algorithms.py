@@ -177,48 +177,50 @@ def load_plugins() -> None:
 class AladdinOptions(OwnOptions):
     """For --algorithm aladdin (Ko et al., CIKM 2021)."""
 
-    pi: PositiveInt = option(
-        4, "gradients that a worker sends between two models sent back to it", "GRADIENTS"
-    )
+    pi: PositiveInt = option(4, "gradients that a worker sends per model it receives", "GRADIENTS")
     alpha: Share | AlphaRule = option(
         "theory",
-        "weight of the global model when a worker blends it into its own: a number from 0 to 1, "
-        "or a rule; with n workers, theory: 1-1/sqrt(n*pi); since-last: 1-1/sqrt(c), c the "
-        "gradients at the server since its last model for this worker; literal: the same, c since "
-        "its last model for any worker, as printed",
+        "weight of the global model when a worker blends it into its own",
         "WEIGHT",
+        details="a number from 0 to 1, or a rule; with n workers, theory: 1-1/sqrt(n*pi); "
+        "since-last: 1-1/sqrt(c), c the gradients at the server since its last model for "
+        "this worker; literal: the same since its last model for any worker, as printed "
+        "in the paper",
     )
     normalize: Literal["count", "workers", "none"] = option(
         "workers",
-        "what accumulated gradients are divided by: their count, the number of workers, or nothing",
+        "divisor of accumulated gradients: their count, the workers, or none",
     )
     trigger: Literal["accumulate", "drop"] = option(
         "accumulate",
-        "whether the gradient that triggers an update is added to it, or dropped as the paper "
-        "prints it",
+        "the gradient that triggers an update: added to it, or dropped",
+        details="the paper prints that it is dropped",
     )
     momentum: Literal["worker", "split"] = option(
         "worker",
-        "worker: workers send steps that contain their momentum, and the server adds them "
-        "plainly; split: workers send raw gradients, and both keep a momentum of their own",
+        "place of the momentum",
+        details="worker: workers send steps that include it, and the server adds them; split: "
+        "workers send raw gradients, and server and workers have a momentum each",
     )
     lookahead: NonNegativeFloat = option(
         0.0,
-        "steps of its own momentum by which a worker moves the global model on before it blends "
-        "it in, for what other workers are about to add to it; 0: not, as in the paper",
+        "steps by which a worker moves a received model along its momentum",
         "STEPS",
+        details="for gradients of other workers that are under way; 0: none, as in the paper",
     )
     self_update: bool = option(
         True,
-        "a worker applies its gradient to its own model at once; otherwise its model stays as it "
-        "is until the global one comes",
+        "a worker applies its gradient to its own model at once",
+        details="otherwise its model changes only when the global one arrives",
     )
     lazy: bool = option(
-        True, "the global model is updated when a worker is sent it; otherwise by every gradient"
+        True,
+        "update the global model only when it is sent to a worker",
+        details="otherwise with every gradient",
     )
     ring: PositiveInt = option(
         2,
-        "gradients of a worker on the wire at once; more are summed until one is free",
+        "gradients of a worker under way at once; more are summed",
         "GRADIENTS",
     )
 
@@ -250,31 +252,32 @@ class AladdinAheadOptions(OwnOptions):
 
     pi: PositiveInt | Literal["auto"] = option(
         "auto",
-        "gradients that a worker sends between two models sent back to it; auto: one, and more "
-        "where the links have no room",
+        "gradients that a worker sends per model it receives",
         "GRADIENTS",
+        details="auto: 1, and more while links are saturated",
     )
     weight: Share | Literal["auto"] = option(
         "auto",
-        "what a worker's own gradient stands for of everybody's, until a model holds it; auto: "
-        "half its age in rounds, between 1/2 and 1",
+        "weight of a worker's own gradient until a model includes it",
         "WEIGHT",
+        details="as a share of all workers' gradients; auto: half its age in rounds, between 1/2 "
+        "and 1",
     )
     lookahead: NonNegativeFloat = option(
         1.0,
-        "rounds of the workers by which a gradient is computed ahead of the model, along the "
-        "momentum of all",
+        "rounds by which gradients are computed ahead of the model",
         "ROUNDS",
+        details="rounds of all workers, along the global momentum",
     )
     send: Share | Literal["auto"] = option(
         "auto",
-        "share of a worker's next gradient that has reached a server when it sends this worker "
-        "its models; auto: as late as they still arrive in time",
+        "share of a worker's next gradient that triggers sending models to it",
         "SHARE",
+        details="auto: as late as models still arrive in time",
     )
     ring: PositiveInt = option(
         2,
-        "gradients of a worker on the wire at once; more are summed until one is free",
+        "gradients of a worker under way at once; more are summed",
         "GRADIENTS",
     )
 
@@ -298,15 +301,16 @@ class BspOptions(OwnOptions):
 
     host_first: bool = option(
         False,
-        "add up the gradients of a host's workers on the host; one worker of each host talks to "
-        "the servers",
+        "add gradients on each host first",
+        details="one worker of each host exchanges with the servers",
     )
     group: PositiveInt | None = option(
         None,
-        "with --bsp-host-first: most workers that are added up together, where a host is several "
-        "machines in one, such as containers or sockets",
+        "largest number of workers that are aggregated on a host",
         "WORKERS",
         default_text="all of a host",
+        details="requires --bsp-host-first; for hosts with several nodes, such as containers or "
+        "sockets",
     )
 
 
@@ -344,13 +348,12 @@ class AspOptions(OwnOptions):
 
     momentum: Literal["server", "worker"] = option(
         "worker",
-        "where momentum and weight decay are added: to the gradients as they arrive at the "
-        "server, or at each worker before it sends",
+        "place of momentum and weight decay",
+        details="server: applied to gradients as they arrive; worker: before they are sent",
     )
     normalize: Literal["workers", "none"] = option(
         "workers",
-        "what a gradient is divided by at the server: the number of workers that have not failed, "
-        "or nothing",
+        "divisor of a gradient at the server: surviving workers, or none",
     )
 
 
@@ -371,18 +374,19 @@ class SspOptions(AspOptions):
     bound: NonNegativeInt = option(3, "steps that a worker may be ahead of the slowest", "STEPS")
     pull: Literal["always", "on-bound"] = option(
         "always",
-        "when a worker takes the server's model: after every step (Ho et al.), or only when it "
-        "has gone bound + 1 steps without (Ko et al., IPDPS 2021)",
+        "when a worker fetches the server's model",
+        details="always: after every step (Ho et al.); on-bound: after bound + 1 steps without "
+        "(Ko et al., IPDPS 2021)",
     )
     self_update: Literal["workers", "none"] = option(
         "none",
-        "with --ssp-pull on-bound: what a worker divides its gradient by when it applies it to "
-        "its own model: the number of workers, or nothing",
+        "divisor of a worker's gradient for its own model",
+        details="with --ssp-pull on-bound: the number of workers, or none",
     )
     coalesce: bool = option(
         True,
-        "with --ssp-pull on-bound: add a gradient to the next one while the last is still on the "
-        "wire; otherwise wait until it has gone",
+        "sum gradients while the previous one is under way",
+        details="with --ssp-pull on-bound; otherwise the worker waits",
     )
 
 
@@ -411,14 +415,14 @@ class EasgdOptions(OwnOptions):
     tau: PositiveInt = option(2, "steps of a worker between two exchanges with the centre", "STEPS")
     alpha: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = option(
         "auto",
-        "how far a worker and the centre move towards each other; auto: 0.9 divided by the number "
-        "of workers",
+        "step of a worker and the centre towards each other",
         "WEIGHT",
+        details="auto: 0.9 divided by the number of workers",
     )
     exchange: Literal["after", "before"] = option(
         "after",
-        "when a worker meets the centre: after every tau-th step; or before the step that "
-        "follows, along the gradient at the model before the exchange, as in the paper",
+        "exchange after every tau-th step, or before the next one",
+        details="before: with the gradient at the model before the exchange, as in the paper",
     )
 
 
@@ -443,10 +447,11 @@ class ArSgdOptions(OwnOptions):
 
     allreduce: Allreduce = option(
         "auto",
-        "what sums the gradients: messages around a ring, MPI's own all-reduce, Horovod "
-        "(installed by make horovod), or torch.distributed (gloo, or NCCL on GPUs); auto: NCCL "
-        "where each rank has a GPU to itself, and not where the others go on after a worker's "
-        "death; else the ring between hosts, and MPI's own on one",
+        "all-reduce implementation",
+        details="ring: messages around a ring; mpi: MPI's own; horovod: after make horovod; "
+        "torch: torch.distributed (gloo, or NCCL on GPUs); auto: NCCL if each rank has a "
+        "GPU to itself and failures are not survived, otherwise the ring between hosts "
+        "and MPI's own within one",
     )
 
 
@@ -474,11 +479,11 @@ class LocalSgdOptions(OwnOptions):
     )
     post: NonNegativeInt = option(
         0,
-        "first samples of the run, all workers together, in which models are averaged after every "
-        "step (post-local SGD); 0: none",
+        "first samples of the run with an average after every step",
         "SAMPLES",
+        details="counted over all workers (post-local SGD); 0: none",
     )
-    allreduce: Allreduce = option("auto", "what sums the models, as --ar-sgd-allreduce")
+    allreduce: Allreduce = option("auto", "all-reduce implementation, as --ar-sgd-allreduce")
 
 
 LOCAL_SGD = Algorithm(
@@ -496,7 +501,7 @@ class GoSgdOptions(OwnOptions):
     """For --algorithm gosgd (Blot et al., 2016)."""
 
     p: PositiveShare = option(
-        0.01, "probability that a worker sends its model to another one after a step", "PROBABILITY"
+        0.01, "probability that a worker sends its model to another after a step", "PROBABILITY"
     )
 
 
@@ -510,8 +515,9 @@ class AdPsgdOptions(OwnOptions):
 
     graph: Literal["random", "exponential"] = option(
         "random",
-        "whom an active worker averages with: a passive one drawn by chance, or those 0, 1, 2, 4, "
-        "... further, in turn",
+        "partner of an active worker",
+        details="random: a random passive one; exponential: those at distances 0, 1, 2, 4, ..., "
+        "in turn",
     )
 
 
@@ -529,7 +535,8 @@ class SgpOptions(OwnOptions):
 
     graph: Literal["exponential", "ring"] = option(
         "exponential",
-        "whom a worker sends to: 1, 2, 4, ... workers further, in turn, or always the next",
+        "workers that a worker sends to",
+        details="exponential: at distances 1, 2, 4, ..., in turn; ring: always the next",
     )
 
 
@@ -547,16 +554,18 @@ SGP = Algorithm(
 class OsgpOptions(SgpOptions):
     """For --algorithm osgp (Assran et al., ICML 2019)."""
 
-    tau: PositiveInt = option(1, "steps that a message may take before it is waited for", "STEPS")
+    tau: PositiveInt = option(
+        1, "steps that a message may take before a worker waits for it", "STEPS"
+    )
     order: Literal["add-first", "push-first"] = option(
         "add-first",
-        "what a worker does after a step: add the messages of earlier steps that have come, then "
-        "send; or send, then add",
+        "order after a step: add received messages, then send; or the reverse",
     )
     optimize: Literal["model", "numerator"] = option(
         "model",
-        "what the optimizer, and so the weight decay, is applied to: the model z that gradients "
-        "are computed at, or the push-sum's numerator x = w z, as in the authors' code",
+        "variable that the optimizer and the weight decay are applied to",
+        details="model: z, at which gradients are computed; numerator: the push-sum's x = w z, as "
+        "in the authors' code",
     )
 
 
@@ -576,9 +585,9 @@ class MultistepOptions(OwnOptions):
 
     exchange: Literal["auto", "gradients", "activations"] = option(
         "auto",
-        "what is exchanged for the gradients of fully connected layers: gradients, activations "
-        "and errors, or whichever are fewer values; auto: gradients if --clip, --max-loss or "
-        "--no-wait-free is given",
+        "data exchanged for fully connected layers",
+        details="activations: with the errors of the outputs; auto: whichever are fewer values, "
+        "but gradients with --clip, --max-loss or --no-wait-free",
     )
 
 
@@ -629,36 +638,39 @@ class AshlOptions(OwnOptions):
     """For --algorithm ashl (IEEE Transactions on Computers, 2024)."""
 
     profile: int = option(
-        5, "first iterations of each worker, in which it measures its times", "STEPS", ge=2
+        5, "first iterations of each worker, in which its times are measured", "STEPS", ge=2
     )
     coarse_steps: PositiveInt = option(
         8,
-        "local steps of the slowest worker between two exchanges in the coarse stage; faster ones "
-        "take more",
+        "local steps of the slowest worker per exchange, coarse stage",
         "STEPS",
+        details="faster workers take more",
     )
-    fine_steps: PositiveInt = option(2, "the same in the fine stage", "STEPS")
+    fine_steps: PositiveInt = option(
+        2, "local steps of the slowest worker per exchange, fine stage", "STEPS"
+    )
     coarse_rate: PositiveShare = option(
         1.0,
-        "share of its values that the slowest worker pushes in the coarse stage; others push more "
-        "where that costs them no time",
+        "share of values that the slowest worker pushes, coarse stage",
         "SHARE",
+        details="faster workers push more if that costs them no time",
     )
-    fine_rate: PositiveShare = option(0.1, "the same in the fine stage", "SHARE")
+    fine_rate: PositiveShare = option(
+        0.1, "share of values that the slowest worker pushes, fine stage", "SHARE"
+    )
     bound: NonNegativeInt = option(
-        3, "exchanges that a worker may be ahead of the slowest in the fine stage", "EXCHANGES"
+        3, "exchanges that a worker may be ahead of the slowest, fine stage", "EXCHANGES"
     )
     loss: NonNegativeFloat = option(
         0.3, "training loss of all workers at which the fine stage begins", "LOSS"
     )
     stage: Literal["auto", "coarse", "fine"] = option(
         "auto",
-        "auto: coarse, then fine when --ashl-loss is reached; or one of them throughout. Timed "
-        "computing has no loss: with auto it stays coarse",
+        "stage of the training",
+        details="auto: coarse, then fine when --ashl-loss is reached; coarse, fine: that one "
+        "throughout; timed computing has no loss and stays coarse",
     )
-    error_feedback: bool = option(
-        False, "add values that were not pushed to the next push, not drop them"
-    )
+    error_feedback: bool = option(False, "add values that were not pushed to the next push")
 
 
 ASHL = Algorithm(
@@ -675,31 +687,32 @@ class AdspOptions(OwnOptions):
 
     period: PositiveFloat | Literal["auto"] = option(
         "auto",
-        "check period Gamma, in which every worker should commit equally often; 60 in the paper; "
-        "auto: 10 mean steps",
+        "check period, in which every worker should commit equally often",
         "SECONDS",
+        details="Gamma in the paper, where it is 60; auto: 10 mean steps",
     )
     min_interval: PositiveFloat | Literal["auto"] = option(
         "auto",
-        "least time between two commits of a worker; 10 in the paper; auto: a sixth of the check "
-        "period",
+        "least time between two commits of a worker",
         "SECONDS",
+        details="10 in the paper; auto: a sixth of the check period",
     )
     epoch: PositiveFloat | Literal["auto"] = option(
         "auto",
-        "time between two searches of the commit rate; 1000 in the paper; auto: 16.7 check periods",
+        "time between two searches of the commit rate",
         "SECONDS",
+        details="1000 in the paper; auto: 16.7 check periods",
     )
     loss_rise: PositiveFloat = option(
         0.3,
-        "a rise of the training loss by this share from one check to the next also starts a search",
+        "relative rise of the training loss between checks that starts a search",
         "SHARE",
     )
     end_loss: PositiveFloat | Literal["auto"] = option(
         "auto",
-        "the search looks for the rate at which the training loss would get there first; auto: "
-        "half of what it is when the search begins",
+        "training loss that the searched rate should reach first",
         "LOSS",
+        details="auto: half of the loss when the search begins",
     )
 
 

@@ -42,81 +42,83 @@ class Cluster(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    hosts: PositiveInt = cluster_option(1, "hosts of the cluster", "HOSTS")
+    hosts: PositiveInt = cluster_option(1, "number of hosts", "HOSTS", common=True)
     placement: Literal["cyclic", "block", "workers", "spread"] = cluster_option(
         "cyclic",
-        "how ranks fill the hosts: in turn (cyclic), or one host after the other (block); "
-        "workers: the workers alone do so, and servers are on host 0 beside its workers, as "
-        "slurm/train.sbatch has it; spread: the same, with servers dealt to the hosts in turn, as "
-        "by its SPREAD_SERVERS=yes",
+        "placement of ranks on hosts",
+        details="cyclic: in turn; block: one host after the other; workers: workers in blocks, "
+        "servers on host 0, as in slurm/train.sbatch; spread: workers in blocks, servers "
+        "on the hosts in turn, as with its SPREAD_SERVERS=yes",
     )
     worker_hosts: tuple[Host, ...] = cluster_option(
         (),
-        "the host of each worker, counted from 0, where --placement does not say it; servers are "
-        "on host 0, or dealt to the hosts in turn with --placement spread",
+        "host of each worker, counted from 0, instead of --placement",
         "HOST",
+        details="servers are on host 0, or on the hosts in turn with --placement spread",
     )
     bandwidth_gbit: PositiveFloat = cluster_option(
-        10.0, "bandwidth of each host's link, each way", "GBIT/S", most=FASTEST_GBIT
+        10.0, "bandwidth of each host's link, each way", "GBIT/S", most=FASTEST_GBIT, common=True
     )
     links: dict[Host, PositiveFloat] = cluster_option(
         {},
-        "hosts, counted from 0, whose link has another bandwidth than --bandwidth-gbit; several, "
-        "apart by commas or spaces",
+        "hosts, counted from 0, with another bandwidth, such as 0=1",
         "HOST=GBIT/S",
         most=FASTEST_GBIT,
+        details="separated by commas or spaces",
     )
     latency_us: NonNegativeFloat = cluster_option(
-        50.0, "latency between two hosts", "MICROSECONDS", most=LONGEST_US
+        50.0, "latency between two hosts", "MICROSECONDS", most=LONGEST_US, common=True
     )
     local_bandwidth_gbit: PositiveFloat = cluster_option(
-        100.0, "bandwidth of the path inside a host", "GBIT/S", most=FASTEST_GBIT
+        100.0, "bandwidth within a host", "GBIT/S", most=FASTEST_GBIT
     )
     local_latency_us: NonNegativeFloat = cluster_option(
-        5.0, "latency inside a host", "MICROSECONDS", most=LONGEST_US
+        5.0, "latency within a host", "MICROSECONDS", most=LONGEST_US
     )
     message_overhead_us: NonNegativeFloat = cluster_option(
         5.0,
-        "time that each message occupies every link on its way on top of its bytes",
+        "time that a message occupies each link, besides its bytes",
         "MICROSECONDS",
         most=LONGEST_US,
     )
     sharing: Literal["even", "tcp"] = cluster_option(
         "even",
-        "how messages share a link between hosts: even: a piece of each in turn; tcp: as those of "
-        "Open MPI do over TCP, where some get ahead, those announced together end together, and a "
-        "lost end is sent again after 0.2 s (benchmarks/README.md)",
+        "sharing of a link between concurrent messages",
+        details="even: a piece of each in turn; tcp: as with Open MPI over TCP, where some "
+        "messages get ahead, those announced together end together, and a lost tail is "
+        "resent after 0.2 s (benchmarks/README.md)",
     )
     memory_gbyte: NonNegativeFloat = cluster_option(
         0.0,
-        "memory bandwidth of one process, which servers, and leaders of a host, need to add up "
-        "gradients and to copy models; 0: that takes no time",
+        "memory bandwidth of one process; 0: unlimited",
         "GBYTE/S",
         most=FASTEST_GBYTE,
+        details="servers, and leaders of a host, need it to add gradients and to copy models",
     )
     handling_us: NonNegativeFloat = cluster_option(
         0.0,
-        "time that a server needs for each message that it takes in or sends, on top of its bytes",
+        "time that a server needs per message, besides its bytes",
         "MICROSECONDS",
         most=LONGEST_US,
     )
     delay_us: NonNegativeFloat = cluster_option(
         0.0,
-        "mean of an additional random delay of each message; it reorders messages of different "
-        "pairs of ranks",
+        "mean of a random additional delay of each message",
         "MICROSECONDS",
+        details="it reorders messages of different pairs of ranks",
     )
     failures: dict[NonNegativeInt, NonNegativeFloat] = cluster_option(
         {},
-        "ranks that fail, with the virtual time of their failure",
+        "ranks that fail, and when, in simulated time, such as 3=12.5",
         "RANK=SECONDS",
         formerly="deaths",
+        common=True,
     )
     pauses: tuple[Pause, ...] = cluster_option(
         (),
-        "pauses of ranks: rank, start and length in virtual seconds; computing and messages of "
-        "the rank stand still",
+        "pauses of ranks: rank, start and length in simulated seconds",
         "RANK:START:SECONDS",
+        details="the rank neither computes nor communicates",
     )
 
     _servers: int = PrivateAttr(0)

@@ -40,7 +40,7 @@ FieldPath = tuple[str, ...]
 LARGEST_WHOLE = 10**13
 """Of seeds, samples and counts: times a million it is still a number of 64 bits."""
 HELP_WIDTH = 100
-ANSWERED_AT_ONCE = ("-h", "--help", "--version")
+ANSWERED_AT_ONCE = ("-h", "--help", "--help-all", "--version")
 """Options that print something and exit."""
 
 
@@ -50,22 +50,32 @@ def option(
     description: str,
     unit: str | None = None,
     *,
+    details: str | None = None,
+    common: bool = False,
     group: str | None = None,
     default_text: str | None = None,
     most: float | None = None,
     formerly: str | None = None,
     **constraints: Any,
 ) -> Any:
-    """Declare a field of a model together with what ``--help`` says of it.
+    """Declare a field of a model together with its help.
 
-    ``unit`` stands for the value in the help (``--timeout SECONDS``), ``group``
-    is the heading it is listed under, and ``default_text`` replaces the default
-    where the plain value would not tell the user what happens. ``most`` is the largest
-    value that a file of an inner model may hold (:func:`nested`). ``formerly`` is the field's
-    name in the previous release, which is still accepted.
+    Args:
+        default: the field's default.
+        description: a noun phrase, short enough for one line of ``--help``.
+        unit: the placeholder of the value in the help (``--timeout SECONDS``).
+        details: further help, for ``--help-all``.
+        common: part of the page of ``--help`` itself, with the options that most runs need.
+        group: the heading that the option is listed under.
+        default_text: replaces the default in the help, if the plain value would mislead.
+        most: the largest value in a file of an inner model (:func:`nested`).
+        formerly: the field's name in the previous release, which is still accepted.
+        **constraints: of pydantic's fields.
     """
     about = {
         "unit": unit,
+        "details": details,
+        "common": common or None,
         "group": group,
         "default_text": default_text,
         "most": most,
@@ -155,6 +165,25 @@ class Leaf:
         members = [kind for kind in _members(self.info.annotation) if kind is not type(None)]
         text = ", or ".join(_expected(kind, self.info.metadata) for kind in members)
         return text.replace("KEY=VALUE", self.metavar) if self.is_mapping else text
+
+    @property
+    def is_common(self) -> bool:
+        """Whether the page of ``--help`` itself has it."""
+        return bool(extra(self.info).get("common"))
+
+    @property
+    def short_help(self) -> str:
+        """The description, with the default if there is one."""
+        default = self.default_text
+        text = str(self.info.description)
+        return text if default in ("none", "off") else f"{text} (default: {default})"
+
+    @property
+    def help(self) -> str:
+        """The description with its details and the default."""
+        details = extra(self.info).get("details")
+        text = f"{self.info.description}; {details}" if details else str(self.info.description)
+        return f"{text} (default: {self.default_text})"
 
     @property
     def default_text(self) -> str:
@@ -374,9 +403,89 @@ class _HelpFormatter(argparse.HelpFormatter):
         """Break lines at spaces only, so that ``--lr-decay`` stays whole."""
         return textwrap.wrap(text, width, break_on_hyphens=False)
 
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return f"--[no-]{action.option_strings[0][2:]}"
+        return super()._format_action_invocation(action)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        return f"{action.metavar} ..." if action.nargs == "+" else str(action.metavar)
+
+
+class _Help(argparse.Action):
+    """Prints the help on a topic and exits."""
+
+    def __init__(self, *args: Any, model: type[BaseModel], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._model = model
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
+    ) -> None:
+        """Raises ``SystemExit(0)``."""
+        topic = ALL if self.nargs == 0 else values
+        print(help_page(self._model, parser.prog, str(parser.description), topic), end="")
+        parser.exit()
+
+
+ALL = "all"
+
+
+def help_page(model: type[BaseModel], prog: str, description: str, topic: str | None) -> str:
+    """Return the page of ``--help TOPIC``.
+
+    Args:
+        model: of the options.
+        prog: the program's name.
+        description: of the program.
+        topic: the name of a group of options, or one of the model's ``TOPICS``, which maps
+            further names to groups; ``"all"``: every option; None: those that most runs need, or
+            all if none is marked as such.
+
+    Raises:
+        UserError: there is no such topic.
+    """
+    every = list(leaves(model).values())
+    common = [leaf for leaf in every if leaf.is_common]
+    if topic == ALL or (topic is None and not common):
+        return _parser(model, prog, description, every).format_help()
+    titles = list(dict.fromkeys(_title(model, leaf) for leaf in every))
+    if topic is None:
+        parser = _parser(model, prog, description, common, is_short=True)
+        topics = ", ".join(titles)
+        parser.epilog = (
+            f"--help-all lists all {len(every)} options, --help TOPIC those of a group or an "
+            f"algorithm: {topics}."
+        )
+        return parser.format_help()
+    title = getattr(model, "TOPICS", {}).get(topic, topic)
+    if title not in titles:
+        hint = did_you_mean(topic, titles)
+        raise UserError(f"--help: expected one of {', '.join(titles)}, got {topic!r}; {hint}")
+    chosen = [leaf for leaf in every if _title(model, leaf) == title]
+    return _parser(model, prog, description, chosen).format_help()
+
 
 def make_parser(model: type[BaseModel], prog: str, description: str) -> argparse.ArgumentParser:
     """Return a parser with one option for every field of ``model``."""
+    return _parser(model, prog, description, leaves(model).values())
+
+
+def _title(model: type[BaseModel], leaf: Leaf) -> str:
+    """The heading that an option is listed under."""
+    owner = leaf.path[0]
+    is_inner = submodel(model.model_fields[owner]) is not None
+    return kebab(owner) if is_inner else str(extra(leaf.info).get("group", "options"))
+
+
+def _parser(
+    model: type[BaseModel],
+    prog: str,
+    description: str,
+    chosen: Iterable[Leaf],
+    is_short: bool = False,
+) -> argparse.ArgumentParser:
+    """Return a parser of the ``chosen`` options; its help is short without their details."""
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=f"{prog} [options]",
@@ -387,34 +496,39 @@ def make_parser(model: type[BaseModel], prog: str, description: str) -> argparse
         exit_on_error=False,
         add_help=False,
     )
-    general = parser.add_argument_group("general")
-    *asking, telling = ANSWERED_AT_ONCE
-    general.add_argument(*asking, action="help", help="show this text and exit")
-    try:
-        version = importlib.metadata.version("aladdin_mpi")
-    except importlib.metadata.PackageNotFoundError:
-        version = "(not installed)"
-    text = "show it and exit"
-    general.add_argument(telling, action="version", version=f"{prog} {version}", help=text)
-    text = "TOML file of options, overridden by those typed here"
-    general.add_argument("--config", metavar="FILE", help=text)
+    _add_general(model, parser)
     groups: dict[str, Any] = {}
-    for leaf in leaves(model).values():
-        owner = leaf.path[0]
-        inner = submodel(model.model_fields[owner])
-        title = owner if inner else extra(leaf.info).get("group", "options")
+    for leaf in chosen:
+        owner, title = leaf.path[0], _title(model, leaf)
         if title not in groups:
+            inner = submodel(model.model_fields[owner])
             about = (inner.__doc__ or "").split("\n\n")[0] if inner else None
-            groups[title] = parser.add_argument_group(title, about)
+            groups[title] = parser.add_argument_group(title, None if is_short else about)
             if extra(model.model_fields[owner]).get("file"):
                 text = _file_help(model, owner)
                 groups[title].add_argument(f"--{kebab(owner)}", metavar="FILE", help=text)
-        how = _argument(leaf)
+        how = _argument(leaf, is_short)
         groups[title].add_argument(leaf.flag, dest=leaf.key, **how)
         if leaf.former_flag:
             hidden = how | {"help": argparse.SUPPRESS}
             groups[title].add_argument(leaf.former_flag, dest=leaf.former_flag, **hidden)
     return parser
+
+
+def _add_general(model: type[BaseModel], parser: argparse.ArgumentParser) -> None:
+    try:
+        version = importlib.metadata.version("aladdin_mpi")
+    except importlib.metadata.PackageNotFoundError:
+        version = "(not installed)"
+    general = parser.add_argument_group("general")
+    how: dict[str, Any] = {"action": _Help, "model": model}
+    text = "help on the options that most runs need, or on a topic"
+    general.add_argument("-h", "--help", nargs="?", metavar="[TOPIC]", help=text, **how)
+    general.add_argument("--help-all", nargs=0, help="help on all options", **how)
+    line = f"{parser.prog} {version}"
+    general.add_argument("--version", action="version", version=line, help="version")
+    text = "TOML file of options, which those on the command line override"
+    general.add_argument("--config", metavar="FILE", help=text)
 
 
 def _file_help(model: type[BaseModel], owner: str) -> str:
@@ -423,8 +537,8 @@ def _file_help(model: type[BaseModel], owner: str) -> str:
     return "TOML file of the options below" + (f", and of {named}" if named else "")
 
 
-def _argument(leaf: Leaf) -> dict[str, Any]:
-    text = f"{leaf.info.description} (default: {leaf.default_text})".replace("%", "%%")
+def _argument(leaf: Leaf, is_short: bool) -> dict[str, Any]:
+    text = (leaf.short_help if is_short else leaf.help).replace("%", "%%")
     if leaf.is_bool:
         return {"help": text, "action": argparse.BooleanOptionalAction}
     several = {"nargs": "+", "action": "extend"} if leaf.is_mapping or leaf.is_list else {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, PositiveFloat, PositiveInt, create_model, model_validator
 
@@ -38,6 +38,13 @@ from aladdin_mpi.options.reader import (
 )
 
 load_plugins()
+
+
+class _WithTopics(GeneralOptions):
+    TOPICS: ClassVar = {each.name: kebab(each.group) for each in ALGORITHMS.values()}
+    """The headings of the algorithms' options in ``--help``, by the algorithms' names."""
+
+
 if TYPE_CHECKING:
     RunOptions = GeneralOptions
 else:
@@ -45,7 +52,7 @@ else:
     _own = {each.group: each.options for each in ALGORITHMS.values() if each.options}
     RunOptions = create_model(
         "RunOptions",
-        __base__=GeneralOptions,
+        __base__=_WithTopics,
         __module__=__name__,
         **{group: (_own[group], nested(_own[group])) for group in sorted(_own)},
     )
@@ -85,13 +92,15 @@ class SimulateOptions(RunOptions):
     """The options of running in virtual time."""
 
     compute_time: PositiveFloat = computing_option(
-        0.1, "virtual time of one step of a worker", "SECONDS"
+        0.1, "simulated time of one step of a worker", "SECONDS", common=True
     )
-    workers: PositiveInt = run_option(8, "workers to simulate; servers come on top", "RANKS")
+    workers: PositiveInt = run_option(
+        8, "number of workers, besides the servers", "RANKS", common=True
+    )
     cluster: Cluster = nested(Cluster, prefix=False, file=True, beside=MEASURED)
     ranks_per_host: PositiveInt | None = cluster_option(
         None,
-        "room for ranks on each host; places them in blocks (--placement block), evenly",
+        "capacity of each host in ranks; implies --placement block",
         "RANKS",
     )
 
