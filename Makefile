@@ -62,7 +62,7 @@ gpu-check-bundle:
 docs:
 	@$(SETUP) test
 	$(BIN)/python tools/reference.py
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 test: lint docs horovod
 	$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder -rs --durations=15 \
