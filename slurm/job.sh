@@ -4,20 +4,20 @@
 # SIGUSR2, which Slurm sends to this shell before the time limit, and SIGUSR1 are forwarded to the
 # ranks.
 STEP=
-CAME=
+RECEIVED_SIGNAL=
 SPREAD_SERVERS=${SPREAD_SERVERS:-no}
 SURVIVE=${SURVIVE:-auto}
 RESTARTS=${RESTARTS:-0}
 SPARE_NODES=${SPARE_NODES:-0}
 SPARES=${SPARES:-0}
 STARTED=0 # number of times the ranks have been started
-trap 'pass_on USR1' USR1
-trap 'pass_on USR2' USR2
+trap 'forward_signal USR1' USR1
+trap 'forward_signal USR2' USR2
 
 ALADDIN_STOPPED=75 # status of a run that wrote a checkpoint and stopped because of a signal
 
 if [ -z "${SLURM_JOB_ID:-}" ]; then
-    echo "$ALADDIN_SCRIPT: not inside a Slurm job; submit it: sbatch slurm/$ALADDIN_SCRIPT ..." >&2
+    echo "$ALADDIN_SCRIPT: not inside a Slurm job. Submit it: sbatch slurm/$ALADDIN_SCRIPT ..." >&2
     exit 2
 fi
 # shellcheck source=slurm/site.sh
@@ -71,14 +71,14 @@ complete_options() {
 # check_spares WORDS...: fail if SPARES cannot be used with these options.
 check_spares() {
     if option spares "$@" >/dev/null; then
-        fail "--spares: set by this script, which adds the ranks; write SPARES=1 sbatch ..."
+        fail "--spares: this script sets it. Use SPARES=1 sbatch ... instead."
     elif ! [[ $SPARES =~ ^[0-9]{1,6}$ ]]; then
         fail "SPARES: expected a number of ranks, got '$SPARES'"
     elif [ "$SPARES" -gt 0 ] && [ "$LAUNCHER" != mpirun ]; then
-        fail "SPARES=$SPARES: expected LAUNCHER=mpirun, got '$LAUNCHER', with which a death ends" \
-            "the run; use that, or RESTARTS"
+        fail "SPARES=$SPARES: spare ranks require LAUNCHER=mpirun, got '$LAUNCHER'. Use" \
+            "LAUNCHER=mpirun, or RESTARTS."
     elif [ "$SPARES" -gt 0 ] && [ "$SURVIVE" = no ]; then
-        fail "SPARES=$SPARES: expected SURVIVE=auto or yes, got no, with which a death ends the run"
+        fail "SPARES=$SPARES: spare ranks require SURVIVE=auto or yes, got no"
     fi
 }
 
@@ -135,13 +135,13 @@ place_run() {
     done
 }
 
-# tell_places: print the placement of the run's ranks.
-tell_places() {
-    local spare=
+# print_placement: print the placement of the run's ranks.
+print_placement() {
+    local spares=
     if [ "$SPARES" -gt 0 ]; then
-        spare=" and $SPARES wait"
+        spares=", spare ranks: $SPARES"
     fi
-    echo "${#PLACES[@]} ranks, of which $SERVERS serve$spare; host:ranks ${SLOTS[*]}"
+    echo "${#PLACES[@]} ranks (servers: $SERVERS$spares); host:ranks ${SLOTS[*]}"
 }
 
 # start_ranks PROGRAM...: start the program on all PLACES and wait for it. It runs in the background
@@ -207,16 +207,17 @@ set_survival() {
     elif [[ "$(mpirun --version 2>/dev/null)" =~ \(Open\ MPI\)\ ([5-9]|[1-9][0-9])\. ]]; then
         SURVIVAL=(--with-ft ulfm)
     elif [ "$SPARES" -gt 0 ]; then
-        fail "SPARES=$SPARES: expected the mpirun of Open MPI 5 or later; use that, or RESTARTS"
+        fail "SPARES=$SPARES: spare ranks require the mpirun of Open MPI 5 or later. Use that," \
+            "or RESTARTS."
     elif [ "$SURVIVE" = yes ]; then
-        fail "SURVIVE=yes: expected the mpirun of Open MPI 5 or later; use SURVIVE=auto, or RESTARTS"
+        fail "SURVIVE=yes requires the mpirun of Open MPI 5 or later. Use SURVIVE=auto, or RESTARTS."
     fi
 }
 
 await_step() {
     local status=0
-    if [ -n "$CAME" ]; then
-        pass_on "$CAME"
+    if [ -n "$RECEIVED_SIGNAL" ]; then
+        forward_signal "$RECEIVED_SIGNAL"
     fi
     # A signal interrupts `wait` before the step has ended.
     while status=0 && { wait "$STEP" || status=$?; } && kill -0 "$STEP" 2>/dev/null; do :; done
@@ -225,10 +226,10 @@ await_step() {
     return "$status"
 }
 
-pass_on() {
-    CAME=$1
+forward_signal() {
+    RECEIVED_SIGNAL=$1
     if [ -n "$STEP" ]; then
-        echo "$ALADDIN_SCRIPT: SIG$1, passed on to the ranks"
+        echo "$ALADDIN_SCRIPT: forwarding SIG$1 to the ranks"
         kill -s "$1" "$STEP" 2>/dev/null || true
     fi
 }
@@ -249,23 +250,23 @@ last_checkpoint() {
 # place_on_nodes: place the ranks of a run with OPTIONS on the job's nodes, except SPARE_NODES.
 # After a failure, use only nodes that still respond.
 place_on_nodes() {
-    local node answering=() all=()
+    local node responding=() all=()
     mapfile -t all < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     if [ "$SPARE_NODES" -ge ${#all[@]} ]; then
         fail "SPARE_NODES: expected fewer than the job's ${#all[@]} nodes, got '$SPARE_NODES'"
     fi
     for node in "${all[@]}"; do
-        if [ "$STARTED" = 0 ] || answers "$node"; then
-            answering+=("$node")
+        if [ "$STARTED" = 0 ] || responds "$node"; then
+            responding+=("$node")
         else
-            echo "$ALADDIN_SCRIPT: node $node does not answer; the run goes on without it" >&2
+            echo "$ALADDIN_SCRIPT: node $node does not respond; the run continues without it" >&2
         fi
     done
-    [ ${#answering[@]} -gt 0 ] || return 1
-    place_run "${answering[@]:0:$((${#all[@]} - SPARE_NODES))}"
+    [ ${#responding[@]} -gt 0 ] || return 1
+    place_run "${responding[@]:0:$((${#all[@]} - SPARE_NODES))}"
 }
 
-answers() {
+responds() {
     timeout 30 srun --overlap --nodelist="$1" --nodes=1 --ntasks=1 --gpus=0 true \
         >/dev/null 2>&1 </dev/null
 }
@@ -273,7 +274,7 @@ answers() {
 # may_restart STATUS CHECKPOINT: succeed if the run should be restarted: it failed, its options are
 # valid, and it has written a checkpoint since CHECKPOINT, with which it began.
 may_restart() {
-    [ "$1" != 0 ] && [ "$1" != 2 ] && [ "$1" != $ALADDIN_STOPPED ] && [ -z "$CAME" ] &&
+    [ "$1" != 0 ] && [ "$1" != 2 ] && [ "$1" != $ALADDIN_STOPPED ] && [ -z "$RECEIVED_SIGNAL" ] &&
         [ "$STARTED" -le "$RESTARTS" ] && [ -z "${HET_GROUPS:-}" ] &&
         [ "$(last_checkpoint)" != "$2" ]
 }
@@ -289,7 +290,7 @@ train() {
         start_ranks "$PYTHON" -m aladdin_mpi.train "$@" || status=$?
         if [ $status = 0 ] && [ ! -e "$RUN_DIR/summary.json" ]; then
             # Open MPI's mpirun exits like this when it loses a host.
-            echo "$ALADDIN_SCRIPT: the run has ended without a summary.json; submit it again with" \
+            echo "$ALADDIN_SCRIPT: the run ended without a summary.json. Submit it again with" \
                 "--run-dir $RUN_DIR --resume auto" >&2
             status=1
         fi
@@ -299,8 +300,8 @@ train() {
         if [ ${#PLACES[@]} != "$ranks" ]; then
             set -- "$@" --allow-resize
         fi
-        echo "$ALADDIN_SCRIPT: the run has failed (status $status); restart $STARTED of $RESTARTS" \
-            "at $(last_checkpoint), ${#PLACES[@]} ranks; host:ranks ${SLOTS[*]}"
+        echo "$ALADDIN_SCRIPT: the run failed (status $status); restart $STARTED of $RESTARTS" \
+            "from $(last_checkpoint), ${#PLACES[@]} ranks; host:ranks ${SLOTS[*]}"
     done
     if [ $status = $ALADDIN_STOPPED ]; then
         requeue "$before"
@@ -310,14 +311,13 @@ train() {
 
 requeue() {
     if [ "$(last_checkpoint)" = "$1" ]; then
-        echo "$ALADDIN_SCRIPT: not put into the queue again: there is no checkpoint behind the" \
-            "one it began with; ask for more time" >&2
+        echo "$ALADDIN_SCRIPT: not requeued, because no checkpoint has been written since" \
+            "the job started. Request a longer time limit." >&2
         return
     fi
-    echo "$ALADDIN_SCRIPT: stopped at $(last_checkpoint);" \
-        "put into the queue again as $(job_name)"
+    echo "$ALADDIN_SCRIPT: stopped at $(last_checkpoint); requeueing job $(job_name)"
     if ! scontrol requeue "$(job_name)"; then
-        echo "$ALADDIN_SCRIPT: could not be put into the queue again; submit it again with" \
+        echo "$ALADDIN_SCRIPT: the job could not be requeued. Submit it again with" \
             "--run-dir $RUN_DIR --resume auto" >&2
         return
     fi

